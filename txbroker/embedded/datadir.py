@@ -1,0 +1,113 @@
+"""The folder that a Kafka keeps its data in: one user at a time, formatted exactly once.
+
+    lock                who uses the folder: an flock and, as text, a process id
+    server.properties   written at each start, because the ports change
+    kafka/              Kafka's own data
+    formatting/         a format that was not finished; thrown away
+    kafka.log           what Kafka said since its last start; kafka.log.1 since the one before
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+from txbroker.embedded.errors import DataDirError, DataDirInUseError
+
+_RELEASE_S = 15.0  # a Kafka whose parent was killed needs a moment to die
+_POLL_S = 0.05
+
+
+class DataDir:
+    """Paths and lock of one data directory."""
+
+    LOGS = "kafka"
+    FORMATTING = "formatting"
+    PROPERTIES = "server.properties"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log_path = path / "kafka.log"
+
+    def lock(self) -> int:
+        """Take the folder and return the lock's file descriptor, to be closed or handed on.
+
+        Raises DataDirInUseError while another living process has it, DataDirError when the
+        folder cannot be used at all.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise DataDirError(
+                f"The data directory {self.path} cannot be used: {error.strerror}"
+            ) from error
+        try:
+            self._wait_for(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        return descriptor
+
+    def _wait_for(self, descriptor: int) -> None:
+        deadline = time.monotonic() + _RELEASE_S
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+            if _is_alive(owner) or time.monotonic() > deadline:
+                raise DataDirInUseError(
+                    f"The data directory {self.path} is in use by a Kafka of process "
+                    f"{owner or 'unknown'}: stop that one, or choose another directory"
+                )
+            time.sleep(_POLL_S)
+
+    @property
+    def is_formatted(self) -> bool:
+        """Whether Kafka's own folder is there; it gets its name only when it is complete."""
+        return (self.path / self.LOGS / "meta.properties").exists()
+
+    def begin_format(self) -> None:
+        """Make room for a format, throwing away one that was not finished."""
+        shutil.rmtree(self.path / self.FORMATTING, ignore_errors=True)
+        (self.path / self.FORMATTING).mkdir()
+
+    def finish_format(self) -> None:
+        """Give the formatted folder its name, in one step."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / self.LOGS).rmdir()  # only an empty one: data is never thrown away
+        os.replace(self.path / self.FORMATTING, self.path / self.LOGS)
+
+    def rotate_log(self) -> None:
+        """Begin a new log and keep the last one."""
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.log_path, self.log_path.with_suffix(".log.1"))
+        self.log_path.touch()
+
+
+def _is_alive(process_id: str) -> bool:
+    if not process_id.isdigit():
+        return False
+    try:
+        os.kill(int(process_id), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def new_cluster_id() -> str:
+    """A random id in Kafka's form: 16 bytes as 22 characters of base64, not beginning with -."""
+    while True:
+        text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode("ascii").rstrip("=")
+        if not text.startswith("-"):
+            return text

@@ -1,0 +1,42 @@
+"""What can go wrong with the embedded Kafka. Every message says what to do."""
+
+from __future__ import annotations
+
+
+class EmbeddedKafkaError(Exception):
+    """The embedded Kafka cannot be used."""
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or type(self).__doc__)
+
+
+class JavaNotFoundError(EmbeddedKafkaError):
+    """No Java 17 or newer was found: install one, set JAVA_HOME, or pip install txbroker[embedded]."""
+
+
+class UnknownVersionError(EmbeddedKafkaError):
+    """There is no lock file for this version of Kafka: make one with txbroker.embedded.lock."""
+
+
+class DownloadError(EmbeddedKafkaError):
+    """The jars of Kafka could not be downloaded: check the network or TXBROKER_MAVEN_REPOSITORY."""
+
+
+class WrongHashError(DownloadError):
+    """A downloaded jar is not the one in the lock file: the repository serves something else."""
+
+
+class DiskFullError(DownloadError):
+    """There is no room left on the disk: free some, or set XDG_CACHE_HOME to another disk."""
+
+
+class DataDirInUseError(EmbeddedKafkaError):
+    """Another process runs Kafka on this data directory: stop it or choose another directory."""
+
+
+class DataDirError(EmbeddedKafkaError):
+    """The data directory cannot be used: check that it is a folder that you may write."""
+
+
+class KafkaStartError(EmbeddedKafkaError):
+    """Kafka did not start: its log says why."""

@@ -1,0 +1,247 @@
+"""Kafka's jars in the user's cache: downloaded in parallel, verified, never half-written."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import http.client
+import os
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from txbroker.embedded.errors import DiskFullError, DownloadError, WrongHashError
+from txbroker.embedded.lock import Jar, read_lock
+from txbroker.embedded.progress import Progress, SilentProgress
+
+REPOSITORY_SETTING = "TXBROKER_MAVEN_REPOSITORY"
+DEFAULT_REPOSITORY = "https://repo1.maven.org/maven2"
+
+_PARALLEL = 8  # more gains nothing: three jars hold half of all bytes
+_TIMEOUT_S = 30.0
+_BACK_OFF_S = (0.3, 1.0, 3.0)  # one more attempt than there are pauses
+_CHUNK_BYTES = 1 << 16
+_STALE_PART_S = 3600.0  # a part this old was left by a process that was killed
+_PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+def cache_dir() -> Path:
+    """Where jars are kept: txbroker/ in $XDG_CACHE_HOME, else in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a path that is not absolute.
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "txbroker"
+
+
+def ensure_jars(version: str, progress: Progress | None = None) -> list[Path]:
+    """The paths of all jars of a Kafka version, downloading those that the cache has not.
+
+    Raises UnknownVersionError without a lock file and DownloadError when a jar cannot be had.
+    """
+    jars = read_lock(version)
+    folder = cache_dir() / "maven"
+    missing = [jar for jar in jars if not _is_whole(folder / jar.path, jar)]
+    if missing:
+        _download_all(f"Kafka {version}", missing, folder, progress or SilentProgress())
+    return [folder / jar.path for jar in jars]
+
+
+def _is_whole(path: Path, jar: Jar) -> bool:
+    # Jars get their name only after their hash was found right, so the size is enough here.
+    try:
+        return path.stat().st_size == jar.size_bytes
+    except OSError:
+        return False
+
+
+def _download_all(what: str, jars: list[Jar], folder: Path, progress: Progress) -> None:
+    cancelled = threading.Event()
+    source = _Repository.from_environment()
+    progress.begin(what, sum(jar.size_bytes for jar in jars))
+    pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="txbroker-jars")
+    try:
+        largest_first = sorted(jars, key=lambda jar: -jar.size_bytes)
+        downloads = [
+            pool.submit(_Download(jar, folder / jar.path, source, progress, cancelled).run)
+            for jar in largest_first
+        ]
+        done, _ = wait(downloads, return_when=FIRST_EXCEPTION)
+        for download in done:
+            download.result()
+    finally:
+        cancelled.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        progress.end()
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """A Maven repository; `shown` is its URL without a password."""
+
+    url: str
+    shown: str
+    headers: dict[str, str]
+
+    @classmethod
+    def from_environment(cls) -> _Repository:
+        url = (os.environ.get(REPOSITORY_SETTING) or DEFAULT_REPOSITORY).rstrip("/")
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https", "file"):
+            raise DownloadError(
+                f"{REPOSITORY_SETTING} must be a URL that begins with https://, http:// or file://"
+            )
+        login, at, host = parts.netloc.rpartition("@")
+        plain = parts._replace(netloc=host).geturl()
+        headers = {"User-Agent": "txbroker"}
+        if at:
+            token = base64.b64encode(urllib.parse.unquote(login).encode()).decode("ascii")
+            headers["Authorization"] = f"Basic {token}"
+        return cls(plain, plain, headers)
+
+
+class _PassingFailure(Exception):
+    """An attempt failed in a way that another attempt may not."""
+
+    def __init__(self, cause: str, error: type[DownloadError] = DownloadError) -> None:
+        super().__init__(cause)
+        self.error = error
+
+
+class _Download:
+    """Fetches one jar to a temporary name beside its own, verifies it, then renames it."""
+
+    def __init__(
+        self,
+        jar: Jar,
+        target: Path,
+        source: _Repository,
+        progress: Progress,
+        cancelled: threading.Event,
+    ) -> None:
+        self._jar = jar
+        self._target = target
+        self._source = source
+        self._progress = progress
+        self._cancelled = cancelled
+
+    def run(self) -> None:
+        """Fetch the jar, trying again after failures that pass."""
+        for pause_s in (*_BACK_OFF_S, None):
+            if self._cancelled.is_set():
+                return
+            try:
+                return self._attempt()
+            except _PassingFailure as failure:
+                if pause_s is None:
+                    raise failure.error(self._sentence(str(failure))) from failure
+                self._cancelled.wait(pause_s)
+
+    def _attempt(self) -> None:
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale_parts(self._target.parent)
+        part = self._target.with_name(f".{self._target.name}.{uuid.uuid4().hex}.part")
+        try:
+            self._fetch(part)
+            if not self._cancelled.is_set():
+                os.replace(part, self._target)
+        except OSError as error:
+            raise self._translate(error) from error
+        except http.client.HTTPException as error:
+            raise _PassingFailure(f"the connection broke ({error!r})") from error
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _fetch(self, part: Path) -> None:
+        request = urllib.request.Request(
+            f"{self._source.url}/{self._jar.path}", headers=self._source.headers
+        )
+        count = _Count(self._progress.advance)
+        digest = hashlib.sha256()
+        with (
+            urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer,
+            open(part, "wb") as file,
+        ):
+            while chunk := answer.read(_CHUNK_BYTES):
+                if self._cancelled.is_set():
+                    return
+                digest.update(chunk)
+                file.write(chunk)
+                count.add(len(chunk))
+                if count.total > self._jar.size_bytes:
+                    break
+            file.flush()
+            # The name promises whole content, also after a power cut.
+            os.fsync(file.fileno())
+        self._verify(count, digest.hexdigest())
+
+    def _verify(self, count: _Count, sha256: str) -> None:
+        if sha256 == self._jar.sha256:
+            return
+        wrong = f"{count.total} of {self._jar.size_bytes} bytes came"
+        if count.total < self._jar.size_bytes:
+            count.take_back()
+            raise _PassingFailure(f"it broke off, {wrong}")
+        count.take_back()
+        raise _PassingFailure(
+            f"its SHA-256 or size is wrong, so it is not the jar that txbroker expects "
+            f"(expected {self._jar.sha256}, got {sha256})",
+            WrongHashError,
+        )
+
+    def _translate(self, error: OSError) -> DownloadError | _PassingFailure:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return DiskFullError(
+                f"The disk of {self._target.parent} is full, {self._jar.name} could not be "
+                "stored: free some room, or set XDG_CACHE_HOME to another disk"
+            )
+        if isinstance(error, urllib.error.HTTPError):
+            cause = f"the repository answered {error.code} {error.reason}"
+            if error.code in _PASSING_STATUS:
+                return _PassingFailure(cause)
+            return DownloadError(self._sentence(cause))
+        if isinstance(error, PermissionError) and error.filename:
+            return DownloadError(
+                f"{error.filename} cannot be written: make {cache_dir()} yours, or set "
+                "XDG_CACHE_HOME to a folder that is"
+            )
+        reason = getattr(error, "reason", error)
+        return _PassingFailure(f"the repository is out of reach ({reason})")
+
+    def _sentence(self, cause: str) -> str:
+        return (
+            f"{self._jar.name} could not be downloaded from {self._source.shown}: {cause}. "
+            f"Check the network, or name another Maven repository in {REPOSITORY_SETTING}"
+        )
+
+
+class _Count:
+    """The bytes of one attempt, told to the progress and taken back when it fails."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+        self.total = 0
+
+    def add(self, n_bytes: int) -> None:
+        self.total += n_bytes
+        self._advance(n_bytes)
+
+    def take_back(self) -> None:
+        self._advance(-self.total)
+
+
+def _remove_stale_parts(folder: Path) -> None:
+    oldest = time.time() - _STALE_PART_S
+    for part in folder.glob(".*.part"):
+        try:
+            if part.stat().st_mtime < oldest:
+                part.unlink()
+        except FileNotFoundError:
+            continue  # another process was faster

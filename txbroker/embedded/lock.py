@@ -1,0 +1,128 @@
+"""The lock files: which jars make one version of Kafka, with size and SHA-256 of each.
+
+Renew or add one with `python -m txbroker.embedded.lock VERSION`, which asks Maven (`mvn`) for
+everything that the `kafka_2.13` artifact needs at run time. Review the difference, commit it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from txbroker.embedded.errors import EmbeddedKafkaError, UnknownVersionError
+
+_FOLDER = Path(__file__).parent
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
+_LINE = re.compile(r"(?P<path>[\w./+-]+\.jar) (?P<size>\d+) (?P<sha256>[0-9a-f]{64})")
+
+# Kafka's own artifact brings no slf4j binding; this one is one small jar for every version
+# and writes to stderr, which saves the start-up time and the configuration of log4j.
+_POM = """<project><modelVersion>4.0.0</modelVersion>
+<groupId>txbroker</groupId><artifactId>lock</artifactId><version>1</version><dependencies>
+<dependency><groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId>
+<version>{version}</version></dependency>
+<dependency><groupId>org.slf4j</groupId><artifactId>slf4j-simple</artifactId>
+<version>1.7.36</version></dependency>
+</dependencies></project>
+"""
+
+
+@dataclass(frozen=True)
+class Jar:
+    """One line of a lock file; `path` is the jar's place in a Maven repository."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """The file name."""
+        return self.path.rpartition("/")[2]
+
+
+def lock_path(version: str) -> Path:
+    """Where the lock file of a Kafka version is, or would be."""
+    return _FOLDER / f"kafka-{version}.lock"
+
+
+def versions() -> list[str]:
+    """The Kafka versions that have a lock file, oldest first."""
+    found = (path.name[len("kafka-") : -len(".lock")] for path in _FOLDER.glob("kafka-*.lock"))
+    return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
+
+
+def read_lock(version: str) -> list[Jar]:
+    """The jars of a Kafka version; raises UnknownVersionError when there is no lock file."""
+    if version not in versions():
+        raise UnknownVersionError(
+            f"Kafka {version} cannot be embedded: choose one of {', '.join(versions())}, or make "
+            f"its lock file with: python -m txbroker.embedded.lock {version}"
+        )
+    lines = lock_path(version).read_text(encoding="ascii").splitlines()
+    return [_parse(line) for line in lines if line and not line.startswith("#")]
+
+
+def _parse(line: str) -> Jar:
+    match = _LINE.fullmatch(line)
+    if match is None or ".." in line:
+        raise EmbeddedKafkaError(f"A lock file of txbroker is damaged, reinstall it: {line!r}")
+    return Jar(match["path"], int(match["size"]), match["sha256"])
+
+
+def resolve(version: str) -> list[Jar]:
+    """Ask Maven which jars a Kafka version needs; raises EmbeddedKafkaError when it cannot say."""
+    maven = shutil.which("mvn")
+    if maven is None:
+        raise EmbeddedKafkaError("Maven is needed to renew a lock file: install mvn")
+    with tempfile.TemporaryDirectory(prefix="txbroker-lock-") as folder:
+        (Path(folder) / "pom.xml").write_text(_POM.format(version=version), encoding="utf-8")
+        command = [maven, "-q", "-B", "dependency:copy-dependencies", "-DincludeScope=runtime"]
+        command += ["-Dmdep.useRepositoryLayout=true", "-DoutputDirectory=jars"]
+        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if answer.returncode != 0:
+            raise EmbeddedKafkaError(f"Maven failed: {(answer.stdout + answer.stderr).strip()}")
+        root = Path(folder) / "jars"
+        return [_describe(path, root) for path in sorted(root.rglob("*.jar"))]
+
+
+def _describe(path: Path, root: Path) -> Jar:
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    return Jar(path.relative_to(root).as_posix(), len(content), digest)
+
+
+def write_lock(version: str, jars: list[Jar]) -> Path:
+    """Write a version's lock file and return its path."""
+    head = [
+        f"# Apache Kafka {version}: Maven path, size in bytes, SHA-256.",
+        f"# Renew with: python -m txbroker.embedded.lock {version}",
+    ]
+    lines = [f"{jar.path} {jar.size_bytes} {jar.sha256}" for jar in jars]
+    path = lock_path(version)
+    path.write_text("\n".join([*head, *lines, ""]), encoding="ascii")
+    return path
+
+
+def main(arguments: list[str]) -> int:
+    """Renew the lock files of the given versions; returns the exit code."""
+    if not arguments or not all(_VERSION.fullmatch(version) for version in arguments):
+        sys.stderr.write("usage: python -m txbroker.embedded.lock VERSION…\n")
+        return 2
+    try:
+        for version in arguments:
+            sys.stderr.write(f"{write_lock(version, resolve(version))}\n")
+    except EmbeddedKafkaError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""How starting and downloading tell how far they are."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress as RichBar,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
+
+
+class Progress(Protocol):
+    """Is told about a download. All calls but `advance` come from the starting thread."""
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        """A download of `total_bytes` bytes begins; `what` is a few words for people."""
+
+    def advance(self, n_bytes: int) -> None:
+        """`n_bytes` more have come (negative when a part is fetched again); from any thread."""
+
+    def end(self) -> None:
+        """The download is over, well or badly."""
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        """Ignore it."""
+
+    def advance(self, n_bytes: int) -> None:
+        """Ignore it."""
+
+    def end(self) -> None:
+        """Ignore it."""
+
+
+class BarProgress:
+    """A progress bar on stderr, drawn only while something is downloaded."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bar: RichBar | None = None
+        self._task = TaskID(0)
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        """Draw the bar."""
+        self._bar = RichBar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task(what, total=total_bytes)
+        self._bar.start()
+
+    def advance(self, n_bytes: int) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.advance(self._task, n_bytes)
+
+    def end(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,291 @@
+"""A real Apache Kafka of one node, run as a child process for development and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from txbroker.embedded.datadir import DataDir, new_cluster_id
+from txbroker.embedded.errors import EmbeddedKafkaError, KafkaStartError
+from txbroker.embedded.jars import ensure_jars
+from txbroker.embedded.java import find_java
+from txbroker.embedded.probe import is_ready
+from txbroker.embedded.progress import Progress
+from txbroker.embedded.settings import java_flags, server_properties
+
+DEFAULT_VERSION = "4.2.1"
+
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_READY_TIMEOUT_S = 90.0  # about 3 s on an idle machine; a busy one may need ten times that
+_STOP_TIMEOUT_S = 20.0
+_FORMAT_TIMEOUT_S = 60.0
+_POLL_S = 0.05
+_LOG_LINES = 6
+_PORT_ATTEMPTS = 4  # a port found free may be taken by another before Kafka binds it
+_PORT_TAKEN = "Address already in use"
+
+
+class EmbeddedKafka:
+    """A real Kafka (KRaft, broker and controller in one) on 127.0.0.1, with free ports.
+
+    `data_dir` None: a temporary folder, removed by `stop()` or with this process. A given one is
+    kept, and used by one Kafka at a time. `properties` are added to Kafka's server.properties;
+    `heap_mb` is Java's heap in megabytes. `progress` is told about the download of Kafka, which
+    happens once per version and user. All calls block and may come from any thread.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path | None = None,
+        *,
+        version: str = DEFAULT_VERSION,
+        properties: Mapping[str, str] | None = None,
+        heap_mb: int = 512,
+        progress: Progress | None = None,
+    ) -> None:
+        self.version = version
+        self._kept = data_dir is not None
+        self._data = DataDir(data_dir.absolute()) if data_dir is not None else None
+        self._properties = dict(properties or {})
+        self._heap_mb = heap_mb
+        self._progress = progress
+        self._ports = (0, 0)
+        self._java_pid: int | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._guard = threading.RLock()
+
+    @property
+    def bootstrap(self) -> str:
+        """The bootstrap servers, "127.0.0.1:PORT"; raises EmbeddedKafkaError before `start()`."""
+        if self._ports[0] == 0:
+            raise EmbeddedKafkaError("The embedded Kafka was not started: call start() first")
+        return f"127.0.0.1:{self._ports[0]}"
+
+    @property
+    def running(self) -> bool:
+        """Whether the Kafka that was started is still alive."""
+        return self._supervisor is not None and self._supervisor.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of Java while it runs, for tests that pause it by signal."""
+        return self._java_pid if self.running else None
+
+    @property
+    def data_dir(self) -> Path:
+        """The folder of data and log; raises EmbeddedKafkaError while there is none."""
+        if self._data is None:
+            raise EmbeddedKafkaError("The embedded Kafka was not started: call start() first")
+        return self._data.path
+
+    @property
+    def log_path(self) -> Path:
+        """The file with what Kafka logs; raises EmbeddedKafkaError while there is none."""
+        return self.data_dir / "kafka.log"
+
+    def start(self) -> None:
+        """Start Kafka and return once it takes requests; does nothing while it runs.
+
+        After `kill()` it starts on the same data and, where they are still free, ports.
+        Raises a subclass of EmbeddedKafkaError; nothing is left running then.
+        """
+        with self._guard:
+            if self.running:
+                return
+            java = find_java().path
+            jars = ensure_jars(self.version, self._progress)
+            command = [str(java), "-cp", os.pathsep.join(map(str, jars))]
+            if self._data is None:
+                self._data = DataDir(Path(tempfile.mkdtemp(prefix="txbroker-kafka-")))
+            try:
+                self._start_locked(self._data, command)
+            except BaseException:
+                self._end("kill", 0.0)
+                self._remove_temporary()
+                raise
+
+    def stop(self) -> None:
+        """End Kafka, by force after 20 s; removes a temporary data directory."""
+        with self._guard:
+            # What is thrown away need not be closed well.
+            self._end("stop" if self._kept else "kill", _STOP_TIMEOUT_S)
+            self._remove_temporary()
+
+    def kill(self) -> None:
+        """End Kafka at once, as kill -9 does, keeping its data for the next `start()`."""
+        with self._guard:
+            self._end("kill", _STOP_TIMEOUT_S)
+
+    def __enter__(self) -> EmbeddedKafka:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _start_locked(self, data: DataDir, command: Sequence[str]) -> None:
+        lock = data.lock()
+        try:
+            data.rotate_log()
+            if not data.is_formatted:
+                self._format(data, command)
+            for attempt in range(1, _PORT_ATTEMPTS + 1):
+                self._ports = _free_ports(self._ports)
+                self._launch(data, command, lock)
+                if self._wait_until_ready(data):
+                    return
+                if attempt == _PORT_ATTEMPTS or _PORT_TAKEN not in _read(data.log_path):
+                    raise KafkaStartError(self._death(data))
+                self._end("kill", 0.0)
+                data.rotate_log()
+                self._ports = (0, 0)
+        finally:
+            # From here on only the supervisor and Java hold the lock.
+            os.close(lock)
+
+    def _format(self, data: DataDir, command: Sequence[str]) -> None:
+        data.begin_format()
+        self._write_properties(data, data.FORMATTING, (9092, 9093))
+        with open(data.log_path, "ab") as log:
+            try:
+                code = subprocess.run(
+                    [*command, *java_flags(self._heap_mb), "kafka.Kafka"][:-1]
+                    + ["kafka.tools.StorageTool", "format"]
+                    + ["-t", new_cluster_id(), "-c", data.PROPERTIES],
+                    cwd=data.path,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    timeout=_FORMAT_TIMEOUT_S,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = -1
+        if code != 0:
+            raise KafkaStartError(
+                f"Kafka {self.version} could not prepare {data.path}: {_tail(data.log_path)}"
+            )
+        data.finish_format()
+
+    def _write_properties(self, data: DataDir, log_dir: str, ports: tuple[int, int]) -> None:
+        text = server_properties(log_dir, *ports, self._properties)
+        (data.path / data.PROPERTIES).write_text(text, encoding="ascii")
+
+    def _launch(self, data: DataDir, command: Sequence[str], lock: int) -> None:
+        self._write_properties(data, data.LOGS, self._ports)
+        remove = "" if self._kept else str(data.path)
+        supervisor = [sys.executable, "-I", "-S", str(_SUPERVISOR)]
+        arguments = [str(os.getpid()), str(lock), str(data.log_path), remove]
+        java = [*command, *java_flags(self._heap_mb), "kafka.Kafka", data.PROPERTIES]
+        # A session of its own keeps a terminal's Ctrl-C from Kafka: the parent stops it, in order.
+        self._supervisor = subprocess.Popen(
+            [*supervisor, *arguments, *java],
+            cwd=data.path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[lock],
+            start_new_session=True,
+        )
+        assert self._supervisor.stdout is not None
+        line = self._supervisor.stdout.readline()
+        if not line:
+            raise KafkaStartError(f"Java did not start: {_tail(data.log_path)}")
+        self._java_pid = int(line)
+
+    def _wait_until_ready(self, data: DataDir) -> bool:
+        """True when Kafka is ready, False when it died; raises when the time is up."""
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if not self.running:
+                return False
+            if is_ready(self._ports[0], timeout_s=2.0) and self.running:
+                return True
+            time.sleep(_POLL_S)
+        raise KafkaStartError(
+            f"Kafka {self.version} did not answer within {_READY_TIMEOUT_S:.0f} s: "
+            f"{_tail(data.log_path)}"
+        )
+
+    def _death(self, data: DataDir) -> str:
+        code = self._supervisor.returncode if self._supervisor else None
+        return f"Kafka {self.version} ended while starting (exit code {code}): " + _tail(
+            data.log_path
+        )
+
+    def _end(self, order: str, patience_s: float) -> None:
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
+            return
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        with contextlib.suppress(OSError):
+            os.write(supervisor.stdin.fileno(), f"{order}\n".encode())
+        try:
+            supervisor.wait(patience_s or _STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.write(supervisor.stdin.fileno(), b"kill\n")
+            self._wait_or_kill(supervisor)
+        finally:
+            supervisor.stdin.close()
+            supervisor.stdout.close()
+            self._java_pid = None
+
+    def _wait_or_kill(self, supervisor: subprocess.Popen[bytes]) -> None:
+        try:
+            supervisor.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            supervisor.send_signal(signal.SIGKILL)  # Java dies with it
+            supervisor.wait()
+
+    def _remove_temporary(self) -> None:
+        if not self._kept and self._data is not None:
+            shutil.rmtree(self._data.path, ignore_errors=True)
+            self._data = None
+
+
+def _free_ports(wanted: tuple[int, int]) -> tuple[int, int]:
+    """Two ports of 127.0.0.1 that nobody listens on: those wanted where possible."""
+    with contextlib.ExitStack() as stack:
+        return (_bind(stack, wanted[0]), _bind(stack, wanted[1]))
+
+
+def _bind(stack: contextlib.ExitStack, port: int) -> int:
+    probe = stack.enter_context(socket.socket())
+    # As Kafka does, so that connections of a Kafka that has just ended are no hindrance.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind(("127.0.0.1", port))
+    except OSError:
+        probe.bind(("127.0.0.1", 0))
+    return int(probe.getsockname()[1])
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _tail(log_path: Path) -> str:
+    lines = [line.strip() for line in _read(log_path).splitlines()]
+    said = [line for line in lines if line and not line.startswith(("at ", "SLF4J"))]
+    last = "\n  ".join(said[-_LOG_LINES:]) or "it said nothing"
+    return f"the last lines of {log_path.name} are\n  {last}"

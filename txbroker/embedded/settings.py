@@ -1,0 +1,89 @@
+"""The settings of a Kafka of one node that is fit for transactions, and of its Java."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_ONE_NODE = {
+    "process.roles": "broker,controller",
+    "node.id": "1",
+    "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+    "inter.broker.listener.name": "PLAINTEXT",
+    "controller.listener.names": "CONTROLLER",
+    "default.replication.factor": "1",
+    "min.insync.replicas": "1",
+    "offsets.topic.replication.factor": "1",
+    "transaction.state.log.replication.factor": "1",
+    "transaction.state.log.min.isr": "1",
+    "share.coordinator.state.topic.replication.factor": "1",
+    "share.coordinator.state.topic.min.isr": "1",
+    "auto.create.topics.enable": "false",
+}
+
+# One machine shares its cores with everything else and wants to start fast.
+_SMALL = {
+    "num.partitions": "1",
+    "offsets.topic.num.partitions": "4",
+    "transaction.state.log.num.partitions": "4",
+    "share.coordinator.state.topic.num.partitions": "4",
+    "num.network.threads": "2",
+    "num.io.threads": "4",
+    "num.recovery.threads.per.data.dir": "1",
+    "background.threads": "2",
+    "log.cleaner.threads": "1",
+    "log.cleaner.dedupe.buffer.size": str(16 << 20),
+    "log.segment.bytes": str(64 << 20),
+    "log.index.size.max.bytes": str(1 << 20),
+    "log.preallocate": "false",
+    "offsets.topic.segment.bytes": str(16 << 20),
+    "transaction.state.log.segment.bytes": str(16 << 20),
+    "metadata.log.segment.bytes": str(16 << 20),
+}
+
+# Waiting that helps clusters of many, but only delays one node.
+_PROMPT = {
+    "group.initial.rebalance.delay.ms": "0",
+    "group.min.session.timeout.ms": "1000",
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
+}
+
+_JAVA_FLAGS = (
+    "-XX:+UseSerialGC",
+    "-Xshare:auto",
+    "-XX:+ExitOnOutOfMemoryError",
+    "-Djava.awt.headless=true",
+    "-Djava.net.preferIPv4Stack=true",
+    "-Dorg.slf4j.simpleLogger.logFile=System.err",
+    "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+    "-Dorg.slf4j.simpleLogger.showDateTime=true",
+    "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd'T'HH:mm:ss.SSSZ",
+)
+
+
+def server_properties(
+    log_dir: str, port: int, controller_port: int, extra: Mapping[str, str]
+) -> str:
+    """The text of server.properties; `extra` wins over everything here."""
+    places = {
+        "listeners": f"PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}",
+        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
+        "controller.quorum.voters": f"1@127.0.0.1:{controller_port}",
+        "log.dirs": log_dir,
+    }
+    settings = {**_ONE_NODE, **_SMALL, **_PROMPT, **places, **extra}
+    return "".join(f"{_escape(key)}={_escape(value)}\n" for key, value in settings.items())
+
+
+def _escape(text: str) -> str:
+    # The format of java.util.Properties: backslash escapes, \uXXXX for what is not Latin-1.
+    plain = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    plain = plain.replace("=", "\\=").replace(":", "\\:").replace("#", "\\#").replace("!", "\\!")
+    units = plain.encode("utf-16-be")
+    codes = [int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2)]
+    escaped = "".join(chr(code) if code < 127 else f"\\u{code:04x}" for code in codes)
+    return escaped.replace(" ", "\\ ") if escaped.startswith(" ") else escaped
+
+
+def java_flags(heap_mb: int) -> list[str]:
+    """The options of Java for a heap of at most `heap_mb` megabytes."""
+    return [f"-Xms{heap_mb}m", f"-Xmx{heap_mb}m", *_JAVA_FLAGS]
