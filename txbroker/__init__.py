@@ -1,0 +1,3 @@
+"""Transactional messages for Apache Kafka."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,344 @@
+"""How transactions, markers and progress are written as Kafka records.
+
+Our text headers come first, in fixed order, and the user's follow unchanged, even when their
+names look like ours: the first header, `txb-v`, holds the version and the names of the optional
+headers that are there (`1 ts order`), so a reader knows where ours end.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from txbroker.core.records import (
+    RECORD_VERSION,
+    Cause,
+    CheckPolicy,
+    Claim,
+    Half,
+    Header,
+    Kept,
+    Marker,
+    Message,
+    Progress,
+    Record,
+    State,
+)
+
+VERSION_HEADER = "txb-v"
+ID_HEADER = "txb-id"
+SEQUENCE_HEADER = "txb-seq"
+_FIXED = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
+# In the order in which they are written. The transaction's own are on its first record only.
+_OPTIONAL = ("ts", "check", "order", "dedup", "key", "tombstone", "kept")
+
+CLAIM_KEY = b"claim"
+PROGRESS_KEY = b"progress"
+
+_encode_json = msgspec.json.Encoder().encode
+_marker_decoder = msgspec.json.Decoder(Marker)
+_version_decoder = msgspec.json.Decoder(type("Versioned", (msgspec.Struct,), {"__annotations__": {"v": int}}))
+
+
+class Malformed(ValueError):
+    """A record that is not one of ours, or is damaged."""
+
+
+class NewerVersion(ValueError):
+    """A record of a newer version of txbroker: to be kept, never to be dropped."""
+
+
+class HalfPart(msgspec.Struct, frozen=True):
+    """One record of a half message: message `sequence` of the `count` of its transaction."""
+
+    id: str
+    group: str
+    message: Message
+    sequence: int
+    count: int
+    policy: CheckPolicy
+    order_key: str | None
+    dedup_key: str | None
+
+
+# --- half messages ---------------------------------------------------------------------------
+
+
+def encode_half(half: Half) -> tuple[Record, ...]:
+    """Return the records of a half message; they belong into one batch."""
+    return tuple(_encode_part(half, sequence) for sequence in range(len(half.messages)))
+
+
+def encode_contents(half: Half, messages: Sequence[Message]) -> tuple[Record, ...]:
+    """Return the records that follow a commit marker whose messages replace the prepared ones."""
+    replaced = msgspec.structs.replace(half, messages=tuple(messages))
+    return encode_half(replaced)
+
+
+def _encode_part(half: Half, sequence: int, extra: Sequence[tuple[str, str]] = ()) -> Record:
+    message = half.messages[sequence]
+    optional: list[tuple[str, str]] = []
+    if message.timestamp_ms is not None:
+        optional.append(("ts", str(message.timestamp_ms)))
+    if sequence == 0:
+        optional.append(("check", _encode_policy(half.policy)))
+        if half.order_key is not None:
+            optional.append(("order", half.order_key))
+        if half.dedup_key is not None:
+            optional.append(("dedup", half.dedup_key))
+    optional.extend(extra)
+    fixed = (
+        half.id,
+        half.group,
+        message.topic,
+        str(message.partition),
+        f"{sequence}/{len(half.messages)}",
+    )
+    version = " ".join([str(RECORD_VERSION), *(name for name, _ in optional)])
+    headers: list[Header] = [(VERSION_HEADER, version.encode())]
+    headers.extend((name, text.encode()) for name, text in zip(_FIXED, fixed, strict=True))
+    headers.extend((f"txb-{name}", text.encode()) for name, text in optional)
+    headers.extend(message.headers)
+    return Record(message.key, message.value, tuple(headers))
+
+
+def decode_half(record: Record) -> HalfPart:
+    """Return what a record of the half topic says.
+
+    Raises:
+        NewerVersion: a newer version wrote it.
+        Malformed: it is not a half message.
+    """
+    part, _ = _decode_part(record)
+    return part
+
+
+def _decode_part(record: Record) -> tuple[HalfPart, dict[str, str]]:
+    headers = record.headers
+    if not headers or headers[0][0] != VERSION_HEADER:
+        raise Malformed(f"the first header is not {VERSION_HEADER}")
+    try:
+        version, *optional = _text(headers[0]).split(" ")
+        if int(version) > RECORD_VERSION:
+            raise NewerVersion(f"half record of version {version}")
+        ours = len(_FIXED) + 1 + len(optional)
+        names = [VERSION_HEADER, *_FIXED, *(f"txb-{name}" for name in optional)]
+        if [name for name, _ in headers[:ours]] != names:
+            raise Malformed(f"the headers are not {', '.join(names)}")
+        values = {name: _text((name, value)) for name, value in headers[1:ours]}
+        sequence, _, count = values["txb-seq"].partition("/")
+        timestamp = values.get("txb-ts")
+        message = Message(
+            topic=values["txb-topic"],
+            key=record.key,
+            value=record.value,
+            headers=headers[ours:],
+            partition=int(values["txb-part"]),
+            timestamp_ms=None if timestamp is None else int(timestamp),
+        )
+        part = HalfPart(
+            id=values["txb-id"],
+            group=values["txb-group"],
+            message=message,
+            sequence=int(sequence),
+            count=int(count),
+            policy=_decode_policy(values.get("txb-check")),
+            order_key=values.get("txb-order"),
+            dedup_key=values.get("txb-dedup"),
+        )
+    except (NewerVersion, Malformed):
+        raise
+    except ValueError as error:
+        raise Malformed(f"a header of ours does not read: {error}") from None
+    if not 0 <= part.sequence < part.count:
+        raise Malformed(f"sequence {part.sequence} of {part.count}")
+    return part, values
+
+
+def _text(header: Header) -> str:
+    name, value = header
+    if value is None:
+        raise Malformed(f"{name} is null")
+    return value.decode()
+
+
+def _encode_policy(policy: CheckPolicy) -> str:
+    return (
+        f"{policy.after_s:g}/{policy.interval_s:g}/{policy.attempts_max}/{policy.timeout_s:g}"
+    )
+
+
+def _decode_policy(text: str | None) -> CheckPolicy:
+    if text is None:
+        return CheckPolicy()
+    after, interval, attempts, timeout = text.split("/")
+    return CheckPolicy(float(after), float(interval), int(attempts), float(timeout))
+
+
+# --- promoted messages -----------------------------------------------------------------------
+
+
+def promoted_headers(id: str, sequence: int, count: int, message: Message) -> tuple[Header, ...]:
+    """Return the headers of a promoted record: ours first, then the user's as they came."""
+    ours: tuple[Header, ...] = ((ID_HEADER, id.encode()),)
+    if count > 1:
+        ours += ((SEQUENCE_HEADER, f"{sequence}/{count}".encode()),)
+    return ours + message.headers
+
+
+# --- markers ---------------------------------------------------------------------------------
+
+
+def encode_marker(marker: Marker) -> Record:
+    """Return the record of a marker: its transaction's id as key, JSON as value."""
+    return Record(marker.id.encode(), _encode_json(marker))
+
+
+def is_content(record: Record) -> bool:
+    """Say whether a record of the operation topic holds a replaced message, not a marker."""
+    return bool(record.headers) and record.headers[0][0] == VERSION_HEADER
+
+
+def decode_marker(record: Record) -> Marker:
+    """Return what a record of the operation topic says.
+
+    Raises:
+        NewerVersion: a newer version wrote it.
+        Malformed: it is not a marker.
+    """
+    if record.value is None:
+        raise Malformed("a marker without a value")
+    try:
+        version = _version_decoder.decode(record.value).v
+        if version > RECORD_VERSION:
+            raise NewerVersion(f"marker of version {version}")
+        marker = _marker_decoder.decode(record.value)
+    except NewerVersion:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Malformed(f"not a marker: {error}") from None
+    if record.key != marker.id.encode():
+        raise Malformed("the key of a marker is its transaction's id")
+    return marker
+
+
+# --- checkpoint ------------------------------------------------------------------------------
+
+
+def encode_claim(claim: Claim) -> Record:
+    """Return the record with which an owner begins."""
+    return Record(CLAIM_KEY, _encode_json(claim))
+
+
+def encode_progress(progress: Progress) -> Record:
+    """Return the record that goes with every turn."""
+    return Record(PROGRESS_KEY, _encode_json(progress))
+
+
+def decode_checkpoint(record: Record) -> Claim | Progress:
+    """Return what a record of the checkpoint topic says.
+
+    Raises:
+        NewerVersion: a newer version wrote it.
+        Malformed: it is neither a claim nor progress.
+    """
+    kind: type[Claim] | type[Progress]
+    if record.key == CLAIM_KEY:
+        kind = Claim
+    elif record.key == PROGRESS_KEY:
+        kind = Progress
+    else:
+        raise Malformed(f"unknown key {record.key!r}")
+    try:
+        if _version_decoder.decode(record.value or b"").v > RECORD_VERSION:
+            raise NewerVersion("checkpoint record of a newer version")
+        return msgspec.json.decode(record.value or b"", type=kind)
+    except msgspec.DecodeError as error:
+        raise Malformed(f"checkpoint record does not read: {error}") from None
+
+
+# --- parked topic ----------------------------------------------------------------------------
+
+
+class _KeptFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the first record of a kept transaction says beside its half message."""
+
+    state: State
+    half: int
+    at_ms: int
+    cause: Cause | None = None
+
+
+class KeptPart(msgspec.Struct, frozen=True):
+    """One record of the parked topic; `part` None is the tombstone of a settled transaction.
+
+    `facts` are on the first record of a transaction.
+    """
+
+    id: str
+    sequence: int
+    part: HalfPart | None
+    facts: _KeptFacts | None
+
+
+def kept_key(id: str, sequence: int) -> bytes:
+    """Return the key by which the parked topic is compacted."""
+    return f"{id}/{sequence}".encode()
+
+
+def encode_kept(kept: Kept) -> tuple[Record, ...]:
+    """Return the records that keep a whole transaction.
+
+    Key and null value of the user's message move into headers, because the parked topic is
+    compacted: there the key is the transaction's and null means settled.
+    """
+    facts = _KeptFacts(kept.state, kept.half_offset, kept.prepared_at_ms, kept.cause)
+    records = []
+    for sequence, message in enumerate(kept.half.messages):
+        extra: list[tuple[str, str]] = []
+        if message.key is not None:
+            extra.append(("key", message.key.hex()))
+        if message.value is None:
+            extra.append(("tombstone", "1"))
+        if sequence == 0:
+            extra.append(("kept", _encode_json(facts).decode()))
+        record = _encode_part(kept.half, sequence, extra)
+        records.append(
+            msgspec.structs.replace(
+                record, key=kept_key(kept.half.id, sequence), value=record.value or b""
+            )
+        )
+    return tuple(records)
+
+
+def kept_tombstones(id: str, count: int) -> tuple[Record, ...]:
+    """Return the records that say that a kept transaction is settled."""
+    return tuple(Record(kept_key(id, sequence), None) for sequence in range(count))
+
+
+def decode_kept(record: Record) -> KeptPart:
+    """Return what a record of the parked topic says.
+
+    Raises:
+        NewerVersion: a newer version wrote it.
+        Malformed: it is not a kept transaction's.
+    """
+    try:
+        id, _, sequence = (record.key or b"").decode().partition("/")
+        number = int(sequence)
+    except ValueError:
+        raise Malformed(f"the key {record.key!r} is not id/sequence") from None
+    if record.value is None:
+        return KeptPart(id, number, None, None)
+    part, values = _decode_part(record)
+    try:
+        key = values.get("txb-key")
+        message = msgspec.structs.replace(
+            part.message,
+            key=None if key is None else bytes.fromhex(key),
+            value=None if "txb-tombstone" in values else part.message.value,
+        )
+        text = values.get("txb-kept")
+        facts = None if text is None else msgspec.json.decode(text, type=_KeptFacts)
+    except (ValueError, msgspec.DecodeError) as error:
+        raise Malformed(f"a kept transaction does not read: {error}") from None
+    return KeptPart(id, number, msgspec.structs.replace(part, message=message), facts)

@@ -1,0 +1,70 @@
+"""Transaction ids: 26 characters that say where a transaction's half message lives.
+
+An id is 16 bytes, written in Crockford's base32: the half partition (2 bytes), milliseconds
+since 1970 (6 bytes) and randomness (8 bytes). Because the partition is in the id, any proxy knows
+the owner of a transaction without looking anything up; because the time is in it, a prepare that
+is repeated too late can be told from a new one by the records alone.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+LENGTH = 26
+PARTITION_MAX = 0xFFFF
+TIME_MAX_MS = (1 << 48) - 1
+
+# Two characters at a time: 13 table look-ups instead of 26 divisions.
+_PAIRS = tuple(a + b for a in ALPHABET for b in ALPHABET)
+_VALUES = {pair: value for value, pair in enumerate(_PAIRS)}
+
+
+class IdParts(NamedTuple):
+    """What a transaction id says: its half partition, its time and its randomness."""
+
+    partition: int
+    time_ms: int
+    randomness: int
+
+
+def make_id(partition: int, time_ms: int, randomness: int) -> str:
+    """Return the id of `partition` at `time_ms` with 64 bits of `randomness`.
+
+    Raises:
+        ValueError: a part is negative or does not fit its bytes.
+    """
+    if not 0 <= partition <= PARTITION_MAX:
+        raise ValueError(f"partition {partition} does not fit an id")
+    if not 0 <= time_ms <= TIME_MAX_MS:
+        raise ValueError(f"time {time_ms} ms does not fit an id")
+    if not 0 <= randomness < 1 << 64:
+        raise ValueError("randomness is more than 64 bits")
+    number = partition << 112 | time_ms << 64 | randomness
+    return "".join([_PAIRS[number >> shift & 1023] for shift in range(120, -1, -10)])
+
+
+def parse_id(text: str) -> IdParts:
+    """Return the parts of a transaction id.
+
+    Raises:
+        ValueError: `text` is no id: wrong length, a foreign character or more than 128 bits.
+    """
+    if len(text) != LENGTH:
+        raise ValueError(f"a transaction id has {LENGTH} characters, not {len(text)}")
+    number = 0
+    try:
+        for start in range(0, LENGTH, 2):
+            number = number << 10 | _VALUES[text[start : start + 2]]
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]!r} is not Crockford base32 in upper case") from None
+    if number >> 128:
+        raise ValueError("a transaction id has 128 bits, this one has more")
+    return IdParts(number >> 112, number >> 64 & TIME_MAX_MS, number & (1 << 64) - 1)
+
+
+def dedup_randomness(group: str, dedup_key: str) -> int:
+    """Return the 64 bits that stand for a client's own key in place of randomness."""
+    digest = hashlib.blake2b(
+        group.encode() + b"\0" + dedup_key.encode(), digest_size=8, person=b"txb-dedup"
+    )
+    return int.from_bytes(digest.digest(), "big")

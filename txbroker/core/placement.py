@@ -1,0 +1,43 @@
+"""Which partition: of the half topic for a transaction, of the target for a message."""
+
+
+def murmur2(data: bytes) -> int:
+    """Return the 31-bit hash by which Java's Kafka client spreads keys.
+
+    Source: MurmurHash2 by Austin Appleby (public domain) with Kafka's seed; the sign bit is
+    masked as the client's `toPositive` does.
+    """
+    m = 0x5BD1E995
+    length = len(data)
+    h = 0x9747B28C ^ length
+    whole = length & ~3
+    for i in range(0, whole, 4):
+        k = int.from_bytes(data[i : i + 4], "little") * m & 0xFFFFFFFF
+        k ^= k >> 24
+        h = (h * m & 0xFFFFFFFF) ^ (k * m & 0xFFFFFFFF)
+    rest = data[whole:]
+    if rest:
+        h = (h ^ int.from_bytes(rest, "little")) * m & 0xFFFFFFFF
+    h ^= h >> 13
+    h = h * m & 0xFFFFFFFF
+    h ^= h >> 15
+    return h & 0x7FFFFFFF
+
+
+def order_hash(order_key: str | None, topic: str, key: bytes | None) -> int | None:
+    """Return the hash that puts a transaction's half message into a partition.
+
+    Transactions with one `order_key` share a half partition and so keep their order. Without an
+    order key the topic and key of the first message stand for it; without a key, None: there is
+    no order to keep and any partition will do.
+    """
+    if order_key is not None:
+        return murmur2(b"o\0" + order_key.encode())
+    if key is not None:
+        return murmur2(b"k\0" + topic.encode() + b"\0" + key)
+    return None
+
+
+def dedup_hash(group: str, dedup_key: str) -> int:
+    """Return the hash that puts a transaction with a client's own key into a half partition."""
+    return murmur2(b"d\0" + group.encode() + b"\0" + dedup_key.encode())

@@ -1,0 +1,207 @@
+"""The values that travel: messages, half messages, markers and the records that hold them."""
+
+from enum import StrEnum
+from typing import TypeAlias
+
+from msgspec import Struct
+
+Header: TypeAlias = tuple[str, bytes | None]
+"""A record header: its name and its bytes. Order and repeats are kept."""
+
+RECORD_VERSION = 1
+"""The version of the records that this build writes, and the newest that it understands."""
+
+
+class Record(Struct, frozen=True):
+    """A record of a topic, as it is stored.
+
+    `offset` and `timestamp_ms` (the broker's append time) are -1 in a record not yet appended.
+    """
+
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[Header, ...] = ()
+    timestamp_ms: int = -1
+    offset: int = -1
+
+
+class Message(Struct, frozen=True):
+    """One message for one target topic.
+
+    `value` None is a tombstone. `partition` None lets the key decide, as Kafka's Java client
+    does; it is fixed when the transaction is prepared. `timestamp_ms` None becomes the append
+    time of the deciding marker.
+    """
+
+    topic: str
+    key: bytes | None = None
+    value: bytes | None = None
+    headers: tuple[Header, ...] = ()
+    partition: int | None = None
+    timestamp_ms: int | None = None
+
+
+class CheckPolicy(Struct, frozen=True):
+    """When a pending transaction is checked back, fixed when it is prepared.
+
+    The first check comes `after_s` seconds after the half message was appended, each further one
+    `interval_s` after the last; after `attempts_max` attempts and `timeout_s` more the
+    transaction is parked.
+    """
+
+    after_s: float = 6.0
+    interval_s: float = 30.0
+    attempts_max: int = 15
+    timeout_s: float = 5.0
+
+
+class Half(Struct, frozen=True):
+    """A transaction as it is prepared: who sent it and the messages that it holds back."""
+
+    id: str
+    group: str
+    messages: tuple[Message, ...]
+    order_key: str | None = None
+    dedup_key: str | None = None
+    policy: CheckPolicy = CheckPolicy()
+
+
+class Decision(StrEnum):
+    """What a producer says of its transaction."""
+
+    COMMIT = "commit"
+    ROLLBACK = "rollback"
+    UNKNOWN = "unknown"
+
+
+class State(StrEnum):
+    """Where a transaction stands.
+
+    `committed` is decided but not yet visible; `parked` is undecided after the last attempt and
+    kept whole; `refused` is committed, but a target does not take it.
+    """
+
+    PENDING = "pending"
+    COMMITTED = "committed"
+    PROMOTED = "promoted"
+    ROLLED_BACK = "rolled_back"
+    PARKED = "parked"
+    REFUSED = "refused"
+
+
+class MarkerKind(StrEnum):
+    """What a record of the operation topic says of a transaction."""
+
+    COMMIT = "commit"
+    ROLLBACK = "rollback"
+    CHECK = "check"
+    """An attempt: somebody is about to be asked."""
+    RETURNED = "returned"
+    """The last attempt certainly reached nobody and does not count."""
+    LATER = "later"
+    """The last attempt was answered "not yet" on purpose and does not count."""
+    PARK = "park"
+    REVIVE = "revive"
+
+
+class Source(StrEnum):
+    """Who a decision came from."""
+
+    PRODUCER = "producer"
+    CHECK = "check"
+    OPERATOR = "operator"
+    SCHEDULE = "schedule"
+
+
+class CheckReason(StrEnum):
+    """Why an attempt is made: its time has come, or somebody asked for it."""
+
+    DUE = "due"
+    ASKED = "asked"
+
+
+class Marker(Struct, frozen=True, omit_defaults=True):
+    """A record of the operation topic.
+
+    Attributes:
+        half: offset of the half message's first record, where known.
+        group: the producer group that decides; empty for an operator.
+        by: who exactly: an SDK instance, a check's endpoint, an operator's name.
+        round, number: of an attempt; numbers grow by one and start again with a round.
+        claim: the owner's claim under which the marker was written.
+        endpoint: whom a `check` asks.
+        previous: the answer to the attempt before this one, where it did not decide.
+        later_s: seconds from this marker's append time until the next attempt, for `later`.
+        contents: how many records with replaced messages follow in the same batch.
+    """
+
+    v: int
+    kind: MarkerKind
+    id: str
+    half: int = -1
+    source: Source = Source.PRODUCER
+    group: str = ""
+    by: str = ""
+    reason: str = ""
+    round: int = 0
+    number: int = 0
+    claim: str = ""
+    endpoint: str = ""
+    previous: str = ""
+    later_s: float = 0.0
+    contents: int = 0
+
+
+class Anchor(Struct, frozen=True):
+    """A record by which progress recognises the log that it was written against."""
+
+    offset: int
+    timestamp_ms: int
+    id: str
+
+
+class Claim(Struct, frozen=True):
+    """The first record of an owner: whoever reads it knows that all earlier owners are fenced."""
+
+    v: int
+    claim: str
+    owner: str
+    url: str
+
+
+class Progress(Struct, frozen=True):
+    """How far promotion has come, written inside every turn.
+
+    A committed transaction is done if its deciding marker lies below `op` and its half message
+    below `half`, and it is neither in `deferred` nor refused.
+    """
+
+    v: int
+    claim: str
+    op: int
+    half: int
+    op_anchor: Anchor | None = None
+    half_anchor: Anchor | None = None
+    deferred: tuple[str, ...] = ()
+    snapshot: str | None = None
+
+
+class Cause(Struct, frozen=True):
+    """Why a target does not take a message, in a code and a sentence with what to do."""
+
+    code: str
+    message: str
+    topic: str
+    partition: int
+    passing: bool = False
+    """True where waiting can help: the same message is tried again by itself."""
+
+
+class Kept(Struct, frozen=True):
+    """A whole transaction as it is kept in the parked topic."""
+
+    half: Half
+    half_offset: int
+    prepared_at_ms: int
+    state: State
+    cause: Cause | None = None

@@ -1,0 +1,166 @@
+"""What can go wrong, by who must act. A class's docstring is its message where none is given."""
+
+from typing import Any, ClassVar
+
+
+class TxbrokerError(Exception):
+    """Something went wrong in txbroker."""
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or (type(self).__doc__ or "").strip().splitlines()[0])
+
+
+class ConfigurationError(TxbrokerError):
+    """The configuration contradicts itself or names something that does not exist."""
+
+
+class InvariantBroken(TxbrokerError):
+    """Something that must always hold does not: the partition is stopped, the others go on."""
+
+
+class KafkaUnavailable(TxbrokerError):
+    """Kafka does not answer; what was asked may or may not have happened."""
+
+
+class RequestError(TxbrokerError):
+    """A call was not carried out.
+
+    Attributes:
+        code: the word that names the error in HTTP answers and session frames.
+        status: the HTTP status that goes with it.
+        retryable: True where the same call, repeated as it is, can succeed.
+        details: more fields of the answer, such as the transaction's `id` and `state`.
+    """
+
+    code: ClassVar[str] = "failed"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.details = {name: value for name, value in details.items() if value is not None}
+
+
+# --- the caller must act ---------------------------------------------------------------------
+
+
+class BadRequest(RequestError):
+    """The request is malformed."""
+
+    code, status = "bad_request", 400
+
+
+class BadId(RequestError):
+    """The transaction id is malformed, or names another partition than its order key."""
+
+    code, status = "bad_id", 400
+
+
+class Unauthorized(RequestError):
+    """The call needs a token: send it as `authorization: Bearer TOKEN`."""
+
+    code, status = "unauthorized", 401
+
+
+class Forbidden(RequestError):
+    """The call came from a foreign page or for an unknown host name."""
+
+    code, status = "forbidden", 403
+
+
+class WrongGroup(RequestError):
+    """The transaction belongs to another producer group."""
+
+    code, status = "wrong_group", 403
+
+
+class NotFound(RequestError):
+    """There is no such transaction."""
+
+    code, status = "not_found", 404
+
+
+class UnknownGroup(RequestError):
+    """The producer group is not registered."""
+
+    code, status = "unknown_group", 404
+
+
+class AlreadyDecided(RequestError):
+    """The transaction was decided otherwise before; the first decision stands."""
+
+    code, status = "already_decided", 409
+
+
+class IdConflict(RequestError):
+    """The id or dedup_key was used before, for other content."""
+
+    code, status = "id_conflict", 409
+
+
+class IdExpired(RequestError):
+    """The id's time is too far from the log's: make a new id and prepare again."""
+
+    code, status = "id_expired", 409
+
+
+class NotPending(RequestError):
+    """The transaction is not in a state in which this can be done."""
+
+    code, status = "not_pending", 409
+
+
+class TooOld(RequestError):
+    """The log does not reach back to this transaction any more."""
+
+    code, status = "too_old", 410
+
+
+class TooLarge(RequestError):
+    """The message, transaction or request is larger than is taken."""
+
+    code, status = "too_large", 413
+
+
+class UnsupportedMediaType(RequestError):
+    """What changes state needs `content-type: application/json`."""
+
+    code, status = "unsupported_media_type", 415
+
+
+class UnknownTopic(RequestError):
+    """The target topic does not exist."""
+
+    code, status = "unknown_topic", 422
+
+
+class BadTarget(RequestError):
+    """The target topic does not take this message: partition, timestamp or rights."""
+
+    code, status = "bad_target", 422
+
+
+class BadSchedule(RequestError):
+    """The checks asked for do not fit the time that half messages are kept."""
+
+    code, status = "bad_schedule", 422
+
+
+# --- waiting helps ---------------------------------------------------------------------------
+
+
+class Overloaded(RequestError):
+    """A limit is reached: wait a little and send the same again."""
+
+    code, status, retryable = "overloaded", 429, True
+
+
+class OwnerUnavailable(RequestError):
+    """The transaction's partition has no owner that answers: send the same again."""
+
+    code, status, retryable = "owner_unavailable", 503, True
+
+
+def request_errors() -> dict[str, type[RequestError]]:
+    """Return every kind of RequestError by its code."""
+    return {kind.code: kind for kind in (RequestError, *RequestError.__subclasses__())}

@@ -1,0 +1,155 @@
+"""The frames of an SDK session: msgpack over one WebSocket at `/v1/session`.
+
+A frame is an array of operations, each an array that begins with its name. New fields are only
+ever added at the end, with defaults, so that old and new builds understand each other. Producers
+send `FromProducer`, proxies send `FromProxy`; `call` numbers tie answers to questions, each side
+counting its own. The first frame of a producer is one `Hello`, answered by one `Welcome` or by a
+`Failure` with call 0 and the end of the session.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from txbroker.core.records import CheckReason, Decision, Message, State
+
+SESSION_VERSION = 1
+FRAME_BYTES_MAX = 16 * 1024 * 1024
+"""A frame holds many operations but never more than this; larger ones end the session."""
+
+
+class _Operation(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
+    pass
+
+
+# --- from the producer -----------------------------------------------------------------------
+
+
+class Hello(_Operation, tag="hello"):
+    """Open a session for `group`; `instance` names this process among the group's."""
+
+    version: int
+    group: str
+    instance: str
+
+
+class Prepare(_Operation, tag="prepare"):
+    """Store a half message. `retry` says that the same id may have been sent before."""
+
+    call: int
+    id: str
+    messages: tuple[Message, ...]
+    order_key: str | None = None
+    check_after_s: float | None = None
+    check_interval_s: float | None = None
+    retry: bool = False
+
+
+class Decide(_Operation, tag="decide"):
+    """Commit or roll back. `messages` replace the prepared ones; `wait` answers when visible."""
+
+    call: int
+    id: str
+    decision: Decision
+    messages: tuple[Message, ...] | None = None
+    reason: str = ""
+    wait: bool = False
+
+
+class AskEarly(_Operation, tag="ask"):
+    """The local transaction ended in doubt: pull the next check forward."""
+
+    call: int
+    id: str
+    reason: str = ""
+
+
+class CheckAnswer(_Operation, tag="answer"):
+    """Answer a `Check`. `decision` None: this process could not take the question (busy or
+    draining), nobody was asked."""
+
+    call: int
+    decision: Decision | None
+    ask_again_s: float | None = None
+    messages: tuple[Message, ...] | None = None
+    detail: str = ""
+
+
+class Drain(_Operation, tag="drain"):
+    """This process goes away soon: send it no more checks."""
+
+
+FromProducer: TypeAlias = Hello | Prepare | Decide | AskEarly | CheckAnswer | Drain
+
+
+# --- from the proxy --------------------------------------------------------------------------
+
+
+class Welcome(_Operation, tag="welcome"):
+    """The session is open.
+
+    Attributes:
+        now_ms: the proxy's clock; ids are made with it and the time passed since.
+        partitions: how many half partitions there are.
+        owners: the URL of each half partition's owner, "" where there is none now.
+        url: this proxy's own URL, as it stands in `owners`.
+        dedup_window_s: for how long a prepare may be repeated with its id.
+    """
+
+    version: int
+    now_ms: int
+    partitions: int
+    owners: tuple[str, ...]
+    url: str
+    dedup_window_s: float
+    transaction_bytes_max: int
+
+
+class Owners(_Operation, tag="owners"):
+    """Half partitions moved: the new list, as in `Welcome`."""
+
+    owners: tuple[str, ...]
+
+
+class Clock(_Operation, tag="clock"):
+    """The proxy's clock again, once a minute."""
+
+    now_ms: int
+
+
+class Standing(_Operation, tag="standing"):
+    """A call's answer: where the transaction stands now."""
+
+    call: int
+    id: str
+    state: State
+    decision: Decision | None = None
+
+
+class Failure(_Operation, tag="failure"):
+    """A call was not carried out; `code` as in the HTTP API, `details` its further fields."""
+
+    call: int
+    code: str
+    message: str
+    details: dict[str, str] = {}
+
+
+class Check(_Operation, tag="check"):
+    """Check-back: what became of this transaction? Answered by `CheckAnswer`."""
+
+    call: int
+    id: str
+    group: str
+    attempt: int
+    attempts_max: int
+    reason: CheckReason
+    prepared_at_ms: int
+    messages: tuple[Message, ...]
+
+
+FromProxy: TypeAlias = Welcome | Owners | Clock | Standing | Failure | Check
+
+encode_frame = msgspec.msgpack.Encoder().encode
+decode_from_producer = msgspec.msgpack.Decoder(list[FromProducer]).decode
+decode_from_proxy = msgspec.msgpack.Decoder(list[FromProxy]).decode
