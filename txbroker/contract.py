@@ -1,0 +1,198 @@
+"""What a proxy can be asked and what it answers, whichever way the call comes in.
+
+`txbroker.proxy.broker.Broker` implements `Service`; the HTTP API and the SDK's sessions are two
+thin shells round it, and the command line reads the same answers as JSON.
+"""
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from txbroker.core.records import (
+    Cause,
+    CheckReason,
+    Decision,
+    Message,
+    Source,
+    State,
+)
+
+
+class PrepareRequest(Struct, frozen=True):
+    """Store these messages as a half message.
+
+    Attributes:
+        id: made by the SDK; None lets the proxy make one (from `dedup_key` where given).
+        instance: the SDK process that prepares; it is preferred when the group is asked.
+        retry: the same id may have been sent before.
+    """
+
+    group: str
+    messages: tuple[Message, ...]
+    id: str | None = None
+    dedup_key: str | None = None
+    order_key: str | None = None
+    check_after_s: float | None = None
+    check_interval_s: float | None = None
+    instance: str = ""
+    retry: bool = False
+
+
+class DecideRequest(Struct, frozen=True):
+    """Commit or roll back a transaction.
+
+    Attributes:
+        group: the deciding group, "" where the caller names none.
+        messages: final content for the prepared ones, topics and count unchanged.
+        by: who exactly, for the marker.
+        wait: answer only when `read_committed` consumers can see the messages.
+    """
+
+    id: str
+    decision: Decision
+    group: str = ""
+    messages: tuple[Message, ...] | None = None
+    reason: str = ""
+    source: Source = Source.PRODUCER
+    by: str = ""
+    wait: bool = False
+
+
+class Standing(Struct, frozen=True):
+    """Where a transaction stands. `created` is True where this very call stored it."""
+
+    id: str
+    state: State
+    decision: Decision | None = None
+    created: bool = False
+
+
+class PlacedMessage(Struct, frozen=True):
+    """A message of a transaction and, once promoted, where it is.
+
+    `message` None: the body is not kept in memory and was not asked for. `offset` None: not
+    promoted, or promoted before this proxy began.
+    """
+
+    topic: str
+    partition: int
+    offset: int | None = None
+    message: Message | None = None
+
+
+class Attempt(Struct, frozen=True):
+    """One check: when it was recorded, whom it asked and what came back so far."""
+
+    round: int
+    number: int
+    at_ms: int
+    reason: CheckReason
+    endpoint: str
+    outcome: str = ""
+    """The answer in a few words; "" while it is still open or was lost with its owner."""
+    counts: bool = True
+    """False where it was given back: it reached nobody, or the answer was "not yet"."""
+
+
+class Event(Struct, frozen=True):
+    """One line of a transaction's life: what happened, when by the log, through whom."""
+
+    at_ms: int
+    event: str
+    """`prepared`, a MarkerKind, `promoted`, `refused` or `conflict`."""
+    text: str = ""
+
+
+class TransactionView(Struct, frozen=True):
+    """All that is known of one transaction."""
+
+    id: str
+    group: str
+    state: State
+    partition: int
+    half_offset: int
+    prepared_at_ms: int
+    messages: tuple[PlacedMessage, ...]
+    order_key: str | None = None
+    dedup_key: str | None = None
+    decision: Decision | None = None
+    decided_at_ms: int | None = None
+    source: Source | None = None
+    by: str = ""
+    reason: str = ""
+    round: int = 1
+    attempts: int = 0
+    attempts_max: int = 15
+    next_check_at_ms: int | None = None
+    cause: Cause | None = None
+    checks: tuple[Attempt, ...] = ()
+    timeline: tuple[Event, ...] = ()
+
+
+class ListRequest(Struct, frozen=True):
+    """Which transactions to list; None means any. Oldest first, `cursor` from the last page."""
+
+    state: State | None = None
+    group: str | None = None
+    topic: str | None = None
+    older_than_s: float | None = None
+    limit: int = 100
+    cursor: str | None = None
+
+
+class Page(Struct, frozen=True):
+    """A part of a list; `next_cursor` None where it ends."""
+
+    transactions: tuple[TransactionView, ...]
+    next_cursor: str | None = None
+
+
+class Readiness(Struct, frozen=True):
+    """Whether the proxy can take calls, and per half partition what it is doing if not."""
+
+    ready: bool
+    partitions: dict[int, str]
+    """`owned`, `elsewhere`, `claiming`, `replaying`, `stopped: <why>`, `none` (no owner known)."""
+    problems: tuple[str, ...] = ()
+
+
+class Service(Protocol):
+    """What a proxy does. Every method raises `txbroker.errors.RequestError` where it cannot."""
+
+    async def prepare(self, request: PrepareRequest) -> Standing:
+        """Store a half message; answered after the brokers have it (acks=all)."""
+        ...
+
+    async def decide(self, request: DecideRequest) -> Standing:
+        """Write a marker; answered when the ledger has applied it."""
+        ...
+
+    async def check(self, id: str, *, by: str = "", reason: str = "") -> Standing:
+        """Pull the next attempt forward, never the last of a round."""
+        ...
+
+    async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:
+        """Make a parked transaction pending again, or try a refused one again at once."""
+        ...
+
+    async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
+        """Return all that is known of a transaction."""
+        ...
+
+    async def list(self, request: ListRequest) -> Page:
+        """Return transactions that are not settled, or settled but still in the window."""
+        ...
+
+    def readiness(self) -> Readiness:
+        """Say whether calls can be taken, and if not, why."""
+        ...
+
+    def owners(self) -> tuple[str, ...]:
+        """Return the URL of each half partition's owner, "" where none is known."""
+        ...
+
+    def now_ms(self) -> int:
+        """Return the clock by which ids are made: that of the brokers, as far as known."""
+        ...
+
+
