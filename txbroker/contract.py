@@ -9,8 +9,8 @@ from typing import Protocol
 from msgspec import Struct
 
 from txbroker.core.records import (
+    Attempt,
     Cause,
-    CheckReason,
     Decision,
     Message,
     Source,
@@ -78,20 +78,6 @@ class PlacedMessage(Struct, frozen=True):
     partition: int
     offset: int | None = None
     message: Message | None = None
-
-
-class Attempt(Struct, frozen=True):
-    """One check: when it was recorded, whom it asked and what came back so far."""
-
-    round: int
-    number: int
-    at_ms: int
-    reason: CheckReason
-    endpoint: str
-    outcome: str = ""
-    """The answer in a few words; "" while it is still open or was lost with its owner."""
-    counts: bool = True
-    """False where it was given back: it reached nobody, or the answer was "not yet"."""
 
 
 class Event(Struct, frozen=True):

@@ -120,6 +120,20 @@ class CheckReason(StrEnum):
     ASKED = "asked"
 
 
+class Attempt(Struct, frozen=True):
+    """One check: when it was recorded, whom it asked and what came back so far."""
+
+    round: int
+    number: int
+    at_ms: int
+    reason: CheckReason
+    endpoint: str
+    outcome: str = ""
+    """The answer in a few words; "" while it is still open or was lost with its owner."""
+    counts: bool = True
+    """False where it was given back: it reached nobody, or the answer was "not yet"."""
+
+
 class Marker(Struct, frozen=True, omit_defaults=True):
     """A record of the operation topic.
 

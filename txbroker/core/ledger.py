@@ -1,0 +1,434 @@
+"""The ledger: half minus operation, as a pure function of the two logs' prefixes.
+
+The ledger applies every record of a half partition and of its operation partition, each without
+gaps and in the order of offsets. What comes out does not depend on how the two interleave: a
+marker whose half message has not been read yet waits for it. So any replay, by another owner, a
+test or an audit, comes to the same answer.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+
+from msgspec import Struct
+
+from txbroker.core.codec import (
+    HalfPart,
+    Malformed,
+    NewerVersion,
+    decode_half,
+    decode_marker,
+    is_content,
+)
+from txbroker.core.ids import parse_id
+from txbroker.core.records import (
+    Cause,
+    Decision,
+    Half,
+    Kept,
+    Marker,
+    MarkerKind,
+    Message,
+    Progress,
+    Record,
+    State,
+)
+from txbroker.core.states import SETTLED, UNDECIDED, IllegalStep, Step
+from txbroker.core.transaction import Transaction, fingerprint
+
+
+class Effect(StrEnum):
+    """What applying a record did."""
+
+    APPLIED = "applied"
+    REPEATED = "repeated"
+    """The same again: it changed nothing, and what stands is what was meant."""
+    CONFLICT = "conflict"
+    """The contrary of what stands: it changed nothing."""
+    ILLEGAL = "illegal"
+    """A step that the state does not allow: it changed nothing."""
+    VOID = "void"
+    """Not a valid record, by the record alone: it changed nothing."""
+    EXPIRED = "expired"
+    """A half message too far from its id's time: it changed nothing."""
+    WAITING = "waiting"
+    """A marker before its half message: it is applied if that comes."""
+    PARTIAL = "partial"
+    """More records of the same transaction follow in this batch."""
+    NEWER = "newer"
+    """Written by a newer version of txbroker: only that can tell."""
+
+
+class Outcome(Struct, frozen=True):
+    """What applying one record did, and to which transaction."""
+
+    effect: Effect
+    transaction: Transaction | None = None
+    why: str = ""
+
+
+class Gap(Exception):
+    """A record is not the next one of its log."""
+
+
+class _Entry(Struct, frozen=True):
+    """A marker as it was read, with the messages that replace the prepared ones."""
+
+    marker: Marker
+    offset: int
+    at_ms: int
+    contents: tuple[Message, ...] | None = None
+
+
+class _Batch(Struct):
+    """A commit marker and the replaced messages that follow it, while they are being read."""
+
+    marker: Marker
+    offset: int
+    parts: list[HalfPart]
+
+
+class Ledger:
+    """All transactions of one half partition that are not settled, and the recently settled.
+
+    Args:
+        partition: the half partition.
+        dedup_window_ms: how far a half message may be from its id's time, and how long an id or
+            a `dedup_key` is remembered at least.
+        settled_max: settled transactions that are remembered beyond the window, for show.
+    """
+
+    def __init__(self, partition: int, dedup_window_ms: int, settled_max: int = 10_000) -> None:
+        self.partition = partition
+        self.dedup_window_ms = dedup_window_ms
+        self.settled_max = settled_max
+        self.half_position = 0
+        self.op_position = 0
+        self.half_clock_ms = 0
+        self.op_clock_ms = 0
+        self.transactions: dict[str, Transaction] = {}
+        self.ready: dict[str, Transaction] = {}
+        """Committed, not yet promoted or refused."""
+        self.refused: dict[str, Transaction] = {}
+        self.to_keep: dict[str, Transaction] = {}
+        """Whole bodies that are to be copied into the parked topic."""
+        self.to_release: dict[str, Transaction] = {}
+        """Rolled back: their copies in the parked topic are to be removed."""
+        self._dedup: dict[tuple[str, str], str] = {}
+        self._parts: list[HalfPart] = []
+        self._parts_offset = 0
+        self._waiting: dict[str, list[_Entry]] = {}
+        self._batch: _Batch | None = None
+        self._settled: deque[str] = deque()
+
+    def __iter__(self) -> Iterator[Transaction]:
+        return iter(self.transactions.values())
+
+    def get(self, id: str) -> Transaction | None:
+        """Return a transaction that is not settled, or settled recently."""
+        return self.transactions.get(id)
+
+    def by_dedup_key(self, group: str, dedup_key: str) -> Transaction | None:
+        """Return the transaction that holds a client's own key."""
+        id = self._dedup.get((group, dedup_key))
+        return None if id is None else self.transactions.get(id)
+
+    def pending(self) -> list[Transaction]:
+        """Return half minus operation: the undecided transactions, parked ones left out."""
+        return [t for t in self.transactions.values() if t.state is State.PENDING]
+
+    def start_at(self, half: int, op: int) -> None:
+        """Begin with logs whose first kept offsets are these."""
+        self.half_position, self.op_position = half, op
+
+    # --- half ----------------------------------------------------------------------------
+
+    def apply_half(self, record: Record) -> Outcome:
+        """Apply the next record of the half topic.
+
+        Raises:
+            Gap: it is not the next one.
+        """
+        if record.offset != self.half_position:
+            raise Gap(f"half {self.partition}: offset {record.offset}, not {self.half_position}")
+        self.half_position += 1
+        self.half_clock_ms = max(self.half_clock_ms, record.timestamp_ms)
+        try:
+            part = decode_half(record)
+        except NewerVersion as error:
+            self._parts = []
+            return Outcome(Effect.NEWER, why=str(error))
+        except Malformed as error:
+            self._parts = []
+            return Outcome(Effect.VOID, why=str(error))
+        if part.sequence == 0:
+            self._parts = []
+            self._parts_offset = record.offset
+        elif len(self._parts) != part.sequence or self._parts[0].id != part.id:
+            self._parts = []
+            return Outcome(Effect.VOID, why=f"{part.id}: message {part.sequence} without the first")
+        self._parts.append(part)
+        if part.sequence + 1 < part.count:
+            return Outcome(Effect.PARTIAL)
+        half, self._parts = join_parts(self._parts), []
+        return self._half(half, self._parts_offset)
+
+    def _half(self, half: Half, offset: int) -> Outcome:
+        try:
+            parts = parse_id(half.id)
+        except ValueError as error:
+            return Outcome(Effect.VOID, why=str(error))
+        if parts.partition != self.partition:
+            return Outcome(Effect.VOID, why=f"{half.id} belongs to partition {parts.partition}")
+        standing = self.transactions.get(half.id)
+        if standing is None and half.dedup_key is not None:
+            earlier = self.by_dedup_key(half.group, half.dedup_key)
+            if earlier and self.half_clock_ms - earlier.prepared_at_ms <= self.dedup_window_ms:
+                standing = earlier
+        mark = fingerprint(half.messages, half.group)
+        if standing is not None:
+            effect = Effect.REPEATED if standing.fingerprint == mark else Effect.CONFLICT
+            return Outcome(effect, standing)
+        if abs(self.half_clock_ms - parts.time_ms) > self.dedup_window_ms:
+            return Outcome(
+                Effect.EXPIRED, why=f"{self.half_clock_ms - parts.time_ms} ms from its id's time"
+            )
+        transaction = Transaction(
+            half, offset, self.half_clock_ms, mark, round_started_ms=self.half_clock_ms
+        )
+        self._enter(transaction)
+        self._forget()
+        return Outcome(Effect.APPLIED, transaction)
+
+    def _enter(self, transaction: Transaction) -> None:
+        half = transaction.half
+        self.transactions[half.id] = transaction
+        if half.dedup_key is not None:
+            self._dedup[half.group, half.dedup_key] = half.id
+        for entry in self._waiting.pop(half.id, ()):
+            self._marker(transaction, entry)
+
+    def restore(self, kept: Kept) -> None:
+        """Take a transaction from its copy: half's retention has taken the half message."""
+        half = kept.half
+        transaction = Transaction(
+            half,
+            kept.half_offset,
+            kept.prepared_at_ms,
+            fingerprint(half.messages, half.group),
+            round_started_ms=kept.prepared_at_ms,
+            kept=True,
+        )
+        self._enter(transaction)
+
+    # --- operation -----------------------------------------------------------------------
+
+    def apply_op(self, record: Record) -> Outcome:
+        """Apply the next record of the operation topic.
+
+        Raises:
+            Gap: it is not the next one.
+        """
+        if record.offset != self.op_position:
+            raise Gap(f"op {self.partition}: offset {record.offset}, not {self.op_position}")
+        self.op_position += 1
+        self.op_clock_ms = max(self.op_clock_ms, record.timestamp_ms)
+        if is_content(record):
+            return self._content(record)
+        self._batch = None
+        try:
+            marker = decode_marker(record)
+            parse_id(marker.id)
+        except NewerVersion as error:
+            return Outcome(Effect.NEWER, why=str(error))
+        except ValueError as error:
+            return Outcome(Effect.VOID, why=str(error))
+        if marker.contents:
+            # Marker and replaced messages are one batch: they take effect together.
+            self._batch = _Batch(marker, record.offset, [])
+            return Outcome(Effect.PARTIAL)
+        return self._entry(_Entry(marker, record.offset, self.op_clock_ms))
+
+    def _content(self, record: Record) -> Outcome:
+        batch = self._batch
+        if batch is None:
+            return Outcome(Effect.VOID, why="replaced content without its marker")
+        try:
+            batch.parts.append(decode_half(record))
+        except NewerVersion as error:
+            return Outcome(Effect.NEWER, why=str(error))
+        except Malformed as error:
+            self._batch = None
+            return Outcome(Effect.VOID, why=str(error))
+        if len(batch.parts) < batch.marker.contents:
+            return Outcome(Effect.PARTIAL)
+        self._batch = None
+        contents = tuple([part.message for part in batch.parts])
+        return self._entry(_Entry(batch.marker, batch.offset, self.op_clock_ms, contents))
+
+    def _entry(self, entry: _Entry) -> Outcome:
+        marker = entry.marker
+        transaction = self.transactions.get(marker.id)
+        if transaction is not None:
+            return self._marker(transaction, entry)
+        id = parse_id(marker.id)
+        if id.partition != self.partition:
+            return Outcome(Effect.VOID, why=f"{marker.id} belongs to partition {id.partition}")
+        if self.half_clock_ms - id.time_ms > self.dedup_window_ms:
+            # A half message of this id would be void by now, so nothing is worth waiting for.
+            return Outcome(Effect.ILLEGAL, why=f"{marker.kind} for an unknown transaction")
+        self._waiting.setdefault(marker.id, []).append(entry)
+        return Outcome(Effect.WAITING)
+
+    def _marker(self, transaction: Transaction, entry: _Entry) -> Outcome:
+        marker, at_ms = entry.marker, entry.at_ms
+        kind = marker.kind
+        try:
+            if kind is MarkerKind.COMMIT or kind is MarkerKind.ROLLBACK:
+                return self._decide(transaction, entry)
+            if kind is MarkerKind.CHECK:
+                transaction.check(marker, at_ms)
+            elif kind is MarkerKind.RETURNED or kind is MarkerKind.LATER:
+                transaction.give_back(marker, at_ms, Step(kind))
+            elif kind is MarkerKind.PARK:
+                transaction.park(marker, at_ms)
+                if not transaction.kept:
+                    self.to_keep[transaction.id] = transaction
+            else:
+                transaction.revive(marker, at_ms)
+        except IllegalStep as error:
+            return Outcome(Effect.ILLEGAL, transaction, str(error))
+        return Outcome(Effect.APPLIED, transaction)
+
+    def _decide(self, transaction: Transaction, entry: _Entry) -> Outcome:
+        marker, decision = entry.marker, Decision(entry.marker.kind)
+        if marker.group and marker.group != transaction.half.group:
+            return Outcome(Effect.ILLEGAL, transaction, f"group {marker.group!r} does not own it")
+        if transaction.decision is not None:
+            same = transaction.decision is decision
+            return Outcome(Effect.REPEATED if same else Effect.CONFLICT, transaction)
+        if entry.contents is not None and not fits(transaction.half, entry.contents):
+            return Outcome(Effect.ILLEGAL, transaction, "replaced content for other topics")
+        transaction.decide(marker, entry.offset, entry.at_ms, decision)
+        self.to_keep.pop(transaction.id, None)
+        if decision is Decision.COMMIT:
+            if entry.contents is not None:
+                transaction.contents = entry.contents
+                transaction.contents_fingerprint = fingerprint(entry.contents)
+            self.ready[transaction.id] = transaction
+        else:
+            if transaction.kept:
+                self.to_release[transaction.id] = transaction
+            self._settle(transaction)
+        return Outcome(Effect.APPLIED, transaction)
+
+    # --- turns ---------------------------------------------------------------------------
+
+    def promote(self, id: str, offsets: tuple[int, ...] = ()) -> None:
+        """A turn with this transaction was committed: it is settled."""
+        transaction = self.transactions[id]
+        transaction.take(Step.PROMOTE)
+        transaction.offsets = offsets
+        transaction.cause = None
+        transaction.kept = False
+        self.ready.pop(id, None)
+        self.refused.pop(id, None)
+        self._settle(transaction)
+
+    def refuse(self, id: str, cause: Cause) -> None:
+        """A turn was committed that set this transaction aside: a target does not take it."""
+        transaction = self.transactions[id]
+        transaction.take(Step.REFUSE)
+        transaction.cause = cause
+        transaction.kept = True
+        self.ready.pop(id, None)
+        self.refused[id] = transaction
+
+    def reconcile(self, progress: Progress | None, kept: Iterable[Kept]) -> list[Transaction]:
+        """After a claim, take over what earlier turns have committed.
+
+        `kept` is what the parked topic holds. Returns the transactions that turned out to be
+        promoted.
+        """
+        self.to_release.clear()
+        for copy in kept:
+            transaction = self.transactions.get(copy.half.id)
+            if transaction is None:
+                continue
+            transaction.kept = True
+            self.to_keep.pop(transaction.id, None)
+            if transaction.state is State.COMMITTED and copy.state is State.REFUSED and copy.cause:
+                self.refuse(transaction.id, copy.cause)
+            elif transaction.state is State.ROLLED_BACK:
+                self.to_release[transaction.id] = transaction
+        if progress is None:
+            return []
+        deferred = frozenset(progress.deferred)
+        done = [
+            transaction
+            for transaction in self.ready.values()
+            if transaction.op_offset < progress.op
+            and transaction.offset < progress.half
+            and transaction.id not in deferred
+        ]
+        for transaction in done:
+            self.promote(transaction.id)
+        return done
+
+    # --- memory --------------------------------------------------------------------------
+
+    def _settle(self, transaction: Transaction) -> None:
+        transaction.strip()
+        self._settled.append(transaction.id)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget settled transactions, by the log clock: a repeat of theirs would be void."""
+        while len(self._settled) > self.settled_max:
+            transaction = self.transactions[self._settled[0]]
+            id_time_ms = parse_id(transaction.id).time_ms
+            newest_ms = max(id_time_ms, transaction.prepared_at_ms)
+            if self.half_clock_ms - newest_ms <= self.dedup_window_ms:
+                break
+            self._settled.popleft()
+            del self.transactions[transaction.id]
+            self.to_release.pop(transaction.id, None)
+            half = transaction.half
+            if half.dedup_key is not None:
+                key = (half.group, half.dedup_key)
+                if self._dedup.get(key) == transaction.id:
+                    del self._dedup[key]
+        if len(self._waiting) > 1000:
+            self._waiting = {
+                id: waiting
+                for id, waiting in self._waiting.items()
+                if self.half_clock_ms - parse_id(id).time_ms <= self.dedup_window_ms
+            }
+
+    def undecided(self) -> list[Transaction]:
+        """Return pending and parked transactions."""
+        return [t for t in self.transactions.values() if t.state in UNDECIDED]
+
+    def unsettled(self) -> list[Transaction]:
+        """Return every transaction that still has to become something."""
+        return [t for t in self.transactions.values() if t.state not in SETTLED]
+
+
+def fits(half: Half, contents: Sequence[Message]) -> bool:
+    """Say whether messages can replace the prepared ones: same topics, same partitions."""
+    return [(m.topic, m.partition) for m in contents] == [
+        (m.topic, m.partition) for m in half.messages
+    ]
+
+
+def join_parts(parts: list[HalfPart]) -> Half:
+    """Return the half message whose records these are, all of one transaction, in order."""
+    first = parts[0]
+    return Half(
+        id=first.id,
+        group=first.group,
+        messages=tuple([part.message for part in parts]),
+        order_key=first.order_key,
+        dedup_key=first.dedup_key,
+        policy=first.policy,
+    )

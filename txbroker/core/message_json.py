@@ -1,0 +1,285 @@
+"""Messages as JSON: in the HTTP API, in check-backs and in their answers.
+
+`{topic, key | key_base64, value | value_base64 | value_json, headers, partition, timestamp_ms}`:
+exactly one of the alternatives. A null or missing optional field is absent, but a value must be
+said: `"value": null` is a tombstone, a message without any value field is refused.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from txbroker.core.records import Header, Message
+
+JsonObject: TypeAlias = dict[str, Any]
+
+_FIELDS = (
+    "topic",
+    "key",
+    "key_base64",
+    "value",
+    "value_base64",
+    "value_json",
+    "headers",
+    "partition",
+    "timestamp_ms",
+)
+PARTITION_MAX = 2**31 - 1
+TIMESTAMP_MS_MAX = 2**63 - 1
+
+_decode_raw_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+_encode_json = msgspec.json.Encoder().encode
+
+
+class MessageError(ValueError):
+    """A message in JSON is not as it must be.
+
+    Attributes:
+        path: where, for example `messages[2].headers[0]`.
+        problem: what is wrong there, in words.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+        self.problem = problem
+
+
+# --- to JSON ---------------------------------------------------------------------------------
+
+
+def message_to_json(message: Message) -> JsonObject:
+    """Return a message as JSON shows it: text where the bytes are UTF-8, else base64.
+
+    `message_from_json` makes the same message of it again.
+    """
+    shown: JsonObject = {"topic": message.topic}
+    if message.key is not None:
+        _show(shown, "key", message.key)
+    if message.value is None:
+        shown["value"] = None
+    else:
+        _show(shown, "value", message.value)
+    if message.headers:
+        shown["headers"] = [[name, _header_value(value)] for name, value in message.headers]
+    if message.partition is not None:
+        shown["partition"] = message.partition
+    if message.timestamp_ms is not None:
+        shown["timestamp_ms"] = message.timestamp_ms
+    return shown
+
+
+def _show(shown: JsonObject, name: str, value: bytes) -> None:
+    try:
+        shown[name] = value.decode()
+    except UnicodeDecodeError:
+        shown[f"{name}_base64"] = base64.b64encode(value).decode()
+
+
+def _header_value(value: bytes | None) -> str | dict[str, str] | None:
+    if value is None:
+        return None
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(value).decode()}
+
+
+# --- from JSON -------------------------------------------------------------------------------
+
+
+def decode_messages(raw: bytes | msgspec.Raw, path: str = "messages") -> tuple[Message, ...]:
+    """Return the messages of a JSON list that was not decoded yet.
+
+    `value_json` becomes the value byte for byte as it was written, so no number in it changes.
+
+    Raises:
+        MessageError: it is not JSON, not a list of objects, or a message is malformed.
+    """
+    text = bytes(raw)
+    try:
+        text.decode()
+        objects = _decode_raw_list(text)
+        messages = [
+            {name: _decode_field(name, value) for name, value in obj.items()} for obj in objects
+        ]
+    except msgspec.ValidationError:
+        raise MessageError(path, "must be a list of objects, one for each message") from None
+    except (ValueError, RecursionError):
+        raise MessageError(path, "is not JSON") from None
+    return messages_from_json(messages, path)
+
+
+def _decode_field(name: str, raw: msgspec.Raw) -> object:
+    if name == "value_json":
+        return None if bytes(raw) == b"null" else raw
+    return msgspec.json.decode(raw)
+
+
+def messages_from_json(obj: object, path: str = "messages") -> tuple[Message, ...]:
+    """Return the messages of a decoded JSON list.
+
+    Raises:
+        MessageError: it is not a list, or one of the messages is malformed.
+    """
+    if not isinstance(obj, list | tuple):
+        raise MessageError(path, f"must be a list of objects, not {_kind(obj)}")
+    return tuple(message_from_json(item, f"{path}[{n}]") for n, item in enumerate(obj))
+
+
+def message_from_json(obj: object, path: str = "message") -> Message:
+    """Return the message of a decoded JSON object.
+
+    `value_json` may be a `msgspec.Raw`: then its bytes are the value as they are.
+
+    Raises:
+        MessageError: a field is missing, unknown, given twice over or of a wrong type.
+    """
+    if not isinstance(obj, Mapping):
+        raise MessageError(path, f"must be an object, not {_kind(obj)}")
+    for name in obj:
+        if name not in _FIELDS:
+            shown = str(name)[:40]
+            raise MessageError(path, f"unknown field {shown!r}; known are {', '.join(_FIELDS)}")
+    return Message(
+        topic=_topic(obj, path),
+        key=_key(obj, path),
+        value=_value(obj, path),
+        headers=_headers(obj.get("headers"), f"{path}.headers"),
+        partition=_integer(obj, "partition", PARTITION_MAX, path),
+        timestamp_ms=_integer(obj, "timestamp_ms", TIMESTAMP_MS_MAX, path),
+    )
+
+
+def _topic(obj: Mapping[str, Any], path: str) -> str:
+    topic = obj.get("topic")
+    if topic is None:
+        raise MessageError(path, "has no topic")
+    if not isinstance(topic, str):
+        raise MessageError(f"{path}.topic", f"must be text, not {_kind(topic)}")
+    if not topic:
+        raise MessageError(f"{path}.topic", "must not be empty")
+    _utf8(topic, f"{path}.topic")
+    return topic
+
+
+def _key(obj: Mapping[str, Any], path: str) -> bytes | None:
+    given = _one_of(obj, ("key", "key_base64"), path)
+    if given is None:
+        return None
+    return _bytes(given, obj[given], f"{path}.{given}")
+
+
+def _value(obj: Mapping[str, Any], path: str) -> bytes | None:
+    given = _one_of(obj, ("value", "value_base64", "value_json"), path)
+    if given is None:
+        if "value" in obj:
+            return None
+        raise MessageError(
+            path,
+            "has no value; give one of value, value_base64 and value_json, "
+            'or "value": null for a tombstone',
+        )
+    if given == "value_json":
+        return _json_bytes(obj[given], f"{path}.{given}")
+    return _bytes(given, obj[given], f"{path}.{given}")
+
+
+def _one_of(obj: Mapping[str, Any], names: tuple[str, ...], path: str) -> str | None:
+    given = [name for name in names if obj.get(name) is not None]
+    if len(given) > 1:
+        raise MessageError(path, f"gives {' and '.join(given)}; only one of them can be true")
+    return given[0] if given else None
+
+
+def _bytes(name: str, given: object, path: str) -> bytes:
+    if not isinstance(given, str):
+        hint = "; use value_json for it" if name == "value" else ""
+        raise MessageError(path, f"must be text, not {_kind(given)}{hint}")
+    return _base64(given, path) if name.endswith("_base64") else _utf8(given, path)
+
+
+def _json_bytes(given: object, path: str) -> bytes:
+    if isinstance(given, msgspec.Raw):
+        return bytes(given)
+    try:
+        return _encode_json(given)
+    except (TypeError, ValueError, RecursionError):
+        raise MessageError(path, "cannot be written as JSON") from None
+
+
+def _utf8(text: str, path: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise MessageError(path, "has half of a surrogate pair, which is no text") from None
+
+
+def _base64(text: str, path: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise MessageError(path, "is not base64 (standard alphabet, with padding)") from None
+
+
+def _headers(given: object, path: str) -> tuple[Header, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, Mapping):
+        return tuple(_header(name, value, f"{path}.{name}") for name, value in given.items())
+    if not isinstance(given, list | tuple):
+        raise MessageError(
+            path, f"must be an object or a list of [name, value] pairs, not {_kind(given)}"
+        )
+    headers = []
+    for n, pair in enumerate(given):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise MessageError(f"{path}[{n}]", "must be a pair [name, value]")
+        headers.append(_header(pair[0], pair[1], f"{path}[{n}]"))
+    return tuple(headers)
+
+
+def _header(name: object, value: object, path: str) -> Header:
+    if not isinstance(name, str):
+        raise MessageError(path, f"the name must be text, not {_kind(name)}")
+    _utf8(name, path)
+    if value is None:
+        return name, None
+    if isinstance(value, str):
+        return name, _utf8(value, path)
+    if isinstance(value, Mapping) and value.keys() == {"base64"}:
+        encoded = value["base64"]
+        if isinstance(encoded, str):
+            return name, _base64(encoded, path)
+    raise MessageError(path, f'the value must be text, null or {{"base64": text}}, not {_kind(value)}')
+
+
+def _integer(obj: Mapping[str, Any], name: str, largest: int, path: str) -> int | None:
+    given = obj.get(name)
+    if given is None:
+        return None
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise MessageError(f"{path}.{name}", f"must be a whole number, not {_kind(given)}")
+    if not 0 <= given <= largest:
+        raise MessageError(f"{path}.{name}", f"must be from 0 to {largest}")
+    return given
+
+
+def _kind(value: object) -> str:
+    """Name a JSON value's type in words; the value itself may be large or secret."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return type(value).__name__

@@ -1,0 +1,152 @@
+"""What goes into the next turn: the promotion plan.
+
+Committed transactions are taken in the order of their deciding markers, each whole. One whose
+target cannot take it now is *deferred*, and with it every later one of the same order key that
+shares a target partition with it, transitively; one whose target will never take it is *refused*.
+Everything else flows past them.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from txbroker.core.placement import order_hash
+from txbroker.core.records import Cause, Message
+from txbroker.core.transaction import Transaction
+
+RECORD_OVERHEAD_BYTES = 96
+"""More than a record costs in a batch beside its key, value and headers."""
+BATCH_OVERHEAD_BYTES = 61
+"""The header of a record batch."""
+
+Verdict: TypeAlias = Cause | None
+"""None: the target takes it; a Cause: it does not, for good or (`passing`) for a while."""
+
+
+class TurnLimits(Struct, frozen=True):
+    """How much goes into one turn at most; a single transaction may be larger."""
+
+    transactions_max: int = 1000
+    bytes_max: int = 4 * 1024 * 1024
+    deferred_max: int = 1000
+    """Beyond this many deferred ones promotion of the partition stops: the list is written in
+    every turn's progress."""
+
+
+class Plan(Struct):
+    """The next turn: what is promoted, refused and deferred, and how far that gets.
+
+    `op` is the first offset of the operation topic that is not dealt with yet.
+    """
+
+    promote: list[Transaction]
+    refuse: list[tuple[Transaction, Cause]]
+    deferred: dict[str, Cause]
+    op: int
+    full: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to write."""
+        return not self.promote and not self.refuse
+
+
+def message_bytes(message: Message) -> int:
+    """Return an upper bound of a message's size in a batch, bytes."""
+    size = RECORD_OVERHEAD_BYTES + len(message.key or b"") + len(message.value or b"")
+    for name, value in message.headers:
+        size += 10 + 3 * len(name) + len(value or b"")
+    return size
+
+
+def transaction_bytes(transaction: Transaction) -> int:
+    """Return an upper bound of a transaction's size in a turn, bytes."""
+    return sum([message_bytes(message) for message in transaction.messages])
+
+
+def plan_turn(
+    ready: Iterable[Transaction],
+    op_position: int,
+    examine: Callable[[Message], Verdict],
+    limits: TurnLimits,
+    *,
+    in_flight: Collection[str] = (),
+    retried: Iterable[Transaction] = (),
+) -> Plan:
+    """Return the next turn.
+
+    Args:
+        ready: committed transactions, in any order; deferred ones among them.
+        op_position: how far the ledger has applied the operation topic.
+        examine: says of one message whether its target takes it, from what is known already.
+        limits: how much goes into one turn.
+        in_flight: ids that an earlier turn, not yet committed, has promoted or refused.
+        retried: refused transactions to be tried again. Their place in the order is lost.
+    """
+    plan = Plan([], [], {}, op_position)
+    blocked: dict[tuple[int, str, int | None], Cause] = {}
+    size = 0
+    for transaction in sorted(ready, key=lambda t: t.op_offset):
+        if transaction.id in in_flight:
+            continue
+        cause = _cause(transaction, examine, blocked)
+        if cause is not None and cause.passing:
+            if len(plan.deferred) >= limits.deferred_max:
+                plan.op, plan.full = transaction.op_offset, True
+                break
+            plan.deferred[transaction.id] = cause
+            _block(transaction, cause, blocked)
+            continue
+        bytes_more = transaction_bytes(transaction)
+        count = len(plan.promote) + len(plan.refuse)
+        if count and (count >= limits.transactions_max or size + bytes_more > limits.bytes_max):
+            plan.op = transaction.op_offset
+            break
+        size += bytes_more
+        if cause is None:
+            plan.promote.append(transaction)
+        else:
+            plan.refuse.append((transaction, cause))
+    for transaction in retried:
+        if len(plan.promote) + len(plan.refuse) >= limits.transactions_max:
+            break
+        if transaction.id not in in_flight and _cause(transaction, examine, {}) is None:
+            plan.promote.append(transaction)
+    return plan
+
+
+def _cause(
+    transaction: Transaction,
+    examine: Callable[[Message], Verdict],
+    blocked: Mapping[tuple[int, str, int | None], Cause],
+) -> Cause | None:
+    """Why a transaction does not go now: a lasting cause weighs more than a passing one."""
+    passing: Cause | None = None
+    for message in transaction.messages:
+        cause = examine(message)
+        if cause is not None:
+            if not cause.passing:
+                return cause
+            passing = passing or cause
+    if passing is None and blocked:
+        for place in _places(transaction):
+            if place in blocked:
+                return blocked[place]
+    return passing
+
+
+def _places(transaction: Transaction) -> list[tuple[int, str, int | None]]:
+    """Where a transaction's order matters: nowhere if it has no order key."""
+    first = transaction.half.messages[0]
+    order = order_hash(transaction.half.order_key, first.topic, first.key)
+    if order is None:
+        return []
+    return [(order, message.topic, message.partition) for message in transaction.messages]
+
+
+def _block(
+    transaction: Transaction, cause: Cause, blocked: dict[tuple[int, str, int | None], Cause]
+) -> None:
+    for place in _places(transaction):
+        blocked.setdefault(place, cause)

@@ -1,0 +1,53 @@
+"""When something is to be done for a pending transaction: a check, or parking."""
+
+import heapq
+from collections.abc import Iterator
+
+from txbroker.core.records import State
+from txbroker.core.transaction import Transaction
+
+
+def due_ms(transaction: Transaction) -> int | None:
+    """Return when a transaction next needs attention by its own rules, ms; None if it does not."""
+    if transaction.state is not State.PENDING:
+        return None
+    park_ms = transaction.park_ms()
+    return transaction.next_check_ms() if park_ms is None else park_ms
+
+
+class Schedule:
+    """A queue of ids by time. Setting an id again moves it; old places are skipped when met."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, int] = {}
+        self._heap: list[tuple[int, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def set(self, id: str, at_ms: int | None) -> None:
+        """Put `id` at a time, or take it out with None."""
+        if at_ms is None:
+            self._due.pop(id, None)
+        elif self._due.get(id) != at_ms:
+            self._due[id] = at_ms
+            heapq.heappush(self._heap, (at_ms, id))
+            if len(self._heap) > 64 + 4 * len(self._due):
+                self._heap = [(at, each) for each, at in self._due.items()]
+                heapq.heapify(self._heap)
+
+    def next_ms(self) -> int | None:
+        """Return the time of the first id, None if there is none."""
+        while self._heap:
+            at_ms, id = self._heap[0]
+            if self._due.get(id) == at_ms:
+                return at_ms
+            heapq.heappop(self._heap)
+        return None
+
+    def pop_due(self, now_ms: int) -> Iterator[str]:
+        """Take out and yield the ids whose time has come, oldest first."""
+        while (at_ms := self.next_ms()) is not None and at_ms <= now_ms:
+            _, id = heapq.heappop(self._heap)
+            del self._due[id]
+            yield id
