@@ -86,6 +86,18 @@ class UnknownGroup(RequestError):
     code, status = "unknown_group", 404
 
 
+class MethodNotAllowed(RequestError):
+    """The path exists, but not for this method."""
+
+    code, status = "method_not_allowed", 405
+
+
+class TooSlow(RequestError):
+    """The request did not arrive whole in time."""
+
+    code, status, retryable = "too_slow", 408, True
+
+
 class AlreadyDecided(RequestError):
     """The transaction was decided otherwise before; the first decision stands."""
 
@@ -161,6 +173,13 @@ class OwnerUnavailable(RequestError):
     code, status, retryable = "owner_unavailable", 503, True
 
 
+class KafkaDown(RequestError):
+    """Kafka does not answer; whether this was done is unknown: send the same again."""
+
+    code, status, retryable = "kafka_unavailable", 503, True
+
+
 def request_errors() -> dict[str, type[RequestError]]:
     """Return every kind of RequestError by its code."""
-    return {kind.code: kind for kind in (RequestError, *RequestError.__subclasses__())}
+    kinds: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]
+    return {kind.code: kind for kind in kinds}

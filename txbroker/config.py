@@ -1,0 +1,553 @@
+"""The configuration of a proxy: one frozen object, checked as a whole before anything starts.
+
+An option of the command line wins over the environment (`TXBROKER_` and the setting's name in
+capitals), the environment over the config file (TOML, one key per setting), the file over the
+default. Secrets are never settings: they stand in files that settings name, so no repr, log line
+or error can show them.
+"""
+
+import difflib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from txbroker.errors import ConfigurationError
+from txbroker.wire import FRAME_BYTES_MAX
+
+ENV_PREFIX = "TXBROKER_"
+CONFIG_VARIABLE = "TXBROKER_CONFIG"
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(gt=0)]
+SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+
+MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
+KIB, MIB = 1024, 1024 * 1024
+
+DEDUP_WINDOW_MIN_S = 10.0
+"""Below this, a client that waits for one request timeout could not repeat its prepare."""
+FRAME_ROOM_BYTES = 64 * KIB
+"""What a frame or a record batch needs beside the messages in it."""
+
+
+class Address(NamedTuple):
+    """A host and a port to listen on; the host without brackets."""
+
+    host: str
+    port: int
+
+    @property
+    def public(self) -> bool:
+        """True where other machines can connect."""
+        if self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True
+
+    @property
+    def url(self) -> str:
+        """The address as an http URL."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+class Settings(BaseSettings):
+    """Everything that can be set on a proxy. Built by `load_settings`, or by hand in tests."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
+
+    # --- where ---
+    kafka: str = Field(
+        "127.0.0.1:9092",
+        description="Kafka's bootstrap servers: `host:port`, several separated by commas.",
+    )
+    listen: str = Field(
+        "127.0.0.1:8470",
+        description="Where the HTTP API listens: `host:port`. Port 0 takes a free one. Outside "
+        "loopback it needs `token_file` or `insecure`.",
+    )
+    advertise: str = Field(
+        "",
+        description="The URL at which SDKs and other proxies reach this one, for instance "
+        "`http://proxy-1:8470`. Empty: made from `listen`.",
+    )
+    data_dir: Path = Field(
+        Path(".txbroker"),
+        description="Where the proxy keeps its name and `txbroker dev` its Kafka.",
+    )
+    instance: str = Field(
+        "",
+        description="The name of this proxy among the others, the same after a restart. Empty: "
+        "made once and kept in `data_dir`.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Further host names by which the HTTP API may be called, beside loopback and "
+        "those of `listen` and `advertise`. Calls for other names are refused, which stops pages "
+        "that point their own name at this machine.",
+    )
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="How log lines look; `auto` is `console` on a terminal, else `json`."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least important log lines that are shown."
+    )
+
+    # --- topics ---
+    topic_prefix: str = Field(
+        "txbroker",
+        description="What the names of txbroker's own topics begin with: `PREFIX.half`, "
+        "`PREFIX.op`, `PREFIX.checkpoint`, `PREFIX.parked` and `PREFIX.groups`.",
+    )
+    partitions: Annotated[int, Field(ge=1, le=1000)] = Field(
+        4, description="How many half partitions there are when the topics are made."
+    )
+    half_retention_s: Seconds = Field(
+        14 * DAY_S,
+        description="How long half messages are kept, seconds. Checks must be over within half "
+        "of it.",
+    )
+    create_target_topics: bool = Field(
+        False,
+        description="Create target topics that do not exist when a transaction for them is "
+        "prepared. Otherwise such a prepare is refused (`unknown_topic`).",
+    )
+
+    # --- checks ---
+    check_after_s: Seconds = Field(
+        6.0, description="A pending transaction is checked first after this time, seconds."
+    )
+    check_interval_s: Seconds = Field(
+        30.0, description="The time between two checks of a transaction, seconds."
+    )
+    check_attempts_max: Annotated[int, Field(ge=1, le=1000)] = Field(
+        15, description="After so many attempts without a decision a transaction is parked."
+    )
+    check_timeout_s: Seconds = Field(
+        5.0, description="How long a check waits for its answer, seconds."
+    )
+    checks_parallel_max: Count = Field(
+        256, description="Checks under way at once, all groups together."
+    )
+    dedup_window_s: Seconds = Field(
+        120.0,
+        description="For how long the same prepare may be repeated and counts once, seconds.",
+    )
+
+    # --- security ---
+    token_file: Path | None = Field(
+        None,
+        description="A file that holds the token which every call must carry as `authorization: "
+        "Bearer TOKEN`. Read again when it changes.",
+    )
+    insecure: bool = Field(
+        False, description="Allow a `listen` address outside loopback without a token."
+    )
+    kafka_security_protocol: SecurityProtocol = Field(
+        "PLAINTEXT", description="How to talk to Kafka."
+    )
+    kafka_sasl_mechanism: SaslMechanism = Field(
+        "PLAIN", description="How to log in to Kafka, with a SASL protocol."
+    )
+    kafka_sasl_username: str = Field("", description="The user name for Kafka.")
+    kafka_sasl_password_file: Path | None = Field(
+        None, description="A file that holds the password for Kafka."
+    )
+    kafka_ssl_ca_file: Path | None = Field(
+        None, description="Certificates of the authorities that may sign Kafka's (PEM)."
+    )
+    kafka_ssl_cert_file: Path | None = Field(
+        None, description="The certificate with which the proxy shows itself to Kafka (PEM)."
+    )
+    kafka_ssl_key_file: Path | None = Field(
+        None, description="The private key of `kafka_ssl_cert_file` (PEM)."
+    )
+
+    # --- limits: each bounds what the process can be made to hold or do ---
+    pending_max: Count = Field(
+        200_000,
+        description="Undecided transactions that one half partition holds; more are "
+        "`overloaded`. Bounds the memory of an owner and the work of a restart.",
+    )
+    settled_max: Count = Field(
+        200_000,
+        description="Settled transactions that one half partition remembers to answer repeats; "
+        "full, prepares are `overloaded`.",
+    )
+    bodies_bytes_max: Count = Field(
+        256 * MIB,
+        description="Bytes of message bodies that are kept in memory; more are read again from "
+        "Kafka when they are needed.",
+    )
+    in_flight_bytes_max: Count = Field(
+        128 * MIB,
+        description="Bytes of requests that are being carried out, all callers together; more "
+        "are `overloaded`.",
+    )
+    session_in_flight_bytes_max: Count = Field(
+        32 * MIB, description="The same for one SDK session, so that none takes all."
+    )
+    session_answers_max: Count = Field(
+        20_000,
+        description="Answers and checks that wait for one SDK session to read them; a session "
+        "that does not read is cut off there.",
+    )
+    sessions_max: Count = Field(10_000, description="Open SDK sessions; more are turned away.")
+    session_heartbeat_s: Seconds = Field(
+        15.0,
+        description="How often a silent SDK session is asked for a sign of life, seconds. One "
+        "that gives none within half of it is cut off.",
+    )
+    message_bytes_max: Count = Field(
+        4 * MIB, description="The largest message: key, value and headers together, bytes."
+    )
+    transaction_bytes_max: Count = Field(
+        7 * MIB,
+        description="The largest transaction, bytes. It is stored as one batch, so it must stay "
+        "below `max.message.bytes` of the half topic (8 MiB).",
+    )
+    messages_per_transaction_max: Count = Field(
+        1000, description="The most messages in one transaction."
+    )
+    frame_bytes_max: Count = Field(
+        FRAME_BYTES_MAX, description="The largest frame that an SDK session may send, bytes."
+    )
+    request_bytes_max: Count = Field(
+        16 * MIB,
+        description="The largest body of an HTTP request, bytes. JSON and base64 make messages "
+        "larger, so it lies above `transaction_bytes_max`.",
+    )
+    request_timeout_s: Seconds = Field(
+        30.0,
+        description="How long a client may take to send a request, and to take in a frame of "
+        "its session, seconds.",
+    )
+    group_labels_max: Count = Field(
+        200, description="Groups with metrics of their own; further ones count as `other`."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take nothing from the surroundings: `load_settings` brings the sources together."""
+        return (init_settings,)
+
+    @property
+    def listen_address(self) -> Address:
+        """`listen`, taken apart."""
+        return parse_address(self.listen)
+
+    @property
+    def advertise_url(self) -> str:
+        """`advertise`, or the URL of `listen` (with port 0 only known once it listens)."""
+        return self.advertise.rstrip("/") or self.listen_address.url
+
+    @property
+    def check_window_s(self) -> float:
+        """From a prepare until the transaction would be parked, seconds."""
+        asked_s = self.check_after_s + (self.check_attempts_max - 1) * self.check_interval_s
+        return asked_s + self.check_timeout_s
+
+    def topic(self, name: str) -> str:
+        """Return the full name of one of txbroker's own topics, such as `half`."""
+        return f"{self.topic_prefix}.{name}"
+
+    def read_kafka_password(self) -> str:
+        """Return the password for Kafka, "" where there is none.
+
+        Raises:
+            ConfigurationError: the file cannot be read.
+        """
+        path = self.kafka_sasl_password_file
+        return "" if path is None else read_secret("kafka_sasl_password_file", path)
+
+    def validate_whole(self) -> None:
+        """Refuse what contradicts itself or cannot work.
+
+        Raises:
+            ConfigurationError: says which settings and what to do.
+        """
+        _check_addresses(self)
+        _check_times(self)
+        _check_sizes(self)
+        _check_security(self)
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", self.topic_prefix):
+            raise ConfigurationError(
+                f"topic_prefix {self.topic_prefix!r} is no start of a topic's name: letters, "
+                "digits, '.', '_' and '-' only"
+            )
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
+def load_settings(
+    options: Mapping[str, Any] | None = None,
+    *,
+    config: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Return the settings from options, environment, config file and defaults.
+
+    Args:
+        options: by the setting's name; None as a value means that the option was not given.
+        config: the file; None takes the one that `TXBROKER_CONFIG` names, if any.
+        environ: the environment; None takes the process's.
+
+    Raises:
+        ConfigurationError: a setting is unknown, malformed or contradicts another.
+    """
+    environ = os.environ if environ is None else environ
+    if config is None and environ.get(CONFIG_VARIABLE):
+        config = Path(environ[CONFIG_VARIABLE])
+    given: dict[str, tuple[Any, str]] = {}
+    if config is not None:
+        given.update(_from_file(config))
+    given.update(_from_environment(environ))
+    for name, value in (options or {}).items():
+        if value is not None:
+            _known(name, f"option --{name.replace('_', '-')}")
+            given[name] = (value, f"option --{name.replace('_', '-')}")
+    try:
+        settings = Settings(**{name: value for name, (value, _) in given.items()})
+    except ValidationError as error:
+        raise ConfigurationError(_in_words(error, given)) from None
+    settings.validate_whole()
+    return settings
+
+
+def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"the config file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the config file {path} is not TOML: {error}") from None
+    for name in content:
+        _known(name, f"config file {path}")
+    return {name: (value, f"config file {path}") for name, value in content.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for variable, text in environ.items():
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        if name in Settings.model_fields:
+            found[name] = (_split(name, text), f"environment {variable}")
+        elif near := difflib.get_close_matches(name, Settings.model_fields, 1, cutoff=0.85):
+            # Options of single commands have variables too, so only a likely slip is refused.
+            raise ConfigurationError(
+                f"environment {variable} is no setting; did you mean "
+                f"{ENV_PREFIX}{near[0].upper()}?"
+            )
+    return found
+
+
+def _split(name: str, text: str) -> Any:
+    if name == "allowed_hosts":
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return text
+
+
+def _known(name: str, where: str) -> None:
+    if name in Settings.model_fields:
+        return
+    near = difflib.get_close_matches(name, Settings.model_fields, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigurationError(f"{where}: there is no setting {name!r}{hint}")
+
+
+def _in_words(error: ValidationError, given: Mapping[str, tuple[Any, str]]) -> str:
+    sentences = []
+    for problem in error.errors(include_url=False):
+        name = str(problem["loc"][0])
+        value, where = given.get(name, (problem["input"], "default"))
+        reason = problem["msg"].replace("Input should be", "must be", 1)
+        reason = reason.replace("Input is not", "is not", 1)
+        sentences.append(f"{name} ({where}) {reason[0].lower()}{reason[1:]}, not {value!r}")
+    return "; ".join(dict.fromkeys(sentences))
+
+
+# --- what a value must look like -------------------------------------------------------------
+
+
+def parse_address(text: str) -> Address:
+    """Return the host and port that `text` names.
+
+    Raises:
+        ConfigurationError: it is not `host:port`.
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    sound = colon and port.isdecimal() and port.isascii() and int(port) <= 65535
+    if not sound or not _is_host(host) or (":" in host) != bracketed:
+        raise ConfigurationError(f"{text!r} is not an address: expected host:port")
+    return Address(host, int(port))
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text) is not None
+    return True
+
+
+def check_url(name: str, url: str) -> None:
+    """Refuse what is not the plain http(s) URL of a server.
+
+    Raises:
+        ConfigurationError: names the setting and what is wrong with its value.
+    """
+    try:
+        parts = urlsplit(url)
+        port_sound = parts.port is None or parts.port > 0
+    except ValueError as error:
+        raise ConfigurationError(f"{name} {url!r} is not a URL: {error}") from None
+    if parts.username or parts.password:
+        raise ConfigurationError(f"{name} must not hold a user name or password")
+    if parts.scheme not in ("http", "https") or not _is_host(parts.hostname or ""):
+        raise ConfigurationError(f"{name} {url!r} is not a URL like http://proxy-1:8470")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or not port_sound:
+        raise ConfigurationError(f"{name} {url!r} must end after host and port")
+
+
+def read_secret(name: str, path: Path) -> str:
+    """Return the secret in a file, without the line's end.
+
+    Raises:
+        ConfigurationError: the file cannot be read or is empty.
+    """
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigurationError(f"{name} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{name} {path} is not text") from None
+    if not secret:
+        raise ConfigurationError(f"{name} {path} is empty")
+    return secret
+
+
+# --- contradictions --------------------------------------------------------------------------
+
+
+def _check_addresses(settings: Settings) -> None:
+    for server in settings.kafka.split(","):
+        try:
+            port = parse_address(server.strip()).port
+        except ConfigurationError as error:
+            raise ConfigurationError(f"kafka: {error}") from None
+        if port == 0:
+            raise ConfigurationError(f"kafka: {server.strip()!r} has port 0")
+    try:
+        address = settings.listen_address
+    except ConfigurationError as error:
+        raise ConfigurationError(f"listen: {error}") from None
+    if settings.advertise:
+        check_url("advertise", settings.advertise)
+    if address.public and settings.token_file is None and not settings.insecure:
+        raise ConfigurationError(
+            f"listen {settings.listen} can be reached from other machines, so everybody there "
+            "could decide transactions: set token_file, or insecure if the network is closed"
+        )
+
+
+def _check_times(settings: Settings) -> None:
+    half_s = settings.half_retention_s / 2
+    if settings.check_window_s > half_s:
+        raise ConfigurationError(
+            f"checks take up to {settings.check_window_s:g} s (check_after_s "
+            f"{settings.check_after_s:g} + {settings.check_attempts_max - 1} times "
+            f"check_interval_s {settings.check_interval_s:g} + check_timeout_s "
+            f"{settings.check_timeout_s:g}), longer than half of half_retention_s ({half_s:g} s): "
+            "check less often or keep half messages longer"
+        )
+    if settings.dedup_window_s < DEDUP_WINDOW_MIN_S:
+        raise ConfigurationError(
+            f"dedup_window_s {settings.dedup_window_s:g} is too short for a client to repeat a "
+            f"prepare: at least {DEDUP_WINDOW_MIN_S:g} s"
+        )
+    if settings.dedup_window_s > half_s:
+        raise ConfigurationError(
+            f"dedup_window_s {settings.dedup_window_s:g} is longer than half of half_retention_s "
+            f"({half_s:g} s): a repeated prepare could not be compared with the first any more"
+        )
+
+
+def _check_sizes(settings: Settings) -> None:
+    room = settings.transaction_bytes_max + FRAME_ROOM_BYTES
+    ordered = (
+        ("message_bytes_max", "transaction_bytes_max", settings.message_bytes_max,
+         settings.transaction_bytes_max),
+        ("transaction_bytes_max and 64 KiB", "frame_bytes_max", room, settings.frame_bytes_max),
+        ("transaction_bytes_max and 64 KiB", "request_bytes_max", room,
+         settings.request_bytes_max),
+        ("frame_bytes_max", "session_in_flight_bytes_max", settings.frame_bytes_max,
+         settings.session_in_flight_bytes_max),
+        ("session_in_flight_bytes_max", "in_flight_bytes_max",
+         settings.session_in_flight_bytes_max, settings.in_flight_bytes_max),
+        ("request_bytes_max", "in_flight_bytes_max", settings.request_bytes_max,
+         settings.in_flight_bytes_max),
+    )  # fmt: skip
+    for inner, outer, inner_bytes, outer_bytes in ordered:
+        if inner_bytes > outer_bytes:
+            raise ConfigurationError(
+                f"{inner} ({inner_bytes} bytes) must fit into {outer} ({outer_bytes} bytes)"
+            )
+    if settings.frame_bytes_max > FRAME_BYTES_MAX:
+        raise ConfigurationError(
+            f"frame_bytes_max {settings.frame_bytes_max} is more than the {FRAME_BYTES_MAX} bytes "
+            "that SDKs and proxies agree on"
+        )
+
+
+def _check_security(settings: Settings) -> None:
+    sasl = settings.kafka_security_protocol.startswith("SASL")
+    tls = settings.kafka_security_protocol.endswith("SSL")
+    has_login = bool(settings.kafka_sasl_username) or settings.kafka_sasl_password_file is not None
+    if sasl and not (settings.kafka_sasl_username and settings.kafka_sasl_password_file):
+        raise ConfigurationError(
+            f"kafka_security_protocol {settings.kafka_security_protocol} needs "
+            "kafka_sasl_username and kafka_sasl_password_file"
+        )
+    if has_login and not sasl:
+        raise ConfigurationError(
+            "kafka_sasl_username and kafka_sasl_password_file need kafka_security_protocol "
+            "SASL_SSL or SASL_PLAINTEXT"
+        )
+    files = {
+        "kafka_ssl_ca_file": settings.kafka_ssl_ca_file,
+        "kafka_ssl_cert_file": settings.kafka_ssl_cert_file,
+        "kafka_ssl_key_file": settings.kafka_ssl_key_file,
+    }
+    for name, path in files.items():
+        if path is not None and not tls:
+            raise ConfigurationError(f"{name} needs kafka_security_protocol SSL or SASL_SSL")
+        if path is not None and not path.is_file():
+            raise ConfigurationError(f"{name} {path}: no such file")
+    if (settings.kafka_ssl_cert_file is None) != (settings.kafka_ssl_key_file is None):
+        raise ConfigurationError("kafka_ssl_cert_file and kafka_ssl_key_file belong together")
+    if settings.token_file is not None:
+        read_secret("token_file", settings.token_file)
+    settings.read_kafka_password()
