@@ -25,7 +25,7 @@ class _Operation(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
 # --- from the producer -----------------------------------------------------------------------
 
 
-class Hello(_Operation, tag="hello"):
+class Hello(_Operation, frozen=True, tag="hello"):
     """Open a session for `group`; `instance` names this process among the group's."""
 
     version: int
@@ -33,7 +33,7 @@ class Hello(_Operation, tag="hello"):
     instance: str
 
 
-class Prepare(_Operation, tag="prepare"):
+class Prepare(_Operation, frozen=True, tag="prepare"):
     """Store a half message. `retry` says that the same id may have been sent before."""
 
     call: int
@@ -45,7 +45,7 @@ class Prepare(_Operation, tag="prepare"):
     retry: bool = False
 
 
-class Decide(_Operation, tag="decide"):
+class Decide(_Operation, frozen=True, tag="decide"):
     """Commit or roll back. `messages` replace the prepared ones; `wait` answers when visible."""
 
     call: int
@@ -56,7 +56,7 @@ class Decide(_Operation, tag="decide"):
     wait: bool = False
 
 
-class AskEarly(_Operation, tag="ask"):
+class AskEarly(_Operation, frozen=True, tag="ask"):
     """The local transaction ended in doubt: pull the next check forward."""
 
     call: int
@@ -64,7 +64,7 @@ class AskEarly(_Operation, tag="ask"):
     reason: str = ""
 
 
-class CheckAnswer(_Operation, tag="answer"):
+class CheckAnswer(_Operation, frozen=True, tag="answer"):
     """Answer a `Check`. `decision` None: this process could not take the question (busy or
     draining), nobody was asked."""
 
@@ -75,7 +75,7 @@ class CheckAnswer(_Operation, tag="answer"):
     detail: str = ""
 
 
-class Drain(_Operation, tag="drain"):
+class Drain(_Operation, frozen=True, tag="drain"):
     """This process goes away soon: send it no more checks."""
 
 
@@ -85,7 +85,7 @@ FromProducer: TypeAlias = Hello | Prepare | Decide | AskEarly | CheckAnswer | Dr
 # --- from the proxy --------------------------------------------------------------------------
 
 
-class Welcome(_Operation, tag="welcome"):
+class Welcome(_Operation, frozen=True, tag="welcome"):
     """The session is open.
 
     Attributes:
@@ -105,19 +105,19 @@ class Welcome(_Operation, tag="welcome"):
     transaction_bytes_max: int
 
 
-class Owners(_Operation, tag="owners"):
+class Owners(_Operation, frozen=True, tag="owners"):
     """Half partitions moved: the new list, as in `Welcome`."""
 
     owners: tuple[str, ...]
 
 
-class Clock(_Operation, tag="clock"):
+class Clock(_Operation, frozen=True, tag="clock"):
     """The proxy's clock again, once a minute."""
 
     now_ms: int
 
 
-class Standing(_Operation, tag="standing"):
+class Standing(_Operation, frozen=True, tag="standing"):
     """A call's answer: where the transaction stands now."""
 
     call: int
@@ -126,7 +126,7 @@ class Standing(_Operation, tag="standing"):
     decision: Decision | None = None
 
 
-class Failure(_Operation, tag="failure"):
+class Failure(_Operation, frozen=True, tag="failure"):
     """A call was not carried out; `code` as in the HTTP API, `details` its further fields."""
 
     call: int
@@ -135,7 +135,7 @@ class Failure(_Operation, tag="failure"):
     details: dict[str, str] = {}
 
 
-class Check(_Operation, tag="check"):
+class Check(_Operation, frozen=True, tag="check"):
     """Check-back: what became of this transaction? Answered by `CheckAnswer`."""
 
     call: int

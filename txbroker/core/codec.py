@@ -36,7 +36,13 @@ PROGRESS_KEY = b"progress"
 
 _encode_json = msgspec.json.Encoder().encode
 _marker_decoder = msgspec.json.Decoder(Marker)
-_version_decoder = msgspec.json.Decoder(type("Versioned", (msgspec.Struct,), {"__annotations__": {"v": int}}))
+
+
+class _Versioned(msgspec.Struct):
+    v: int
+
+
+_version_decoder = msgspec.json.Decoder(_Versioned)
 
 
 class Malformed(ValueError):

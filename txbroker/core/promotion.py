@@ -7,6 +7,7 @@ Everything else flows past them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -73,6 +74,7 @@ def plan_turn(
     *,
     in_flight: Collection[str] = (),
     retried: Iterable[Transaction] = (),
+    tried: Mapping[str, Cause] = MappingProxyType({}),
 ) -> Plan:
     """Return the next turn.
 
@@ -83,6 +85,7 @@ def plan_turn(
         limits: how much goes into one turn.
         in_flight: ids that an earlier turn, not yet committed, has promoted or refused.
         retried: refused transactions to be tried again. Their place in the order is lost.
+        tried: why a broker refused a transaction, by id, where only trying could tell.
     """
     plan = Plan([], [], {}, op_position)
     blocked: dict[tuple[int, str, int | None], Cause] = {}
@@ -90,7 +93,7 @@ def plan_turn(
     for transaction in sorted(ready, key=lambda t: t.op_offset):
         if transaction.id in in_flight:
             continue
-        cause = _cause(transaction, examine, blocked)
+        cause = tried.get(transaction.id) or _cause(transaction, examine, blocked)
         if cause is not None and cause.passing:
             if len(plan.deferred) >= limits.deferred_max:
                 plan.op, plan.full = transaction.op_offset, True
