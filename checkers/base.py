@@ -1,14 +1,29 @@
 """What a check-back is, whoever is asked and however."""
 
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
 from txbroker.core.records import CheckReason, Decision, Message
 
+ASK_AGAIN_S_MIN = 1.0
+"""A "not yet" for less than this is taken as this, so that no group is asked in a tight loop."""
+ASK_AGAIN_S_MAX = 3600.0
+"""A "not yet" for longer than this is taken as this: one hour."""
+DETAIL_CHARS_MAX = 200
+"""An answer's `detail` goes into markers and timelines, so it stays short."""
+
 
 class CheckCall(Struct, frozen=True):
-    """The question: what became of this transaction?"""
+    """The question: what became of this transaction?
+
+    Attributes:
+        attempt: the number of this attempt, from 1; `attempts_max` is the last one.
+        prepared_at_ms: when the half message was appended.
+        round: attempts are numbered anew in each round; a revived transaction begins one.
+        timeout_s: how long to wait for an answer; the transaction parks that long after its
+            last attempt, so nobody may wait longer.
+    """
 
     id: str
     group: str
@@ -17,6 +32,8 @@ class CheckCall(Struct, frozen=True):
     reason: CheckReason
     prepared_at_ms: int
     messages: tuple[Message, ...]
+    round: int = 1
+    timeout_s: float = 5.0
 
 
 class Answered(Struct, frozen=True):
@@ -43,7 +60,23 @@ class Unclear(Struct, frozen=True):
     detail: str
 
 
-CheckResult = Answered | Unreached | Unclear
+CheckResult: TypeAlias = Answered | Unreached | Unclear
+
+
+def ask_again_within_bounds(seconds: float) -> float:
+    """Return how long a "not yet" holds: what was answered, but 1 s at least and 1 h at most.
+
+    Takes whole numbers of any size; what is no number counts as the shortest time.
+    """
+    if seconds > ASK_AGAIN_S_MAX:
+        return ASK_AGAIN_S_MAX
+    return float(seconds) if seconds > ASK_AGAIN_S_MIN else ASK_AGAIN_S_MIN
+
+
+def shortened(detail: str) -> str:
+    """Return a detail that is safe to store and show: one line, printable, at most 200 long."""
+    line = "".join(c if c.isprintable() else " " for c in detail[: DETAIL_CHARS_MAX * 2])
+    return line if len(line) <= DETAIL_CHARS_MAX else line[: DETAIL_CHARS_MAX - 1] + "…"
 
 
 class Channel(Protocol):

@@ -254,7 +254,9 @@ def _header(name: object, value: object, path: str) -> Header:
         encoded = value["base64"]
         if isinstance(encoded, str):
             return name, _base64(encoded, path)
-    raise MessageError(path, f'the value must be text, null or {{"base64": text}}, not {_kind(value)}')
+    raise MessageError(
+        path, f'the value must be text, null or {{"base64": text}}, not {_kind(value)}'
+    )
 
 
 def _integer(obj: Mapping[str, Any], name: str, largest: int, path: str) -> int | None:

@@ -1,12 +1,32 @@
 """Signatures of check-backs: Standard Webhooks, symmetric, version 1."""
 
 import base64
+import binascii
 import hashlib
 import hmac
 
 ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
+SECRET_PREFIX = "whsec_"
+"""A secret that begins so is base64 of the key, as Standard Webhooks writes it."""
+
+
+def secret_key(secret: str | bytes) -> bytes:
+    """Return the bytes that sign: those behind `whsec_` in base64, else the secret as it is.
+
+    Raises:
+        ValueError: the secret is empty, or what follows `whsec_` is not base64.
+    """
+    key = secret.encode() if isinstance(secret, str) else bytes(secret)
+    if key.startswith(SECRET_PREFIX.encode()):
+        try:
+            key = base64.b64decode(key[len(SECRET_PREFIX) :], validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"what follows {SECRET_PREFIX} is not base64: {error}") from None
+    if not key:
+        raise ValueError("a secret must not be empty")
+    return key
 
 
 def sign(secret: bytes, id: str, timestamp_s: int, body: bytes) -> str:

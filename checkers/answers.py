@@ -1,0 +1,124 @@
+"""What a check-back over HTTP asks and how its answer is read. Pure: bytes in, values out."""
+
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+
+from txbroker.checkers.base import (
+    Answered,
+    CheckCall,
+    Unclear,
+    Unreached,
+    ask_again_within_bounds,
+)
+from txbroker.core.message_json import MessageError, decode_messages, message_to_json
+from txbroker.core.records import Decision, Message
+
+NOT_HANDLED = frozenset({429, 502, 503})
+"""By contract these say that nobody took the question: the attempt is given back."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_encode_json = msgspec.json.Encoder().encode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def question(call: CheckCall) -> bytes:
+    """Return the request's body."""
+    return _encode_json(
+        {
+            "id": call.id,
+            "group": call.group,
+            "attempt": call.attempt,
+            "attempts_max": call.attempts_max,
+            "reason": call.reason,
+            "prepared_at": rfc3339(call.prepared_at_ms),
+            "messages": [message_to_json(message) for message in call.messages],
+        }
+    )
+
+
+def rfc3339(time_ms: int) -> str:
+    """Return milliseconds since 1970 as text in UTC: `2026-02-03T04:05:06.789Z`."""
+    text = (_EPOCH + timedelta(milliseconds=time_ms)).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
+
+
+def webhook_id(call: CheckCall) -> str:
+    """Return what names this attempt among all: transaction, round and number."""
+    return f"{call.id}.{call.round}.{call.attempt}"
+
+
+def by_status(status: int) -> Unreached | Unclear | None:
+    """Return what an answer's status alone says; None where its body decides."""
+    if status == 200:
+        return None
+    if status in NOT_HANDLED:
+        return Unreached(f"answered {status}: not handled")
+    if 300 <= status < 400:
+        return Unclear(f"answered {status}; redirects are not followed")
+    return Unclear(f"answered {status}")
+
+
+class _Malformed(ValueError):
+    pass
+
+
+def read_answer(body: bytes) -> Answered | Unclear:
+    """Return what the body of a 200 says.
+
+    Whatever is not exactly the contract is unclear; its detail never repeats the body.
+    """
+    try:
+        fields = _fields(body)
+        decision = _decision(fields.get("decision"))
+        if decision is Decision.COMMIT:
+            return Answered(decision, None, _messages(fields.get("messages")), str(decision))
+        again = _ask_again(fields.get("ask_again_s")) if decision is Decision.UNKNOWN else None
+    except _Malformed as problem:
+        return Unclear(str(problem))
+    detail = str(decision) if again is None else f"not yet, again in {again:g} s"
+    return Answered(decision, again, None, detail)
+
+
+def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        body.decode()
+        return _decode_fields(body)
+    except (ValueError, RecursionError):
+        raise _Malformed("the answer is not a JSON object") from None
+
+
+def _value(raw: msgspec.Raw, name: str) -> object:
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        raise _Malformed(f"{name} of the answer does not read") from None
+
+
+def _decision(raw: msgspec.Raw | None) -> Decision:
+    if raw is None:
+        raise _Malformed("the answer has no decision")
+    value = _value(raw, "decision")
+    if isinstance(value, str) and value in Decision.__members__.values():
+        return Decision(value)
+    raise _Malformed("the answer's decision is none of commit, rollback and unknown")
+
+
+def _ask_again(raw: msgspec.Raw | None) -> float | None:
+    if raw is None:
+        return None
+    value = _value(raw, "ask_again_s")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _Malformed("ask_again_s of the answer is not a number")
+    return ask_again_within_bounds(value)
+
+
+def _messages(raw: msgspec.Raw | None) -> tuple[Message, ...] | None:
+    if raw is None or bytes(raw) == b"null":
+        return None
+    try:
+        return decode_messages(raw)
+    except MessageError as error:
+        raise _Malformed(f"{error.path} of the answer does not read as a message") from None

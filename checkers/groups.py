@@ -1,0 +1,328 @@
+"""Registered producer groups: their check URL, their secret's place and their check policy."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+from msgspec import Struct, structs
+
+from txbroker.core.records import CheckPolicy
+from txbroker.door import GroupStore
+
+logger = logging.getLogger(__name__)
+
+POLICY_VERSION = 1
+GROUP_NAME_CHARS_MAX = 249
+"""As long as a topic name may be, which is what groups are usually named after."""
+URL_CHARS_MAX = 2000
+SECRET_BYTES_MAX = 65_536
+"""A secret file larger than this is not a secret but a mistake."""
+PARALLEL_MAX = 64
+"""Calls to one group at a time, so that no group takes all the calls of a proxy."""
+ANSWER_BYTES_MAX = 16 * 1024 * 1024
+"""As large as a frame of an SDK session: an answer with replaced messages is no larger."""
+
+_WEEK_S = 7 * 24 * 3600.0
+# Each number's smallest and largest value. The longest check window that still makes sense is
+# bounded further by the retention of half messages, which is tested at prepare.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "check_after_s": (0.0, _WEEK_S),
+    "check_interval_s": (0.1, _WEEK_S),
+    "attempts_max": (1, 100),
+    "timeout_s": (0.1, 60.0),
+    "parallel": (1, PARALLEL_MAX),
+    "answer_bytes_max": (1024, ANSWER_BYTES_MAX),
+}
+_WHOLE = frozenset({"attempts_max", "parallel", "answer_bytes_max"})
+_TEXTS = frozenset({"check_url", "secret_ref"})
+
+
+class PolicyError(ValueError):
+    """A group's policy is not as it must be; the message says in a sentence what to change."""
+
+
+class SecretUnavailable(Exception):
+    """A group's secret cannot be read; the message names its place, never its content."""
+
+
+class GroupPolicy(Struct, frozen=True, omit_defaults=True):
+    """What is registered of a producer group. What is None follows the proxy's configuration.
+
+    Attributes:
+        check_url: where check-backs are sent when no instance of the group is connected.
+        secret_ref: where the secret that signs them is: `env:NAME` or `file:/path`.
+        check_after_s: seconds from prepare until the first check.
+        check_interval_s: seconds from one check to the next.
+        attempts_max: after how many attempts an undecided transaction parks.
+        timeout_s: seconds that an answer may take.
+        parallel: how many calls to this group may be under way at a time.
+        answer_bytes_max: how large an answer may be, bytes; groups whose checks replace
+            messages need more than the default.
+    """
+
+    check_url: str | None = None
+    secret_ref: str | None = None
+    check_after_s: float | None = None
+    check_interval_s: float | None = None
+    attempts_max: int | None = None
+    timeout_s: float | None = None
+    parallel: int | None = None
+    answer_bytes_max: int | None = None
+
+    def validate(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            PolicyError: with what to change.
+        """
+        if self.check_url is not None:
+            split_check_url(self.check_url)
+        if self.secret_ref is not None:
+            _check_secret_ref(self.secret_ref)
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise PolicyError(
+                    f"{name} must be from {least:.12g} to {most:.12g}, not {value:.12g}"
+                )
+
+    def checks(self, default: CheckPolicy) -> CheckPolicy:
+        """Return when this group's transactions are checked, `default` where it does not say."""
+        return CheckPolicy(
+            after_s=default.after_s if self.check_after_s is None else self.check_after_s,
+            interval_s=(
+                default.interval_s if self.check_interval_s is None else self.check_interval_s
+            ),
+            attempts_max=default.attempts_max if self.attempts_max is None else self.attempts_max,
+            timeout_s=default.timeout_s if self.timeout_s is None else self.timeout_s,
+        )
+
+
+_FIELDS = tuple(field.name for field in structs.fields(GroupPolicy))
+
+
+def check_group_name(group: str) -> None:
+    """Refuse a group name that cannot be shown, stored or put into a URL.
+
+    Raises:
+        PolicyError: it is empty, too long or has control characters.
+    """
+    if not group:
+        raise PolicyError("a group's name must not be empty")
+    if len(group) > GROUP_NAME_CHARS_MAX:
+        raise PolicyError(f"a group's name has at most {GROUP_NAME_CHARS_MAX} characters")
+    if not group.isprintable():
+        raise PolicyError("a group's name must not have control characters")
+
+
+def split_check_url(url: str) -> SplitResult:
+    """Return the parts of a check URL.
+
+    Raises:
+        PolicyError: it is not an http or https URL that can be called as it stands.
+    """
+    if len(url) > URL_CHARS_MAX:
+        raise PolicyError(f"check_url has at most {URL_CHARS_MAX} characters")
+    if not all("!" <= c <= "~" for c in url):
+        raise PolicyError("check_url must be plain ASCII without spaces; percent-encode the rest")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise PolicyError("check_url is not a URL: its host or port does not read") from None
+    if parts.scheme not in ("http", "https"):
+        raise PolicyError("check_url must begin with http:// or https://")
+    if not parts.hostname or port == 0:
+        raise PolicyError("check_url must name a host, and a port other than 0 if any")
+    if "@" in parts.netloc:
+        raise PolicyError(
+            "check_url must not hold a user name or password; give the group a secret_ref instead"
+        )
+    if "#" in url:
+        raise PolicyError("check_url must not have a fragment (#…): it is never sent")
+    return parts
+
+
+def _check_secret_ref(ref: str) -> None:
+    kind, _, place = ref.partition(":")
+    if kind == "env" and place and place.isprintable() and "=" not in place:
+        return
+    if kind == "file" and place.startswith("/") and place.isprintable():
+        return
+    # What was given is not repeated: somebody may have put the secret itself here.
+    raise PolicyError("secret_ref must be env:NAME or file:/absolute/path, not the secret itself")
+
+
+# --- JSON ------------------------------------------------------------------------------------
+
+
+def policy_from_json(obj: object) -> GroupPolicy:
+    """Return the policy in a decoded JSON object, as `PUT /v1/groups/{group}` brings it.
+
+    Raises:
+        PolicyError: a field is unknown, of a wrong type or out of bounds.
+    """
+    if not isinstance(obj, dict):
+        raise PolicyError("a group's policy must be a JSON object")
+    values: dict[str, Any] = {}
+    for name, value in obj.items():
+        if name not in _FIELDS:
+            known = ", ".join(_FIELDS)
+            raise PolicyError(f"unknown field {str(name)[:40]!r}; known are {known}")
+        if value is not None:
+            values[name] = _typed(name, value)
+    policy = GroupPolicy(**values)
+    policy.validate()
+    return policy
+
+
+def _typed(name: str, value: object) -> object:
+    if name in _TEXTS:
+        if isinstance(value, str):
+            return value
+        raise PolicyError(f"{name} must be text")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PolicyError(f"{name} must be a number")
+    if name in _WHOLE:
+        if isinstance(value, float):
+            raise PolicyError(f"{name} must be a whole number")
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise PolicyError(f"{name} is far too large") from None
+
+
+def policy_to_json(policy: GroupPolicy) -> dict[str, Any]:
+    """Return a policy as JSON shows it: only what is set, and the secret's place only."""
+    return {name: value for name in _FIELDS if (value := getattr(policy, name)) is not None}
+
+
+def encode_policy(policy: GroupPolicy) -> bytes:
+    """Return a policy as it is stored: JSON whose first field is the version."""
+    return msgspec.json.encode({"v": POLICY_VERSION, **policy_to_json(policy)})
+
+
+def decode_policy(stored: bytes) -> GroupPolicy:
+    """Return a stored policy.
+
+    Raises:
+        PolicyError: a newer version wrote it, or it does not read.
+    """
+    try:
+        obj = msgspec.json.decode(stored)
+    except (ValueError, RecursionError):
+        raise PolicyError("the stored policy is not JSON") from None
+    version = obj.pop("v", None) if isinstance(obj, dict) else None
+    if isinstance(version, int) and version > POLICY_VERSION:
+        raise PolicyError(
+            f"the stored policy is of version {version}; this build knows {POLICY_VERSION}"
+        )
+    if version != POLICY_VERSION:
+        raise PolicyError("the stored policy has no version")
+    return policy_from_json(obj)
+
+
+# --- secrets ---------------------------------------------------------------------------------
+
+
+async def read_secret(ref: str) -> bytes:
+    """Return the secret at `ref`, read anew, so that a changed secret is used at once.
+
+    A file's trailing line break is not part of the secret.
+
+    Raises:
+        SecretUnavailable: it is not there, empty, unreadable or too large.
+    """
+    kind, _, place = ref.partition(":")
+    if kind == "env":
+        secret = os.environb.get(place.encode(), b"")
+        where = f"the environment variable {place}"
+    else:
+        secret = await asyncio.to_thread(_read_file, place)
+        where = f"the file {place}"
+    if not secret:
+        raise SecretUnavailable(f"{where} is not set or empty; it holds the group's secret")
+    return secret
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(SECRET_BYTES_MAX + 1)
+    except OSError as error:
+        raise SecretUnavailable(f"the file {path} cannot be read: {error.strerror}") from None
+    if len(content) > SECRET_BYTES_MAX:
+        raise SecretUnavailable(f"the file {path} is too large for a secret")
+    return content.rstrip(b"\r\n")
+
+
+# --- registry --------------------------------------------------------------------------------
+
+
+class Groups:
+    """The registered groups, following the store's changes."""
+
+    def __init__(self, store: GroupStore) -> None:
+        self._store = store
+        self._policies: dict[str, GroupPolicy] = {}
+        self._problems: dict[str, str] = {}
+        self._listeners: list[Callable[[str], None]] = []
+
+    async def load(self) -> None:
+        """Read all groups and go on following them."""
+        await self._store.load(self._changed)
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the name of each group that is put or removed, by any proxy."""
+        self._listeners.append(listener)
+
+    def get(self, group: str) -> GroupPolicy | None:
+        """Return what is registered of a group, or None."""
+        return self._policies.get(group)
+
+    def problem(self, group: str) -> str | None:
+        """Say why a group's stored policy cannot be used, or None where it can or is not there."""
+        return self._problems.get(group)
+
+    def list(self) -> list[tuple[str, GroupPolicy]]:
+        """Return all registered groups by name."""
+        return sorted(self._policies.items())
+
+    async def put(self, group: str, policy: GroupPolicy) -> None:
+        """Register a group, or replace what is registered; returns once it is stored.
+
+        Raises:
+            PolicyError: name or policy cannot work.
+            KafkaUnavailable: it may or may not be stored.
+        """
+        check_group_name(group)
+        policy.validate()
+        await self._store.put(group, encode_policy(policy))
+
+    async def remove(self, group: str) -> bool:
+        """Remove a group; say whether there was one.
+
+        Raises:
+            KafkaUnavailable: it may or may not be removed.
+        """
+        known = group in self._policies or group in self._problems
+        if known:
+            await self._store.put(group, None)
+        return known
+
+    def _changed(self, group: str, stored: bytes | None) -> None:
+        self._problems.pop(group, None)
+        self._policies.pop(group, None)
+        if stored is not None:
+            try:
+                self._policies[group] = decode_policy(stored)
+            except PolicyError as error:
+                self._problems[group] = str(error)
+                logger.warning("group %s cannot be asked by URL: %s", group, error)
+        for listener in self._listeners:
+            listener(group)

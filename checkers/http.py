@@ -1,0 +1,277 @@
+"""Check-backs over HTTP/1.1.
+
+A client of its own round h11, because it must be known for certain whether anything of a
+question was sent: the connection is in hand before the attempt's marker is written, the request
+is handed to the socket before the first suspension, and nothing is ever sent twice.
+"""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+
+import h11
+
+import txbroker
+from txbroker.checkers.answers import by_status, question, read_answer, webhook_id
+from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, shortened
+from txbroker.checkers.connections import CannotConnect, Connection, LookUp, Names, connect, look_up
+from txbroker.checkers.groups import PolicyError, split_check_url
+from txbroker.core import signing
+
+ANSWER_BYTES_DEFAULT = 64 * 1024
+"""A decision needs no more; groups whose checks replace messages register a larger bound."""
+HEADER_BYTES_MAX = 16 * 1024
+"""An answer's status line and headers."""
+WIRE_FACTOR = 8
+"""How much more than its content an answer may be on the wire (chunks of one byte are 6)."""
+CONNECT_TIMEOUT_S = 3.0
+IDLE_S = 1.5
+"""How long a connection lies idle before it is closed: less than common servers' 2 to 5 s, so
+that hardly ever a question meets a connection that the other side is just closing."""
+NOT_HTTP = "the answer is not HTTP, is cut off or has too large headers"
+IDLE_PER_GROUP_MAX = 8
+IDLE_MAX = 256
+
+
+class HttpChecks:
+    """Makes channels to check URLs and keeps their connections for a short while."""
+
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        idle_s: float = IDLE_S,
+        tls: ssl.SSLContext | None = None,
+        look_up: LookUp = look_up,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Args:
+        tls: what https connections are verified with; None: the system's authorities.
+        now_s: the wall clock that signatures carry, seconds since 1970.
+        """
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_s = idle_s
+        self._tls = tls
+        self._now_s = now_s
+        self._names = Names(look_up)
+        self._idle: dict[_Key, list[_Idle]] = {}
+        self._idle_count = 0
+        self._closed = False
+
+    async def acquire(
+        self,
+        group: str,
+        url: str,
+        *,
+        secret: bytes | None = None,
+        answer_bytes_max: int = ANSWER_BYTES_DEFAULT,
+    ) -> "HttpChannel | Unreached":
+        """Return a channel whose connection stands, or why there is none. Sends nothing."""
+        try:
+            parts = split_check_url(url)
+        except PolicyError as error:
+            return Unreached(str(error))
+        host = parts.hostname or ""
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        key = (group, parts.scheme, host, port)
+        await asyncio.sleep(0)  # let the end of an idle connection be noticed first
+        connection = self._take(key)
+        if connection is None:
+            try:
+                connection = await connect(
+                    self._names, host, port, self._context(parts.scheme), self._connect_timeout_s
+                )
+            except CannotConnect as error:
+                return Unreached(shortened(str(error)))
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        request = _Request(
+            host=parts.netloc,
+            target=target,
+            # The query stays out of markers and timelines: tokens are put there.
+            endpoint=f"{parts.scheme}://{parts.netloc}{parts.path}",
+            answer_bytes_max=answer_bytes_max,
+        )
+        return HttpChannel(self, key, connection, request, secret, self._now_s)
+
+    async def close(self) -> None:
+        """Close all idle connections; those in hand are closed when they are released."""
+        self._closed = True
+        for key in list(self._idle):
+            for idle in list(self._idle.get(key, ())):
+                self._drop(key, idle)
+        await self._names.close()
+
+    @property
+    def idle_connections(self) -> int:
+        """How many connections are kept and not in hand."""
+        return self._idle_count
+
+    def _context(self, scheme: str) -> ssl.SSLContext | None:
+        if scheme != "https":
+            return None
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+    def _take(self, key: "_Key") -> Connection | None:
+        while idle := self._idle.get(key):
+            connection = self._remove(key, idle[-1])
+            if connection.fresh:
+                return connection
+            connection.close(abort=True)
+        return None
+
+    def give_back(self, key: "_Key", connection: Connection) -> None:
+        """Keep a connection that is good for another question, for a short while."""
+        kept = self._idle.get(key, [])
+        if self._closed or len(kept) >= IDLE_PER_GROUP_MAX or self._idle_count >= IDLE_MAX:
+            connection.close()
+            return
+        idle = _Idle(connection)
+        self._idle.setdefault(key, []).append(idle)
+        self._idle_count += 1
+        connection.on_stir = lambda: self._drop(key, idle)
+        loop = asyncio.get_running_loop()
+        idle.timer = loop.call_later(self._idle_s, self._drop, key, idle)
+
+    def _drop(self, key: "_Key", idle: "_Idle") -> None:
+        self._remove(key, idle).close(abort=True)
+
+    def _remove(self, key: "_Key", idle: "_Idle") -> Connection:
+        kept = self._idle[key]
+        kept.remove(idle)
+        if not kept:
+            del self._idle[key]
+        self._idle_count -= 1
+        if idle.timer is not None:
+            idle.timer.cancel()
+        idle.connection.on_stir = None
+        return idle.connection
+
+
+_Key = tuple[str, str, str, int]
+
+
+class _Idle:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class _Request:
+    """What of a request does not depend on the question."""
+
+    def __init__(self, host: str, target: str, endpoint: str, answer_bytes_max: int) -> None:
+        self.host = host
+        self.target = target
+        self.endpoint = endpoint
+        self.answer_bytes_max = answer_bytes_max
+
+
+class HttpChannel:
+    """A connection to a check URL in hand, good for one question."""
+
+    def __init__(
+        self,
+        checks: HttpChecks,
+        key: _Key,
+        connection: Connection,
+        request: _Request,
+        secret: bytes | None,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._checks = checks
+        self._key = key
+        self._connection = connection
+        self._request = request
+        self._secret = secret
+        self._now_s = now_s
+        self._reusable = True
+        self._released = False
+        self.endpoint = request.endpoint
+
+    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+        """Ask, once; see `Channel.ask`."""
+        if not self._connection.fresh:
+            self._reusable = False
+            return Unreached("the connection closed before the question was sent")
+        state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADER_BYTES_MAX)
+        data = self._encode(state, call)
+        self._reusable = False
+        self._connection.send(data)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._answer(state)
+        except TimeoutError:
+            return Unclear(f"no answer within {timeout_s:g} s")
+        except h11.RemoteProtocolError:
+            return Unclear(NOT_HTTP)
+
+    def release(self) -> None:
+        """Give the connection back: kept if it is good for another question, else closed."""
+        if self._released:
+            return
+        self._released = True
+        if self._reusable and self._connection.fresh:
+            self._checks.give_back(self._key, self._connection)
+        else:
+            self._connection.close(abort=True)
+
+    def _encode(self, state: h11.Connection, call: CheckCall) -> bytes:
+        body = question(call)
+        headers = [
+            ("host", self._request.host),
+            ("user-agent", f"txbroker/{txbroker.__version__}"),
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("accept", "application/json"),
+            ("accept-encoding", "identity"),
+        ]
+        if self._secret is not None:
+            id = webhook_id(call)
+            timestamp_s = int(self._now_s())
+            headers += [
+                (signing.ID_HEADER, id),
+                (signing.TIMESTAMP_HEADER, str(timestamp_s)),
+                (signing.SIGNATURE_HEADER, signing.sign(self._secret, id, timestamp_s, body)),
+            ]
+        request = h11.Request(method="POST", target=self._request.target, headers=headers)
+        events = (request, h11.Data(data=body), h11.EndOfMessage())
+        return b"".join(state.send(event) or b"" for event in events)
+
+    async def _answer(self, state: h11.Connection) -> CheckResult:
+        body = bytearray()
+        bytes_max = self._request.answer_bytes_max
+        wire_left = bytes_max * WIRE_FACTOR + HEADER_BYTES_MAX * 2
+        while True:
+            event = state.next_event()
+            if event is h11.NEED_DATA:
+                data = await self._connection.receive()
+                wire_left -= len(data)
+                if wire_left < 0:
+                    return Unclear(f"the answer is larger than {bytes_max} bytes")
+                if not data and state.their_state is h11.SEND_RESPONSE:
+                    return Unclear("the connection ended before an answer")
+                state.receive_data(data)
+            elif isinstance(event, h11.Response):
+                result = by_status(event.status_code) or _encoded(event)
+                if result is not None:
+                    return result
+            elif isinstance(event, h11.Data):
+                body += event.data
+                if len(body) > bytes_max:
+                    return Unclear(f"the answer is larger than {bytes_max} bytes")
+            elif isinstance(event, h11.EndOfMessage):
+                break
+            elif not isinstance(event, h11.InformationalResponse):
+                return Unclear(NOT_HTTP)
+        self._reusable = state.their_state is h11.DONE and not state.trailing_data[0]
+        return read_answer(bytes(body))
+
+
+def _encoded(response: h11.Response) -> Unclear | None:
+    for name, value in response.headers:
+        if name == b"content-encoding" and value.strip().lower() != b"identity":
+            return Unclear("the answer is compressed, though identity was asked for")
+    return None

@@ -1,0 +1,421 @@
+"""Carries out due checks: whom, when and how many at a time, never at another group's cost.
+
+Each group has a queue, a limit of parallel calls and a back-off of its own. The steps of one
+check are in `CheckRunner._check`; their order is what keeps the number of attempts true.
+"""
+
+import asyncio
+import heapq
+import itertools
+import logging
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from txbroker.checkers.base import (
+    Answered,
+    Channel,
+    CheckCall,
+    CheckResult,
+    Finder,
+    Unclear,
+    Unreached,
+    shortened,
+)
+from txbroker.core.records import CheckReason
+from txbroker.errors import TxbrokerError
+
+logger = logging.getLogger(__name__)
+
+QUEUE_MAX = 10_000
+"""Checks waiting in one group's queue; the owners' schedules keep the others."""
+PARALLEL_DEFAULT = 8
+"""Calls to one group at a time, where the group does not say."""
+PARALLEL_TOTAL_MAX = 256
+"""Calls at a time of all groups; beyond it every group still gets its first one."""
+FIRST_CALLS_MAX = 1024
+"""Calls at a time, first ones included: the sockets that checks may take of a process."""
+BACK_OFF_FIRST_S = 1.0
+BACK_OFF_MAX_S = 60.0
+"""An unreachable group is tried again after a random half to whole of these."""
+
+
+class CheckOwner(Protocol):
+    """The owner of the half partition that a transaction lives in. Compared by identity."""
+
+    async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
+        """Write the numbered marker of an attempt; several are awaited at once, for one batch.
+
+        Return the question once the marker is durable and the ledger has accepted it, or None
+        where there is nothing to ask (any more): decided, too early, not ours.
+        """
+        ...
+
+    def still_pending(self, id: str) -> bool:
+        """Say whether the transaction is undecided, by all markers that the ledger knows."""
+        ...
+
+    async def answered(self, call: CheckCall, endpoint: str, result: CheckResult) -> None:
+        """Take what came of an attempt: a decision, "not yet", nobody reached, or nothing."""
+        ...
+
+
+class CheckMetrics(Protocol):
+    """Told of what the runner does."""
+
+    def check_done(self, group: str, outcome: str, duration_s: float) -> None:
+        """One try to check is over.
+
+        `outcome`: `commit`, `rollback`, `unknown`, `later`, `unclear`, `returned` (an attempt
+        that reached nobody) or `unreachable` (there was nobody, so no attempt was made).
+        """
+        ...
+
+    def unreachable_groups(self, count: int) -> None:
+        """So many groups cannot be reached now."""
+        ...
+
+
+class _Item:
+    """A check that is due."""
+
+    __slots__ = ("due_s", "forgotten", "group", "id", "order", "owner", "prefer", "reason")
+
+    def __init__(
+        self,
+        owner: CheckOwner,
+        id: str,
+        group: str,
+        prefer: str,
+        reason: CheckReason,
+        due_s: float,
+        order: int,
+    ) -> None:
+        self.owner = owner
+        self.id = id
+        self.group = group
+        self.prefer = prefer
+        self.reason = reason
+        self.due_s = due_s
+        self.order = order
+        self.forgotten = False
+
+    def __lt__(self, other: "_Item") -> bool:
+        return (self.due_s, self.order) < (other.due_s, other.order)
+
+    @property
+    def wanted(self) -> bool:
+        return not self.forgotten and self.owner.still_pending(self.id)
+
+
+class _Group:
+    """The queue of one group and how it fares."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: list[_Item] = []
+        self.running = 0
+        self.failures = 0
+        self.detail = ""
+        self.era = 0
+        """Grows with each back-off and each end of one, so that calls which began before it
+        neither lengthen it nor count twice."""
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def resting(self) -> bool:
+        return self.timer is not None
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class CheckRunner:
+    """Takes due checks from owners and carries them out."""
+
+    def __init__(
+        self,
+        finder: Finder,
+        metrics: CheckMetrics,
+        *,
+        parallel: Callable[[str], int | None] = lambda group: None,
+        queue_max: int = QUEUE_MAX,
+        parallel_total_max: int = PARALLEL_TOTAL_MAX,
+        first_calls_max: int = FIRST_CALLS_MAX,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """Args:
+        parallel: how many calls a group takes at a time; None: the default.
+        jitter: a random number from 0 to 1 for each back-off.
+        """
+        self._finder = finder
+        self._metrics = metrics
+        self._parallel = parallel
+        self._queue_max = queue_max
+        self._parallel_total_max = parallel_total_max
+        self._first_calls_max = first_calls_max
+        self._jitter = jitter
+        self._groups: dict[str, _Group] = {}
+        self._items: dict[tuple[CheckOwner, str], _Item] = {}
+        # Groups that a bound over all groups holds up, longest waiting first: those without any
+        # call under way, and those that wait for a further one.
+        self._waiting_first: dict[str, _Group] = {}
+        self._waiting_more: dict[str, _Group] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._order = itertools.count()
+        self._unreachable = 0
+        self._closed = False
+
+    # --- from the owners ---------------------------------------------------------------------
+
+    def due(
+        self,
+        owner: CheckOwner,
+        id: str,
+        group: str,
+        prefer: str,
+        reason: CheckReason,
+        *,
+        due_s: float | None = None,
+    ) -> bool:
+        """Take a check that is due; it runs as soon as its group's turn allows.
+
+        Args:
+            prefer: the SDK instance to ask if it is there, "" for any.
+            due_s: since when it is due, by the event loop's clock; None: now.
+
+        Returns:
+            True where it is queued, or was already; False where the group's queue is full: offer
+            it again a little later.
+        """
+        if self._closed:
+            return False
+        if (owner, id) in self._items:
+            return True
+        known = self._groups.get(group)
+        if known is not None and len(known.queue) >= self._queue_max:
+            return False
+        state = known or self._groups.setdefault(group, _Group(group))
+        since_s = asyncio.get_running_loop().time() if due_s is None else due_s
+        item = _Item(owner, id, group, prefer, reason, since_s, next(self._order))
+        self._items[owner, id] = item
+        heapq.heappush(state.queue, item)
+        self._pump(state)
+        return True
+
+    def forget(self, owner: CheckOwner) -> None:
+        """Drop the checks of an owner that lost its partition; no call of its goes out any more.
+
+        A call that is out already ends by itself, and its answer goes nowhere.
+        """
+        gone = [item for item in self._items.values() if item.owner is owner]
+        for item in gone:
+            item.forgotten = True
+        for name in {item.group for item in gone}:
+            group = self._groups[name]
+            group.queue = [item for item in group.queue if not item.forgotten]
+            heapq.heapify(group.queue)
+            self._pump(group)
+        for item in gone:
+            # A running one ends under a name that a new owner object does not use.
+            self._items.pop((owner, item.id), None)
+
+    # --- from sessions and policies ----------------------------------------------------------
+
+    def wake(self, name: str) -> None:
+        """Try a group again at once: a session has appeared, or its policy has changed."""
+        group = self._groups.get(name)
+        if group is not None:
+            self._reached(group)
+            self._pump(group)
+
+    def unreachable(self) -> dict[str, str]:
+        """Return the groups that cannot be reached now, each with why."""
+        return {group.name: group.detail for group in self._groups.values() if group.failures}
+
+    @property
+    def queued(self) -> int:
+        """How many checks wait or run."""
+        return len(self._items)
+
+    async def close(self) -> None:
+        """Stop everything; returns once no call is under way."""
+        self._closed = True
+        for group in self._groups.values():
+            group.stop_timer()
+            group.queue.clear()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._items.clear()
+        self._groups.clear()
+        self._waiting_first.clear()
+        self._waiting_more.clear()
+
+    # --- whose turn it is --------------------------------------------------------------------
+
+    def _pump(self, group: _Group) -> None:
+        """Start as many of a group's checks as the limits allow; drop those decided meanwhile."""
+        while group.queue and not self._closed:
+            if not group.queue[0].wanted:
+                self._done(heapq.heappop(group.queue))
+                continue
+            if group.resting or group.running >= self._limit(group):
+                return
+            if not self._room(group):
+                return
+            item = heapq.heappop(group.queue)
+            group.running += 1
+            task = asyncio.get_running_loop().create_task(self._carry_out(group, item))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if not group.queue and not group.running and not group.resting:
+            self._drop(group)
+
+    def _limit(self, group: _Group) -> int:
+        # One call finds out whether an unreachable group is there again.
+        return 1 if group.failures else self._parallel(group.name) or PARALLEL_DEFAULT
+
+    def _room(self, group: _Group) -> bool:
+        """Say whether the bounds over all groups allow another call; if not, line up for it."""
+        most, waiting = (
+            (self._parallel_total_max, self._waiting_more)
+            if group.running
+            else (self._first_calls_max, self._waiting_first)
+        )
+        if len(self._tasks) < most:
+            return True
+        waiting[group.name] = group
+        return False
+
+    def _drop(self, group: _Group) -> None:
+        """Forget a group that nothing waits for; if it could not be reached, nobody asks now."""
+        self._reached(group)
+        self._waiting_first.pop(group.name, None)
+        self._waiting_more.pop(group.name, None)
+        self._groups.pop(group.name, None)
+
+    def _done(self, item: _Item) -> None:
+        if self._items.get((item.owner, item.id)) is item:
+            del self._items[item.owner, item.id]
+
+    def _ended(self, group: _Group) -> None:
+        """A call of this group is over: it and the groups that wait for room go on."""
+        group.running -= 1
+        self._pump(group)
+        for waiting, most in (
+            (self._waiting_first, self._first_calls_max),
+            (self._waiting_more, self._parallel_total_max),
+        ):
+            while waiting and len(self._tasks) < most:
+                self._pump(waiting.pop(next(iter(waiting))))
+
+    # --- one check ---------------------------------------------------------------------------
+
+    async def _carry_out(self, group: _Group, item: _Item) -> None:
+        again = False
+        try:
+            again = await self._check(group, item)
+        except TxbrokerError as error:
+            # The owner could not write: its schedule offers the check again.
+            logger.warning("check of %s not made: %s", item.id, error)
+        except Exception:
+            logger.exception("check of %s failed in the proxy itself", item.id)
+        finally:
+            task = asyncio.current_task()
+            if task is not None:
+                self._tasks.discard(task)
+            if again and not item.forgotten and not self._closed:
+                heapq.heappush(group.queue, item)
+            else:
+                self._done(item)
+            if not self._closed:
+                self._ended(group)
+
+    async def _check(self, group: _Group, item: _Item) -> bool:
+        """Take the steps of one check; say whether it stays in the queue."""
+        era = group.era
+        started_s = asyncio.get_running_loop().time()
+        channel = await self._acquire(item)
+        if isinstance(channel, Unreached):
+            self._metrics.check_done(group.name, "unreachable", _since(started_s))
+            self._failed(group, era, channel.detail)
+            return True
+        try:
+            if not item.wanted:
+                return False
+            call = await item.owner.attempt(item.id, item.reason, channel.endpoint)
+            # From this test until the question is handed to the socket nothing is awaited.
+            if call is None or not item.wanted:
+                return False
+            asked_s = asyncio.get_running_loop().time()
+            result = await self._ask(channel, call)
+        finally:
+            channel.release()
+        self._metrics.check_done(group.name, _outcome(result), _since(asked_s))
+        if isinstance(result, Unreached):
+            self._failed(group, era, result.detail)
+        else:
+            self._reached(group)
+        if not item.forgotten:
+            await item.owner.answered(call, channel.endpoint, result)
+        return isinstance(result, Unreached)
+
+    async def _acquire(self, item: _Item) -> Channel | Unreached:
+        try:
+            return await self._finder.acquire(item.group, item.prefer)
+        except Exception as error:
+            logger.exception("no channel to group %s", item.group)
+            return Unreached(shortened(f"the proxy failed to connect: {type(error).__name__}"))
+
+    async def _ask(self, channel: Channel, call: CheckCall) -> CheckResult:
+        try:
+            return await channel.ask(call, call.timeout_s)
+        except Exception as error:
+            logger.exception("check of %s at %s failed in the proxy", call.id, channel.endpoint)
+            return Unclear(shortened(f"the proxy failed while it asked: {type(error).__name__}"))
+
+    # --- reachable or not --------------------------------------------------------------------
+
+    def _failed(self, group: _Group, era: int, detail: str) -> None:
+        """Nobody was reached: let the group rest, each time twice as long."""
+        group.detail = detail
+        if era != group.era or self._closed:
+            return
+        group.era += 1
+        group.failures += 1
+        if group.failures == 1:
+            self._count_unreachable(1)
+            logger.warning("group %s cannot be reached: %s", group.name, detail)
+        longest_s = min(BACK_OFF_MAX_S, BACK_OFF_FIRST_S * 2.0 ** min(group.failures - 1, 16))
+        rest_s = longest_s * (1 + self._jitter()) / 2
+        group.timer = asyncio.get_running_loop().call_later(rest_s, self._rested, group)
+
+    def _rested(self, group: _Group) -> None:
+        group.timer = None
+        self._pump(group)
+
+    def _reached(self, group: _Group) -> None:
+        """Somebody is there, or may be: no rest any more."""
+        group.stop_timer()
+        if group.failures:
+            group.failures = 0
+            group.era += 1
+            self._count_unreachable(-1)
+
+    def _count_unreachable(self, change: int) -> None:
+        self._unreachable += change
+        self._metrics.unreachable_groups(self._unreachable)
+
+
+def _since(started_s: float) -> float:
+    return asyncio.get_running_loop().time() - started_s
+
+
+def _outcome(result: CheckResult) -> str:
+    if isinstance(result, Answered):
+        return str(result.decision) if result.ask_again_s is None else "later"
+    return "returned" if isinstance(result, Unreached) else "unclear"
