@@ -1,0 +1,361 @@
+"""Connections to the brokers, and who leads and coordinates what.
+
+The client library brings the socket, the handshake and the encoding of requests. Everything that
+decides about retries is here and in the callers, because the library's own producer hides
+answers that never came, and its stop can hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
+
+from aiokafka.conn import CloseReason, create_conn
+from aiokafka.errors import IncompatibleBrokerVersion, KafkaError
+from aiokafka.protocol.api import Request
+from aiokafka.protocol.coordination import FindCoordinatorRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from msgspec import Struct
+
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.kafka.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
+from txbroker.kafka.settings import KafkaSettings
+
+_IDLE_MS = 9 * 60 * 1000  # a minute less than brokers allow, so that they never close first
+_GROUP, _TRANSACTION = 0, 1
+
+
+class Connection(Protocol):
+    """What we use of the client library's connection."""
+
+    def connected(self) -> bool:
+        """Whether the peer has not closed it."""
+        ...
+
+    def send(self, request: Request[Any]) -> Awaitable[Any]:
+        """Send a request; the awaitable brings its answer."""
+        ...
+
+    def close(self, reason: CloseReason | None = None) -> Awaitable[None]:
+        """Close it; the awaitable ends when the socket is closed."""
+        ...
+
+
+_open: Callable[..., Awaitable[Connection]] = create_conn
+
+
+class NotSent(KafkaUnavailable):
+    """No broker could be reached; the request certainly did not leave."""
+
+
+class Unanswered(KafkaUnavailable):
+    """The broker did not answer; the request may yet be carried out."""
+
+
+class KafkaRefused(KafkaUnavailable):
+    """The broker answered with an error.
+
+    Attributes:
+        code: the error code of Kafka's protocol.
+    """
+
+    def __init__(self, code: int, message: str | None = None) -> None:
+        super().__init__(message or f"Kafka answered: {describe(code)}")
+        self.code = code
+
+
+class PartitionFacts(Struct, frozen=True):
+    """A partition as its metadata show it; `leader` -1 means that it has none."""
+
+    leader: int
+    replicas: int
+    in_sync: int
+
+
+class TopicFacts(Struct, frozen=True):
+    """A topic as its metadata show it; `error` other than 0 means that there are none."""
+
+    error: int
+    partitions: dict[int, PartitionFacts]
+
+
+class Client:
+    """Connections to one Kafka. A lane is a connection of its own for requests in order."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self.settings = settings
+        self._brokers: dict[int, tuple[str, int]] = {}
+        self._controller = -1
+        self._connections: dict[tuple[int, str], Connection] = {}
+        self._locks: dict[tuple[int, str], asyncio.Lock] = {}
+        self._leaders: dict[tuple[str, int], int] = {}
+        self._coordinators: dict[tuple[int, str], int] = {}
+        self._closed = False
+
+    # --- asking ------------------------------------------------------------------------------
+
+    async def ask(
+        self, node: int, request: Request[Any], lane: str, timeout_s: float | None = None
+    ) -> Any:
+        """Send a request to broker `node` and return its answer.
+
+        `timeout_s` is fixed by the first request of a lane.
+
+        Raises:
+            NotSent, Unanswered
+        """
+        connection = await self._connection(node, lane, timeout_s)
+        try:
+            answer = connection.send(request)
+        except IncompatibleBrokerVersion as error:
+            raise ConfigurationError(f"this Kafka is too old: {error}") from None
+        except (OSError, KafkaError) as error:
+            raise NotSent(f"broker {node}: {error}") from None
+        try:
+            return await answer
+        except (OSError, KafkaError, TimeoutError) as error:
+            # What may still be on its way must not answer a later request.
+            self._drop(node, lane, connection)
+            raise Unanswered(f"broker {node} did not answer ({error!r})") from None
+
+    async def ask_any(self, request: Request[Any], lane: str) -> Any:
+        """Send a request that any broker answers, to the first that does.
+
+        Raises:
+            KafkaUnavailable: none answers.
+        """
+        if not self._brokers:
+            await self.refresh(())
+        nodes = list(self._brokers)
+        random.shuffle(nodes)
+        last: KafkaUnavailable = NotSent("no broker is known")
+        for node in nodes:
+            try:
+                return await self.ask(node, request, lane)
+            except (NotSent, Unanswered) as error:
+                last = error
+        raise last
+
+    async def _connection(self, node: int, lane: str, timeout_s: float | None) -> Connection:
+        key = (node, lane)
+        connection = self._connections.get(key)
+        if connection is not None and connection.connected():
+            return connection
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            connection = self._connections.get(key)
+            if connection is not None and connection.connected():
+                return connection
+            address = self._brokers.get(node)
+            if address is None:
+                await self.refresh(())
+                address = self._brokers.get(node)
+            if address is None:
+                raise NotSent(f"broker {node} is not known")
+            connection = await self._connect(*address, timeout_s)
+            if self._closed:
+                connection.close(reason=CloseReason.SHUTDOWN)
+                raise NotSent("the door to Kafka is closed")
+            self._connections[key] = connection
+            return connection
+
+    async def _connect(self, host: str, port: int, timeout_s: float | None = None) -> Connection:
+        if self._closed:
+            raise NotSent("the door to Kafka is closed")
+        try:
+            return await _open(
+                host,
+                port,
+                client_id=self.settings.client_id,
+                request_timeout_ms=round((timeout_s or self.settings.request_timeout_s) * 1000),
+                max_idle_ms=_IDLE_MS,
+                **self.settings.security,
+            )
+        except (OSError, KafkaError, TimeoutError) as error:
+            raise NotSent(f"no connection to {host}:{port} ({error!r})") from None
+
+    def _drop(self, node: int, lane: str, connection: Connection) -> None:
+        if self._connections.get((node, lane)) is connection:
+            del self._connections[node, lane]
+        connection.close(reason=CloseReason.CONNECTION_BROKEN)
+
+    def close_lanes(self, prefix: str) -> None:
+        """Close every connection of the lanes that begin with `prefix`."""
+        for (node, lane), connection in list(self._connections.items()):
+            if lane.startswith(prefix):
+                self._drop(node, lane, connection)
+        self._locks = {
+            key: lock
+            for key, lock in self._locks.items()
+            if lock.locked() or not key[1].startswith(prefix)
+        }
+
+    async def close(self) -> None:
+        """Close all connections; what still waits for an answer gets `Unanswered`."""
+        self._closed = True
+        closing = [connection.close() for connection in self._connections.values()]
+        self._connections.clear()
+        if closing:
+            # A transport waits for a peer that does not read; nobody has to wait for that.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await asyncio.gather(*closing, return_exceptions=True)
+
+    # --- metadata ----------------------------------------------------------------------------
+
+    async def refresh(self, topics: Iterable[str]) -> dict[str, TopicFacts]:
+        """Read metadata of topics, never creating one, and remember who leads.
+
+        Raises:
+            KafkaUnavailable: no broker answers.
+        """
+        names = list(topics)
+        answer = await self._ask_metadata(MetadataRequest(names, allow_auto_topic_creation=False))
+        self._brokers = {node: (host, port) for node, host, port, *_ in answer.brokers}
+        self._controller = answer.controller_id
+        found = {}
+        for error, topic, _internal, partitions in answer.topics:
+            facts = TopicFacts(
+                error,
+                {
+                    p: PartitionFacts(leader, len(replicas), len(isr))
+                    for _error, p, leader, replicas, isr, *_ in partitions
+                },
+            )
+            found[topic] = facts
+            for partition, fact in facts.partitions.items():
+                self._leaders[topic, partition] = fact.leader
+        return found
+
+    async def _ask_metadata(self, request: MetadataRequest) -> Any:
+        last: KafkaUnavailable = NotSent("no bootstrap server is set")
+        nodes = list(self._brokers)
+        random.shuffle(nodes)
+        for node in nodes:
+            try:
+                return await self.ask(node, request, "metadata")
+            except (NotSent, Unanswered) as error:
+                last = error
+        for server in self.settings.bootstrap_servers:
+            host, _, port = server.rpartition(":")
+            try:
+                connection = await self._connect(host, int(port))
+            except NotSent as error:
+                last = error
+                continue
+            try:
+                return await connection.send(request)
+            except (OSError, KafkaError, TimeoutError) as error:
+                last = Unanswered(f"{server} did not answer ({error!r})")
+            finally:
+                connection.close(reason=CloseReason.SHUTDOWN)
+        raise last
+
+    @property
+    def brokers(self) -> int:
+        """How many brokers the last metadata named."""
+        return len(self._brokers)
+
+    @property
+    def controller(self) -> int:
+        """The broker that takes changes of topics."""
+        return self._controller
+
+    async def leader(self, topic: str, partition: int) -> int:
+        """Return the broker that leads a partition.
+
+        Raises:
+            KafkaRefused: the partition is unknown, or has no leader.
+            KafkaUnavailable: no broker answers.
+        """
+        leader = self._leaders.get((topic, partition), -1)
+        if leader >= 0:
+            return leader
+        facts = (await self.refresh([topic])).get(topic)
+        if facts is None or facts.error not in (Code.NONE, Code.LEADER_NOT_AVAILABLE):
+            raise KafkaRefused(facts.error if facts else Code.UNKNOWN_TOPIC_OR_PARTITION)
+        if partition not in facts.partitions:
+            raise KafkaRefused(Code.UNKNOWN_TOPIC_OR_PARTITION)
+        leader = facts.partitions[partition].leader
+        if leader < 0:
+            raise KafkaRefused(Code.LEADER_NOT_AVAILABLE)
+        return leader
+
+    def forget_leader(self, topic: str, partition: int) -> None:
+        """Look again for the leader of a partition before the next request to it."""
+        self._leaders.pop((topic, partition), None)
+
+    # --- coordinators ------------------------------------------------------------------------
+
+    async def transaction_coordinator(self, transactional_id: str) -> int:
+        """Return the broker that coordinates a transactional id.
+
+        Raises:
+            KafkaUnavailable: unknown at the moment, or no right to it.
+        """
+        return await self._coordinator(_TRANSACTION, transactional_id)
+
+    async def group_coordinator(self, group_id: str) -> int:
+        """Return the broker that coordinates a consumer group.
+
+        Raises:
+            KafkaUnavailable: unknown at the moment, or no right to it.
+        """
+        return await self._coordinator(_GROUP, group_id)
+
+    async def _coordinator(self, kind: int, key: str) -> int:
+        known = self._coordinators.get((kind, key))
+        if known is not None:
+            return known
+        answer = await self.ask_any(FindCoordinatorRequest(key, kind), "metadata")
+        if answer.error_code:
+            raise KafkaRefused(answer.error_code)
+        node: int = answer.coordinator_id
+        if node not in self._brokers:
+            await self.refresh(())
+        self._coordinators[kind, key] = node
+        return node
+
+    def forget_transaction_coordinator(self, transactional_id: str) -> None:
+        """Look again for the coordinator before the next request to it."""
+        self._coordinators.pop((_TRANSACTION, transactional_id), None)
+
+    def forget_group_coordinator(self, group_id: str) -> None:
+        """Look again for the coordinator before the next request to it."""
+        self._coordinators.pop((_GROUP, group_id), None)
+
+
+def may_pass(error: KafkaUnavailable) -> bool:
+    """Say whether the same request can succeed a little later."""
+    return not isinstance(error, KafkaRefused) or error.code in RETRIABLE
+
+
+def coordinator_moved(error: KafkaUnavailable) -> bool:
+    """Say whether the coordinator has to be looked up again."""
+    return not isinstance(error, KafkaRefused) or error.code in COORDINATOR_MOVED
+
+
+class Patience:
+    """How long something is tried again: a deadline and a pause that grows."""
+
+    def __init__(self, seconds: float, pause_s: float, pause_max_s: float = 0.25) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + seconds
+        self._pause_s = pause_s
+        self._pause_max_s = pause_max_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline; negative behind it."""
+        return self._deadline - self._loop.time()
+
+    async def pause(self) -> bool:
+        """Wait a little, longer each time; return False at once when the time is up."""
+        left = self.left_s
+        if left <= 0:
+            return False
+        await asyncio.sleep(min(self._pause_s * (0.5 + random.random()), left))
+        self._pause_s = min(self._pause_s * 2, self._pause_max_s)
+        return True

@@ -1,0 +1,111 @@
+"""The error codes of Kafka's protocol that txbroker tells apart.
+
+Kept by number, because the client library does not know all of them and calls some of those that
+it does not know final although waiting helps (74, 75, 78).
+"""
+
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """An error code as brokers send it."""
+
+    UNKNOWN = -1
+    NONE = 0
+    OFFSET_OUT_OF_RANGE = 1
+    CORRUPT_MESSAGE = 2
+    UNKNOWN_TOPIC_OR_PARTITION = 3
+    LEADER_NOT_AVAILABLE = 5
+    NOT_LEADER = 6
+    REQUEST_TIMED_OUT = 7
+    BROKER_NOT_AVAILABLE = 8
+    REPLICA_NOT_AVAILABLE = 9
+    MESSAGE_TOO_LARGE = 10
+    NETWORK_EXCEPTION = 13
+    COORDINATOR_LOADING = 14
+    COORDINATOR_NOT_AVAILABLE = 15
+    NOT_COORDINATOR = 16
+    INVALID_TOPIC = 17
+    RECORD_LIST_TOO_LARGE = 18
+    NOT_ENOUGH_REPLICAS = 19
+    NOT_ENOUGH_REPLICAS_AFTER_APPEND = 20
+    ILLEGAL_GENERATION = 22
+    UNKNOWN_MEMBER = 25
+    REBALANCE_IN_PROGRESS = 27
+    TOPIC_AUTHORIZATION_FAILED = 29
+    GROUP_AUTHORIZATION_FAILED = 30
+    CLUSTER_AUTHORIZATION_FAILED = 31
+    INVALID_TIMESTAMP = 32
+    TOPIC_EXISTS = 36
+    NOT_CONTROLLER = 41
+    OUT_OF_ORDER_SEQUENCE = 45
+    DUPLICATE_SEQUENCE = 46
+    INVALID_PRODUCER_EPOCH = 47
+    INVALID_TXN_STATE = 48
+    INVALID_PRODUCER_ID_MAPPING = 49
+    CONCURRENT_TRANSACTIONS = 51
+    TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
+    OPERATION_NOT_ATTEMPTED = 55
+    STORAGE_ERROR = 56
+    UNKNOWN_PRODUCER_ID = 59
+    FENCED_LEADER_EPOCH = 74
+    UNKNOWN_LEADER_EPOCH = 75
+    OFFSET_NOT_AVAILABLE = 78
+    MEMBER_ID_REQUIRED = 79
+    PREFERRED_LEADER_NOT_AVAILABLE = 80
+    GROUP_MAX_SIZE_REACHED = 81
+    FENCED_INSTANCE_ID = 82
+    INVALID_RECORD = 87
+    THROTTLING_QUOTA_EXCEEDED = 89
+    PRODUCER_FENCED = 90
+
+
+LEADER_MOVED = frozenset(
+    {
+        Code.UNKNOWN_TOPIC_OR_PARTITION,
+        Code.LEADER_NOT_AVAILABLE,
+        Code.NOT_LEADER,
+        Code.REPLICA_NOT_AVAILABLE,
+        Code.BROKER_NOT_AVAILABLE,
+        Code.STORAGE_ERROR,
+        Code.FENCED_LEADER_EPOCH,
+        Code.UNKNOWN_LEADER_EPOCH,
+        Code.PREFERRED_LEADER_NOT_AVAILABLE,
+    }
+)
+"""The broker that was asked does not lead the partition (any more): look again."""
+
+RETRIABLE = LEADER_MOVED | {
+    Code.CORRUPT_MESSAGE,
+    Code.REQUEST_TIMED_OUT,
+    Code.NETWORK_EXCEPTION,
+    Code.NOT_ENOUGH_REPLICAS,
+    Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
+    Code.OFFSET_NOT_AVAILABLE,
+    Code.CONCURRENT_TRANSACTIONS,
+    Code.COORDINATOR_LOADING,
+    Code.COORDINATOR_NOT_AVAILABLE,
+    Code.NOT_COORDINATOR,
+    Code.NOT_CONTROLLER,
+    Code.THROTTLING_QUOTA_EXCEEDED,
+}
+"""The same request can succeed a little later."""
+
+COORDINATOR_MOVED = frozenset({Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR})
+"""Another broker coordinates: look again."""
+
+FENCED = frozenset({Code.INVALID_PRODUCER_EPOCH, Code.PRODUCER_FENCED})
+"""A newer producer has taken the transactional id."""
+
+SEQUENCE_LOST = frozenset(
+    {Code.OUT_OF_ORDER_SEQUENCE, Code.UNKNOWN_PRODUCER_ID, Code.INVALID_PRODUCER_EPOCH}
+)
+"""The broker does not follow an idempotent producer any more; a new one can go on."""
+
+
+def describe(code: int) -> str:
+    """Return an error code as words for people."""
+    try:
+        return Code(code).name.lower().replace("_", " ")
+    except ValueError:
+        return f"error {code}"

@@ -1,0 +1,77 @@
+"""The door to a real Kafka, put together."""
+
+from __future__ import annotations
+
+from txbroker.errors import ConfigurationError
+from txbroker.kafka import topics
+from txbroker.kafka.admin import Admin
+from txbroker.kafka.client import Client
+from txbroker.kafka.partition import KafkaPartitionDoor
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.targets import KafkaTargets
+
+
+class KafkaDoor:
+    """A `txbroker.door.Door` on a real Kafka. Made inside a running event loop.
+
+    Raises:
+        ConfigurationError: the settings contradict themselves.
+    """
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        settings.validate()
+        self.settings = settings
+        self.partitions = 0
+        self._client = Client(settings)
+        self.admin = Admin(self._client)
+        self.targets = KafkaTargets(self._client, self.admin)
+        self._own_bytes_max: dict[str, int] = {}
+
+    async def start(self) -> None:
+        """Connect, check or create txbroker's own topics, refuse settings that cannot work.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+            ConfigurationError: the topics' settings contradict the configuration.
+        """
+        if self.settings.create_topics:
+            missing = await self.plan()
+            await self.admin.create(missing.create)
+        found = await topics.find(self.admin, self.settings.own_topics)
+        refused = topics.contradictions(self.settings, found)
+        if refused:
+            raise ConfigurationError("; ".join(refused))
+        self.partitions = found[self.settings.half_topic].partitions
+        self._own_bytes_max = {
+            name: int(topic.configs.get("max.message.bytes", self.settings.message_bytes_max))
+            for name, topic in found.items()
+        }
+
+    async def plan(self) -> topics.Plan:
+        """Return what `txbroker topics apply` would do.
+
+        Raises:
+            ConfigurationError, KafkaUnavailable
+        """
+        await self._client.refresh(())
+        return await topics.make_plan(self.admin, self.settings, self._client.brokers)
+
+    async def apply(self, plan: topics.Plan) -> None:
+        """Create and change topics as planned.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer, or refuses.
+        """
+        await topics.apply(self.admin, plan)
+
+    def partition(self, partition: int) -> KafkaPartitionDoor:
+        """Return the door of one half partition; nothing is written before its `claim`."""
+        return KafkaPartitionDoor(self._client, partition, self._bytes_max)
+
+    def _bytes_max(self, topic: str) -> int:
+        own = self._own_bytes_max.get(topic)
+        return self.targets.message_bytes_max(topic) if own is None else own
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        await self._client.close()

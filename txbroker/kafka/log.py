@@ -1,0 +1,81 @@
+"""One partition of the half or operation topic: appended batch by batch, read by offset."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from txbroker.core.records import Record
+from txbroker.door import Appended, AppendRefused, AppendUnknown
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.batch import batch_bytes
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.codes import SEQUENCE_LOST
+from txbroker.kafka.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
+from txbroker.kafka.reader import Reader
+
+_NEW_PRODUCERS_MAX = 2
+
+
+class KafkaLog:
+    """A `txbroker.door.Log` on a real Kafka."""
+
+    def __init__(
+        self, client: Client, topic: str, partition: int, lane: str, batch_bytes_max: int
+    ) -> None:
+        self.batch_bytes_max = batch_bytes_max
+        self._client = client
+        self._at = (topic, partition)
+        self._lane = f"{lane}/append"
+        self._reader = Reader(client, topic, partition, f"{lane}/read")
+        self._producer: Producer | None = None
+
+    async def append(self, records: Sequence[Record]) -> Appended:
+        """Append records as one batch: acks=all, idempotent. One call at a time.
+
+        Raises:
+            AppendRefused: certainly not stored; the next append may go on.
+            AppendUnknown: may or may not be stored, now or a little later.
+        """
+        size = batch_bytes(records, self.batch_bytes_max)
+        if size > self.batch_bytes_max:
+            raise AppendRefused(
+                f"{self._at[0]} takes batches of {self.batch_bytes_max} bytes, this one has {size}"
+            )
+        settings = self._client.settings
+        patience = Patience(settings.write_timeout_s, settings.retry_backoff_s)
+        # Until it is known how this ends the producer is nobody's: after an error, a cancelled
+        # call or a sequence that the broker lost, only a new producer id is safe.
+        producer, self._producer = self._producer, None
+        for _attempt in range(_NEW_PRODUCERS_MAX):
+            try:
+                if producer is None:
+                    producer = Producer(self._client, self._lane)
+                    await producer.start(patience)
+                stored = (await producer.produce({self._at: records}, patience))[self._at]
+            except BatchRefused as error:
+                if error.code not in SEQUENCE_LOST:
+                    raise AppendRefused(str(error)) from None
+                producer = None
+            except (BatchUnknown, ProducerFenced, KafkaUnavailable) as error:
+                raise AppendUnknown(str(error)) from None
+            else:
+                self._producer = producer
+                return Appended(*stored)
+        raise AppendUnknown(f"{self._at[0]}-{self._at[1]} refuses every new producer id")
+
+    async def bounds(self) -> tuple[int, int]:
+        """Return the first offset that is kept and the offset that the next record will get.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        return await self._reader.start(), await self._reader.end()
+
+    def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+        """Yield the records from offset `start` up to, not including, `end`, in order.
+
+        Raises:
+            LogTruncated: `start` is not kept any more, or the log ends before `end`.
+            KafkaUnavailable: Kafka does not answer.
+        """
+        return self._reader.read(start, end)

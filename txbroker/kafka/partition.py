@@ -1,0 +1,167 @@
+"""The door of one half partition: claim, turns, and what is kept in the parked topic."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from txbroker.core.codec import Malformed, NewerVersion, decode_checkpoint, encode_claim
+from txbroker.core.records import Claim, Progress, Record
+from txbroker.door import Claimed, Fenced, Log, LogTruncated, Turn, TurnLost
+from txbroker.errors import InvariantBroken, KafkaUnavailable
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.log import KafkaLog
+from txbroker.kafka.producer import (
+    BatchRefused,
+    BatchUnknown,
+    Partition,
+    Producer,
+    ProducerFenced,
+    Stored,
+)
+from txbroker.kafka.reader import Reader
+from txbroker.kafka.turns import TurnWritten, wait_visible
+from txbroker.kafka.twin import TwinWriter
+
+_PAUSE_S = 0.002
+_PAUSE_MAX_S = 0.1
+_TRUNCATED_RETRIES = 3
+
+
+class KafkaPartitionDoor:
+    """A `txbroker.door.PartitionDoor` on a real Kafka."""
+
+    half: Log
+    op: Log
+
+    def __init__(self, client: Client, partition: int, bytes_max: Callable[[str], int]) -> None:
+        settings = client.settings
+        self.partition = partition
+        self._client = client
+        self._settings = settings
+        self._bytes_max = bytes_max
+        self._lane = f"p{partition}/"
+        self.half = self._log(settings.half_topic, "half")
+        self.op = self._log(settings.op_topic, "op")
+        self._checkpoint_at: Partition = (settings.checkpoint_topic, partition)
+        self._checkpoint = Reader(client, *self._checkpoint_at, f"{self._lane}checkpoint")
+        self._parked = Reader(client, settings.parked_topic, partition, f"{self._lane}parked")
+        self._writer: TwinWriter | None = None
+
+    def _log(self, topic: str, name: str) -> KafkaLog:
+        return KafkaLog(
+            self._client, topic, self.partition, self._lane + name, self._bytes_max(topic)
+        )
+
+    # --- claim -------------------------------------------------------------------------------
+
+    async def claim(self, claim: Claim) -> Claimed:
+        """Fence every earlier owner, write the claim record, then read the progress.
+
+        Both transactional ids are taken, always in the same order, and the claim record is
+        committed on the first of them: if two claims succeed, the later one began after the
+        earlier one's record, so the earlier owner is fenced on both before the later one reads.
+
+        Raises:
+            Fenced: another owner claimed at the same time; try again after a random pause.
+            KafkaUnavailable: Kafka does not answer, or a hanging transaction hides the progress.
+        """
+        await self._retire()
+        patience = Patience(self._settings.claim_timeout_s, _PAUSE_S, _PAUSE_MAX_S)
+        producers = (self._producer("a"), self._producer("b"))
+        try:
+            for producer in producers:
+                await producer.start(patience)
+            stored = await self._write_claim(producers[0], claim, patience)
+        except ProducerFenced:
+            raise Fenced("another owner claimed at the same time") from None
+        except (BatchRefused, BatchUnknown) as error:
+            raise KafkaUnavailable(f"the claim of partition {self.partition}: {error}") from None
+        await wait_visible(
+            self._client,
+            {self._checkpoint_at: stored.base_offset},
+            self._settings.claim_timeout_s,
+        )
+        claimed = await self._read_progress(claim)
+        self._writer = TwinWriter(self._client, self.partition, producers, self._bytes_max)
+        return claimed
+
+    def _producer(self, side: str) -> Producer:
+        transactional_id = f"{self._settings.half_topic}-{self.partition}-{side}"
+        return Producer(self._client, self._lane + side, transactional_id)
+
+    async def _write_claim(self, producer: Producer, claim: Claim, patience: Patience) -> Stored:
+        await producer.add([self._checkpoint_at], patience)
+        stored = await producer.produce({self._checkpoint_at: [encode_claim(claim)]}, patience)
+        await producer.end(commit=True, patience=patience)
+        return stored[self._checkpoint_at]
+
+    async def _read_progress(self, claim: Claim) -> Claimed:
+        """Return our claim record's append time and the newest progress.
+
+        Reads the partition to its end, because only its own record proves when the claim was.
+        """
+        for _attempt in range(_TRUNCATED_RETRIES):
+            try:
+                return await self._scan(claim)
+            except LogTruncated:
+                continue  # the cleaner moved the begin while we read
+        raise KafkaUnavailable(f"{self._checkpoint.name} keeps changing while it is read")
+
+    async def _scan(self, claim: Claim) -> Claimed:
+        start, end = await self._checkpoint.start(), await self._checkpoint.stable_end()
+        progress: Progress | None = None
+        timestamp_ms = -1
+        last_claim = ""
+        async for records in self._checkpoint.read(start, end):
+            for record in records:
+                found = self._decode(record)
+                if isinstance(found, Progress):
+                    progress = found
+                    continue
+                last_claim = found.claim
+                if found.claim == claim.claim:
+                    timestamp_ms = record.timestamp_ms
+        if last_claim != claim.claim:
+            raise Fenced(f"claim {last_claim} came after ours")
+        return Claimed(timestamp_ms, progress)
+
+    def _decode(self, record: Record) -> Claim | Progress:
+        try:
+            return decode_checkpoint(record)
+        except (Malformed, NewerVersion) as error:
+            raise InvariantBroken(
+                f"{self._checkpoint.name} at offset {record.offset}: {error}"
+            ) from None
+
+    # --- turns -------------------------------------------------------------------------------
+
+    async def write(self, turn: Turn) -> TurnWritten:
+        """Write one turn; return once its records are acknowledged and the next may be written.
+
+        Raises:
+            TurnRefused: a record was refused; the turn is aborted.
+            Fenced, TurnLost: claim again.
+        """
+        if self._writer is None:
+            raise TurnLost(f"partition {self.partition} is not claimed")
+        return await self._writer.write(turn)
+
+    async def parked(self) -> AsyncIterator[Sequence[Record]]:
+        """Yield all records of this partition of the parked topic, `read_committed`, in order.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        start, end = await self._parked.start(), await self._parked.stable_end()
+        async for records in self._parked.read(start, end):
+            yield records
+
+    async def close(self) -> None:
+        """Let go of connections; never blocks on a broker that does not answer."""
+        await self._retire()
+        self._client.close_lanes(self._lane)
+
+    async def _retire(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            await writer.close()

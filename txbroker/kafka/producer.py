@@ -1,0 +1,337 @@
+"""An idempotent producer that says what it knows: stored, refused, fenced, or unknown.
+
+It holds no task and no queue, so there is nothing to stop and nothing to flush: a producer that
+is not wanted any more is simply dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import (
+    AddPartitionsToTxnRequest,
+    EndTxnRequest,
+    InitProducerIdRequest,
+)
+
+from txbroker.core.records import Record
+from txbroker.errors import KafkaUnavailable, TxbrokerError
+from txbroker.kafka.batch import encode_batch
+from txbroker.kafka.client import (
+    Client,
+    KafkaRefused,
+    NotSent,
+    Patience,
+    Unanswered,
+    coordinator_moved,
+    may_pass,
+)
+from txbroker.kafka.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
+
+Partition: TypeAlias = tuple[str, int]
+"""A topic and the number of one of its partitions."""
+
+_ACKS_ALL = -1
+_SEQUENCE_MASK = (1 << 31) - 1
+_REQUEST_BYTES_MAX = 32 << 20  # brokers take 100 MiB; less keeps one request from being long
+
+
+class Stored(NamedTuple):
+    """Where a batch was stored; -1 where the broker did not say."""
+
+    base_offset: int
+    timestamp_ms: int
+
+
+class BatchRefused(TxbrokerError):
+    """A broker refused a batch; it was certainly not stored.
+
+    Attributes:
+        partition: topic and partition of the batch.
+        code: the broker's error code.
+    """
+
+    def __init__(self, partition: Partition, code: int, message: str | None) -> None:
+        topic, number = partition
+        super().__init__(f"{topic}-{number}: {message or describe(code)}")
+        self.partition = partition
+        self.code = code
+
+
+class BatchUnknown(TxbrokerError):
+    """A batch may or may not have been stored."""
+
+
+class ProducerFenced(TxbrokerError):
+    """A newer producer has taken the transactional id."""
+
+
+class Producer:
+    """One producer id: idempotent, and transactional where it has a transactional id.
+
+    Calls come one at a time; `lane` names its connections.
+    """
+
+    def __init__(self, client: Client, lane: str, transactional_id: str | None = None) -> None:
+        self._client = client
+        self._settings = client.settings
+        self._lane = lane
+        # Any, because the library's types do not know that Kafka takes null.
+        self._id: Any = transactional_id
+        self._producer_id = -1
+        self._epoch = -1
+        self._sequences: dict[Partition, int] = {}
+        self._added: set[Partition] = set()
+
+    @property
+    def started(self) -> bool:
+        """Whether it has a producer id."""
+        return self._producer_id >= 0
+
+    # --- beginning ---------------------------------------------------------------------------
+
+    async def start(self, patience: Patience) -> None:
+        """Get a producer id; with a transactional id, fence every earlier producer with it.
+
+        Raises:
+            ProducerFenced: another producer began at the same time.
+            KafkaUnavailable: no answer, or none that helps, until patience is over.
+        """
+        timeout_ms = round(self._settings.transaction_timeout_s * 1000)
+        request = InitProducerIdRequest(self._id, timeout_ms)
+        while True:
+            try:
+                answer = await self._ask_coordinator(request)
+            except KafkaUnavailable as error:
+                # Asking again after silence is safe: it only raises the epoch once more.
+                if not may_pass(error) or not await patience.pause():
+                    raise
+                continue
+            if answer.error_code in FENCED:
+                raise ProducerFenced
+            if answer.error_code == Code.NONE:
+                self._producer_id, self._epoch = answer.producer_id, answer.producer_epoch
+                return
+            if answer.error_code not in RETRIABLE or not await patience.pause():
+                raise KafkaRefused(
+                    answer.error_code, f"no producer id: {describe(answer.error_code)}"
+                )
+
+    async def _ask_coordinator(self, request: Any) -> Any:
+        """Ask the transaction coordinator; without a transactional id, any broker."""
+        if self._id is None:
+            return await self._client.ask_any(request, self._lane)
+        try:
+            node = await self._client.transaction_coordinator(self._id)
+            answer = await self._client.ask(node, request, f"{self._lane}/coordinator")
+        except KafkaUnavailable as error:
+            if coordinator_moved(error):
+                self._client.forget_transaction_coordinator(self._id)
+            raise
+        code = getattr(answer, "error_code", None)
+        if code in (Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR):
+            self._client.forget_transaction_coordinator(self._id)
+        return answer
+
+    # --- writing -----------------------------------------------------------------------------
+
+    async def produce(
+        self, batches: Mapping[Partition, Sequence[Record]], patience: Patience
+    ) -> dict[Partition, Stored]:
+        """Write one batch to each partition, all at once; return where they went.
+
+        The same bytes are sent again after an error that can pass; brokers recognise them.
+
+        Raises:
+            BatchRefused: a batch was refused; others of the same call may have been stored.
+            BatchUnknown: patience is over.
+            ProducerFenced
+        """
+        waiting = {partition: self._encode(partition, run) for partition, run in batches.items()}
+        unsure: set[Partition] = set()
+        stored: dict[Partition, Stored] = {}
+        reason = ""
+        while waiting:
+            for result in await self._send(waiting):
+                partition, code, where, message = result
+                if code in (Code.NONE, Code.DUPLICATE_SEQUENCE):
+                    stored[partition] = where
+                    del waiting[partition]
+                    continue
+                reason = message or describe(code)
+                if code in FENCED and self._id is not None:
+                    raise ProducerFenced
+                if code == Code.UNKNOWN:
+                    unsure.add(partition)
+                elif code not in RETRIABLE:
+                    if partition in unsure:
+                        raise BatchUnknown(f"{partition[0]}-{partition[1]}: {reason}")
+                    raise BatchRefused(partition, code, message)
+                elif code in (Code.REQUEST_TIMED_OUT, Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND):
+                    unsure.add(partition)
+            if waiting and not await patience.pause():
+                names = ", ".join(f"{topic}-{number}" for topic, number in waiting)
+                raise BatchUnknown(f"{names}: {reason}")
+        return stored
+
+    def _encode(self, partition: Partition, records: Sequence[Record]) -> bytes:
+        sequence = self._sequences.get(partition, 0)
+        self._sequences[partition] = (sequence + len(records)) & _SEQUENCE_MASK
+        return encode_batch(
+            records,
+            producer_id=self._producer_id,
+            epoch=self._epoch,
+            sequence=sequence,
+            transactional=self._id is not None,
+        )
+
+    async def _send(self, batches: Mapping[Partition, bytes]) -> list[_Result]:
+        by_leader: dict[int, list[Partition]] = {}
+        results: list[_Result] = []
+        for partition in batches:
+            try:
+                leader = await self._client.leader(*partition)
+            except KafkaRefused as error:
+                results.append(_Result(partition, error.code, _NOWHERE, None))
+            except KafkaUnavailable as error:
+                results.append(_Result(partition, Code.NETWORK_EXCEPTION, _NOWHERE, str(error)))
+            else:
+                by_leader.setdefault(leader, []).append(partition)
+        answers = await asyncio.gather(
+            *(
+                self._send_to(leader, {partition: batches[partition] for partition in part})
+                for leader, partitions in by_leader.items()
+                for part in _by_request(partitions, batches)
+            )
+        )
+        for answer in answers:
+            results.extend(answer)
+        return results
+
+    async def _send_to(self, leader: int, batches: Mapping[Partition, bytes]) -> list[_Result]:
+        topics: dict[str, list[tuple[int, bytes]]] = {}
+        for (topic, number), batch in batches.items():
+            topics.setdefault(topic, []).append((number, batch))
+        timeout_ms = round(self._settings.request_timeout_s * 1000)
+        request = ProduceRequest(self._id, _ACKS_ALL, timeout_ms, list(topics.items()))
+        try:
+            answer = await self._client.ask(leader, request, self._lane)
+        except (NotSent, Unanswered) as error:
+            code = Code.UNKNOWN if isinstance(error, Unanswered) else Code.NETWORK_EXCEPTION
+            for partition in batches:
+                self._client.forget_leader(*partition)
+            return [_Result(partition, code, _NOWHERE, str(error)) for partition in batches]
+        results = []
+        for topic, partitions in answer.topics:
+            for number, code, offset, timestamp, *rest in partitions:
+                if code in LEADER_MOVED:
+                    self._client.forget_leader(topic, number)
+                message = rest[-1] if rest and isinstance(rest[-1], str) else None
+                results.append(_Result((topic, number), code, Stored(offset, timestamp), message))
+        return results
+
+    # --- transactions ------------------------------------------------------------------------
+
+    async def add(self, partitions: Sequence[Partition], patience: Patience) -> None:
+        """Put partitions into the open transaction, beginning it with the first.
+
+        Raises:
+            BatchRefused: a partition cannot be added.
+            ProducerFenced
+            Unanswered: the coordinator's answer never came; this producer must not be used again.
+            KafkaUnavailable: nothing was added.
+        """
+        new = [partition for partition in partitions if partition not in self._added]
+        topics: dict[str, list[int]] = {}
+        for topic, number in new:
+            topics.setdefault(topic, []).append(number)
+        if not topics:
+            return
+        request = AddPartitionsToTxnRequest(
+            self._id, self._producer_id, self._epoch, list(topics.items())
+        )
+        while True:
+            code, partition = await self._add_once(request, new[0])
+            if code == Code.NONE:
+                self._added.update(new)
+                return
+            if code in FENCED:
+                raise ProducerFenced
+            if code in RETRIABLE and await patience.pause():
+                continue
+            raise BatchRefused(partition, code, None)
+
+    async def _add_once(self, request: Any, first: Partition) -> tuple[int, Partition]:
+        try:
+            answer = await self._ask_coordinator(request)
+        except NotSent:
+            return Code.COORDINATOR_NOT_AVAILABLE, first
+        except KafkaRefused as error:
+            return error.code, first
+        worst: tuple[int, Partition] = (Code.NONE, first)
+        for topic, partitions in answer.errors:
+            for number, code in partitions:
+                if code in (Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR) and self._id:
+                    self._client.forget_transaction_coordinator(self._id)
+                if code not in (Code.NONE, Code.OPERATION_NOT_ATTEMPTED):
+                    worst = (code, (topic, number))
+        return worst
+
+    async def end(self, *, commit: bool, patience: Patience) -> None:
+        """Commit or abort the open transaction.
+
+        Only an answer counts. Without one the request may be carried out at any later time, even
+        in the middle of this producer's next transaction, which it would then end.
+
+        Raises:
+            ProducerFenced
+            Unanswered: this producer must not be used again.
+            KafkaUnavailable: the transaction is still open, or the coordinator says that it is
+                not; this producer must not be used again.
+        """
+        request = EndTxnRequest(self._id, self._producer_id, self._epoch, commit)
+        while True:
+            try:
+                answer = await self._ask_coordinator(request)
+            except Unanswered:
+                raise
+            except KafkaUnavailable as error:
+                if not may_pass(error) or not await patience.pause():
+                    raise
+                continue
+            if answer.error_code == Code.NONE:
+                self._added.clear()
+                return
+            if answer.error_code in FENCED:
+                raise ProducerFenced
+            if answer.error_code not in RETRIABLE or not await patience.pause():
+                raise KafkaRefused(answer.error_code)
+
+
+class _Result(NamedTuple):
+    partition: Partition
+    code: int
+    where: Stored
+    message: str | None
+
+
+_NOWHERE = Stored(-1, -1)
+
+
+def _by_request(
+    partitions: Sequence[Partition], batches: Mapping[Partition, bytes]
+) -> list[list[Partition]]:
+    """Share partitions of one leader out to requests that are not too large."""
+    requests: list[list[Partition]] = [[]]
+    size = 0
+    for partition in partitions:
+        more = len(batches[partition])
+        if requests[-1] and size + more > _REQUEST_BYTES_MAX:
+            requests.append([])
+            size = 0
+        requests[-1].append(partition)
+        size += more
+    return requests

@@ -1,0 +1,110 @@
+"""What target topics take: asked, never found out by trying inside a turn."""
+
+from __future__ import annotations
+
+import asyncio
+
+from txbroker.core.records import Cause
+from txbroker.door import TargetFacts
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.admin import Admin, NewTopic
+from txbroker.kafka.client import Client, KafkaRefused, TopicFacts, may_pass
+from txbroker.kafka.codes import Code, describe
+
+_DEFAULT_MESSAGE_BYTES = 1048588
+"""Kafka's own default, for topics whose settings may not be read."""
+
+_BY_DEFAULT = -1
+_ANY_PARTITION = -1
+
+
+class KafkaTargets:
+    """A `txbroker.door.Targets` on a real Kafka."""
+
+    def __init__(self, client: Client, admin: Admin) -> None:
+        self._admin = admin
+        self._ttl_s = client.settings.facts_ttl_s
+        self._loop = asyncio.get_running_loop()
+        self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
+
+    def known(self, topic: str) -> TargetFacts | Cause | None:
+        """Return facts from the cache, or why there are none, or None where it must be asked."""
+        found = self._known.get(topic)
+        if found is None:
+            return None
+        until, facts = found
+        if self._loop.time() >= until:
+            del self._known[topic]
+            return None
+        return facts
+
+    def message_bytes_max(self, topic: str) -> int:
+        """Return the largest batch that a topic takes, as far as is known, bytes."""
+        found = self._known.get(topic)
+        facts = found[1] if found else None
+        return facts.message_bytes_max if isinstance(facts, TargetFacts) else _DEFAULT_MESSAGE_BYTES
+
+    async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
+        """Ask Kafka about a topic (never creating it by accident), and remember the answer.
+
+        With `create`, a missing topic is created through the admin API.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        facts = await self._ask(topic)
+        if create and isinstance(facts, Cause) and facts.code == "unknown_topic":
+            facts = await self._create(topic) or await self._ask(topic)
+        self._known[topic] = (self._loop.time() + self._ttl_s, facts)
+        return facts
+
+    async def _ask(self, topic: str) -> TargetFacts | Cause:
+        found = (await self._admin.topics([topic])).get(topic)
+        code = Code.UNKNOWN_TOPIC_OR_PARTITION if found is None else found.error
+        if code == Code.LEADER_NOT_AVAILABLE:
+            code = Code.NONE
+        if found is None or code != Code.NONE:
+            return _cause(topic, code)
+        configs = (await self._admin.configs([topic])).get(topic, {})
+        return _facts(found, configs)
+
+    async def _create(self, topic: str) -> Cause | None:
+        try:
+            await self._admin.create([NewTopic(topic, _BY_DEFAULT, _BY_DEFAULT, {})])
+        except KafkaRefused as error:
+            if may_pass(error):
+                raise
+            return Cause("unknown_topic", str(error), topic, _ANY_PARTITION)
+        return None
+
+    def forget(self, topic: str) -> None:
+        """Drop a topic from the cache, after an error that says that its facts have changed."""
+        self._known.pop(topic, None)
+
+    def note(self, cause: Cause) -> None:
+        """Remember for a while that a topic refused for a reason that its facts do not show."""
+        if cause.code == "not_authorized":
+            self._known[cause.topic] = (self._loop.time() + self._ttl_s, cause)
+
+
+def _facts(found: TopicFacts, configs: dict[str, str]) -> TargetFacts:
+    return TargetFacts(
+        partitions=len(found.partitions),
+        message_bytes_max=int(configs.get("max.message.bytes", _DEFAULT_MESSAGE_BYTES)),
+        log_append_time=configs.get("message.timestamp.type") == "LogAppendTime",
+        leaderless=frozenset(p for p, fact in found.partitions.items() if fact.leader < 0),
+    )
+
+
+def _cause(topic: str, code: int) -> Cause:
+    if code == Code.UNKNOWN_TOPIC_OR_PARTITION:
+        # A target that was deleted by mistake is created again by hand.
+        sentence = f"topic {topic} does not exist: create it, or set create_target_topics"
+        return Cause("unknown_topic", sentence, topic, _ANY_PARTITION)
+    if code == Code.TOPIC_AUTHORIZATION_FAILED:
+        sentence = f"no right to topic {topic}: grant this proxy Describe and Write on it"
+        return Cause("not_authorized", sentence, topic, _ANY_PARTITION, passing=True)
+    if code == Code.INVALID_TOPIC:
+        sentence = f"{topic!r} is no name for a topic: use letters, digits, dot, _ and -"
+        return Cause("unknown_topic", sentence, topic, _ANY_PARTITION)
+    raise KafkaUnavailable(f"topic {topic}: {describe(code)}")

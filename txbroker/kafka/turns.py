@@ -1,0 +1,155 @@
+"""A written turn: waiting for its commit, and for the moment when readers see it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from txbroker.core.records import Cause
+from txbroker.door import Fenced, TurnLost, TurnRefused
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.codes import RETRIABLE, Code, describe
+from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
+from txbroker.kafka.producer import BatchRefused, BatchUnknown, Partition, ProducerFenced
+
+_POLL_S = 0.001
+_POLL_MAX_S = 0.1
+
+
+class TurnWritten:
+    """A `txbroker.door.TurnHandle`: the turn is written, its commit goes on by itself."""
+
+    def __init__(
+        self,
+        client: Client,
+        offsets: Sequence[int],
+        last: Mapping[Partition, int],
+        commit: asyncio.Task[None],
+    ) -> None:
+        self.offsets = offsets
+        self._client = client
+        self._last = last
+        self._commit = commit
+
+    async def committed(self) -> None:
+        """Wait until the turn's commit is acknowledged.
+
+        Raises:
+            Fenced, TurnLost: claim again; the claim's progress tells whether it was committed.
+        """
+        await outcome(self._commit)
+
+    async def visible(self) -> None:
+        """Wait until every `read_committed` reader can see the turn.
+
+        Raises:
+            Fenced, TurnLost: it is not committed, as far as is known.
+            KafkaUnavailable: not visible in time; the partitions are named.
+        """
+        await self.committed()
+        await wait_visible(self._client, self._last, self._client.settings.visible_timeout_s)
+
+
+async def outcome(commit: asyncio.Task[None]) -> None:
+    """Wait for a commit. Several may wait, and one that gives up does not stop the commit.
+
+    Raises:
+        Fenced, TurnLost
+    """
+    try:
+        await asyncio.shield(commit)
+    except asyncio.CancelledError:
+        if commit.cancelled():
+            raise TurnLost("the partition's door was closed") from None
+        raise
+
+
+async def wait_visible(client: Client, last: Mapping[Partition, int], seconds: float) -> None:
+    """Wait until the last stable offset of every partition is behind the offset given for it.
+
+    An offset of -1 stands for the partition's end as it is now.
+
+    Raises:
+        KafkaUnavailable: the time is up; the partitions are named.
+    """
+    patience = Patience(seconds, _POLL_S, _POLL_MAX_S)
+    wanted = {partition: offset + 1 for partition, offset in last.items() if offset >= 0}
+    unknown = {partition for partition, offset in last.items() if offset < 0}
+    while True:
+        if unknown:
+            found = await ends(client, unknown, READ_UNCOMMITTED, "visible")
+            wanted.update(found)
+            unknown -= found.keys()
+        stable = await ends(client, wanted, READ_COMMITTED, "visible")
+        wanted = {p: end for p, end in wanted.items() if stable.get(p, -1) < end}
+        if not wanted and not unknown:
+            return
+        if not await patience.pause():
+            names = ", ".join(sorted(f"{topic}-{n}" for topic, n in {*wanted, *unknown}))
+            raise KafkaUnavailable(
+                f"written and committed {seconds:g} s ago, but not visible in {names}: "
+                "see whether a transaction hangs there"
+            )
+
+
+# The producer's state is lost, or the coordinator's; the record is not to blame.
+_PRODUCER_LOST = frozenset(
+    {
+        Code.OUT_OF_ORDER_SEQUENCE,
+        Code.UNKNOWN_PRODUCER_ID,
+        Code.INVALID_TXN_STATE,
+        Code.INVALID_PRODUCER_ID_MAPPING,
+        Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+        Code.COORDINATOR_LOADING,
+        Code.COORDINATOR_NOT_AVAILABLE,
+        Code.NOT_COORDINATOR,
+        Code.CONCURRENT_TRANSACTIONS,
+    }
+)
+_CAUSES = {
+    Code.MESSAGE_TOO_LARGE: ("too_large", "is larger than max.message.bytes: raise that setting"),
+    Code.RECORD_LIST_TOO_LARGE: ("too_large", "is larger than a segment: raise segment.bytes"),
+    Code.TOPIC_AUTHORIZATION_FAILED: (
+        "not_authorized",
+        "may not be written by this proxy: grant it Write on the topic",
+    ),
+    Code.UNKNOWN_TOPIC_OR_PARTITION: ("unknown_topic", "does not exist: create it"),
+    Code.INVALID_TIMESTAMP: (
+        "bad_timestamp",
+        "does not take the message's timestamp: see message.timestamp.before.max.ms and "
+        "message.timestamp.after.max.ms",
+    ),
+    Code.INVALID_RECORD: (
+        "bad_record",
+        "does not take the message, as a compacted topic takes none without a key",
+    ),
+}
+
+
+def cause_of(error: BatchRefused) -> Cause:
+    """Return why a target refused a batch, in a code and a sentence."""
+    topic, number = error.partition
+    name = f"{topic}-{number}"
+    passing = error.code in RETRIABLE or error.code == Code.TOPIC_AUTHORIZATION_FAILED
+    try:
+        code, sentence = _CAUSES[Code(error.code)]
+    except (ValueError, KeyError):
+        return Cause("refused", f"{name} refused: {describe(error.code)}", topic, number, passing)
+    return Cause(code, f"{name} {sentence}", topic, number, passing)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Turn what a producer raises into what an owner acts on."""
+    try:
+        yield
+    except ProducerFenced:
+        raise Fenced from None
+    except BatchRefused as error:
+        if error.code in _PRODUCER_LOST:
+            raise TurnLost(str(error)) from None
+        raise TurnRefused(cause_of(error)) from None
+    except (BatchUnknown, KafkaUnavailable) as error:
+        raise TurnLost(str(error)) from None

@@ -1,0 +1,191 @@
+"""The twin transactional writer: two producers take turns, so that one writes while the
+coordinator still finishes the other's markers.
+
+What keeps a turn whole: only an answer of the coordinator ends it; a turn is written after the
+one before it was written, and ended after that one's commit was acknowledged; whatever else
+happens breaks the writer for good, and only a claim, with new producers, goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from txbroker.core.codec import encode_progress
+from txbroker.core.records import Record
+from txbroker.door import Fenced, Turn, TurnLost, TurnRefused
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.batch import split_by_bytes
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.producer import Partition, Producer, ProducerFenced, Stored
+from txbroker.kafka.turns import TurnWritten, outcome, translated
+
+# The markers of the turn before on the same transactional id take milliseconds.
+_PAUSE_S = 0.001
+_PAUSE_MAX_S = 0.02
+_ADD_TIMEOUT_S = 5.0
+_ABORT_TIMEOUT_S = 1.0
+
+
+class TwinWriter:
+    """Writes the turns of one half partition, from one claim until something breaks."""
+
+    def __init__(
+        self,
+        client: Client,
+        partition: int,
+        producers: tuple[Producer, Producer],
+        bytes_max: Callable[[str], int],
+    ) -> None:
+        settings = client.settings
+        self._client = client
+        self._settings = settings
+        self._producers = producers
+        self._bytes_max = bytes_max
+        self._checkpoint = (settings.checkpoint_topic, partition)
+        self._parked = (settings.parked_topic, partition)
+        self._turns = 0
+        self._commits: list[asyncio.Task[None] | None] = [None, None]
+        self._broken: Fenced | TurnLost | TurnRefused | None = None
+        self._writing = False
+
+    async def write(self, turn: Turn) -> TurnWritten:
+        """Write one turn; return once its records are acknowledged and the next may be written.
+
+        Raises:
+            TurnRefused: a record was refused; the turn is aborted.
+            Fenced, TurnLost: claim again.
+        """
+        if self._writing:
+            raise AssertionError("turns are written one at a time")
+        self._check()
+        side = self._turns % 2
+        producer, own = self._producers[side], self._commits[side]
+        self._writing = True
+        try:
+            if own is not None:
+                await outcome(own)
+            last, offsets = await self._write(producer, turn)
+            self._check()
+        except (Fenced, TurnLost, TurnRefused) as error:
+            self._break(error)
+            await self._abort(producer, error)
+            raise
+        except BaseException:
+            # Given up half-way: what was sent is unknown, and Kafka aborts it in time.
+            self._break(TurnLost("the write of a turn was given up"))
+            raise
+        finally:
+            self._writing = False
+        self._turns += 1
+        commit = asyncio.create_task(self._commit(producer, self._commits[1 - side]))
+        # Whoever does not wait for it meets a failed commit at the next write.
+        commit.add_done_callback(_retrieve)
+        self._commits[side] = commit
+        return TurnWritten(self._client, offsets, last, commit)
+
+    async def close(self) -> None:
+        """Give up what is still open; the next claim, or Kafka, aborts it."""
+        self._break(TurnLost("the partition's door was closed"))
+        commits = [commit for commit in self._commits if commit is not None]
+        for commit in commits:
+            commit.cancel()
+        await asyncio.gather(*commits, return_exceptions=True)
+
+    # --- writing -----------------------------------------------------------------------------
+
+    async def _write(
+        self, producer: Producer, turn: Turn
+    ) -> tuple[dict[Partition, int], list[int]]:
+        """Write everything; return each partition's last offset and each promoted record's."""
+        runs, places = self._runs(turn)
+        offsets: dict[Partition, list[int]] = {partition: [] for partition in runs}
+        with translated():
+            await producer.add(list(runs), self._patience(_ADD_TIMEOUT_S))
+            for number in range(max(map(len, runs.values()))):
+                # A request takes one batch of a partition, so the second follows the first.
+                batches = {p: parts[number] for p, parts in runs.items() if number < len(parts)}
+                stored = await producer.produce(
+                    batches, self._patience(self._settings.write_timeout_s)
+                )
+                for partition, where in stored.items():
+                    offsets[partition].extend(_offsets(where, len(batches[partition])))
+        last = {partition: found[-1] for partition, found in offsets.items()}
+        return last, [offsets[partition][index] for partition, index in places]
+
+    def _runs(
+        self, turn: Turn
+    ) -> tuple[dict[Partition, list[Sequence[Record]]], list[tuple[Partition, int]]]:
+        """Return each partition's records cut into batches, and where each promoted one is."""
+        by_partition: dict[Partition, list[Record]] = {}
+        places = []
+        for topic, number, record in turn.promoted:
+            records = by_partition.setdefault((topic, number), [])
+            places.append(((topic, number), len(records)))
+            records.append(record)
+        if turn.parked:
+            by_partition[self._parked] = list(turn.parked)
+        by_partition[self._checkpoint] = [encode_progress(turn.progress)]
+        runs = {
+            partition: split_by_bytes(records, self._bytes_max(partition[0]))
+            for partition, records in by_partition.items()
+        }
+        return runs, places
+
+    def _patience(self, seconds: float) -> Patience:
+        return Patience(seconds, _PAUSE_S, _PAUSE_MAX_S)
+
+    # --- ending ------------------------------------------------------------------------------
+
+    async def _commit(self, producer: Producer, before: asyncio.Task[None] | None) -> None:
+        try:
+            if before is not None:
+                await outcome(before)
+            with translated():
+                patience = self._patience(self._settings.transaction_timeout_s)
+                await producer.end(commit=True, patience=patience)
+        except (Fenced, TurnLost, TurnRefused) as error:
+            self._break(error)
+            if before is not None and before.done() and _failed(before):
+                # Its predecessor may not be committed, so this one must not be.
+                await self._abort(producer, error)
+            raise _again(error) from None
+
+    async def _abort(self, producer: Producer, error: Exception) -> None:
+        """Free the readers of the targets early; the next claim aborts it for certain."""
+        if isinstance(error, Fenced):
+            return
+        with contextlib.suppress(ProducerFenced, KafkaUnavailable, TimeoutError):
+            async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                await producer.end(commit=False, patience=self._patience(_ABORT_TIMEOUT_S))
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise _again(self._broken)
+
+    def _break(self, error: Fenced | TurnLost | TurnRefused) -> None:
+        if self._broken is None:
+            self._broken = error
+
+
+def _again(error: Fenced | TurnLost | TurnRefused) -> Exception:
+    """Return an equal exception: one that is raised twice would collect tracebacks."""
+    if isinstance(error, TurnRefused):
+        return TurnRefused(error.cause)
+    return type(error)(str(error))
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.cancelled() or task.exception() is not None
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def _offsets(where: Stored, count: int) -> list[int]:
+    if where.base_offset < 0:
+        return [-1] * count
+    return list(range(where.base_offset, where.base_offset + count))
