@@ -36,8 +36,9 @@ PARALLEL_TOTAL_MAX = 256
 FIRST_CALLS_MAX = 1024
 """Calls at a time, first ones included: the sockets that checks may take of a process."""
 BACK_OFF_FIRST_S = 1.0
-BACK_OFF_MAX_S = 60.0
-"""An unreachable group is tried again after a random half to whole of these."""
+BACK_OFF_MAX_S = 30.0
+"""How long an unreachable group rests: the first time, doubled each time, and at most; once to
+twice as long at random, so that groups which went together do not come back together."""
 
 
 class CheckOwner(Protocol):
@@ -63,16 +64,12 @@ class CheckOwner(Protocol):
 class CheckMetrics(Protocol):
     """Told of what the runner does."""
 
-    def check_done(self, group: str, outcome: str, duration_s: float) -> None:
+    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
         """One try to check is over.
 
         `outcome`: `commit`, `rollback`, `unknown`, `later`, `unclear`, `returned` (an attempt
         that reached nobody) or `unreachable` (there was nobody, so no attempt was made).
         """
-        ...
-
-    def unreachable_groups(self, count: int) -> None:
-        """So many groups cannot be reached now."""
         ...
 
 
@@ -165,7 +162,6 @@ class CheckRunner:
         self._waiting_more: dict[str, _Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order = itertools.count()
-        self._unreachable = 0
         self._closed = False
 
     # --- from the owners ---------------------------------------------------------------------
@@ -341,7 +337,7 @@ class CheckRunner:
         started_s = asyncio.get_running_loop().time()
         channel = await self._acquire(item)
         if isinstance(channel, Unreached):
-            self._metrics.check_done(group.name, "unreachable", _since(started_s))
+            self._metrics.check_ended(group.name, "unreachable", _since(started_s))
             self._failed(group, era, channel.detail)
             return True
         try:
@@ -355,7 +351,7 @@ class CheckRunner:
             result = await self._ask(channel, call)
         finally:
             channel.release()
-        self._metrics.check_done(group.name, _outcome(result), _since(asked_s))
+        self._metrics.check_ended(group.name, _outcome(result), _since(asked_s))
         if isinstance(result, Unreached):
             self._failed(group, era, result.detail)
         else:
@@ -388,10 +384,9 @@ class CheckRunner:
         group.era += 1
         group.failures += 1
         if group.failures == 1:
-            self._count_unreachable(1)
             logger.warning("group %s cannot be reached: %s", group.name, detail)
-        longest_s = min(BACK_OFF_MAX_S, BACK_OFF_FIRST_S * 2.0 ** min(group.failures - 1, 16))
-        rest_s = longest_s * (1 + self._jitter()) / 2
+        rest_s = min(BACK_OFF_MAX_S, BACK_OFF_FIRST_S * 2.0 ** min(group.failures - 1, 16))
+        rest_s *= 1 + self._jitter()
         group.timer = asyncio.get_running_loop().call_later(rest_s, self._rested, group)
 
     def _rested(self, group: _Group) -> None:
@@ -404,11 +399,6 @@ class CheckRunner:
         if group.failures:
             group.failures = 0
             group.era += 1
-            self._count_unreachable(-1)
-
-    def _count_unreachable(self, change: int) -> None:
-        self._unreachable += change
-        self._metrics.unreachable_groups(self._unreachable)
 
 
 def _since(started_s: float) -> float:
