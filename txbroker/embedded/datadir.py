@@ -1,10 +1,10 @@
 """The folder that a Kafka keeps its data in: one user at a time, formatted exactly once.
 
-    lock                who uses the folder: an flock and, as text, a process id
-    server.properties   written at each start, because the ports change
-    kafka/              Kafka's own data
-    formatting/         a format that was not finished; thrown away
-    kafka.log           what Kafka said since its last start; kafka.log.1 since the one before
+lock                who uses the folder: an flock and, as text, a process id
+server.properties   written at each start, because the ports change
+kafka/              Kafka's own data
+formatting/         a format that was not finished; thrown away
+kafka.log           what Kafka said since its last start; kafka.log.1 since the one before
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pathlib import Path
 
 from txbroker.embedded.errors import DataDirError, DataDirInUseError
 
-_RELEASE_S = 15.0  # a Kafka whose parent was killed needs a moment to die
+# A killed Kafka needs a moment to die and give the lock back: seconds to wait for it.
+_RELEASE_ALIVE_S = 2.0  # the process that started it is alive, so it is most likely in use
+_RELEASE_DEAD_S = 15.0
 _POLL_S = 0.05
 
 
@@ -58,12 +60,13 @@ class DataDir:
         return descriptor
 
     def _wait_for(self, descriptor: int) -> None:
-        deadline = time.monotonic() + _RELEASE_S
+        begun = time.monotonic()
         while True:
             with contextlib.suppress(BlockingIOError):
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-            if _is_alive(owner) or time.monotonic() > deadline:
+            patience_s = _RELEASE_ALIVE_S if _is_alive(owner) else _RELEASE_DEAD_S
+            if time.monotonic() - begun > patience_s:
                 raise DataDirInUseError(
                     f"The data directory {self.path} is in use by a Kafka of process "
                     f"{owner or 'unknown'}: stop that one, or choose another directory"

@@ -11,7 +11,7 @@ class EmbeddedKafkaError(Exception):
 
 
 class JavaNotFoundError(EmbeddedKafkaError):
-    """No Java 17 or newer was found: install one, set JAVA_HOME, or pip install txbroker[embedded]."""
+    """No Java 17 or newer was found: install one, or pip install 'txbroker[embedded]'."""
 
 
 class UnknownVersionError(EmbeddedKafkaError):
@@ -36,6 +36,10 @@ class DataDirInUseError(EmbeddedKafkaError):
 
 class DataDirError(EmbeddedKafkaError):
     """The data directory cannot be used: check that it is a folder that you may write."""
+
+
+class StartCancelledError(EmbeddedKafkaError):
+    """The start was broken off, because stop() or kill() was called meanwhile."""
 
 
 class KafkaStartError(EmbeddedKafkaError):

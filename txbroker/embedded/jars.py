@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import hashlib
 import http.client
@@ -18,7 +19,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from txbroker.embedded.errors import DiskFullError, DownloadError, WrongHashError
+from txbroker.embedded.errors import (
+    DiskFullError,
+    DownloadError,
+    StartCancelledError,
+    WrongHashError,
+)
 from txbroker.embedded.lock import Jar, read_lock
 from txbroker.embedded.progress import Progress, SilentProgress
 
@@ -26,9 +32,10 @@ REPOSITORY_SETTING = "TXBROKER_MAVEN_REPOSITORY"
 DEFAULT_REPOSITORY = "https://repo1.maven.org/maven2"
 
 _PARALLEL = 8  # more gains nothing: three jars hold half of all bytes
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 15.0
 _BACK_OFF_S = (0.3, 1.0, 3.0)  # one more attempt than there are pauses
 _CHUNK_BYTES = 1 << 16
+_POLL_S = 0.05
 _STALE_PART_S = 3600.0  # a part this old was left by a process that was killed
 _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -41,16 +48,20 @@ def cache_dir() -> Path:
     return root / "txbroker"
 
 
-def ensure_jars(version: str, progress: Progress | None = None) -> list[Path]:
+def ensure_jars(
+    version: str, progress: Progress | None = None, cancelled: threading.Event | None = None
+) -> list[Path]:
     """The paths of all jars of a Kafka version, downloading those that the cache has not.
 
-    Raises UnknownVersionError without a lock file and DownloadError when a jar cannot be had.
+    Raises UnknownVersionError without a lock file, DownloadError when a jar cannot be had, and
+    StartCancelledError when `cancelled` was set meanwhile.
     """
     jars = read_lock(version)
     folder = cache_dir() / "maven"
     missing = [jar for jar in jars if not _is_whole(folder / jar.path, jar)]
     if missing:
-        _download_all(f"Kafka {version}", missing, folder, progress or SilentProgress())
+        stop = cancelled or threading.Event()
+        _download_all(f"Kafka {version}", missing, folder, progress or SilentProgress(), stop)
     return [folder / jar.path for jar in jars]
 
 
@@ -62,32 +73,52 @@ def _is_whole(path: Path, jar: Jar) -> bool:
         return False
 
 
-def _download_all(what: str, jars: list[Jar], folder: Path, progress: Progress) -> None:
-    cancelled = threading.Event()
+def _download_all(
+    what: str, jars: list[Jar], folder: Path, progress: Progress, cancelled: threading.Event
+) -> None:
     source = _Repository.from_environment()
-    progress.begin(what, sum(jar.size_bytes for jar in jars))
+    enough = _Enough(cancelled)
     pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="txbroker-jars")
+    progress.begin(what, sum(jar.size_bytes for jar in jars))
     try:
         largest_first = sorted(jars, key=lambda jar: -jar.size_bytes)
         downloads = [
-            pool.submit(_Download(jar, folder / jar.path, source, progress, cancelled).run)
+            pool.submit(_Download(jar, folder / jar.path, source, progress, enough).run)
             for jar in largest_first
         ]
         done, _ = wait(downloads, return_when=FIRST_EXCEPTION)
         for download in done:
             download.result()
     finally:
-        cancelled.set()
+        enough.failed.set()
         pool.shutdown(wait=True, cancel_futures=True)
         progress.end()
+    if cancelled.is_set():
+        raise StartCancelledError
+
+
+class _Enough:
+    """Whether to go on: not after the caller's word, nor after another download's failure."""
+
+    def __init__(self, cancelled: threading.Event) -> None:
+        self._cancelled = cancelled
+        self.failed = threading.Event()
+
+    def __bool__(self) -> bool:
+        return self._cancelled.is_set() or self.failed.is_set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but not in vain."""
+        deadline = time.monotonic() + seconds
+        while not self and time.monotonic() < deadline:
+            self.failed.wait(_POLL_S)
 
 
 @dataclass(frozen=True)
 class _Repository:
-    """A Maven repository; `shown` is its URL without a password."""
+    """A Maven repository: its URL without login, and the headers of a request to it."""
 
     url: str
-    shown: str
     headers: dict[str, str]
 
     @classmethod
@@ -104,7 +135,7 @@ class _Repository:
         if at:
             token = base64.b64encode(urllib.parse.unquote(login).encode()).decode("ascii")
             headers["Authorization"] = f"Basic {token}"
-        return cls(plain, plain, headers)
+        return cls(plain, headers)
 
 
 class _PassingFailure(Exception):
@@ -124,77 +155,80 @@ class _Download:
         target: Path,
         source: _Repository,
         progress: Progress,
-        cancelled: threading.Event,
+        enough: _Enough,
     ) -> None:
         self._jar = jar
         self._target = target
         self._source = source
         self._progress = progress
-        self._cancelled = cancelled
+        self._enough = enough
 
     def run(self) -> None:
         """Fetch the jar, trying again after failures that pass."""
         for pause_s in (*_BACK_OFF_S, None):
-            if self._cancelled.is_set():
+            if self._enough:
                 return
             try:
                 return self._attempt()
             except _PassingFailure as failure:
                 if pause_s is None:
                     raise failure.error(self._sentence(str(failure))) from failure
-                self._cancelled.wait(pause_s)
+                self._enough.pause(pause_s)
 
     def _attempt(self) -> None:
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale_parts(self._target.parent)
         part = self._target.with_name(f".{self._target.name}.{uuid.uuid4().hex}.part")
+        count = _Count(self._progress.advance)
         try:
-            self._fetch(part)
-            if not self._cancelled.is_set():
-                os.replace(part, self._target)
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale_parts(self._target.parent)
+            sha256 = self._fetch(part, count)
+            if self._enough:
+                return
+            self._verify(count.total, sha256)
+            os.replace(part, self._target)
         except OSError as error:
+            count.take_back()
             raise self._translate(error) from error
         except http.client.HTTPException as error:
+            count.take_back()
             raise _PassingFailure(f"the connection broke ({error!r})") from error
+        except _PassingFailure:
+            count.take_back()
+            raise
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what went wrong before is what matters
+                part.unlink()
 
-    def _fetch(self, part: Path) -> None:
+    def _fetch(self, part: Path, count: _Count) -> str:
+        """Store what the repository sends under the name `part`; returns its SHA-256."""
         request = urllib.request.Request(
             f"{self._source.url}/{self._jar.path}", headers=self._source.headers
         )
-        count = _Count(self._progress.advance)
         digest = hashlib.sha256()
         with (
             urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer,
             open(part, "wb") as file,
         ):
             while chunk := answer.read(_CHUNK_BYTES):
-                if self._cancelled.is_set():
-                    return
                 digest.update(chunk)
                 file.write(chunk)
                 count.add(len(chunk))
-                if count.total > self._jar.size_bytes:
+                if self._enough or count.total > self._jar.size_bytes:
                     break
             file.flush()
             # The name promises whole content, also after a power cut.
             os.fsync(file.fileno())
-        self._verify(count, digest.hexdigest())
+        return digest.hexdigest()
 
-    def _verify(self, count: _Count, sha256: str) -> None:
-        if sha256 == self._jar.sha256:
-            return
-        wrong = f"{count.total} of {self._jar.size_bytes} bytes came"
-        if count.total < self._jar.size_bytes:
-            count.take_back()
-            raise _PassingFailure(f"it broke off, {wrong}")
-        count.take_back()
-        raise _PassingFailure(
-            f"its SHA-256 or size is wrong, so it is not the jar that txbroker expects "
-            f"(expected {self._jar.sha256}, got {sha256})",
-            WrongHashError,
-        )
+    def _verify(self, size_bytes: int, sha256: str) -> None:
+        if size_bytes < self._jar.size_bytes:
+            raise _PassingFailure(f"only {size_bytes} of {self._jar.size_bytes} bytes came")
+        if sha256 != self._jar.sha256:
+            raise _PassingFailure(
+                "its SHA-256 is wrong, so it is not the jar that txbroker expects "
+                f"(expected {self._jar.sha256}, got {sha256})",
+                WrongHashError,
+            )
 
     def _translate(self, error: OSError) -> DownloadError | _PassingFailure:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -207,17 +241,17 @@ class _Download:
             if error.code in _PASSING_STATUS:
                 return _PassingFailure(cause)
             return DownloadError(self._sentence(cause))
-        if isinstance(error, PermissionError) and error.filename:
+        if error.filename and not isinstance(error, urllib.error.URLError):
             return DownloadError(
-                f"{error.filename} cannot be written: make {cache_dir()} yours, or set "
-                "XDG_CACHE_HOME to a folder that is"
+                f"{error.filename} cannot be written ({error.strerror}): make {cache_dir()} a "
+                "folder of yours, or set XDG_CACHE_HOME to one"
             )
         reason = getattr(error, "reason", error)
         return _PassingFailure(f"the repository is out of reach ({reason})")
 
     def _sentence(self, cause: str) -> str:
         return (
-            f"{self._jar.name} could not be downloaded from {self._source.shown}: {cause}. "
+            f"{self._jar.name} could not be downloaded from {self._source.url}: {cause}. "
             f"Check the network, or name another Maven repository in {REPOSITORY_SETTING}"
         )
 

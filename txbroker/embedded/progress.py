@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress as RichBar,
-    TaskID,
-    TextColumn,
-    TransferSpeedColumn,
-)
 
 
 class Progress(Protocol):
@@ -46,16 +39,16 @@ class BarProgress:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._bar: RichBar | None = None
-        self._task = TaskID(0)
+        self._bar: bars.Progress | None = None
+        self._task = bars.TaskID(0)
 
     def begin(self, what: str, total_bytes: int) -> None:
         """Draw the bar."""
-        self._bar = RichBar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.DownloadColumn(),
+            bars.TransferSpeedColumn(),
             console=self._console,
         )
         self._task = self._bar.add_task(what, total=total_bytes)

