@@ -6,6 +6,8 @@ from txbroker.errors import ConfigurationError
 from txbroker.kafka import topics
 from txbroker.kafka.admin import Admin
 from txbroker.kafka.client import Client
+from txbroker.kafka.groups import KafkaGroupStore
+from txbroker.kafka.membership import KafkaMembership
 from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.targets import KafkaTargets
@@ -25,6 +27,8 @@ class KafkaDoor:
         self._client = Client(settings)
         self.admin = Admin(self._client)
         self.targets = KafkaTargets(self._client, self.admin)
+        self.groups = KafkaGroupStore(self._client, self._bytes_max)
+        self.membership = KafkaMembership(self._client)
         self._own_bytes_max: dict[str, int] = {}
 
     async def start(self) -> None:
@@ -42,6 +46,7 @@ class KafkaDoor:
         if refused:
             raise ConfigurationError("; ".join(refused))
         self.partitions = found[self.settings.half_topic].partitions
+        self.membership.expect(self.partitions)
         self._own_bytes_max = {
             name: int(topic.configs.get("max.message.bytes", self.settings.message_bytes_max))
             for name, topic in found.items()
@@ -73,5 +78,7 @@ class KafkaDoor:
         return self.targets.message_bytes_max(topic) if own is None else own
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything. Does not leave the group: see `Membership.leave`."""
+        await self.membership.close()
+        await self.groups.close()
         await self._client.close()
