@@ -131,19 +131,24 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None  # made by `connect`, which waits for it
         self._transport.write(data)
 
-    async def receive(self) -> bytes:
-        """Return what has arrived, at least one byte, or nothing once the connection ended."""
+    async def receive(self, bytes_max: int) -> bytes:
+        """Return what has arrived, at least one byte, or nothing once the connection ended.
+
+        Suspends at least once, so that a fast sender cannot hold up the event loop.
+        """
+        await asyncio.sleep(0)
         while not self._unread and not self._ended:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        data = bytes(self._unread)
-        self._unread.clear()
-        if self._paused and self._transport is not None and not self._ended:
+        data = bytes(self._unread[:bytes_max])
+        del self._unread[:bytes_max]
+        if self._paused and not self._unread and self._transport is not None:
             self._paused = False
-            self._transport.resume_reading()
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
         return data
 
     def close(self, *, abort: bool = False) -> None:

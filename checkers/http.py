@@ -23,8 +23,10 @@ ANSWER_BYTES_DEFAULT = 64 * 1024
 """A decision needs no more; groups whose checks replace messages register a larger bound."""
 HEADER_BYTES_MAX = 16 * 1024
 """An answer's status line and headers."""
-WIRE_FACTOR = 8
-"""How much more than its content an answer may be on the wire (chunks of one byte are 6)."""
+PIECE_BYTES = 256
+"""What an answer's pieces (chunks) hold on average at least, beyond the first `PIECES_MIN`: each
+costs the event loop time, so an answer in chunks of one byte would hold up every other group."""
+PIECES_MIN = 1024
 CONNECT_TIMEOUT_S = 3.0
 IDLE_S = 1.5
 """How long a connection lies idle before it is closed: less than common servers' 2 to 5 s, so
@@ -243,25 +245,31 @@ class HttpChannel:
     async def _answer(self, state: h11.Connection) -> CheckResult:
         body = bytearray()
         bytes_max = self._request.answer_bytes_max
-        wire_left = bytes_max * WIRE_FACTOR + HEADER_BYTES_MAX * 2
+        too_large = Unclear(f"the answer is larger than {bytes_max} bytes")
+        pieces_left = PIECES_MIN + bytes_max // PIECE_BYTES
+        received = 0
         while True:
             event = state.next_event()
             if event is h11.NEED_DATA:
-                data = await self._connection.receive()
-                wire_left -= len(data)
-                if wire_left < 0:
-                    return Unclear(f"the answer is larger than {bytes_max} bytes")
-                if not data and state.their_state is h11.SEND_RESPONSE:
+                data = await self._connection.receive(HEADER_BYTES_MAX)
+                if not data and not received:
                     return Unclear("the connection ended before an answer")
+                received += len(data)
+                if received > 2 * bytes_max + 4 * HEADER_BYTES_MAX:
+                    return too_large
                 state.receive_data(data)
-            elif isinstance(event, h11.Response):
+                continue
+            pieces_left -= 1
+            if pieces_left < 0:
+                return Unclear("the answer comes in too many pieces")
+            if isinstance(event, h11.Response):
                 result = by_status(event.status_code) or _encoded(event)
                 if result is not None:
                     return result
             elif isinstance(event, h11.Data):
                 body += event.data
                 if len(body) > bytes_max:
-                    return Unclear(f"the answer is larger than {bytes_max} bytes")
+                    return too_large
             elif isinstance(event, h11.EndOfMessage):
                 break
             elif not isinstance(event, h11.InformationalResponse):

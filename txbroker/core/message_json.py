@@ -103,20 +103,25 @@ def decode_messages(raw: bytes | msgspec.Raw, path: str = "messages") -> tuple[M
     try:
         text.decode()
         objects = _decode_raw_list(text)
-        messages = [
-            {name: _decode_field(name, value) for name, value in obj.items()} for obj in objects
-        ]
     except msgspec.ValidationError:
         raise MessageError(path, "must be a list of objects, one for each message") from None
     except (ValueError, RecursionError):
         raise MessageError(path, "is not JSON") from None
+    messages = [
+        {name: _decode_field(name, value, f"{path}[{n}]") for name, value in obj.items()}
+        for n, obj in enumerate(objects)
+    ]
     return messages_from_json(messages, path)
 
 
-def _decode_field(name: str, raw: msgspec.Raw) -> object:
+def _decode_field(name: str, raw: msgspec.Raw, path: str) -> object:
     if name == "value_json":
         return None if bytes(raw) == b"null" else raw
-    return msgspec.json.decode(raw)
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        shown = name if name in _FIELDS else "an unknown field"
+        raise MessageError(path, f"{shown} does not read") from None
 
 
 def messages_from_json(obj: object, path: str = "messages") -> tuple[Message, ...]:
