@@ -18,6 +18,7 @@ from txbroker.core.records import (
     Header,
     Kept,
     Marker,
+    MarkerKind,
     Message,
     Progress,
     Record,
@@ -28,14 +29,18 @@ VERSION_HEADER = "txb-v"
 ID_HEADER = "txb-id"
 SEQUENCE_HEADER = "txb-seq"
 _FIXED = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
-# In the order in which they are written. The transaction's own are on its first record only.
-_OPTIONAL = ("ts", "check", "order", "dedup", "key", "tombstone", "kept")
+DURATION_MAX_S = 1e9
+"""The longest duration of a check policy, seconds: thirty years, far from any overflow."""
 
 CLAIM_KEY = b"claim"
 PROGRESS_KEY = b"progress"
 
 _encode_json = msgspec.json.Encoder().encode
 _marker_decoder = msgspec.json.Decoder(Marker)
+
+
+# What msgspec raises on bytes that are not what is asked for; deep nesting is a RecursionError.
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 
 
 class _Versioned(msgspec.Struct):
@@ -70,7 +75,11 @@ class HalfPart(msgspec.Struct, frozen=True):
 
 
 def encode_half(half: Half) -> tuple[Record, ...]:
-    """Return the records of a half message; they belong into one batch."""
+    """Return the records of a half message; they belong into one batch.
+
+    Raises:
+        ValueError: a message has no partition yet, or a number is one that cannot be read back.
+    """
     return tuple(_encode_part(half, sequence) for sequence in range(len(half.messages)))
 
 
@@ -80,17 +89,21 @@ def encode_contents(half: Half, messages: Sequence[Message]) -> tuple[Record, ..
     return encode_half(replaced)
 
 
-def _encode_part(half: Half, sequence: int, extra: Sequence[tuple[str, str]] = ()) -> Record:
+def _encode_part(half: Half, sequence: int, extra: Sequence[tuple[str, bytes]] = ()) -> Record:
     message = half.messages[sequence]
-    optional: list[tuple[str, str]] = []
+    if message.partition is None or message.partition < 0:
+        raise ValueError(f"{half.id}: message {sequence} has no partition")
+    if message.timestamp_ms is not None and message.timestamp_ms < 0:
+        raise ValueError(f"{half.id}: message {sequence} is from before 1970")
+    optional: list[tuple[str, bytes]] = []
     if message.timestamp_ms is not None:
-        optional.append(("ts", str(message.timestamp_ms)))
+        optional.append(("ts", str(message.timestamp_ms).encode()))
     if sequence == 0:
-        optional.append(("check", _encode_policy(half.policy)))
+        optional.append(("check", _encode_policy(half.policy).encode()))
         if half.order_key is not None:
-            optional.append(("order", half.order_key))
+            optional.append(("order", half.order_key.encode()))
         if half.dedup_key is not None:
-            optional.append(("dedup", half.dedup_key))
+            optional.append(("dedup", half.dedup_key.encode()))
     optional.extend(extra)
     fixed = (
         half.id,
@@ -102,7 +115,7 @@ def _encode_part(half: Half, sequence: int, extra: Sequence[tuple[str, str]] = (
     version = " ".join([str(RECORD_VERSION), *(name for name, _ in optional)])
     headers: list[Header] = [(VERSION_HEADER, version.encode())]
     headers.extend((name, text.encode()) for name, text in zip(_FIXED, fixed, strict=True))
-    headers.extend((f"txb-{name}", text.encode()) for name, text in optional)
+    headers.extend((f"txb-{name}", value) for name, value in optional)
     headers.extend(message.headers)
     return Record(message.key, message.value, tuple(headers))
 
@@ -118,38 +131,38 @@ def decode_half(record: Record) -> HalfPart:
     return part
 
 
-def _decode_part(record: Record) -> tuple[HalfPart, dict[str, str]]:
+def _decode_part(record: Record) -> tuple[HalfPart, dict[str, bytes]]:
     headers = record.headers
     if not headers or headers[0][0] != VERSION_HEADER:
         raise Malformed(f"the first header is not {VERSION_HEADER}")
     try:
-        version, *optional = _text(headers[0]).split(" ")
-        if int(version) > RECORD_VERSION:
+        version, *optional = _bytes(*headers[0]).decode().split(" ")
+        if _natural(version) > RECORD_VERSION:
             raise NewerVersion(f"half record of version {version}")
         ours = len(_FIXED) + 1 + len(optional)
         names = [VERSION_HEADER, *_FIXED, *(f"txb-{name}" for name in optional)]
-        if [name for name, _ in headers[:ours]] != names:
+        if [name for name, _ in headers[:ours]] != names or len(set(names)) != ours:
             raise Malformed(f"the headers are not {', '.join(names)}")
-        values = {name: _text((name, value)) for name, value in headers[1:ours]}
-        sequence, _, count = values["txb-seq"].partition("/")
+        values = {name: _bytes(name, value) for name, value in headers[1:ours]}
+        sequence, _, count = values["txb-seq"].decode().partition("/")
         timestamp = values.get("txb-ts")
         message = Message(
-            topic=values["txb-topic"],
+            topic=values["txb-topic"].decode(),
             key=record.key,
             value=record.value,
             headers=headers[ours:],
-            partition=int(values["txb-part"]),
-            timestamp_ms=None if timestamp is None else int(timestamp),
+            partition=_natural(values["txb-part"]),
+            timestamp_ms=None if timestamp is None else _natural(timestamp),
         )
         part = HalfPart(
-            id=values["txb-id"],
-            group=values["txb-group"],
+            id=values["txb-id"].decode(),
+            group=values["txb-group"].decode(),
             message=message,
-            sequence=int(sequence),
-            count=int(count),
-            policy=_decode_policy(values.get("txb-check")),
-            order_key=values.get("txb-order"),
-            dedup_key=values.get("txb-dedup"),
+            sequence=_natural(sequence),
+            count=_natural(count),
+            policy=_decode_policy(_optional_text(values, "txb-check")),
+            order_key=_optional_text(values, "txb-order"),
+            dedup_key=_optional_text(values, "txb-dedup"),
         )
     except (NewerVersion, Malformed):
         raise
@@ -160,24 +173,51 @@ def _decode_part(record: Record) -> tuple[HalfPart, dict[str, str]]:
     return part, values
 
 
-def _text(header: Header) -> str:
-    name, value = header
+def _bytes(name: str, value: bytes | None) -> bytes:
     if value is None:
         raise Malformed(f"{name} is null")
-    return value.decode()
+    return value
+
+
+def _optional_text(values: dict[str, bytes], name: str) -> str | None:
+    value = values.get(name)
+    return None if value is None else value.decode()
+
+
+def _natural(text: str) -> int:
+    """Return the number that decimal digits say; int() would take `+1`, ` 1` and `1_0` too."""
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise ValueError(f"{text[:40]!r} is not a whole number")
+    return int(text)
 
 
 def _encode_policy(policy: CheckPolicy) -> str:
-    return (
-        f"{policy.after_s:g}/{policy.interval_s:g}/{policy.attempts_max}/{policy.timeout_s:g}"
+    _check_policy(policy)
+    after, interval, timeout = (
+        # The shortest text that reads back as the same number.
+        f"{seconds:g}" if float(f"{seconds:g}") == seconds else repr(seconds)
+        for seconds in (policy.after_s, policy.interval_s, policy.timeout_s)
     )
+    return f"{after}/{interval}/{policy.attempts_max}/{timeout}"
+
+
+def _check_policy(policy: CheckPolicy) -> CheckPolicy:
+    for seconds in (policy.after_s, policy.interval_s, policy.timeout_s):
+        # Written so that not-a-number fails too.
+        if not 0 <= seconds <= DURATION_MAX_S:
+            raise ValueError(f"a check policy of {seconds} s")
+    if policy.attempts_max < 1:
+        raise ValueError(f"a check policy of {policy.attempts_max} attempts")
+    return policy
 
 
 def _decode_policy(text: str | None) -> CheckPolicy:
     if text is None:
         return CheckPolicy()
     after, interval, attempts, timeout = text.split("/")
-    return CheckPolicy(float(after), float(interval), int(attempts), float(timeout))
+    return _check_policy(
+        CheckPolicy(float(after), float(interval), _natural(attempts), float(timeout))
+    )
 
 
 # --- promoted messages -----------------------------------------------------------------------
@@ -220,10 +260,12 @@ def decode_marker(record: Record) -> Marker:
         marker = _marker_decoder.decode(record.value)
     except NewerVersion:
         raise
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise Malformed(f"not a marker: {error}") from None
     if record.key != marker.id.encode():
         raise Malformed("the key of a marker is its transaction's id")
+    if marker.contents and (marker.contents < 0 or marker.kind is not MarkerKind.COMMIT):
+        raise Malformed(f"{marker.contents} replaced messages with a {marker.kind}")
     return marker
 
 
@@ -258,7 +300,9 @@ def decode_checkpoint(record: Record) -> Claim | Progress:
         if _version_decoder.decode(record.value or b"").v > RECORD_VERSION:
             raise NewerVersion("checkpoint record of a newer version")
         return msgspec.json.decode(record.value or b"", type=kind)
-    except msgspec.DecodeError as error:
+    except NewerVersion:
+        raise
+    except _UNREADABLE as error:
         raise Malformed(f"checkpoint record does not read: {error}") from None
 
 
@@ -272,6 +316,7 @@ class _KeptFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     half: int
     at_ms: int
     cause: Cause | None = None
+    decided_ms: int = 0
 
 
 class KeptPart(msgspec.Struct, frozen=True):
@@ -297,16 +342,18 @@ def encode_kept(kept: Kept) -> tuple[Record, ...]:
     Key and null value of the user's message move into headers, because the parked topic is
     compacted: there the key is the transaction's and null means settled.
     """
-    facts = _KeptFacts(kept.state, kept.half_offset, kept.prepared_at_ms, kept.cause)
+    facts = _KeptFacts(
+        kept.state, kept.half_offset, kept.prepared_at_ms, kept.cause, kept.decided_at_ms
+    )
     records = []
     for sequence, message in enumerate(kept.half.messages):
-        extra: list[tuple[str, str]] = []
+        extra: list[tuple[str, bytes]] = []
         if message.key is not None:
-            extra.append(("key", message.key.hex()))
+            extra.append(("key", message.key))
         if message.value is None:
-            extra.append(("tombstone", "1"))
+            extra.append(("tombstone", b"1"))
         if sequence == 0:
-            extra.append(("kept", _encode_json(facts).decode()))
+            extra.append(("kept", _encode_json(facts)))
         record = _encode_part(kept.half, sequence, extra)
         records.append(
             msgspec.structs.replace(
@@ -330,21 +377,22 @@ def decode_kept(record: Record) -> KeptPart:
     """
     try:
         id, _, sequence = (record.key or b"").decode().partition("/")
-        number = int(sequence)
+        number = _natural(sequence)
     except ValueError:
         raise Malformed(f"the key {record.key!r} is not id/sequence") from None
     if record.value is None:
         return KeptPart(id, number, None, None)
     part, values = _decode_part(record)
     try:
-        key = values.get("txb-key")
         message = msgspec.structs.replace(
             part.message,
-            key=None if key is None else bytes.fromhex(key),
+            key=values.get("txb-key"),
             value=None if "txb-tombstone" in values else part.message.value,
         )
         text = values.get("txb-kept")
         facts = None if text is None else msgspec.json.decode(text, type=_KeptFacts)
-    except (ValueError, msgspec.DecodeError) as error:
+    except _UNREADABLE as error:
         raise Malformed(f"a kept transaction does not read: {error}") from None
+    if (part.id, part.sequence) != (id, number):
+        raise Malformed(f"{part.id}/{part.sequence} under the key {record.key!r}")
     return KeptPart(id, number, msgspec.structs.replace(part, message=message), facts)

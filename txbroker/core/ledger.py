@@ -22,6 +22,7 @@ from txbroker.core.codec import (
 )
 from txbroker.core.ids import parse_id
 from txbroker.core.records import (
+    Anchor,
     Cause,
     Decision,
     Half,
@@ -35,6 +36,9 @@ from txbroker.core.records import (
 )
 from txbroker.core.states import SETTLED, UNDECIDED, IllegalStep, Step
 from txbroker.core.transaction import Transaction, fingerprint
+
+WAITING_SWEEP_MIN = 1000
+"""Ids with waiting markers below which nobody looks whether some can be forgotten."""
 
 
 class Effect(StrEnum):
@@ -106,6 +110,10 @@ class Ledger:
         self.op_position = 0
         self.half_clock_ms = 0
         self.op_clock_ms = 0
+        self.half_anchor: Anchor | None = None
+        self.op_anchor: Anchor | None = None
+        self.op_progress = 0
+        """The `op` of the newest progress, written or on its way: it never goes back."""
         self.transactions: dict[str, Transaction] = {}
         self.ready: dict[str, Transaction] = {}
         """Committed, not yet promoted or refused."""
@@ -119,7 +127,10 @@ class Ledger:
         self._parts_offset = 0
         self._waiting: dict[str, list[_Entry]] = {}
         self._batch: _Batch | None = None
+        self._waiting_max = WAITING_SWEEP_MIN
         self._settled: deque[str] = deque()
+        self.undecided_count = 0
+        """Pending and parked transactions."""
 
     def __iter__(self) -> Iterator[Transaction]:
         return iter(self.transactions.values())
@@ -141,6 +152,19 @@ class Ledger:
         """Begin with logs whose first kept offsets are these."""
         self.half_position, self.op_position = half, op
 
+    @property
+    def half_whole(self) -> int:
+        """How far the half topic is applied in whole batches: what progress may say.
+
+        Progress that pointed into a batch would count its transaction as dealt with.
+        """
+        return self._parts_offset if self._parts else self.half_position
+
+    @property
+    def op_whole(self) -> int:
+        """How far the operation topic is applied in whole batches: what progress may say."""
+        return self.op_position if self._batch is None else self._batch.offset
+
     # --- half ----------------------------------------------------------------------------
 
     def apply_half(self, record: Record) -> Outcome:
@@ -153,6 +177,7 @@ class Ledger:
             raise Gap(f"half {self.partition}: offset {record.offset}, not {self.half_position}")
         self.half_position += 1
         self.half_clock_ms = max(self.half_clock_ms, record.timestamp_ms)
+        self.half_anchor = anchor_of(record)
         try:
             part = decode_half(record)
         except NewerVersion as error:
@@ -164,7 +189,7 @@ class Ledger:
         if part.sequence == 0:
             self._parts = []
             self._parts_offset = record.offset
-        elif len(self._parts) != part.sequence or self._parts[0].id != part.id:
+        elif not _follows(self._parts, part):
             self._parts = []
             return Outcome(Effect.VOID, why=f"{part.id}: message {part.sequence} without the first")
         self._parts.append(part)
@@ -203,23 +228,23 @@ class Ledger:
     def _enter(self, transaction: Transaction) -> None:
         half = transaction.half
         self.transactions[half.id] = transaction
+        self.undecided_count += 1
         if half.dedup_key is not None:
             self._dedup[half.group, half.dedup_key] = half.id
         for entry in self._waiting.pop(half.id, ()):
             self._marker(transaction, entry)
 
     def restore(self, kept: Kept) -> None:
-        """Take a transaction from its copy: half's retention has taken the half message."""
-        half = kept.half
-        transaction = Transaction(
-            half,
-            kept.half_offset,
-            kept.prepared_at_ms,
-            fingerprint(half.messages, half.group),
-            round_started_ms=kept.prepared_at_ms,
-            kept=True,
-        )
-        self._enter(transaction)
+        """Take a transaction from its copy: half's retention has taken the half message.
+
+        To be called before the operation topic is applied, which may have lost the markers too:
+        a parked one stays parked until a marker that is still there says otherwise.
+        """
+        if kept.half.id not in self.transactions:
+            transaction = _from_copy(kept)
+            if kept.state is State.PARKED:
+                transaction.take(Step.PARK)
+            self._enter(transaction)
 
     # --- operation -----------------------------------------------------------------------
 
@@ -233,6 +258,7 @@ class Ledger:
             raise Gap(f"op {self.partition}: offset {record.offset}, not {self.op_position}")
         self.op_position += 1
         self.op_clock_ms = max(self.op_clock_ms, record.timestamp_ms)
+        self.op_anchor = anchor_of(record)
         if is_content(record):
             return self._content(record)
         self._batch = None
@@ -254,12 +280,18 @@ class Ledger:
         if batch is None:
             return Outcome(Effect.VOID, why="replaced content without its marker")
         try:
-            batch.parts.append(decode_half(record))
+            part = decode_half(record)
         except NewerVersion as error:
+            self._batch = None
             return Outcome(Effect.NEWER, why=str(error))
         except Malformed as error:
             self._batch = None
             return Outcome(Effect.VOID, why=str(error))
+        place = (part.id, part.sequence, part.count)
+        if place != (batch.marker.id, len(batch.parts), batch.marker.contents):
+            self._batch = None
+            return Outcome(Effect.VOID, why=f"{part.id}: not the content that its marker announces")
+        batch.parts.append(part)
         if len(batch.parts) < batch.marker.contents:
             return Outcome(Effect.PARTIAL)
         self._batch = None
@@ -292,8 +324,8 @@ class Ledger:
                 transaction.give_back(marker, at_ms, Step(kind))
             elif kind is MarkerKind.PARK:
                 transaction.park(marker, at_ms)
-                if not transaction.kept:
-                    self.to_keep[transaction.id] = transaction
+                # Also where an older copy lies there: that one does not say that it is parked.
+                self.to_keep[transaction.id] = transaction
             else:
                 transaction.revive(marker, at_ms)
         except IllegalStep as error:
@@ -305,11 +337,12 @@ class Ledger:
         if marker.group and marker.group != transaction.half.group:
             return Outcome(Effect.ILLEGAL, transaction, f"group {marker.group!r} does not own it")
         if transaction.decision is not None:
-            same = transaction.decision is decision
+            same = transaction.decision is decision and _same_contents(transaction, entry.contents)
             return Outcome(Effect.REPEATED if same else Effect.CONFLICT, transaction)
         if entry.contents is not None and not fits(transaction.half, entry.contents):
             return Outcome(Effect.ILLEGAL, transaction, "replaced content for other topics")
         transaction.decide(marker, entry.offset, entry.at_ms, decision)
+        self.undecided_count -= 1
         self.to_keep.pop(transaction.id, None)
         if decision is Decision.COMMIT:
             if entry.contents is not None:
@@ -347,33 +380,60 @@ class Ledger:
     def reconcile(self, progress: Progress | None, kept: Iterable[Kept]) -> list[Transaction]:
         """After a claim, take over what earlier turns have committed.
 
-        `kept` is what the parked topic holds. Returns the transactions that turned out to be
-        promoted.
+        `kept` is what the parked topic holds: all of it, whatever lost turns meant to write
+        there. Returns the transactions that turned out to be promoted.
         """
-        self.to_release.clear()
-        for copy in kept:
-            transaction = self.transactions.get(copy.half.id)
-            if transaction is None:
-                continue
-            transaction.kept = True
-            self.to_keep.pop(transaction.id, None)
-            if transaction.state is State.COMMITTED and copy.state is State.REFUSED and copy.cause:
-                self.refuse(transaction.id, copy.cause)
-            elif transaction.state is State.ROLLED_BACK:
+        self._take_copies({copy.half.id: copy for copy in kept})
+        self.op_progress = 0 if progress is None else progress.op
+        done = [] if progress is None else self._done(progress)
+        for transaction in done:
+            if transaction.kept:
                 self.to_release[transaction.id] = transaction
-        if progress is None:
-            return []
+            self.promote(transaction.id)
+        return done
+
+    def _take_copies(self, copies: dict[str, Kept]) -> None:
+        self.to_keep.clear()
+        self.to_release.clear()
+        for transaction in self.transactions.values():
+            copy = copies.get(transaction.id)
+            transaction.kept = copy is not None
+            if transaction.state is State.PARKED and (
+                copy is None or copy.state is not State.PARKED
+            ):
+                self.to_keep[transaction.id] = transaction
+            if copy is None:
+                continue
+            if transaction.state in SETTLED:
+                self.to_release[transaction.id] = transaction
+            elif copy.state is State.REFUSED:
+                self._refused_before(transaction, copy)
+        for id, copy in copies.items():
+            if id not in self.transactions:
+                # Settled so long ago that it is forgotten, and the copy was left over.
+                self.to_release[id] = _from_copy(copy)
+
+    def _refused_before(self, transaction: Transaction, copy: Kept) -> None:
+        """A turn has set it aside. Its commit marker may have fallen to retention since."""
+        if transaction.state in UNDECIDED:
+            transaction.take(Step.COMMIT)
+            self.undecided_count -= 1
+            transaction.decision = Decision.COMMIT
+            transaction.decided_at_ms = copy.decided_at_ms or copy.prepared_at_ms
+            self.to_keep.pop(transaction.id, None)
+        self.refuse(transaction.id, copy.cause or _CAUSE_LOST)
+
+    def _done(self, progress: Progress) -> list[Transaction]:
+        # A refused one whose copy is gone: the turn that retried it was committed after all.
+        retried = [each for each in self.refused.values() if not each.kept]
         deferred = frozenset(progress.deferred)
-        done = [
+        return retried + [
             transaction
             for transaction in self.ready.values()
             if transaction.op_offset < progress.op
             and transaction.offset < progress.half
             and transaction.id not in deferred
         ]
-        for transaction in done:
-            self.promote(transaction.id)
-        return done
 
     # --- memory --------------------------------------------------------------------------
 
@@ -390,28 +450,73 @@ class Ledger:
             newest_ms = max(id_time_ms, transaction.prepared_at_ms)
             if self.half_clock_ms - newest_ms <= self.dedup_window_ms:
                 break
+            if transaction.id in self.to_release:
+                # A copy that nobody remembers would come back to life one day.
+                break
             self._settled.popleft()
             del self.transactions[transaction.id]
-            self.to_release.pop(transaction.id, None)
             half = transaction.half
             if half.dedup_key is not None:
                 key = (half.group, half.dedup_key)
                 if self._dedup.get(key) == transaction.id:
                     del self._dedup[key]
-        if len(self._waiting) > 1000:
+        if len(self._waiting) > self._waiting_max:
             self._waiting = {
                 id: waiting
                 for id, waiting in self._waiting.items()
                 if self.half_clock_ms - parse_id(id).time_ms <= self.dedup_window_ms
             }
+            # While op is read far ahead of half most of them stay: sweeping at each record
+            # would be quadratic.
+            self._waiting_max = max(WAITING_SWEEP_MIN, 2 * len(self._waiting))
 
-    def undecided(self) -> list[Transaction]:
-        """Return pending and parked transactions."""
-        return [t for t in self.transactions.values() if t.state in UNDECIDED]
+    def unsettled_before(self, prepared_ms: int) -> list[Transaction]:
+        """Return what still has to become something and was prepared before a time."""
+        found = []
+        # In the order of preparation, so the scan ends at the first one that is young enough.
+        for transaction in self.transactions.values():
+            if transaction.prepared_at_ms >= prepared_ms:
+                break
+            if transaction.state not in SETTLED:
+                found.append(transaction)
+        return found
 
-    def unsettled(self) -> list[Transaction]:
-        """Return every transaction that still has to become something."""
-        return [t for t in self.transactions.values() if t.state not in SETTLED]
+
+_CAUSE_LOST = Cause("unknown", "the copy does not say why", "", -1)
+
+
+def _follows(parts: Sequence[HalfPart], part: HalfPart) -> bool:
+    """Say whether `part` is the next message of the half message that `parts` begin."""
+    if not parts or len(parts) != part.sequence:
+        return False
+    first = parts[0]
+    return (first.id, first.group, first.count) == (part.id, part.group, part.count)
+
+
+def _from_copy(kept: Kept) -> Transaction:
+    half = kept.half
+    return Transaction(
+        half,
+        kept.half_offset,
+        kept.prepared_at_ms,
+        fingerprint(half.messages, half.group),
+        round_started_ms=kept.prepared_at_ms,
+        kept=True,
+    )
+
+
+def _same_contents(transaction: Transaction, contents: Sequence[Message] | None) -> bool:
+    """Say whether a repeated commit means the messages that stand."""
+    if contents is None:
+        return True
+    if transaction.contents_fingerprint:
+        return fingerprint(contents) == transaction.contents_fingerprint
+    return fingerprint(contents, transaction.half.group) == transaction.fingerprint
+
+
+def anchor_of(record: Record) -> Anchor:
+    """Return what tells a record from any other that could stand at its offset."""
+    return Anchor(record.offset, record.timestamp_ms)
 
 
 def fits(half: Half, contents: Sequence[Message]) -> bool:

@@ -57,7 +57,8 @@ def message_bytes(message: Message) -> int:
     """Return an upper bound of a message's size in a batch, bytes."""
     size = RECORD_OVERHEAD_BYTES + len(message.key or b"") + len(message.value or b"")
     for name, value in message.headers:
-        size += 10 + 3 * len(name) + len(value or b"")
+        name_bytes = len(name) if name.isascii() else len(name.encode())
+        size += 10 + name_bytes + len(value or b"")
     return size
 
 
@@ -75,28 +76,35 @@ def plan_turn(
     in_flight: Collection[str] = (),
     retried: Iterable[Transaction] = (),
     tried: Mapping[str, Cause] = MappingProxyType({}),
+    progressed: int = 0,
 ) -> Plan:
     """Return the next turn.
 
     Args:
         ready: committed transactions, in any order; deferred ones among them.
-        op_position: how far the ledger has applied the operation topic.
+        op_position: how far the ledger has applied the operation topic, in whole batches.
         examine: says of one message whether its target takes it, from what is known already.
         limits: how much goes into one turn.
         in_flight: ids that an earlier turn, not yet committed, has promoted or refused.
         retried: refused transactions to be tried again. Their place in the order is lost.
         tried: why a broker refused a transaction, by id, where only trying could tell.
+        progressed: the `op` of the newest progress, written or on its way. Progress never goes
+            back, or what was promoted above it would be promoted again after a crash; so what
+            lies below it and finds no room in this turn is in this turn's `deferred`.
     """
     plan = Plan([], [], {}, op_position)
     blocked: dict[tuple[int, str, int | None], Cause] = {}
     size = 0
-    for transaction in sorted(ready, key=lambda t: t.op_offset):
-        if transaction.id in in_flight:
-            continue
+    queue = sorted(
+        [transaction for transaction in ready if transaction.id not in in_flight],
+        key=lambda t: t.op_offset,
+    )
+    for place, transaction in enumerate(queue):
         cause = tried.get(transaction.id) or _cause(transaction, examine, blocked)
         if cause is not None and cause.passing:
             if len(plan.deferred) >= limits.deferred_max:
-                plan.op, plan.full = transaction.op_offset, True
+                plan.full = True
+                _cut(plan, queue[place:], progressed)
                 break
             plan.deferred[transaction.id] = cause
             _block(transaction, cause, blocked)
@@ -104,7 +112,7 @@ def plan_turn(
         bytes_more = transaction_bytes(transaction)
         count = len(plan.promote) + len(plan.refuse)
         if count and (count >= limits.transactions_max or size + bytes_more > limits.bytes_max):
-            plan.op = transaction.op_offset
+            _cut(plan, queue[place:], progressed)
             break
         size += bytes_more
         if cause is None:
@@ -112,11 +120,26 @@ def plan_turn(
         else:
             plan.refuse.append((transaction, cause))
     for transaction in retried:
-        if len(plan.promote) + len(plan.refuse) >= limits.transactions_max:
+        bytes_more = transaction_bytes(transaction)
+        count = len(plan.promote) + len(plan.refuse)
+        if count and (count >= limits.transactions_max or size + bytes_more > limits.bytes_max):
             break
         if transaction.id not in in_flight and _cause(transaction, examine, {}) is None:
+            size += bytes_more
             plan.promote.append(transaction)
     return plan
+
+
+def _cut(plan: Plan, left: list[Transaction], progressed: int) -> None:
+    """End the turn before `left`: progress stops there, unless it has been further already."""
+    plan.op = max(left[0].op_offset, progressed)
+    for transaction in left:
+        if transaction.op_offset >= plan.op:
+            break
+        message = transaction.messages[0]
+        plan.deferred[transaction.id] = Cause(
+            "turn_full", "it goes with the next turn", message.topic, message.partition or 0, True
+        )
 
 
 def _cause(

@@ -171,7 +171,6 @@ class Anchor(Struct, frozen=True):
 
     offset: int
     timestamp_ms: int
-    id: str
 
 
 class Claim(Struct, frozen=True):
@@ -219,3 +218,5 @@ class Kept(Struct, frozen=True):
     prepared_at_ms: int
     state: State
     cause: Cause | None = None
+    decided_at_ms: int = 0
+    """Append time of the commit marker of a refused one; 0 while undecided."""

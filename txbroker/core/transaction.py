@@ -15,6 +15,7 @@ from txbroker.core.records import (
     CheckReason,
     Decision,
     Half,
+    Kept,
     Marker,
     Message,
     Source,
@@ -119,8 +120,8 @@ class Transaction(Struct):
         self.counted_ms.append(at_ms)
         self.last_check_ms = at_ms
         self.not_before_ms = 0
-        if self.attempts and marker.previous and not self.attempts[-1].outcome:
-            self.attempts[-1] = structs.replace(self.attempts[-1], outcome=marker.previous)
+        if marker.previous:
+            self.note_outcome(marker.previous)
         reason = CheckReason(marker.reason)
         self.attempts.append(Attempt(self.round, marker.number, at_ms, reason, marker.endpoint))
         del self.attempts[:-ATTEMPTS_KEPT]
@@ -208,6 +209,19 @@ class Transaction(Struct):
             self.counted_ms = []
             self.last_check_ms = 0
             self.not_before_ms = 0
+
+    def note_outcome(self, detail: str) -> None:
+        """Remember what came back from the last attempt; the next marker will carry it."""
+        if self.attempts and not self.attempts[-1].outcome:
+            self.attempts[-1] = structs.replace(self.attempts[-1], outcome=detail)
+
+    def copy(self, state: State, cause: Cause | None) -> Kept:
+        """Return what the parked topic keeps, with the messages as they would be promoted.
+
+        The copy may outlive half message and markers, so it tells whatever promotion needs.
+        """
+        half = structs.replace(self.half, messages=self.messages)
+        return Kept(half, self.offset, self.prepared_at_ms, state, cause, self.decided_at_ms)
 
     def strip(self) -> None:
         """Drop the bodies: of a settled transaction nobody asks for them."""
