@@ -151,8 +151,8 @@ def _decode_part(record: Record) -> tuple[HalfPart, dict[str, bytes]]:
             key=record.key,
             value=record.value,
             headers=headers[ours:],
-            partition=_natural(values["txb-part"]),
-            timestamp_ms=None if timestamp is None else _natural(timestamp),
+            partition=_natural(values["txb-part"].decode()),
+            timestamp_ms=None if timestamp is None else _natural(timestamp.decode()),
         )
         part = HalfPart(
             id=values["txb-id"].decode(),

@@ -48,6 +48,7 @@ class Transaction(Struct):
         instance: the SDK process that prepared it, as far as this owner saw it.
         kept: whether a copy lies in the parked topic.
         offsets: where its messages are in their targets, once promoted by this owner.
+        promoted_at_ms: when this owner saw it visible, by its log time; 0 if it did not.
     """
 
     half: Half
@@ -74,6 +75,7 @@ class Transaction(Struct):
     kept: bool = False
     cause: Cause | None = None
     offsets: tuple[int, ...] = ()
+    promoted_at_ms: int = 0
 
     @property
     def id(self) -> str:
