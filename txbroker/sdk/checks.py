@@ -1,0 +1,151 @@
+"""Check-backs that come down a session: who answers, in which thread, how many at a time."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from txbroker.core.records import Decision
+from txbroker.errors import TooLarge, TxbrokerError
+from txbroker.sdk.limits import Limits
+from txbroker.sdk.local import LocalBook
+from txbroker.sdk.messages import checked_replacement
+from txbroker.sdk.session import Session
+from txbroker.sdk.types import Answer, CheckFunction, CheckRequest, Commit, NotYet
+from txbroker.wire import Check, CheckAnswer
+
+_log = logging.getLogger("txbroker.sdk")
+
+DETAIL_LENGTH_MAX = 200
+"""Of what an answer says in words; it is kept in the transaction's timeline."""
+
+
+class CheckDesk:
+    """Answers the checks of one producer.
+
+    What this process knows by itself is answered at once; else the check function is asked, at
+    most `checks_max` times at once. A check that comes again while the function is still at it
+    gets the same answer.
+    """
+
+    def __init__(self, function: CheckFunction | None, book: LocalBook, limits: Limits) -> None:
+        self._function = function
+        self._book = book
+        self._limits = limits
+        self._asked: dict[str, asyncio.Task[CheckAnswer]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+        self._threads: ThreadPoolExecutor | None = None
+        self.draining = False
+
+    def arrived(self, session: Session, check: Check) -> None:
+        """Answer a check; where a function must be asked, later."""
+        known = self._book.answer(check.id)
+        if known is not None:
+            _post(session, _in_frame(known, check, "the producer itself"))
+        elif self._function is None:
+            session.post(_not_taken(check, "this producer has no check function"))
+        elif self.draining:
+            session.post(_not_taken(check, "this producer is draining"))
+        elif check.id not in self._asked and len(self._asked) >= self._limits.checks_max:
+            session.post(_not_taken(check, "this producer is busy with other checks"))
+        else:
+            self._ask_function(self._function, session, check)
+
+    async def settle(self) -> None:
+        """Wait until every check that was taken is answered."""
+        while self._answering:
+            await asyncio.wait(tuple(self._answering))
+
+    async def close(self) -> None:
+        """Stop answering. A plain function that still runs in a thread runs to its end."""
+        for task in (*self._answering, *self._asked.values()):
+            task.cancel()
+        await asyncio.gather(*self._answering, *self._asked.values(), return_exceptions=True)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _ask_function(self, function: CheckFunction, session: Session, check: Check) -> None:
+        asked = self._asked.get(check.id)
+        if asked is None:
+            asked = asyncio.create_task(
+                self._ask(function, check), name=f"txbroker check {check.id}"
+            )
+            self._asked[check.id] = asked
+            asked.add_done_callback(lambda _: self._asked.pop(check.id, None))
+        answering = asyncio.create_task(_pass_on(asked, session, check))
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
+
+    async def _ask(self, function: CheckFunction, check: Check) -> CheckAnswer:
+        request = CheckRequest(
+            check.id,
+            check.group,
+            check.attempt,
+            check.attempts_max,
+            check.reason,
+            check.prepared_at_ms / 1000,
+            check.messages,
+        )
+        try:
+            return _in_frame(await self._run(function, request), check, "the check function")
+        except Exception as error:
+            _log.exception("the check of %s failed: answered as unknown", check.id)
+            detail = f"{type(error).__name__}: {error}"
+            return CheckAnswer(check.call, Decision.UNKNOWN, detail=detail[:DETAIL_LENGTH_MAX])
+
+    async def _run(self, function: CheckFunction, request: CheckRequest) -> Answer:
+        if is_coroutine_function(function):
+            result = function(request)
+        else:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(
+                    self._limits.check_threads_max, thread_name_prefix="txbroker-check"
+                )
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._threads, function, request)
+        return await result if inspect.isawaitable(result) else result
+
+
+def is_coroutine_function(function: Callable[..., object]) -> bool:
+    """Return True for `async def` functions, methods and objects with such a `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - not asked whether it is callable
+    )
+
+
+async def _pass_on(asked: "asyncio.Task[CheckAnswer]", session: Session, check: Check) -> None:
+    answer = await asyncio.shield(asked)
+    same = CheckAnswer(
+        check.call, answer.decision, answer.ask_again_s, answer.messages, answer.detail
+    )
+    _post(session, same)
+
+
+def _post(session: Session, answer: CheckAnswer) -> None:
+    try:
+        session.post(answer)
+    except TooLarge as error:
+        session.post(CheckAnswer(answer.call, Decision.UNKNOWN, detail=str(error)))
+
+
+def _in_frame(answer: object, check: Check, by: str) -> CheckAnswer:
+    match answer:
+        case Decision():
+            return CheckAnswer(check.call, answer, detail=f"{answer} by {by}")
+        case NotYet():
+            return CheckAnswer(
+                check.call, Decision.UNKNOWN, answer.after_s, detail=f"not yet, by {by}"
+            )
+        case Commit(messages=None):
+            return CheckAnswer(check.call, Decision.COMMIT, detail=f"commit by {by}")
+        case Commit(messages=messages):
+            final = checked_replacement(check.messages, messages or ())
+            return CheckAnswer(check.call, Decision.COMMIT, None, final, f"commit by {by}")
+    raise TxbrokerError(
+        f"a check returns a Decision, Commit or NotYet, not {type(answer).__name__}"
+    )
+
+
+def _not_taken(check: Check, why: str) -> CheckAnswer:
+    return CheckAnswer(check.call, None, detail=why)

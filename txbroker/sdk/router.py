@@ -1,0 +1,290 @@
+"""Which proxy to talk to: sessions by URL, owners by partition, dialling with back-off.
+
+Every proxy hands out its view of who owns what. The newest view of a living session counts
+first; when that owner does not take a call, the owners that other views name get their turn, so
+one proxy that is behind cannot lead us astray for long. One session is always kept, for checks to
+come down; further ones are opened when a call needs them.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from txbroker.errors import OwnerUnavailable, RequestError
+from txbroker.sdk.limits import Limits
+from txbroker.sdk.session import CannotConnect, Session
+from txbroker.sdk.types import ProducerClosed
+
+_log = logging.getLogger("txbroker.sdk")
+
+CLOSED = "the producer was closed before an answer came; the check-back will settle it"
+
+Dial = Callable[[str], Awaitable[Session]]
+
+
+class _View(NamedTuple):
+    owners: tuple[str, ...]
+    number: int
+    """Later views have greater numbers."""
+
+
+class _Link:
+    """What is known of the way to one URL."""
+
+    __slots__ = ("failures", "task")
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.task: asyncio.Task[None] | None = None
+
+
+class Router:
+    """Keeps the sessions of one producer."""
+
+    def __init__(self, urls: Sequence[str], dial: Dial, limits: Limits) -> None:
+        self._seeds = list(urls)
+        random.shuffle(self._seeds)  # so that many producers spread over the proxies
+        self._dial_address = dial
+        self._limits = limits
+        self._sessions: dict[str, Session] = {}
+        self._links: dict[str, _Link] = {}
+        self._views: dict[str, _View] = {}
+        self._views_seen = 0
+        self._ways: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._refusal: RequestError | None = None
+        self.last_trouble = ""
+
+    # --- life ----------------------------------------------------------------------------
+
+    async def start(self, timeout_s: float) -> None:
+        """Open the first session.
+
+        Raises:
+            OwnerUnavailable: no proxy could be reached within `timeout_s`.
+            RequestError: a proxy refuses us.
+        """
+        self._keeper = asyncio.create_task(self._keep_one(), name="txbroker session keeper")
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._sessions:
+                    if self._refusal is not None and self._all_seeds_failed():
+                        raise self._refusal
+                    await self._changed.wait()
+        except TimeoutError:
+            why = self.last_trouble or f"no answer within {timeout_s:g} s"
+            raise OwnerUnavailable(f"no proxy can be reached: {why}") from None
+
+    def _all_seeds_failed(self) -> bool:
+        return all(url in self._links and self._links[url].failures for url in self._seeds)
+
+    async def close(self) -> None:
+        """End all sessions; what is queued in them is sent first."""
+        self._closed = True
+        tasks = [link.task for link in self._links.values() if link.task is not None]
+        if self._keeper is not None:
+            tasks.append(self._keeper)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        self._notify()
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """The sessions that are open now."""
+        return tuple(self._sessions.values())
+
+    # --- where to send -------------------------------------------------------------------
+
+    async def place(self, order: int | None) -> tuple[Session, int]:
+        """Return the half partition of a new transaction, and a session with its owner.
+
+        `order` is the hash of what keeps its order; None takes any partition that a connected
+        proxy owns.
+
+        Raises: as `owner`.
+        """
+        while not self._views:
+            await self._wait_for_change()
+        if order is None:
+            own = self._own_partition()
+            if own is not None:
+                return own
+            order = random.getrandbits(31)
+        partition = order % self._partitions()
+        return await self.owner(partition, 0), partition
+
+    async def owner(self, partition: int, turn: int) -> Session:
+        """Return a session with the owner of a half partition; waits until there is one.
+
+        `turn` counts the tries of one call: where views differ, each try takes the next one.
+
+        Raises:
+            ProducerClosed: the producer was closed meanwhile.
+            RequestError: the owner refuses us.
+        """
+        while True:
+            url = self._owner_url(partition, turn)
+            if url is None:
+                await self._wait_for_change()
+                continue
+            session = self._sessions.get(url)
+            if session is not None and not self._closed:
+                return session
+            if await self._dial_or_change(url):
+                turn += 1
+
+    def _own_partition(self) -> tuple[Session, int] | None:
+        sessions = list(self._sessions.values())
+        random.shuffle(sessions)
+        for session in sessions:
+            own = [p for p, url in enumerate(session.owners) if url == session.url]
+            if own:
+                return session, random.choice(own)
+        return None
+
+    def _partitions(self) -> int:
+        return len(next(self._newest_views()).owners)
+
+    def _owner_url(self, partition: int, turn: int) -> str | None:
+        urls: list[str] = []
+        for view in self._newest_views():
+            url = view.owners[partition] if partition < len(view.owners) else ""
+            if url and url not in urls:
+                urls.append(url)
+        return urls[turn % len(urls)] if urls else None
+
+    def _newest_views(self) -> Iterator[_View]:
+        return iter(sorted(self._views.values(), key=lambda view: -view.number))
+
+    async def _wait_for_change(self) -> None:
+        if self._closed:
+            raise ProducerClosed(CLOSED)
+        await self._changed.wait()
+
+    async def _dial_or_change(self, url: str) -> bool:
+        """Wait until a session with `url` opened or failed, or anything else changed; return
+        True where it failed."""
+        if self._closed:
+            raise ProducerClosed(CLOSED)
+        dialling = self._dial(url)
+        change = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait((dialling, change), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            change.cancel()
+        if not dialling.done() or dialling.cancelled():
+            return False
+        error = dialling.exception()
+        if isinstance(error, RequestError):
+            raise error
+        return error is not None
+
+    # --- sessions ------------------------------------------------------------------------
+
+    def owners_changed(self, session: Session) -> None:
+        """Take over a session's new list of owners."""
+        if self._sessions.get(session.url) is session:
+            self._learn(session)
+            self._notify()
+
+    def session_lost(self, session: Session, why: str) -> None:
+        """Forget a session that ended."""
+        closing = asyncio.create_task(session.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        if self._sessions.get(session.url) is not session:
+            return
+        del self._sessions[session.url]
+        self.last_trouble = why
+        if self._sessions:
+            self._views.pop(session.url, None)  # the last known view stays when all are lost
+        link = self._links.setdefault(session.url, _Link())
+        lived_s = asyncio.get_running_loop().time() - session.opened_at
+        link.failures = 0 if lived_s > self._limits.backoff_max_s else link.failures + 1
+        if not self._closed:
+            _log.info("session lost: %s", why)
+        self._notify()
+
+    async def _keep_one(self) -> None:
+        turn = 0
+        while True:
+            if self._sessions:
+                await self._changed.wait()
+                continue
+            known = self._known_urls()
+            await asyncio.wait((self._dial(known[turn % len(known)]),))
+            turn += 1
+
+    def _known_urls(self) -> list[str]:
+        urls = dict.fromkeys(self._seeds)
+        for view in self._views.values():
+            urls.update(dict.fromkeys(url for url in view.owners if url))
+        return list(urls)
+
+    def _dial(self, url: str) -> "asyncio.Task[None]":
+        link = self._links.setdefault(url, _Link())
+        if link.task is None or link.task.done():
+            link.task = asyncio.create_task(self._open(url, link), name=f"txbroker dial {url}")
+            link.task.add_done_callback(_look_at_exception)
+        return link.task
+
+    async def _open(self, url: str, link: _Link) -> None:
+        await asyncio.sleep(self._limits.backoff_s(link.failures))
+        if url in self._sessions:
+            return
+        way = self._ways.get(url, url)
+        try:
+            session = await self._dial_address(way)
+        except (CannotConnect, RequestError) as error:
+            link.failures += 1
+            self._ways.pop(url, None)
+            self.last_trouble = str(error)
+            if isinstance(error, RequestError):
+                self._refusal = error
+            self._notify()
+            raise
+        await self._admit(session, way)
+        if session.url != url and url not in self._seeds:
+            link.failures += 1
+            raise CannotConnect(f"{url} leads to {session.url}")
+
+    async def _admit(self, session: Session, way: str) -> None:
+        if session.url in self._sessions or self._closed:
+            await session.close()
+            return
+        self._sessions[session.url] = session
+        self._ways[session.url] = way
+        self._refusal = None
+        self._learn(session)
+        self._notify()
+        _log.info("session with %s opened", session.url)
+
+    def _learn(self, session: Session) -> None:
+        self._views_seen += 1
+        self._views[session.url] = _View(session.owners, self._views_seen)
+        for url in [url for url in self._views if url not in self._sessions]:
+            del self._views[url]
+        known = {*self._known_urls(), *self._sessions}
+        for url, link in list(self._links.items()):
+            if url not in known and (link.task is None or link.task.done()):
+                del self._links[url]
+                self._ways.pop(url, None)
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _look_at_exception(task: "asyncio.Task[None]") -> None:
+    """Its waiters may be gone; an exception that nobody looks at would be reported."""
+    with contextlib.suppress(asyncio.CancelledError):
+        task.exception()

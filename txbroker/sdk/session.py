@@ -1,0 +1,360 @@
+"""One connection to one proxy: frames out, frames in, answers matched to calls.
+
+Operations queued during one turn of the event loop leave in one frame. A session never
+reconnects; when it is lost, every call that still waits learns whether it had been sent.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import aiohttp
+import msgspec
+
+from txbroker.errors import Forbidden, RequestError, TooLarge, Unauthorized, request_errors
+from txbroker.sdk.limits import Limits
+from txbroker.wire import (
+    FRAME_BYTES_MAX,
+    Check,
+    Clock,
+    Failure,
+    FromProducer,
+    FromProxy,
+    Hello,
+    Owners,
+    Standing,
+    Welcome,
+    decode_from_proxy,
+    encode_frame,
+)
+
+_log = logging.getLogger("txbroker.sdk")
+
+SESSION_PATH = "/v1/session"
+ARRAY_HEADER_BYTES_MAX = 5
+OPERATION_BYTES_MAX = FRAME_BYTES_MAX - ARRAY_HEADER_BYTES_MAX
+CLOSE_TIMEOUT_S = 2.0
+"""How long a proxy may take over the closing handshake before the socket is dropped."""
+
+_error_kinds = request_errors()
+
+
+class CannotConnect(Exception):
+    """No session could be opened at this address now; another try may do better."""
+
+
+class SessionLost(Exception):
+    """The session ended before the answer came. `sent`: the proxy may have got the call."""
+
+    def __init__(self, why: str, *, sent: bool) -> None:
+        super().__init__(why)
+        self.sent = sent
+
+
+class Listener(Protocol):
+    """Who is told what a session brings besides answers."""
+
+    def owners_changed(self, session: "Session") -> None:
+        """`session.owners` is another list now."""
+
+    def check_arrived(self, session: "Session", check: Check) -> None:
+        """The proxy asks; answered by `session.post(CheckAnswer(…))`."""
+
+    def session_lost(self, session: "Session", why: str) -> None:
+        """The session ended, by whichever side; told once."""
+
+
+class _Call:
+    __slots__ = ("answer", "partition", "sent")
+
+    def __init__(self, answer: "asyncio.Future[Standing]", partition: int) -> None:
+        self.answer = answer
+        self.partition = partition
+        self.sent = False
+
+
+def error_of(failure: Failure) -> RequestError:
+    """Return the typed error that a proxy's failure stands for."""
+    kind = _error_kinds.get(failure.code)
+    if kind is None:
+        return RequestError(f"{failure.code}: {failure.message}", **failure.details)
+    return kind(failure.message, **failure.details)
+
+
+class Session:
+    """An open session; made by `open_session`.
+
+    Attributes:
+        url: the proxy's own URL, as it stands in lists of owners.
+        owners: each half partition's owner as this proxy sees it, "" where there is none.
+        dedup_window_s: for how long a prepare may be repeated with its id.
+        opened_at: when, on the event loop's clock.
+    """
+
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        welcome: Welcome,
+        url: str,
+        listener: Listener,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.url = url
+        self.owners = welcome.owners
+        self.dedup_window_s = welcome.dedup_window_s
+        self.opened_at = loop.time()
+        self._loop = loop
+        self._socket = socket
+        self._listener = listener
+        self._clock_ms = welcome.now_ms
+        self._clock_at = loop.time()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._outbox: deque[tuple[bytes, _Call | None]] = deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._lost: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, rest: list[FromProxy]) -> None:
+        """Begin to read and write; `rest` came in one frame with the Welcome."""
+        self._tasks = [
+            self._loop.create_task(self._read(rest), name=f"txbroker session {self.url} reader"),
+            self._loop.create_task(self._write(), name=f"txbroker session {self.url} writer"),
+        ]
+
+    def now_ms(self) -> int:
+        """Return the proxy's clock, carried on by the time that passed here since."""
+        return self._clock_ms + int((self._loop.time() - self._clock_at) * 1000)
+
+    async def call(self, make: Callable[[int], FromProducer], partition: int) -> Standing:
+        """Send the operation that `make` returns for its call number; return the answer.
+
+        Raises:
+            RequestError: the proxy refused, or the operation is larger than a frame.
+            SessionLost: the session ended, or `partition` moved to another proxy, before that.
+        """
+        if self._lost is not None:
+            raise SessionLost(self._lost, sent=False)
+        number = next(self._numbers)
+        encoded = _encode(make(number))
+        call = _Call(self._loop.create_future(), partition)
+        self._calls[number] = call
+        self._queue(encoded, call)
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            if not call.sent:
+                self._unqueue(call)
+            raise
+        finally:
+            del self._calls[number]
+            if call.answer.done() and not call.answer.cancelled():
+                call.answer.exception()  # looked at, also where a cancellation came between
+
+    def post(self, operation: FromProducer) -> None:
+        """Send an operation that has no answer; dropped without a word if the session is lost.
+
+        Raises:
+            TooLarge: it is larger than a frame.
+        """
+        if self._lost is None:
+            self._queue(_encode(operation), None)
+
+    async def close(self, why: str = "closed by this side") -> None:
+        """Send what is queued, say goodbye and end."""
+        if self._lost is None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._idle.wait()
+        self._lose(why)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _close_socket(self._socket)
+
+    # --- out -----------------------------------------------------------------------------
+
+    def _queue(self, encoded: bytes, call: _Call | None) -> None:
+        self._outbox.append((encoded, call))
+        self._idle.clear()
+        self._wake.set()
+
+    def _unqueue(self, call: _Call) -> None:
+        self._outbox = deque(entry for entry in self._outbox if entry[1] is not call)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._outbox:
+                    await self._socket.send_bytes(self._next_frame())
+                self._idle.set()
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            self._lose(f"cannot send to {self.url}: {error or type(error).__name__}")
+
+    def _next_frame(self) -> bytes:
+        """Take from the outbox what fits one frame."""
+        parts: list[bytes] = []
+        room = OPERATION_BYTES_MAX
+        while self._outbox and len(self._outbox[0][0]) <= room:
+            encoded, call = self._outbox.popleft()
+            room -= len(encoded)
+            parts.append(encoded)
+            if call is not None:
+                call.sent = True
+        return _array_header(len(parts)) + b"".join(parts)
+
+    # --- in ------------------------------------------------------------------------------
+
+    async def _read(self, rest: list[FromProxy]) -> None:
+        why = f"{self.url} ended the session"
+        try:
+            for operation in rest:
+                self._take(operation)
+            async for message in self._socket:
+                if message.type is aiohttp.WSMsgType.ERROR:
+                    why = f"the connection to {self.url} broke: {message.data or 'no answer'}"
+                    break
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    why = f"{self.url} sent a frame that is not binary"
+                    break
+                for operation in decode_from_proxy(message.data):
+                    self._take(operation)
+        except (msgspec.MsgspecError, ValueError) as error:
+            why = f"{self.url} sent a frame that cannot be read: {error}"
+            _log.warning("%s", why)
+        except (aiohttp.ClientError, OSError) as error:
+            why = f"the connection to {self.url} broke: {error or type(error).__name__}"
+        except Exception:
+            why = f"a fault of ours in the session with {self.url}"
+            _log.exception("%s; it is opened again", why)
+        self._lose(why)
+
+    def _take(self, operation: FromProxy) -> None:
+        match operation:
+            case Standing():
+                if (call := self._calls.get(operation.call)) and not call.answer.done():
+                    call.answer.set_result(operation)
+            case Failure():
+                if (call := self._calls.get(operation.call)) and not call.answer.done():
+                    call.answer.set_exception(error_of(operation))
+            case Owners():
+                self._take_owners(operation.owners)
+            case Clock():
+                self._clock_ms, self._clock_at = operation.now_ms, self._loop.time()
+            case Check():
+                self._listener.check_arrived(self, operation)
+            case Welcome():
+                raise ValueError("a second welcome")
+
+    def _take_owners(self, owners: tuple[str, ...]) -> None:
+        if not owners:
+            raise ValueError("a list of no owners")
+        before, self.owners = self.owners, owners
+        for call in self._calls.values():
+            if call.answer.done() or call.partition >= min(len(before), len(owners)):
+                continue
+            if before[call.partition] == self.url != owners[call.partition]:
+                moved = f"partition {call.partition} moved away from {self.url}"
+                call.answer.set_exception(SessionLost(moved, sent=call.sent))
+                if not call.sent:
+                    self._unqueue(call)
+        self._listener.owners_changed(self)
+
+    def _lose(self, why: str) -> None:
+        if self._lost is not None:
+            return
+        self._lost = why
+        for call in list(self._calls.values()):
+            if not call.answer.done():
+                call.answer.set_exception(SessionLost(why, sent=call.sent))
+        self._outbox.clear()
+        self._idle.set()
+        self._listener.session_lost(self, why)
+
+
+async def open_session(
+    http: aiohttp.ClientSession, address: str, hello: Hello, listener: Listener, limits: Limits
+) -> Session:
+    """Open a session at `address`; `http` brings the token along.
+
+    Raises:
+        CannotConnect: nobody answers there, or not as a proxy does.
+        RequestError: the proxy does not take us: token, version or group.
+    """
+    try:
+        async with asyncio.timeout(limits.connect_timeout_s):
+            socket = await http.ws_connect(
+                address + SESSION_PATH,
+                heartbeat=limits.heartbeat_s,
+                max_msg_size=FRAME_BYTES_MAX + ARRAY_HEADER_BYTES_MAX,
+            )
+            try:
+                welcome, *rest = await _greet(socket, hello)
+            except BaseException:
+                await _close_socket(socket)
+                raise
+    except aiohttp.WSServerHandshakeError as error:
+        if error.status == Unauthorized.status:
+            raise Unauthorized(f"{address} wants a token, or another one") from None
+        if error.status == Forbidden.status:
+            raise Forbidden(f"{address} refuses this host name or origin") from None
+        raise CannotConnect(f"{address} answers HTTP status {error.status}") from None
+    except TimeoutError:
+        raise CannotConnect(f"{address} does not answer") from None
+    except (aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+        raise CannotConnect(f"{address}: {error or type(error).__name__}") from None
+    assert isinstance(welcome, Welcome)
+    session = Session(socket, welcome, welcome.url or address, listener)
+    session.start(rest)
+    return session
+
+
+async def _greet(socket: aiohttp.ClientWebSocketResponse, hello: Hello) -> list[FromProxy]:
+    await socket.send_bytes(encode_frame([hello]))
+    message = await socket.receive()
+    if message.type is not aiohttp.WSMsgType.BINARY:
+        raise CannotConnect("the proxy ended the session before it welcomed us")
+    operations = decode_from_proxy(message.data)
+    match operations:
+        case [Welcome() as welcome, *_]:
+            if not welcome.owners or len(welcome.owners) != welcome.partitions:
+                raise CannotConnect("the proxy's welcome names no or too few owners")
+            return operations
+        case [Failure() as failure, *_]:
+            error = error_of(failure)
+            if error.retryable:
+                raise CannotConnect(str(error))
+            raise error
+    raise CannotConnect("the proxy's first frame is no welcome")
+
+
+async def _close_socket(socket: aiohttp.ClientWebSocketResponse) -> None:
+    with contextlib.suppress(asyncio.TimeoutError, aiohttp.ClientError, OSError):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await socket.close()
+
+
+def _encode(operation: FromProducer) -> bytes:
+    encoded = encode_frame(operation)
+    if len(encoded) > OPERATION_BYTES_MAX:
+        raise TooLarge(
+            f"the call takes {len(encoded)} bytes, a session's frame holds {OPERATION_BYTES_MAX}"
+        )
+    return encoded
+
+
+def _array_header(length: int) -> bytes:
+    """Return the MessagePack header of an array, so that operations are encoded only once."""
+    if length < 16:
+        return bytes((0x90 | length,))
+    if length < 1 << 16:
+        return b"\xdc" + length.to_bytes(2, "big")
+    return b"\xdd" + length.to_bytes(4, "big")
