@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,9 +18,14 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from txbroker.embedded import EmbeddedKafka, EmbeddedKafkaError
+from txbroker.embedded import EmbeddedKafka, EmbeddedKafkaError, server
 from txbroker.embedded.datadir import DataDir
-from txbroker.embedded.errors import DataDirError, DataDirInUseError, KafkaStartError
+from txbroker.embedded.errors import (
+    DataDirError,
+    DataDirInUseError,
+    KafkaStartError,
+    StartCancelledError,
+)
 from txbroker.embedded.probe import is_ready
 
 PATIENCE_S = 20.0
@@ -108,12 +114,18 @@ def test_data_survive_kill_9_and_a_half_format(tmp_path: Path) -> None:
     assert data_dir.exists()
 
 
+# The forked brother inherits the pipe to the supervisor and outlives the parent.
 PARENT = """
-import pathlib, sys
+import os, pathlib, sys
 from txbroker.embedded import EmbeddedKafka
 kafka = EmbeddedKafka(pathlib.Path(sys.argv[1]) if sys.argv[1:] else None)
 kafka.start()
 print(kafka.bootstrap, kafka.pid, kafka.data_dir, flush=True)
+if os.fork() == 0:
+    sys.stdout.close()
+    os.close(1)
+    sys.stdin.read()
+    os._exit(0)
 sys.stdin.read()
 """
 
@@ -176,13 +188,54 @@ def test_everything_killed_starts_again_on_the_same_data(
         reap(parent)
 
 
-def test_a_kafka_that_dies_shows_its_last_words() -> None:
-    kafka = EmbeddedKafka(properties={"log.retention.ms": "a while"})
-    with pytest.raises(KafkaStartError, match=r"(?s)last lines of kafka\.log.*log\.retention\.ms"):
+@pytest.mark.parametrize(
+    ("name", "value", "when"),
+    [
+        ("log.retention.ms", "a while", "could not prepare"),
+        ("metric.reporters", "no.such.Reporter", "ended while starting"),
+    ],
+)
+def test_a_kafka_that_dies_shows_its_last_words(name: str, value: str, when: str) -> None:
+    kafka = EmbeddedKafka(properties={name: value})
+    with pytest.raises(KafkaStartError, match=rf"(?s){when}.*last lines of kafka\.log.*{value}"):
         kafka.start()
     assert not kafka.running
-    with pytest.raises(EmbeddedKafkaError, match="start"):
+    with pytest.raises(EmbeddedKafkaError, match="call start"):
         _ = kafka.log_path  # the temporary folder is gone
+
+
+def test_a_port_that_was_just_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_ports = server._free_ports
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = int(other.getsockname()[1])
+        answers = [(taken, free_ports((0, 0))[1])]
+        monkeypatch.setattr(
+            server, "_free_ports", lambda wanted: answers.pop() if answers else free_ports(wanted)
+        )
+        with EmbeddedKafka() as kafka:
+            assert not answers
+            assert kafka.bootstrap != f"127.0.0.1:{taken}"
+
+
+def test_a_start_is_broken_off_by_stop(tmp_path: Path) -> None:
+    kafka = EmbeddedKafka(tmp_path)
+    errors: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            kafka.start()
+        except EmbeddedKafkaError as error:
+            errors.append(error)
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    wait_for(lambda: kafka.pid is not None)
+    kafka.stop()
+    starter.join()
+    assert [type(error) for error in errors] == [StartCancelledError]
+    assert not kafka.running
 
 
 def test_a_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class _Supervisor:
             self.orphaned = True
         elif b"kill" in order:
             self._java.kill()
+            self._java.wait()
         elif b"stop" in order:
             self._java.terminate()
 
