@@ -1,0 +1,195 @@
+"""Group commit: what arrives while a batch is on its way forms the next one.
+
+An appender is the only writer of one log, and the only one that reads it for the ledger. Records
+that it wrote itself need not be read back as long as their offsets follow one another; whatever
+somebody else wrote in between (an owner that does not know yet that it was fenced) shows as a gap
+and is read and applied first.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct, structs
+
+from txbroker.core.ledger import Effect, Outcome
+from txbroker.core.promotion import BATCH_OVERHEAD_BYTES, RECORD_OVERHEAD_BYTES
+from txbroker.core.records import Record
+from txbroker.door import AppendRefused, AppendUnknown, Log
+from txbroker.errors import KafkaUnavailable, Overloaded, OwnerUnavailable, TooLarge
+
+QUEUE_BYTES_MAX = 64 * 1024 * 1024
+"""What may wait for the next batches before callers are told to come again."""
+
+
+class _Entry(Struct, eq=False):
+    records: Sequence[Record]
+    size: int
+    outcome: asyncio.Future[Outcome]
+
+
+class Appender:
+    """Appends records to one log and applies them, with everything between, to the ledger.
+
+    Args:
+        log: one partition of the half or operation topic.
+        apply: applies one record to the ledger; gets every record of the log, in order.
+        position: the next offset that `apply` expects.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        apply: Callable[[Record], Outcome],
+        position: Callable[[], int],
+    ) -> None:
+        self._log = log
+        self._apply = apply
+        self._position = position
+        self._queue: deque[_Entry] = deque()
+        self._queued_bytes = 0
+        self._wake = asyncio.Event()
+        # Held from sending a batch until it is applied, and while reading what others wrote.
+        self._lock = asyncio.Lock()
+
+    async def append(self, records: Sequence[Record]) -> Outcome:
+        """Append records that belong together, and return what applying the last one did.
+
+        Raises:
+            TooLarge: they do not fit a batch of this topic.
+            Overloaded: too much is waiting already.
+            OwnerUnavailable: Kafka did not answer; the records may or may not be stored.
+        """
+        size = sum([record_bytes(record) for record in records])
+        if size + BATCH_OVERHEAD_BYTES > self._log.batch_bytes_max:
+            raise TooLarge(
+                f"the transaction takes {size} bytes; {self._log.batch_bytes_max} fit a batch"
+            )
+        if self._queued_bytes + size > QUEUE_BYTES_MAX:
+            raise Overloaded("Kafka takes records slower than they arrive")
+        entry = _Entry(records, size, asyncio.get_running_loop().create_future())
+        self._queue.append(entry)
+        self._queued_bytes += size
+        self._wake.set()
+        return await entry.outcome
+
+    async def catch_up(self) -> None:
+        """Read and apply the log up to an end offset that is asked for now.
+
+        Raises:
+            KafkaUnavailable, LogTruncated: as the log says.
+        """
+        async with self._lock:
+            await self._catch_up()
+
+    async def run(self) -> None:
+        """Write what is queued, batch after batch, until cancelled.
+
+        Raises:
+            LogTruncated, InvariantBroken: the partition cannot go on.
+        """
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._queue:
+                    async with self._lock:
+                        await self._send(self._take())
+        finally:
+            for entry in self._queue:
+                _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
+            self._queue.clear()
+
+    def _take(self) -> list[_Entry]:
+        """Take as many entries as fit one batch."""
+        entries = [self._queue.popleft()]
+        size = BATCH_OVERHEAD_BYTES + entries[0].size
+        while self._queue and size + self._queue[0].size <= self._log.batch_bytes_max:
+            entry = self._queue.popleft()
+            size += entry.size
+            entries.append(entry)
+        self._queued_bytes -= size - BATCH_OVERHEAD_BYTES
+        return entries
+
+    async def _send(self, entries: list[_Entry]) -> None:
+        records = [record for entry in entries for record in entry.records]
+        try:
+            where = await self._log.append(records)
+            await self._settle(entries, records, where.base_offset, where.timestamp_ms)
+        except AppendRefused as error:
+            if len(entries) == 1:
+                _fail(entries[0], TooLarge(f"Kafka does not take this transaction: {error}"))
+                return
+            # One of them spoils the batch: alone, each shows what it is.
+            for entry in entries:
+                await self._send([entry])
+        except (AppendUnknown, KafkaUnavailable) as error:
+            for entry in entries:
+                _fail(entry, OwnerUnavailable(f"Kafka did not answer: {error}"))
+        except BaseException:
+            for entry in entries:
+                _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
+            raise
+
+    async def _settle(
+        self, entries: list[_Entry], records: list[Record], base_offset: int, timestamp_ms: int
+    ) -> None:
+        position = self._position()
+        if base_offset == position and timestamp_ms >= 0:
+            outcomes = [
+                self._apply(structs.replace(record, timestamp_ms=timestamp_ms, offset=offset))
+                for offset, record in enumerate(records, position)
+            ]
+        else:
+            outcomes = await self._read_back(records, base_offset)
+        last = -1
+        for entry in entries:
+            last += len(entry.records)
+            if not entry.outcome.done():
+                entry.outcome.set_result(outcomes[last])
+
+    async def _read_back(self, records: list[Record], base_offset: int) -> list[Outcome]:
+        """Apply the log up to its end and find our records in it.
+
+        Without an offset they are known by their content: ids and claims make it unique, and
+        where it is not (the same prepare twice), the first one is the one that counts.
+        """
+        wanted: dict[tuple[object, ...], int] = {}
+        for index, record in enumerate(records):
+            wanted.setdefault((record.key, record.value, record.headers), index)
+        found: dict[int, Outcome] = {}
+
+        def note(record: Record, outcome: Outcome) -> None:
+            if base_offset >= 0:
+                found[record.offset - base_offset] = outcome
+            else:
+                index = wanted.get((record.key, record.value, record.headers), -1)
+                found.setdefault(index, outcome)
+
+        await self._catch_up(note)
+        missing = Outcome(Effect.VOID, why="not found where the broker put it")
+        return [found.get(index, missing) for index in range(len(records))]
+
+    async def _catch_up(self, note: Callable[[Record, Outcome], None] | None = None) -> None:
+        _, end = await self._log.bounds()
+        position = self._position()
+        if position >= end:
+            return
+        async for records in self._log.read(position, end):
+            for record in records:
+                outcome = self._apply(record)
+                if note is not None:
+                    note(record, outcome)
+
+
+def record_bytes(record: Record) -> int:
+    """Return an upper bound of a record's size in a batch, bytes."""
+    size = RECORD_OVERHEAD_BYTES + len(record.key or b"") + len(record.value or b"")
+    for name, value in record.headers:
+        size += 10 + len(name) + len(value or b"")
+    return size
+
+
+def _fail(entry: _Entry, error: Exception) -> None:
+    if not entry.outcome.done():
+        entry.outcome.set_exception(error)

@@ -1,0 +1,18 @@
+"""The time by the brokers' clock, as far as an owner knows it."""
+
+import time
+
+
+class LogTime:
+    """The append time of a record, plus the monotonic time since it was read.
+
+    The wall clock of this machine plays no part: it may be hours off, or jump.
+    """
+
+    def __init__(self, timestamp_ms: int) -> None:
+        self._base_ms = timestamp_ms
+        self._base = time.monotonic()
+
+    def now_ms(self) -> int:
+        """Return the time, ms since 1970."""
+        return self._base_ms + int((time.monotonic() - self._base) * 1000)

@@ -1,0 +1,393 @@
+"""Promotion: turn after turn, committed transactions become visible, exactly once.
+
+A turn is one Kafka transaction that holds the promoted records, copies of what is refused or
+parked, and the progress. What a turn did is known when its commit is acknowledged, or from the
+progress that the next claim finds; never from anything else.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
+from typing import Protocol
+
+import structlog
+from msgspec import Struct
+
+from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
+from txbroker.core.ledger import Ledger
+from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn
+from txbroker.core.records import (
+    RECORD_VERSION,
+    Cause,
+    Message,
+    Progress,
+    Record,
+    State,
+)
+from txbroker.core.transaction import Transaction
+from txbroker.door import (
+    Fenced,
+    PartitionDoor,
+    Target,
+    Targets,
+    Turn,
+    TurnHandle,
+    TurnLost,
+    TurnRefused,
+)
+from txbroker.errors import KafkaUnavailable
+from txbroker.proxy.targets import verdict
+
+RETRY_FIRST_S = 0.5
+RETRY_MAX_S = 30.0
+"""Deferred and refused transactions are tried again after the first pause, then after twice the
+last one, up to the longest."""
+COPIES_MAX = 100
+"""Whole transactions that one turn copies into the parked topic, or removes from it, beside those
+that it refuses. Parking comes in waves; a turn stays small."""
+
+log = structlog.get_logger()
+
+
+class PromotionEvents(Protocol):
+    """Who is told how promotion goes; called from the event loop, once a turn."""
+
+    def promoted(self, transactions: list[Transaction]) -> None:
+        """These are visible now."""
+        ...
+
+    def refused(self, transactions: list[Transaction]) -> None:
+        """These were set aside: a target does not take them."""
+        ...
+
+
+class _Retry(Struct):
+    """When to try again, and how long to wait after that."""
+
+    at: float
+    pause_s: float
+
+
+class _Flight(Struct, eq=False):
+    """A turn on its way: what it holds, and what has to be copied or removed with it."""
+
+    plan: Plan
+    keep: list[Transaction]
+    release: list[Transaction]
+
+    def ids(self) -> Iterable[str]:
+        """The transactions whose fate the turn decides."""
+        yield from (transaction.id for transaction in self.plan.promote)
+        yield from (transaction.id for transaction, _ in self.plan.refuse)
+
+
+class Promoter:
+    """Promotes the committed transactions of one half partition.
+
+    Args:
+        door: where turns are written.
+        ledger: what is committed; told of what became of it.
+        targets: what is known of target topics.
+        now_ms: the brokers' clock.
+        claim: the name of the owner's present claim, for the progress.
+        reclaim: claims the partition again and reconciles the ledger with what it finds; raises
+            if the partition is lost.
+        events: told of every turn.
+        limits: how much goes into one turn.
+    """
+
+    def __init__(
+        self,
+        door: PartitionDoor,
+        ledger: Ledger,
+        targets: Targets,
+        now_ms: Callable[[], int],
+        claim: Callable[[], str],
+        reclaim: Callable[[], Awaitable[None]],
+        events: PromotionEvents,
+        limits: TurnLimits,
+    ) -> None:
+        self._door = door
+        self._ledger = ledger
+        self._targets = targets
+        self._now_ms = now_ms
+        self._claim = claim
+        self._reclaim = reclaim
+        self._events = events
+        self._limits = limits
+        self._wake = asyncio.Event()
+        self._in_flight: set[str] = set()
+        self._finishing: set[asyncio.Task[None]] = set()
+        self._lost = False
+        self._tried: dict[str, Cause] = {}
+        self._suspects: frozenset[str] = frozenset()
+        self._suspects_limit = 0
+        self._retries: dict[str, _Retry] = {}
+        self._deferred_retry: _Retry | None = None
+        self.full = False
+        """Whether the list of deferred ones is full, so that promotion stands still."""
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    def retry_refused(self, id: str) -> None:
+        """Try a refused transaction again now, whatever was found out about it before."""
+        self._tried.pop(id, None)
+        transaction = self._ledger.refused.get(id)
+        if transaction is not None:
+            for message in transaction.messages:
+                self._targets.forget(message.topic)
+            self._retries[id] = _Retry(0.0, RETRY_FIRST_S)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write turns until cancelled, or until the partition is lost.
+
+        Raises:
+            Fenced: the partition has another owner.
+        """
+        try:
+            while True:
+                await self._pause()
+                while await self._turn():
+                    pass
+        finally:
+            for task in self._finishing:
+                task.cancel()
+
+    async def _pause(self) -> None:
+        """Wait until woken, or until something is to be tried again."""
+        times = [retry.at for retry in self._retries.values()]
+        if self._deferred_retry is not None:
+            times.append(self._deferred_retry.at)
+        timeout = max(0.0, min(times) - time.monotonic()) if times else None
+        try:
+            async with asyncio.timeout(timeout):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    async def _turn(self) -> bool:
+        """Plan and write one turn; say whether there may be another one at once."""
+        if self._lost:
+            await self._recover()
+        try:
+            plan = await self._plan()
+        except KafkaUnavailable as error:
+            log.warning("targets unknown", partition=self._door.partition, why=str(error))
+            self._defer_again(waiting=True)
+            return False
+        self._note_deferred(plan)
+        flight = _Flight(
+            plan,
+            list(islice(self._ledger.to_keep.values(), COPIES_MAX)),
+            list(islice(self._ledger.to_release.values(), COPIES_MAX)),
+        )
+        if plan.empty and not flight.keep and not flight.release:
+            return False
+        self._in_flight.update(flight.ids())
+        self._ledger.op_progress = max(self._ledger.op_progress, plan.op)
+        for transaction in flight.keep:
+            # Kept from here on: whatever settles it meanwhile must remove the copy.
+            transaction.kept = True
+        try:
+            handle = await self._door.write(self._encode(flight))
+        except TurnRefused as error:
+            self._isolate(plan, error.cause)
+            self._lost = True
+        except (TurnLost, Fenced, KafkaUnavailable) as error:
+            log.warning("turn lost", partition=self._door.partition, why=str(error))
+            self._lost = True
+        else:
+            for transaction in flight.keep:
+                self._ledger.to_keep.pop(transaction.id, None)
+            for transaction in flight.release:
+                self._ledger.to_release.pop(transaction.id, None)
+            task = asyncio.create_task(self._finish(flight, handle))
+            self._finishing.add(task)
+            task.add_done_callback(self._finishing.discard)
+        return True
+
+    # --- planning --------------------------------------------------------------------------
+
+    async def _plan(self) -> Plan:
+        """Plan with what is known of the targets, asking Kafka about those that are not."""
+        while True:
+            unknown: set[str] = set()
+
+            def examine(message: Message, unknown: set[str] = unknown) -> Verdict:
+                facts = self._targets.known(message.topic)
+                if facts is None:
+                    unknown.add(message.topic)
+                    return Cause("unexamined", "", message.topic, -1, passing=True)
+                return verdict(message, facts)
+
+            plan = plan_turn(
+                self._ledger.ready.values(),
+                self._ledger.op_whole,
+                examine,
+                self._limits_now(),
+                in_flight=self._in_flight,
+                retried=self._retried(),
+                tried=self._tried,
+                progressed=self._ledger.op_progress,
+            )
+            if not unknown:
+                return plan
+            for topic in unknown:
+                await self._targets.examine(topic)
+
+    def _limits_now(self) -> TurnLimits:
+        """Smaller turns while one of the transactions is known to spoil the turn that it is in."""
+        if self._suspects and self._suspects.isdisjoint(self._ledger.ready):
+            self._suspects = frozenset()
+        if not self._suspects:
+            return self._limits
+        return TurnLimits(self._suspects_limit, self._limits.bytes_max, self._limits.deferred_max)
+
+    def _retried(self) -> list[Transaction]:
+        """Refused transactions whose time has come to be tried again."""
+        now = time.monotonic()
+        due = []
+        for id, transaction in self._ledger.refused.items():
+            if id in self._in_flight or id in self._tried:
+                continue
+            retry = self._retries.setdefault(id, _Retry(now + RETRY_FIRST_S, RETRY_FIRST_S))
+            if retry.at <= now:
+                due.append(transaction)
+                retry.pause_s = min(retry.pause_s * 2, RETRY_MAX_S)
+                retry.at = now + retry.pause_s
+        for id in [id for id in self._retries if id not in self._ledger.refused]:
+            del self._retries[id]
+        return due
+
+    def _note_deferred(self, plan: Plan) -> None:
+        for id, cause in plan.deferred.items():
+            transaction = self._ledger.ready.get(id)
+            if transaction is not None:
+                transaction.cause = cause
+        self.full = plan.full
+        self._defer_again(waiting=bool(plan.deferred))
+
+    def _defer_again(self, *, waiting: bool) -> None:
+        """Come back later for what has to wait, after a pause that grows."""
+        now = time.monotonic()
+        if not waiting:
+            self._deferred_retry = None
+        elif self._deferred_retry is None:
+            self._deferred_retry = _Retry(now + RETRY_FIRST_S, RETRY_FIRST_S)
+        elif self._deferred_retry.at <= now:
+            pause_s = min(self._deferred_retry.pause_s * 2, RETRY_MAX_S)
+            self._deferred_retry = _Retry(now + pause_s, pause_s)
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def _encode(self, flight: _Flight) -> Turn:
+        plan = flight.plan
+        promoted: list[Target] = []
+        parked: list[Record] = []
+        for transaction in plan.promote:
+            promoted.extend(_targets(transaction))
+            if transaction.kept:
+                parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
+        for transaction, cause in plan.refuse:
+            parked.extend(_copy(transaction, State.REFUSED, cause))
+        for transaction in flight.keep:
+            parked.extend(_copy(transaction, transaction.state, None))
+        for transaction in flight.release:
+            parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
+        return Turn(tuple(promoted), tuple(parked), self._progress(plan))
+
+    def _progress(self, plan: Plan) -> Progress:
+        ledger = self._ledger
+        return Progress(
+            v=RECORD_VERSION,
+            claim=self._claim(),
+            op=plan.op,
+            half=ledger.half_whole,
+            op_anchor=ledger.op_anchor,
+            half_anchor=ledger.half_anchor,
+            deferred=tuple(plan.deferred),
+        )
+
+    async def _finish(self, flight: _Flight, handle: TurnHandle) -> None:
+        """See a turn to its end: committed, then visible."""
+        plan, ledger = flight.plan, self._ledger
+        try:
+            await handle.committed()
+        except (TurnLost, Fenced, KafkaUnavailable) as error:
+            log.warning("turn lost", partition=self._door.partition, why=str(error))
+            self._lost = True
+            self._wake.set()
+            return
+        for transaction, cause in plan.refuse:
+            ledger.refuse(transaction.id, cause)
+            self._in_flight.discard(transaction.id)
+            log.warning("refused", id=transaction.id, cause=cause.code, why=cause.message)
+        if plan.refuse:
+            self._events.refused([transaction for transaction, _ in plan.refuse])
+        await self._visible(handle)
+        now_ms = self._now_ms()
+        taken = 0
+        for transaction in plan.promote:
+            count = len(transaction.messages)
+            ledger.promote(transaction.id, tuple(handle.offsets[taken : taken + count]))
+            transaction.promoted_at_ms = now_ms
+            taken += count
+            self._in_flight.discard(transaction.id)
+        if plan.promote:
+            self._events.promoted(plan.promote)
+        self._wake.set()
+
+    async def _visible(self, handle: TurnHandle) -> None:
+        """Wait for as long as it takes: the turn is committed, so it will be seen."""
+        while True:
+            try:
+                await handle.visible()
+            except KafkaUnavailable as error:
+                log.error("committed, not visible", partition=self._door.partition, why=str(error))
+            else:
+                return
+
+    # --- trouble ---------------------------------------------------------------------------
+
+    def _isolate(self, plan: Plan, cause: Cause) -> None:
+        """A record spoiled its turn: try again in halves, until one transaction fails alone."""
+        transactions = plan.promote
+        if len(transactions) == 1:
+            self._tried[transactions[0].id] = cause
+            self._suspects = self._suspects - {transactions[0].id}
+        else:
+            self._suspects = frozenset(transaction.id for transaction in transactions)
+            self._suspects_limit = max(1, len(transactions) // 2)
+        self._targets.forget(cause.topic)
+        log.warning("turn refused", partition=self._door.partition, why=cause.message)
+
+    async def _recover(self) -> None:
+        """Claim again; what the turns on their way have done is in the progress it finds."""
+        if self._finishing:
+            await asyncio.wait(self._finishing)
+        await self._reclaim()
+        self._in_flight.clear()
+        self._lost = False
+
+
+def _targets(transaction: Transaction) -> Iterable[Target]:
+    messages = transaction.messages
+    for sequence, message in enumerate(messages):
+        stamp = message.timestamp_ms
+        record = Record(
+            message.key,
+            message.value,
+            promoted_headers(transaction.id, sequence, len(messages), message),
+            transaction.decided_at_ms if stamp is None else stamp,
+        )
+        assert message.partition is not None
+        yield Target(message.topic, message.partition, record)
+
+
+def _copy(transaction: Transaction, state: State, cause: Cause | None) -> tuple[Record, ...]:
+    return encode_kept(transaction.copy(state, cause))

@@ -1,0 +1,99 @@
+"""How an owner comes to know its partition: claim, kept copies, replay, progress."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from txbroker.core.codec import HalfPart, KeptPart, Malformed, decode_kept
+from txbroker.core.ledger import join_parts
+from txbroker.core.records import Claim, Kept, Record, State
+from txbroker.door import Claimed, Log, LogTruncated, PartitionDoor
+from txbroker.proxy.applier import Applier
+
+
+async def read_kept(door: PartitionDoor) -> list[Kept]:
+    """Return the transactions of which the parked topic holds a whole copy."""
+    parts: dict[str, dict[int, KeptPart]] = {}
+    async for records in door.parked():
+        for record in records:
+            try:
+                part = decode_kept(record)
+            except Malformed:
+                # A poison record is set aside: it is nobody's copy.
+                continue
+            if part.part is None:
+                parts.pop(part.id, None)
+            else:
+                parts.setdefault(part.id, {})[part.sequence] = part
+    return [kept for found in parts.values() if (kept := _join_kept(found)) is not None]
+
+
+def _join_kept(found: dict[int, KeptPart]) -> Kept | None:
+    first = found.get(0)
+    if first is None or first.part is None or first.facts is None:
+        return None
+    halves: list[HalfPart] = []
+    for sequence in range(first.part.count):
+        part = found.get(sequence)
+        if part is None or part.part is None:
+            return None
+        halves.append(part.part)
+    facts = first.facts
+    return Kept(join_parts(halves), facts.half, facts.at_ms, State(facts.state), facts.cause)
+
+
+async def claim_and_replay(door: PartitionDoor, claim: Claim, applier: Applier) -> Claimed:
+    """Claim the partition and bring an empty ledger to the end of its logs.
+
+    Raises:
+        Fenced: another owner claimed at the same time.
+        LogTruncated: half or operation end before the progress that was committed.
+        KafkaUnavailable: Kafka does not answer.
+    """
+    ledger = applier.ledger
+    claimed = await door.claim(claim)
+    kept = await read_kept(door)
+    # The operation topic's end first: every marker below it has its half below half's end, or
+    # had none when it was written.
+    op_start, op_end = await door.op.bounds()
+    half_start, half_end = await door.half.bounds()
+    progress = claimed.progress
+    if progress is not None and (op_end < progress.op or half_end < progress.half):
+        raise LogTruncated(
+            f"partition {door.partition}: progress is at half {progress.half}, op {progress.op}, "
+            f"but the topics end at {half_end} and {op_end}"
+        )
+    ledger.start_at(half_start, op_start)
+    for copy in kept:
+        if copy.half_offset < half_start:
+            ledger.restore(copy)
+    await _replay(door.half, half_end, door.op, op_end, applier)
+    ledger.reconcile(progress, kept)
+    return claimed
+
+
+async def _replay(half: Log, half_end: int, op: Log, op_end: int, applier: Applier) -> None:
+    """Apply both logs, the older record first.
+
+    The ledger comes out the same in any order; this one settles transactions early, so that not
+    all bodies of the past are in memory at once.
+    """
+    ledger = applier.ledger
+    halves = _records(half, ledger.half_position, half_end)
+    markers = _records(op, ledger.op_position, op_end)
+    record = await anext(halves, None)
+    marker = await anext(markers, None)
+    while record is not None or marker is not None:
+        if marker is None or (record is not None and record.timestamp_ms <= marker.timestamp_ms):
+            assert record is not None
+            applier.half(record)
+            record = await anext(halves, None)
+        else:
+            applier.op(marker)
+            marker = await anext(markers, None)
+
+
+async def _records(log: Log, start: int, end: int) -> AsyncIterator[Record]:
+    if start < end:
+        records: Sequence[Record]
+        async for records in log.read(start, end):
+            for record in records:
+                yield record

@@ -1,0 +1,118 @@
+"""Whether a target topic takes a message, and which partition a message goes to."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from msgspec import structs
+
+from txbroker.core.placement import murmur2
+from txbroker.core.promotion import BATCH_OVERHEAD_BYTES, Verdict, message_bytes
+from txbroker.core.records import Cause, Message
+from txbroker.door import TargetFacts, Targets
+from txbroker.errors import BadTarget, RequestError, TooLarge, UnknownTopic
+
+TIMESTAMP_AHEAD_MAX_MS = 3_600_000
+"""Brokers refuse records that are further ahead of their clock than this, by default."""
+
+
+def verdict(message: Message, facts: TargetFacts | Cause) -> Verdict:
+    """Say whether a target with these facts takes a message, or why not."""
+    if isinstance(facts, Cause):
+        return facts
+    partition = message.partition
+    if partition is None or not 0 <= partition < facts.partitions:
+        return Cause(
+            "bad_partition",
+            f"topic {message.topic} has partitions 0 to {facts.partitions - 1}, not {partition}: "
+            "add partitions, or roll the transaction's business change back",
+            message.topic,
+            -1 if partition is None else partition,
+        )
+    size = message_bytes(message) + BATCH_OVERHEAD_BYTES
+    if size > facts.message_bytes_max:
+        return Cause(
+            "too_large",
+            f"the message takes up to {size} bytes, topic {message.topic} takes "
+            f"{facts.message_bytes_max}: raise the topic's max.message.bytes and revive",
+            message.topic,
+            partition,
+        )
+    if partition in facts.leaderless:
+        return Cause(
+            "no_leader",
+            f"partition {partition} of topic {message.topic} has no leader: it is tried again",
+            message.topic,
+            partition,
+            passing=True,
+        )
+    return None
+
+
+async def examine_all(
+    targets: Targets, topics: Iterable[str], *, create: bool
+) -> dict[str, TargetFacts | Cause]:
+    """Return what is known of the topics, asking Kafka about those not in the cache.
+
+    A missing topic is asked about again where it may be created.
+
+    Raises:
+        KafkaUnavailable: Kafka does not answer.
+    """
+    found = {}
+    for topic in topics:
+        facts = targets.known(topic)
+        if facts is None or (create and isinstance(facts, Cause) and facts.code == "unknown_topic"):
+            facts = await targets.examine(topic, create=create)
+        found[topic] = facts
+    return found
+
+
+def place(
+    messages: Sequence[Message], facts: dict[str, TargetFacts | Cause], now_ms: int
+) -> tuple[Message, ...]:
+    """Return the messages with their target partitions fixed.
+
+    Raises:
+        UnknownTopic, TooLarge, BadTarget: a target would not take its message.
+    """
+    placed = []
+    for message in messages:
+        known = facts[message.topic]
+        if isinstance(known, Cause):
+            raise _refusal(known)
+        if message.partition is None:
+            partition = _partition(message.key, known.partitions)
+            message = structs.replace(message, partition=partition)
+        cause = verdict(message, known)
+        if cause is not None and not cause.passing:
+            raise _refusal(cause)
+        placed.append(message)
+    check_timestamps(placed, now_ms)
+    return tuple(placed)
+
+
+def check_timestamps(messages: Iterable[Message], now_ms: int) -> None:
+    """Refuse timestamps that brokers would refuse.
+
+    Raises:
+        BadTarget: one is over an hour ahead of the brokers' clock.
+    """
+    for message in messages:
+        ahead_ms = (message.timestamp_ms or 0) - now_ms
+        if ahead_ms > TIMESTAMP_AHEAD_MAX_MS:
+            raise BadTarget(
+                f"timestamp_ms is {ahead_ms // 1000} s ahead of Kafka's clock; an hour is allowed"
+            )
+
+
+def _partition(key: bytes | None, partitions: int) -> int:
+    """Return the partition as Kafka's Java client chooses it; any for a message without a key."""
+    return random.randrange(partitions) if key is None else murmur2(key) % partitions
+
+
+def _refusal(cause: Cause) -> RequestError:
+    if cause.code == "unknown_topic":
+        return UnknownTopic(cause.message)
+    if cause.code == "too_large":
+        return TooLarge(cause.message)
+    return BadTarget(cause.message)
