@@ -18,7 +18,7 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from txbroker.embedded import EmbeddedKafka, EmbeddedKafkaError, server
+from txbroker.embedded import EmbeddedKafka, EmbeddedKafkaError, datadir, server
 from txbroker.embedded.datadir import DataDir
 from txbroker.embedded.errors import (
     DataDirError,
@@ -85,7 +85,10 @@ def test_it_takes_transactions_and_creates_no_topic_by_itself(kafka: EmbeddedKaf
     assert "embedded-mistyped" not in admin.list_topics(timeout=PATIENCE_S).topics
 
 
-def test_data_survive_kill_9_and_a_half_format(tmp_path: Path) -> None:
+def test_data_survive_kill_9_and_a_half_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datadir, "_RELEASE_ALIVE_S", 0.1)
     data_dir = tmp_path / "with, comma and blänk"
     # What a kill -9 in the middle of the very first start leaves.
     (data_dir / DataDir.FORMATTING).mkdir(parents=True)
