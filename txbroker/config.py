@@ -356,8 +356,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
         elif near := difflib.get_close_matches(name, Settings.model_fields, 1, cutoff=0.85):
             # Options of single commands have variables too, so only a likely slip is refused.
             raise ConfigurationError(
-                f"environment {variable} is no setting; did you mean "
-                f"{ENV_PREFIX}{near[0].upper()}?"
+                f"environment {variable} is no setting; did you mean {ENV_PREFIX}{near[0].upper()}?"
             )
     return found
 

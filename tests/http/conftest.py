@@ -1,0 +1,15 @@
+"""The fixtures of the HTTP tests: a running server for one test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from http_api import Api, running_api
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    """A server with the default settings."""
+    async with running_api() as running:
+        yield running

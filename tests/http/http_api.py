@@ -1,0 +1,75 @@
+"""A real aiohttp server on a free port, round a service in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from fake_service import FakeService, FakeStore
+
+from txbroker.checkers.groups import Groups
+from txbroker.checkers.sessions import SessionRegistry
+from txbroker.config import Settings
+from txbroker.proxy.http import make_app, serve
+from txbroker.proxy.metrics import Metrics
+
+JSON = {"content-type": "application/json"}
+
+
+@dataclass
+class Api:
+    """A running server, what is behind it, and a client for it."""
+
+    url: str
+    service: FakeService
+    store: FakeStore
+    sessions: SessionRegistry
+    settings: Settings
+    metrics: Metrics
+    app: web.Application
+    client: aiohttp.ClientSession
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def call(
+        self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str
+    ) -> tuple[int, Any]:
+        """Call with JSON; return status and decoded answer."""
+        sent: dict[str, str] = {} if method == "GET" else dict(JSON)
+        sent.update({name.replace("_", "-"): value for name, value in headers.items()})
+        options: dict[str, Any] = {"data": raw} if raw is not None else {}
+        if body is not None:
+            options["data"] = aiohttp.JsonPayload(body)
+        async with self.client.request(
+            method, self.url + path, headers=sent, skip_auto_headers=["content-type"], **options
+        ) as answer:
+            return answer.status, await answer.json()
+
+    async def prepare(self, **fields: Any) -> str:
+        """Prepare one transaction and return its id."""
+        status, answer = await self.call("POST", "/v1/transactions", transaction(**fields))
+        assert status == 201, answer
+        return str(answer["id"])
+
+
+def transaction(**fields: Any) -> dict[str, Any]:
+    """Return the body of a prepare."""
+    return {"group": "orders", "messages": [{"topic": "payments", "value": "42"}], **fields}
+
+
+@asynccontextmanager
+async def running_api(**options: Any) -> AsyncIterator[Api]:
+    """Run a server with these settings."""
+    settings = Settings(listen="127.0.0.1:0", **options)
+    service, store, sessions, metrics = FakeService(), FakeStore(), SessionRegistry(), Metrics()
+    groups = Groups(store)
+    await groups.load()
+    app = make_app(service, groups, sessions, settings, metrics)
+    async with serve(app, settings.listen) as url, aiohttp.ClientSession() as client:
+        yield Api(url, service, store, sessions, settings, metrics, app, client)

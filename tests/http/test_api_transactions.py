@@ -1,0 +1,243 @@
+"""Every row of the HTTP table that is about transactions, as a client meets it."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from http_api import Api, transaction
+
+from txbroker.contract import DecideRequest, PrepareRequest, Standing
+from txbroker.core.records import Decision, Message, Source, State
+from txbroker.errors import KafkaUnavailable, OwnerUnavailable, TooOld
+
+UNKNOWN_ID = "00" * 13
+
+
+async def test_prepare_answers_201_then_200_for_the_same(api: Api) -> None:
+    first = await api.call("POST", "/v1/transactions", transaction(dedup_key="k1"))
+    again = await api.call("POST", "/v1/transactions", transaction(dedup_key="k1"))
+
+    assert first == (201, {"id": first[1]["id"], "state": "pending"})
+    assert again == (200, first[1])
+
+
+async def test_prepare_with_other_content_is_a_conflict(api: Api) -> None:
+    await api.call("POST", "/v1/transactions", transaction(dedup_key="k1"))
+    status, answer = await api.call(
+        "POST",
+        "/v1/transactions",
+        transaction(dedup_key="k1", messages=[{"topic": "payments", "value": "43"}]),
+    )
+
+    assert (status, answer["error"]["code"]) == (409, "id_conflict")
+
+
+async def test_prepare_after_the_decision_answers_the_standing_state(api: Api) -> None:
+    id = await api.prepare(dedup_key="k1")
+    await api.call("POST", f"/v1/transactions/{id}/commit", {})
+    again = await api.call("POST", "/v1/transactions", transaction(dedup_key="k1"))
+
+    assert again == (200, {"id": id, "state": "committed", "decision": "commit"})
+
+
+async def test_prepare_hands_over_every_field(api: Api) -> None:
+    body = transaction(
+        order_key="o", check_after_s=1, check_interval_s=2.5,
+        messages=[
+            {
+                "topic": "a", "key": "k", "value_base64": base64.b64encode(b"\xff").decode(),
+                "headers": [["h", "1"], ["h", {"base64": "/w=="}], ["n", None]],
+                "partition": 3, "timestamp_ms": 5,
+            },
+            {"topic": "b", "key_base64": "/w==", "value": None, "headers": {"x": "y"}},
+            {"topic": "c", "value_json": {"n": 1.10}},
+        ],
+    )  # fmt: skip
+    status, _ = await api.call("POST", "/v1/transactions", body)
+
+    assert status == 201
+    (request,) = api.service.requests
+    assert request == PrepareRequest(
+        group="orders",
+        order_key="o",
+        check_after_s=1.0,
+        check_interval_s=2.5,
+        messages=(
+            Message("a", b"k", b"\xff", (("h", b"1"), ("h", b"\xff"), ("n", None)), 3, 5),
+            Message("b", b"\xff", None, (("x", b"y"),)),
+            Message("c", None, b'{"n": 1.1}'),
+        ),
+    )
+
+
+async def test_null_of_an_optional_field_is_absent(api: Api) -> None:
+    body = transaction(
+        id=None, dedup_key=None, order_key=None, check_after_s=None, check_interval_s=None
+    )
+    assert (await api.call("POST", "/v1/transactions", body))[0] == 201
+
+
+async def test_ids_are_taken_in_either_case(api: Api) -> None:
+    id = await api.prepare(id="7zzzzzzzzzzzzzzzzzzzzzzzzz")
+    assert id == "7ZZZZZZZZZZZZZZZZZZZZZZZZZ"
+    assert (await api.call("GET", f"/v1/transactions/{id.lower()}"))[0] == 200
+    assert (await api.call("POST", f"/v1/transactions/{id.lower()}/commit", {}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("verb", "contrary", "state"),
+    [("commit", "rollback", "committed"), ("rollback", "commit", "rolled_back")],
+)
+async def test_first_decision_stands(api: Api, verb: str, contrary: str, state: str) -> None:
+    id = await api.prepare()
+    first = await api.call("POST", f"/v1/transactions/{id}/{verb}", {"group": "orders"})
+    again = await api.call("POST", f"/v1/transactions/{id}/{verb}", {"group": "orders"})
+    status, refused = await api.call("POST", f"/v1/transactions/{id}/{contrary}", {})
+
+    assert first == again == (200, {"id": id, "decision": verb, "state": state})
+    assert status == 409
+    assert refused["error"]["code"] == "already_decided"
+    assert (refused["error"]["decision"], refused["error"]["state"]) == (verb, state)
+    assert refused["error"]["id"] == id
+
+
+@pytest.mark.parametrize("verb", ["commit", "rollback"])
+async def test_decision_needs_no_body(api: Api, verb: str) -> None:
+    id = await api.prepare()
+    assert (await api.call("POST", f"/v1/transactions/{id}/{verb}"))[0] == 200
+
+
+async def test_commit_carries_everything(api: Api) -> None:
+    id = await api.prepare()
+    body = {
+        "group": "orders", "reason": "because", "wait": "promoted",
+        "messages": [{"topic": "payments", "value": "final"}],
+    }  # fmt: skip
+    answer = await api.call("POST", f"/v1/transactions/{id}/commit", body)
+
+    assert answer == (200, {"id": id, "state": "promoted", "decision": "commit"})
+    assert api.service.requests[-1] == DecideRequest(
+        id=id,
+        decision=Decision.COMMIT,
+        group="orders",
+        messages=(Message("payments", None, b"final"),),
+        reason="because",
+        source=Source.PRODUCER,
+        by="http 127.0.0.1",
+        wait=True,
+    )
+
+
+async def test_decision_without_a_group_is_an_operators(api: Api) -> None:
+    id = await api.prepare()
+    await api.call("POST", f"/v1/transactions/{id}/rollback", {"reason": "by hand"})
+    _, view = await api.call("GET", f"/v1/transactions/{id}")
+
+    assert (view["source"], view["reason"]) == ("operator", "by hand")
+
+
+async def test_another_groups_decision_is_refused(api: Api) -> None:
+    id = await api.prepare()
+    status, answer = await api.call("POST", f"/v1/transactions/{id}/commit", {"group": "other"})
+
+    assert (status, answer["error"]["code"], answer["error"]["id"]) == (403, "wrong_group", id)
+
+
+@pytest.mark.parametrize("verb", ["commit", "rollback", "check", "revive"])
+async def test_unknown_ids_are_404_and_malformed_ones_400(api: Api, verb: str) -> None:
+    unknown = await api.call("POST", f"/v1/transactions/{UNKNOWN_ID}/{verb}")
+    malformed = await api.call("POST", f"/v1/transactions/nonsense/{verb}")
+
+    assert (unknown[0], unknown[1]["error"]["code"]) == (404, "not_found")
+    assert (malformed[0], malformed[1]["error"]["code"]) == (400, "bad_id")
+
+
+async def test_too_old_is_410(api: Api) -> None:
+    api.service.failure = TooOld(id=UNKNOWN_ID)
+    status, answer = await api.call("POST", f"/v1/transactions/{UNKNOWN_ID}/commit")
+    assert (status, answer["error"]["code"]) == (410, "too_old")
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (OwnerUnavailable(id=UNKNOWN_ID), "owner_unavailable"),
+        (KafkaUnavailable("no broker answers"), "kafka_unavailable"),
+    ],
+)
+async def test_out_of_reach_is_503_and_says_when_to_come_back(
+    api: Api, failure: Exception, code: str
+) -> None:
+    api.service.failure = failure
+    async with api.client.post(
+        f"{api.url}/v1/transactions", json=transaction(id=UNKNOWN_ID)
+    ) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["code"]) == (503, code)
+        assert answer.headers["Retry-After"] == "1"
+
+
+async def test_check_and_revive(api: Api) -> None:
+    id = await api.prepare()
+    checked = await api.call("POST", f"/v1/transactions/{id}/check", {"reason": "now"})
+    early, _ = await api.call("POST", f"/v1/transactions/{id}/revive")
+    api.service.park(id)
+    parked, refused = await api.call("POST", f"/v1/transactions/{id}/check")
+    revived = await api.call("POST", f"/v1/transactions/{id}/revive", {"reason": "found"})
+
+    assert checked == revived == (200, {"id": id, "state": "pending"})
+    assert (early, parked) == (409, 409)
+    assert (refused["error"]["code"], refused["error"]["state"]) == ("not_pending", "parked")
+    assert ("revive", id, "http 127.0.0.1", "found") in api.service.requests
+
+
+async def test_bodies_are_shown_on_demand_only(api: Api) -> None:
+    id = await api.prepare(
+        messages=[
+            {"topic": "a", "key": "k", "value": "v", "headers": {"h": "1"}},
+            {"topic": "b", "value_base64": "/w=="},
+            {"topic": "c", "value": None},
+        ]
+    )
+    _, bare = await api.call("GET", f"/v1/transactions/{id}")
+    _, full = await api.call("GET", f"/v1/transactions/{id}?bodies=1")
+
+    assert bare["messages"] == [{"topic": topic, "partition": 0} for topic in "abc"]
+    assert full["messages"] == [
+        {"topic": "a", "partition": 0, "key": "k", "value": "v", "headers": [["h", "1"]]},
+        {"topic": "b", "partition": 0, "value_base64": "/w=="},
+        {"topic": "c", "partition": 0, "value": None},
+    ]
+    assert (bare["state"], bare["prepared_at_ms"]) == ("pending", 1_700_000_000_000)
+
+
+async def test_listing_pages_and_filters(api: Api) -> None:
+    ids = [await api.prepare(group=group) for group in ("a", "b", "a")]
+    _, page = await api.call("GET", "/v1/transactions?group=a&limit=1")
+    query = f"group=a&limit=1&cursor={page['next_cursor']}&state=pending&topic=x&older_than_s=0"
+    _, rest = await api.call("GET", f"/v1/transactions?{query}")
+
+    assert [view["id"] for view in page["transactions"]] == [ids[0]]
+    assert [view["id"] for view in rest["transactions"]] == [ids[2]]
+    assert rest["next_cursor"] is None
+    assert api.service.requests[-1].older_than_s == 0.0  # type: ignore[attr-defined]
+
+
+async def test_unknown_topic_is_named(api: Api) -> None:
+    status, answer = await api.call(
+        "POST", "/v1/transactions", transaction(messages=[{"topic": "missing", "value": ""}])
+    )
+    assert status == 422
+    assert answer["error"]["code"] == "unknown_topic"
+    assert answer["error"]["topic"] == "missing"
+
+
+async def test_standing_of_a_promoted_one_is_shown(api: Api) -> None:
+    assert Standing(UNKNOWN_ID, State.PROMOTED).decision is None
+    id = await api.prepare()
+    await api.call("POST", f"/v1/transactions/{id}/commit", {"wait": "promoted"})
+    _, view = await api.call("GET", f"/v1/transactions/{id}")
+    assert (view["state"], view["decision"], view["decided_at_ms"]) == (
+        "promoted", "commit", 1_700_000_000_001,
+    )  # fmt: skip

@@ -1,0 +1,205 @@
+"""The HTTP API put together: declared operations, the guard before them, errors as JSON."""
+
+import traceback
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from txbroker.checkers.groups import Groups
+from txbroker.checkers.sessions import SessionRegistry
+from txbroker.config import Settings
+from txbroker.contract import Service
+from txbroker.errors import (
+    BadRequest,
+    KafkaDown,
+    KafkaUnavailable,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    RequestError,
+    TooLarge,
+)
+from txbroker.proxy.http import registration, system, transactions
+from txbroker.proxy.http.guards import Guard
+from txbroker.proxy.http.openapi import describe
+from txbroker.proxy.http.operations import (
+    Call,
+    Operation,
+    Reply,
+    encode_json,
+    error_response,
+)
+from txbroker.proxy.http.reading import Body, check_media_type, decode_body, decode_query
+from txbroker.proxy.http.sessions import SessionServer
+from txbroker.proxy.http.shell import Shell
+from txbroker.proxy.logging import get_logger
+from txbroker.proxy.metrics import Gauges, Metrics
+
+log = get_logger(__name__)
+
+SESSION_PATH = "/v1/session"
+OPENAPI_PATH = "/v1/openapi.json"
+SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)
+_FRAMES_SHOWN = 4
+
+
+def operations() -> tuple[Operation, ...]:
+    """Return every call of the HTTP API but the session's."""
+    declared = (*transactions.OPERATIONS, *registration.OPERATIONS, *system.OPERATIONS)
+    document = b""
+
+    async def openapi(_: Call) -> Reply:
+        return Reply(200, document)
+
+    own = Operation(
+        "openapi", "GET", OPENAPI_PATH, "This document", openapi, {200: None}
+    )  # fmt: skip
+    document = encode_json(describe((*declared, own)))
+    return (*declared, own)
+
+
+def make_app(
+    service: Service,
+    groups: Groups,
+    sessions: SessionRegistry,
+    settings: Settings,
+    metrics: Metrics,
+) -> web.Application:
+    """Return the web application of one proxy.
+
+    Raises:
+        ConfigurationError: the token file cannot be read.
+    """
+    shell = Shell(service, groups, sessions, settings, metrics)
+    declared = operations()
+    open_paths = frozenset(operation.path for operation in declared if operation.open)
+    app = web.Application(
+        middlewares=[_outermost(shell, Guard(settings), open_paths)],
+        client_max_size=settings.request_bytes_max,
+    )
+    app[SHELL] = shell
+    for operation in declared:
+        app.router.add_route(
+            operation.method, operation.path, _endpoint(shell, operation), expect_handler=_expect
+        )
+        if operation.method == "GET":
+            app.router.add_route(
+                "HEAD", operation.path, _endpoint(shell, operation), expect_handler=_expect
+            )
+    session_server = SessionServer(shell)
+    app.router.add_get(
+        SESSION_PATH, session_server.handle, allow_head=False, expect_handler=_expect
+    )
+    app.cleanup_ctx.append(session_server.lifetime)
+    app.on_shutdown.append(session_server.close_all)
+    metrics.watch(lambda: Gauges(sessions=sessions.counts(), ready=service.readiness().ready))
+    return app
+
+
+def _endpoint(shell: Shell, operation: Operation) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if operation.changes:
+            check_media_type(request)
+        query = decode_query(request, operation.query) if request.query_string else None
+        content = Body(shell)
+        try:
+            body = None
+            if operation.body is not None:
+                raw = await content.read(request)
+                body = decode_body(raw, operation.body, optional=operation.body_optional)
+            call = Call(
+                shell,
+                request.match_info,
+                query or operation.query(),
+                body,
+                request.remote or "",
+            )
+            reply = await operation.run(call)
+        except Overloaded:
+            shell.metrics.overloaded(operation.name)
+            raise
+        finally:
+            content.let_go()
+        return _response(operation, reply)
+
+    return handle
+
+
+def _response(operation: Operation, reply: Reply) -> web.Response:
+    content = reply.content
+    raw = content if isinstance(content, bytes) else encode_json(content)
+    text = operation.media.startswith("text/")
+    response = web.Response(
+        status=reply.status,
+        body=raw,
+        content_type=operation.media,
+        charset="utf-8" if text else None,
+    )
+    if text:
+        response.headers["X-Content-Type-Options"] = "nosniff"
+    if reply.status == 503:
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+def _outermost(shell: Shell, guard: Guard, open_paths: frozenset[str]) -> Middleware:
+    @web.middleware
+    async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if request.path not in open_paths:
+                guard.admit(request)
+            return await handler(request)
+        except RequestError as error:
+            return error_response(error)
+        except KafkaUnavailable as error:
+            return error_response(KafkaDown(str(error)))
+        except web.HTTPException as error:
+            return _translated(request, error)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            log.error(
+                "call failed",
+                method=request.method,
+                path=request.path[:100],
+                error=repr(error)[:300],
+                where=where_raised(error),
+            )
+            return error_response(
+                RequestError("something went wrong inside the proxy; its log says what")
+            )
+
+    return outermost
+
+
+def where_raised(error: BaseException) -> str:
+    """Return the innermost places of a traceback in one line, for the log."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES_SHOWN:]
+    return " > ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames)
+
+
+def _translated(request: web.Request, error: web.HTTPException) -> web.Response:
+    """Return the router's and the framework's own errors in the form of ours."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        response = error_response(
+            MethodNotAllowed(f"{request.method[:20]} does not work here; {allowed} does")
+        )
+        response.headers["Allow"] = allowed
+        return response
+    if isinstance(error, web.HTTPNotFound):
+        return error_response(
+            NotFound(f"there is nothing at {request.path[:100]!r}; see {OPENAPI_PATH}")
+        )
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return error_response(TooLarge())
+    return error_response(BadRequest(error.reason))
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return error_response(BadRequest("of Expect only 100-continue is known"))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # What goes before the answer is not part of it.
+    request.writer.output_size = 0
+    return None

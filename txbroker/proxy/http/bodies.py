@@ -1,0 +1,318 @@
+"""What goes over HTTP as JSON: requests, queries and answers.
+
+These declarations decode the requests, encode the answers and make the OpenAPI document, so the
+three cannot differ. Only the messages themselves are read by `txbroker.core.message_json`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from txbroker.checkers.groups import GROUP_NAME_CHARS_MAX
+from txbroker.contract import Event
+from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
+from txbroker.core.records import Attempt, Cause, Decision, Source, State
+
+TEXT_MAX = 1000
+SECONDS_MAX = 366 * 86400
+# `(?!\n)` because in Python a `$` also matches before a line's end; elsewhere it says nothing.
+_PLAIN = r"^[^\x00-\x1f\x7f]*$(?!\n)"
+
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "title": "Message",
+    "description": "One message for one target topic. At most one of `key` and `key_base64`; "
+    'exactly one of `value`, `value_base64` and `value_json`, or `"value": null` for a '
+    "tombstone.",
+    "type": "object",
+    "required": ["topic"],
+    "additionalProperties": False,
+    "properties": {
+        "topic": {"type": "string", "minLength": 1},
+        "key": {"type": ["string", "null"]},
+        "key_base64": {"type": ["string", "null"], "contentEncoding": "base64"},
+        "value": {"type": ["string", "null"]},
+        "value_base64": {"type": ["string", "null"], "contentEncoding": "base64"},
+        "value_json": {"description": "Any JSON; stored as it is written here."},
+        "headers": {
+            "description": "An object, or pairs where order and repeats matter.",
+            "anyOf": [
+                {
+                    "type": "object",
+                    "additionalProperties": {"$ref": "#/components/schemas/HeaderValue"},
+                },
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "array",
+                        "prefixItems": [
+                            {"type": "string"},
+                            {"$ref": "#/components/schemas/HeaderValue"},
+                        ],
+                        "minItems": 2,
+                        "maxItems": 2,
+                    },
+                },
+                {"type": "null"},
+            ],
+        },
+        "partition": {"type": ["integer", "null"], "minimum": 0, "maximum": PARTITION_MAX},
+        "timestamp_ms": {"type": ["integer", "null"], "minimum": 0, "maximum": TIMESTAMP_MS_MAX},
+    },
+}  # fmt: skip
+HEADER_VALUE_SCHEMA: dict[str, Any] = {
+    "title": "HeaderValue",
+    "description": "Text, bytes as base64, or null.",
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "required": ["base64"],
+            "additionalProperties": False,
+            "properties": {"base64": {"type": "string", "contentEncoding": "base64"}},
+        },
+        {"type": "null"},
+    ],
+}
+
+_MESSAGES: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"$ref": "#/components/schemas/Message"},
+}
+
+
+def _no_messages() -> msgspec.Raw:
+    return msgspec.Raw(b"null")
+
+
+Messages = Annotated[
+    msgspec.Raw,
+    Meta(description="The messages, in order.", extra_json_schema=_MESSAGES),
+]
+MaybeMessages = Annotated[
+    msgspec.Raw,
+    Meta(
+        description="Final content for the prepared messages, topics and count unchanged.",
+        extra_json_schema={"anyOf": [_MESSAGES, {"type": "null"}]},
+    ),
+]
+Group = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=GROUP_NAME_CHARS_MAX,
+        pattern=_PLAIN,
+        description="The name of a producer group.",
+    ),
+]
+Key = Annotated[str, Meta(min_length=1, max_length=TEXT_MAX)]
+Reason = Annotated[
+    str, Meta(max_length=TEXT_MAX, pattern=_PLAIN, description="Why, for the record.")
+]
+Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
+TransactionId = Annotated[
+    str, Meta(min_length=26, max_length=26, description="A transaction id; case does not matter.")
+]
+
+
+class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body or a query; a field that is not known is refused, not ignored."""
+
+
+class Answer(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A body of an answer; fields that say nothing are left out."""
+
+
+# --- requests --------------------------------------------------------------------------------
+
+
+class PrepareBody(Request, frozen=True):
+    """Store these messages as a half message, invisible until they are committed."""
+
+    group: Group
+    messages: Messages
+    id: TransactionId | None = None
+    dedup_key: Key | None = None
+    order_key: Key | None = None
+    check_after_s: Seconds | None = None
+    check_interval_s: Seconds | None = None
+
+
+class CommitBody(Request, frozen=True):
+    """Commit a transaction. Without a group an operator decides."""
+
+    group: Group | None = None
+    reason: Reason | None = None
+    messages: MaybeMessages = msgspec.field(default_factory=_no_messages)
+    wait: Literal["promoted"] | None = None
+
+
+class RollbackBody(Request, frozen=True):
+    """Roll a transaction back. Without a group an operator decides."""
+
+    group: Group | None = None
+    reason: Reason | None = None
+
+
+class ReasonBody(Request, frozen=True):
+    """Why, for the record."""
+
+    reason: Reason | None = None
+
+
+class GroupBody(Request, frozen=True):
+    """What is registered of a producer group; what is left out follows the configuration."""
+
+    check_url: (
+        Annotated[str, Meta(max_length=2000, description="Where check-backs are posted.")] | None
+    ) = None
+    secret_ref: (
+        Annotated[
+            str,
+            Meta(description="Where the secret that signs them is: `env:NAME` or `file:/path`."),
+        ]
+        | None
+    ) = None
+    check_after_s: Annotated[float, Meta(ge=0, le=604_800)] | None = None
+    check_interval_s: Annotated[float, Meta(ge=0.1, le=604_800)] | None = None
+    attempts_max: Annotated[int, Meta(ge=1, le=100)] | None = None
+    timeout_s: Annotated[float, Meta(ge=0.1, le=60)] | None = None
+    parallel: Annotated[int, Meta(ge=1, le=64)] | None = None
+    answer_bytes_max: Annotated[int, Meta(ge=1024, le=16 * 1024 * 1024)] | None = None
+
+
+class ListQuery(Request, frozen=True):
+    """Which transactions; what is left out means any."""
+
+    state: State | None = None
+    group: Group | None = None
+    topic: Annotated[str, Meta(min_length=1, max_length=249)] | None = None
+    older_than_s: Annotated[float, Meta(ge=0, le=SECONDS_MAX * 100)] | None = None
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+    cursor: Annotated[str, Meta(min_length=1, max_length=500)] | None = None
+
+
+class FindQuery(Request, frozen=True):
+    """What to tell of a transaction."""
+
+    bodies: Annotated[bool, Meta(description="Show keys, values and headers too.")] = False
+
+
+class NoQuery(Request, frozen=True):
+    """Nothing may be asked for."""
+
+
+# --- answers ---------------------------------------------------------------------------------
+
+
+class StandingBody(Answer, frozen=True):
+    """Where a transaction stands."""
+
+    id: str
+    state: State
+    decision: Decision | None = None
+
+
+class PlacedBody(Answer, frozen=True):
+    """A message of a transaction, and where it is once promoted. Content only on demand."""
+
+    topic: str
+    partition: int
+    offset: int | None = None
+    key: str | UnsetType = UNSET
+    key_base64: str | UnsetType = UNSET
+    value: str | UnsetType | None = UNSET
+    value_base64: str | UnsetType = UNSET
+    headers: list[tuple[str, str | dict[str, str] | None]] | UnsetType = UNSET
+    timestamp_ms: int | UnsetType = UNSET
+
+
+class TransactionBody(Answer, frozen=True):
+    """All that is known of one transaction. Times are milliseconds since 1970."""
+
+    id: str
+    group: str
+    state: State
+    partition: int
+    half_offset: int
+    prepared_at_ms: int
+    messages: list[PlacedBody]
+    round: int
+    attempts: int
+    attempts_max: int
+    order_key: str | None = None
+    dedup_key: str | None = None
+    decision: Decision | None = None
+    decided_at_ms: int | None = None
+    source: Source | None = None
+    by: str = ""
+    reason: str = ""
+    next_check_at_ms: int | None = None
+    cause: Cause | None = None
+    checks: tuple[Attempt, ...] = ()
+    timeline: tuple[Event, ...] = ()
+
+
+class PageBody(Answer, frozen=True):
+    """A part of a list; `next_cursor` null where it ends."""
+
+    transactions: list[TransactionBody]
+    next_cursor: str | None
+
+
+class GroupAnswer(Answer, frozen=True):
+    """A registered group, and how many of its instances are connected to this proxy."""
+
+    group: str
+    sessions: int
+    check_url: str | None = None
+    secret_ref: str | None = None
+    check_after_s: float | None = None
+    check_interval_s: float | None = None
+    attempts_max: int | None = None
+    timeout_s: float | None = None
+    parallel: int | None = None
+    answer_bytes_max: int | None = None
+
+
+class GroupsBody(Answer, frozen=True):
+    """All registered groups by name."""
+
+    groups: list[GroupAnswer]
+
+
+class RemovedBody(Answer, frozen=True):
+    """The group is not registered any more."""
+
+    group: str
+    removed: bool
+
+
+class HealthBody(Answer, frozen=True):
+    """The process is alive."""
+
+    status: str
+
+
+class ReadyBody(Answer, frozen=True):
+    """Whether calls can be taken; per half partition what it is doing; what is wrong."""
+
+    ready: bool
+    partitions: dict[str, str]
+    problems: list[str]
+
+
+class ErrorFields(Answer, frozen=True):
+    """What went wrong: a code for programs, a sentence for people, and what it is about."""
+
+    code: str
+    message: str
+    id: str | None = None
+    path: str | None = None
+
+
+class ErrorBody(Answer, frozen=True):
+    """The answer to a call that was not carried out."""
+
+    error: ErrorFields

@@ -1,0 +1,98 @@
+"""How one call of the HTTP API is declared: the router, the handlers and OpenAPI read the same."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from txbroker.errors import (
+    BadRequest,
+    Forbidden,
+    Overloaded,
+    RequestError,
+    TooLarge,
+    TooSlow,
+    Unauthorized,
+    UnsupportedMediaType,
+)
+from txbroker.proxy.http.bodies import Answer, NoQuery, Request
+from txbroker.proxy.http.shell import Shell
+
+JSON = "application/json"
+encode_json = msgspec.json.Encoder().encode
+
+Errors = tuple[type[RequestError], ...]
+_ALWAYS: Errors = (BadRequest, Forbidden, Unauthorized, RequestError)
+_WITH_BODY: Errors = (TooSlow, TooLarge, UnsupportedMediaType, Overloaded)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as declared: its path's names, its query and its body were read already."""
+
+    shell: Shell
+    path: Mapping[str, str]
+    query: Request
+    body: Request | None
+    remote: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What goes back: a JSON answer, or bytes of the operation's own media type."""
+
+    status: int
+    content: Answer | bytes
+
+
+Handler = Callable[[Call], Awaitable[Reply]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of the HTTP API.
+
+    Attributes:
+        name: unique, for OpenAPI and `overloaded_total{operation}`.
+        answers: what goes back by status; None for bytes of `media`.
+        body: what must come with the call; `body_optional` where nothing at all is fine too.
+        errors: what it can end with, beside what every call can.
+        open: True where anybody may call, whatever the host name and without token.
+    """
+
+    name: str
+    method: str
+    path: str
+    summary: str
+    run: Handler
+    answers: Mapping[int, type[Answer] | None]
+    body: type[Request] | None = None
+    body_optional: bool = False
+    query: type[Request] = NoQuery
+    errors: Errors = field(default=())
+    media: str = JSON
+    open: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """True where the call changes state and so must say that it is JSON."""
+        return self.method not in ("GET", "HEAD")
+
+    @property
+    def all_errors(self) -> Errors:
+        """Everything that this call can end with."""
+        return tuple(dict.fromkeys((*_ALWAYS, *(_WITH_BODY if self.changes else ()), *self.errors)))
+
+
+def error_response(error: RequestError) -> web.Response:
+    """Return the answer to a call that was not carried out."""
+    fields = {"code": error.code, "message": str(error), **error.details}
+    response = web.Response(
+        status=error.status, body=encode_json({"error": fields}), content_type=JSON
+    )
+    if error.retryable:
+        response.headers["Retry-After"] = str(error.details.get("retry_after_s", 1))
+    if error.status == Unauthorized.status:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response

@@ -1,0 +1,165 @@
+"""From bytes that anybody sent to a request that is as declared, or an error that says why not."""
+
+import asyncio
+import difflib
+import re
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from txbroker.core.message_json import MessageError, decode_messages
+from txbroker.core.records import Message
+from txbroker.errors import (
+    BadRequest,
+    Overloaded,
+    RequestError,
+    TooLarge,
+    TooSlow,
+    UnsupportedMediaType,
+)
+from txbroker.proxy.http.bodies import Request
+from txbroker.proxy.http.shell import Shell
+
+T = TypeVar("T", bound=Request)
+SHOWN_MAX = 60
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_PATTERN = re.compile(r"matching regex .*", re.DOTALL)
+
+
+def check_media_type(request: web.BaseRequest) -> None:
+    """Refuse what does not say that it is JSON, as a page's form could not.
+
+    Raises:
+        UnsupportedMediaType: says what to send.
+    """
+    given = request.headers.get("Content-Type")
+    if given is None or request.content_type.lower() != "application/json":
+        raise UnsupportedMediaType
+    charset = request.charset
+    if charset is not None and charset.lower().replace("-", "") != "utf8":
+        raise UnsupportedMediaType("JSON is UTF-8; no other charset is taken")
+
+
+class Body:
+    """The bytes of a request's body, counted as in flight until they are let go."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._reserved = 0
+
+    async def read(self, request: web.BaseRequest) -> bytes:
+        """Read the whole body.
+
+        Raises:
+            TooLarge: it has more bytes than are taken.
+            TooSlow: it did not arrive in time.
+            Overloaded: too many bytes are in flight already.
+            BadRequest: it breaks off or is badly framed.
+        """
+        bytes_max = self._shell.settings.request_bytes_max
+        if (request.content_length or 0) > bytes_max:
+            raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
+        chunks: list[bytes] = []
+        try:
+            async with asyncio.timeout(self._shell.settings.request_timeout_s):
+                async for chunk in request.content.iter_any():
+                    self._take(len(chunk), bytes_max)
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise TooSlow from None
+        except (web.RequestPayloadError, ValueError) as error:
+            raise BadRequest(f"the body does not read: {str(error)[:SHOWN_MAX]}") from None
+        return b"".join(chunks)
+
+    def _take(self, size: int, bytes_max: int) -> None:
+        if self._reserved + size > bytes_max:
+            raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
+        if not self._shell.in_flight.reserve(size):
+            raise Overloaded("too many bytes are in flight: send the same again a little later")
+        self._reserved += size
+
+    def let_go(self) -> None:
+        """Say that the request was carried out or refused."""
+        self._shell.in_flight.release(self._reserved)
+        self._reserved = 0
+
+
+def decode_body(raw: bytes, kind: type[T], *, optional: bool) -> T:
+    """Return the request in a body.
+
+    Raises:
+        BadRequest: it is not JSON, or not as declared; `path` says where.
+    """
+    if not raw.strip():
+        if optional:
+            return kind()
+        raise BadRequest("the body is empty; it must be a JSON object")
+    try:
+        raw.decode()
+        return msgspec.json.decode(raw, type=kind)
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body is not UTF-8: byte {error.start}") from None
+    except msgspec.ValidationError as error:
+        raise _in_words(error, kind) from None
+    except RecursionError:
+        raise BadRequest("the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+
+
+def decode_query(request: web.Request, kind: type[T]) -> T:
+    """Return the request in a query.
+
+    Raises:
+        BadRequest: a field is unknown, given twice or malformed.
+    """
+    query = request.query
+    fields = dict(query)
+    if len(fields) != len(query):
+        twice = next(name for name in fields if len(query.getall(name)) > 1)
+        raise BadRequest(f"{twice[:SHOWN_MAX]} is given twice", path=twice[:SHOWN_MAX])
+    try:
+        return msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _in_words(error, kind) from None
+
+
+def decode_content(raw: msgspec.Raw) -> tuple[Message, ...] | None:
+    """Return the messages of a request, None where there are none.
+
+    Raises:
+        BadRequest: one of them is malformed; `path` says where.
+    """
+    if bytes(raw) == b"null":
+        return None
+    try:
+        return decode_messages(raw)
+    except MessageError as error:
+        raise BadRequest(str(error), path=error.path) from None
+
+
+def _in_words(error: msgspec.ValidationError, kind: type[Request]) -> RequestError:
+    match = _WHERE.match(str(error))
+    what, path = (match["what"], match["path"]) if match else (str(error), None)
+    path = (path or "").lstrip(".")[:SHOWN_MAX]
+    unknown = _UNKNOWN.match(what)
+    if unknown:
+        return _unknown_field(unknown["name"], kind)
+    what = _PATTERN.sub("without control characters", what)
+    what = what[0].lower() + what[1:]
+    return BadRequest(f"{path}: {what}" if path else what, path=path or None)
+
+
+def _unknown_field(name: str, kind: type[Request]) -> BadRequest:
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    shown = name[:SHOWN_MAX]
+    near = difflib.get_close_matches(shown, known, 1)
+    if near:
+        hint = f"did you mean {near[0]!r}?"
+    elif known:
+        hint = f"known are {', '.join(known)}"
+    else:
+        hint = "nothing is taken here"
+    return BadRequest(f"there is no field {shown!r}; {hint}", path=shown)

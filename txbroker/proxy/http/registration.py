@@ -1,0 +1,91 @@
+"""The calls on producer groups."""
+
+from typing import cast
+
+from msgspec import structs
+
+from txbroker.checkers.groups import GroupPolicy, PolicyError
+from txbroker.errors import BadRequest, KafkaDown, UnknownGroup
+from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody
+from txbroker.proxy.http.operations import Call, Operation, Reply
+from txbroker.proxy.http.shell import check_group
+
+
+async def put_group(call: Call) -> Reply:
+    """Register a group, or replace what is registered."""
+    group = call.path["group"]
+    check_group(group)
+    policy = GroupPolicy(**structs.asdict(cast(GroupBody, call.body)))
+    try:
+        await call.shell.groups.put(group, policy)
+    except PolicyError as error:
+        raise BadRequest(str(error)) from None
+    return Reply(200, _shown(call, group, policy))
+
+
+async def get_group(call: Call) -> Reply:
+    """Tell what is registered of a group."""
+    group = call.path["group"]
+    policy = call.shell.groups.get(group)
+    if policy is None:
+        raise UnknownGroup(call.shell.groups.problem(group))
+    return Reply(200, _shown(call, group, policy))
+
+
+async def delete_group(call: Call) -> Reply:
+    """Remove what is registered of a group."""
+    group = call.path["group"]
+    if not await call.shell.groups.remove(group):
+        raise UnknownGroup
+    return Reply(200, RemovedBody(group=group, removed=True))
+
+
+async def list_groups(call: Call) -> Reply:
+    """List registered groups by name."""
+    shown = [_shown(call, group, policy) for group, policy in call.shell.groups.list()]
+    return Reply(200, GroupsBody(groups=shown))
+
+
+def _shown(call: Call, group: str, policy: GroupPolicy) -> GroupAnswer:
+    sessions = call.shell.sessions.counts().get(group, 0)
+    return GroupAnswer(group=group, sessions=sessions, **structs.asdict(policy))
+
+
+OPERATIONS = (
+    Operation(
+        "put_group",
+        "PUT",
+        "/v1/groups/{group}",
+        "Register a producer group, or replace what is registered",
+        put_group,
+        {200: GroupAnswer},
+        body=GroupBody,
+        errors=(KafkaDown,),
+    ),
+    Operation(
+        "get_group",
+        "GET",
+        "/v1/groups/{group}",
+        "Tell what is registered of a group",
+        get_group,
+        {200: GroupAnswer},
+        errors=(UnknownGroup,),
+    ),
+    Operation(
+        "delete_group",
+        "DELETE",
+        "/v1/groups/{group}",
+        "Remove what is registered of a group",
+        delete_group,
+        {200: RemovedBody},
+        errors=(UnknownGroup, KafkaDown),
+    ),
+    Operation(
+        "list_groups",
+        "GET",
+        "/v1/groups",
+        "List registered groups by name",
+        list_groups,
+        {200: GroupsBody},
+    ),
+)

@@ -1,0 +1,401 @@
+"""The server of SDK sessions: operations in, answers out, many of either in a frame.
+
+A session costs two tasks: one reads frames and starts operations, one writes what was answered.
+Whatever is answered during one turn of the event loop goes back in one frame, because the writer
+wakes up only in the next. Every queue of a session is bounded; a client that does not read its
+answers is cut off.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from aiohttp import ClientConnectionResetError, WSCloseCode, WSMsgType, web
+
+from txbroker import contract, wire
+from txbroker.checkers.groups import PolicyError, check_group_name
+from txbroker.core.records import Decision, Source
+from txbroker.errors import BadRequest, KafkaDown, KafkaUnavailable, Overloaded, RequestError
+from txbroker.proxy.http.shell import Shell, check_id, check_reason, message_bytes
+from txbroker.proxy.logging import get_logger
+
+log = get_logger(__name__)
+
+CLOCK_S = 60.0
+"""How often sessions get the proxy's clock."""
+OWNERS_POLL_S = 0.25
+"""How often owners are looked at: the longest time until sessions learn of a change."""
+SHUTDOWN_S = 3.0
+"""How long operations under way may take to end when the proxy stops."""
+
+
+class ProtocolError(Exception):
+    """The producer sent what the protocol does not know: the session ends."""
+
+
+class Session:
+    """One SDK session: a `CheckableSession` of the registry."""
+
+    def __init__(
+        self, shell: Shell, socket: web.WebSocketResponse, request: web.Request, hello: wire.Hello
+    ) -> None:
+        self._shell = shell
+        self._service = shell.service
+        self._settings = shell.settings
+        self._socket = socket
+        self._request = request
+        self._outbox: list[wire.FromProxy] = []
+        self._wake = asyncio.Event()
+        self._check_bytes = 0
+        self._in_flight = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self.group = hello.group
+        self.instance = hello.instance
+        self.draining = False
+        self.closed = False
+
+    # --- out ---
+
+    def send(self, operation: wire.FromProxy) -> bool:
+        """Hand an operation to the writer; False where the session is closed."""
+        if self.closed:
+            return False
+        if len(self._outbox) >= self._settings.session_answers_max:
+            self.cut_off("it does not read its answers")
+            return False
+        self._outbox.append(operation)
+        self._wake.set()
+        return True
+
+    def send_check(self, check: wire.Check) -> bool:
+        """Hand a check to the writer; False where it cannot be sent."""
+        size = sum(map(message_bytes, check.messages))
+        if self._check_bytes + size > self._settings.session_in_flight_bytes_max:
+            return False
+        if not self.send(check):
+            return False
+        self._check_bytes += size
+        return True
+
+    async def write(self) -> None:
+        """Send what is handed over until the session ends."""
+        try:
+            while not self.closed:
+                await self._wake.wait()
+                self._wake.clear()
+                operations, self._outbox = self._outbox, []
+                self._check_bytes = 0
+                for frame in self._frames(operations):
+                    async with asyncio.timeout(self._settings.request_timeout_s):
+                        await self._socket.send_bytes(frame)
+        except TimeoutError:
+            self.cut_off("it does not read its answers")
+        except (ClientConnectionResetError, ConnectionError):
+            self.closed = True
+
+    def _frames(self, operations: list[wire.FromProxy]) -> list[bytes]:
+        """Return the operations as frames; only checks are large enough to need several."""
+        frames: list[bytes] = []
+        begun: list[wire.FromProxy] = []
+        size = 0
+        for operation in operations:
+            if type(operation) is wire.Check:
+                size += sum(map(message_bytes, operation.messages))
+                if begun and size > self._settings.frame_bytes_max // 2:
+                    frames.append(wire.encode_frame(begun))
+                    begun, size = [], 0
+            begun.append(operation)
+        if begun:
+            frames.append(wire.encode_frame(begun))
+        return frames
+
+    def cut_off(self, why: str) -> None:
+        """Drop the connection at once, with whatever was to be sent."""
+        if self.closed:
+            return
+        self.closed = True
+        self._outbox.clear()
+        log.warning("session cut off", group=self.group, instance=self.instance, why=why)
+        transport = self._request.transport
+        if transport is not None:
+            transport.abort()
+
+    # --- in ---
+
+    def take(self, operations: list[wire.FromProducer], frame_bytes: int) -> None:
+        """Start the operations of a frame.
+
+        Raises:
+            ProtocolError: one of them has no place here.
+        """
+        # A frame's bytes are shared out evenly: what counts is their sum.
+        share = frame_bytes // (len(operations) or 1) + 1
+        for operation in operations:
+            kind = type(operation)
+            if kind is wire.Prepare:
+                self._begin(operation, share, self._prepare)
+            elif kind is wire.Decide:
+                self._begin(operation, share, self._decide)
+            elif kind is wire.AskEarly:
+                self._begin(operation, share, self._ask_early)
+            elif isinstance(operation, wire.CheckAnswer):
+                self._shell.sessions.answer(self.group, self, operation)
+            elif kind is wire.Drain:
+                self.draining = True
+            else:
+                raise ProtocolError("a session has only one hello")
+
+    def _begin(self, operation: Any, share: int, make: Any) -> None:
+        shell = self._shell
+        if (
+            self._in_flight + share > self._settings.session_in_flight_bytes_max
+            or not shell.in_flight.reserve(share)
+        ):
+            shell.metrics.overloaded("session")
+            self.send(_failure(operation.call, Overloaded("too many bytes are in flight")))
+            return
+        self._in_flight += share
+        task = self._loop.create_task(self._answer(operation, share, make))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, operation: Any, share: int, make: Any) -> None:
+        call = operation.call
+        try:
+            standing = await make(operation)
+            self.send(wire.Standing(call, standing.id, standing.state, standing.decision))
+        except RequestError as error:
+            if error.retryable and error.status == Overloaded.status:
+                self._shell.metrics.overloaded("session")
+            self.send(_failure(call, error))
+        except KafkaUnavailable as error:
+            self.send(_failure(call, KafkaDown(str(error))))
+        except Exception as error:
+            log.error("operation failed", group=self.group, error=repr(error)[:300])
+            self.send(
+                _failure(
+                    call, RequestError("something went wrong inside the proxy; its log says what")
+                )
+            )
+        finally:
+            self._in_flight -= share
+            self._shell.in_flight.release(share)
+
+    def _prepare(self, operation: wire.Prepare) -> Awaitable[contract.Standing]:
+        request = contract.PrepareRequest(
+            group=self.group,
+            messages=operation.messages,
+            id=operation.id,
+            order_key=operation.order_key,
+            check_after_s=operation.check_after_s,
+            check_interval_s=operation.check_interval_s,
+            instance=self.instance,
+            retry=operation.retry,
+        )
+        self._shell.check_prepare(request)
+        return self._service.prepare(request)
+
+    async def _decide(self, operation: wire.Decide) -> contract.Standing:
+        if operation.decision is Decision.UNKNOWN:
+            raise BadRequest("unknown is no decision: ask for an early check instead")
+        request = contract.DecideRequest(
+            id=operation.id,
+            decision=operation.decision,
+            group=self.group,
+            messages=operation.messages,
+            reason=operation.reason,
+            source=Source.PRODUCER,
+            by=self.instance,
+            wait=operation.wait,
+        )
+        self._shell.check_decide(request)
+        started = time.monotonic()
+        standing = await self._service.decide(request)
+        self._shell.metrics.decision_took(time.monotonic() - started)
+        return standing
+
+    def _ask_early(self, operation: wire.AskEarly) -> Awaitable[contract.Standing]:
+        check_id(operation.id)
+        check_reason(operation.reason)
+        return self._service.check(operation.id, by=self.instance, reason=operation.reason)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Let operations under way end; after `timeout_s` they are given up."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+
+def _failure(call: int, error: RequestError) -> wire.Failure:
+    details = {name: str(value) for name, value in error.details.items()}
+    return wire.Failure(call, error.code, str(error), details)
+
+
+class SessionServer:
+    """Opens sessions and tells all of them what changes."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._settings = shell.settings
+        self._open: set[Session] = set()
+        self._sockets: set[web.WebSocketResponse] = set()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Carry one session from its upgrade to its end.
+
+        Raises:
+            BadRequest: it is no WebSocket upgrade.
+            Overloaded: too many sessions are open.
+        """
+        if len(self._sockets) >= self._settings.sessions_max:
+            self._shell.metrics.overloaded("session")
+            raise Overloaded("too many sessions are open: try another proxy or a little later")
+        socket = web.WebSocketResponse(
+            heartbeat=self._settings.session_heartbeat_s,
+            max_msg_size=self._settings.frame_bytes_max,
+            compress=False,
+        )
+        if not socket.can_prepare(request):
+            raise BadRequest("a session is a WebSocket: this call is no upgrade to one")
+        await socket.prepare(request)
+        self._sockets.add(socket)
+        try:
+            await self._converse(socket, request)
+        except ProtocolError as error:
+            await self._farewell(socket, BadRequest(str(error)))
+        except (ClientConnectionResetError, ConnectionError):
+            pass
+        finally:
+            self._sockets.discard(socket)
+        return socket
+
+    async def _converse(self, socket: web.WebSocketResponse, request: web.Request) -> None:
+        first = await self._first_frame(socket)
+        if first is None:
+            return
+        operations, size = first
+        hello = _hello(operations)
+        session = Session(self._shell, socket, request, hello)
+        writer = asyncio.create_task(session.write())
+        self._open.add(session)
+        session.send(self._welcome())
+        self._shell.sessions.add(session.group, session)
+        try:
+            session.take(operations[1:], size)
+            while (frame := await _receive(socket)) is not None:
+                session.take(_decoded(frame), len(frame))
+        finally:
+            self._shell.sessions.remove(session.group, session)
+            self._open.discard(session)
+            session.closed = True
+            writer.cancel()
+            with suppress(asyncio.CancelledError):
+                await writer
+
+    async def _first_frame(
+        self, socket: web.WebSocketResponse
+    ) -> tuple[list[wire.FromProducer], int] | None:
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                frame = await _receive(socket)
+        except TimeoutError:
+            raise ProtocolError("no hello came in time") from None
+        return None if frame is None else (_decoded(frame), len(frame))
+
+    def _welcome(self) -> wire.Welcome:
+        owners = tuple(self._shell.service.owners())
+        return wire.Welcome(
+            version=wire.SESSION_VERSION,
+            now_ms=self._shell.service.now_ms(),
+            partitions=len(owners),
+            owners=owners,
+            url=self._shell.url,
+            dedup_window_s=self._settings.dedup_window_s,
+            transaction_bytes_max=self._settings.transaction_bytes_max,
+        )
+
+    async def _farewell(self, socket: web.WebSocketResponse, error: RequestError) -> None:
+        """Say why the session ends, and end it; a client that does not listen is not waited for."""
+        with suppress(TimeoutError, ConnectionError, ClientConnectionResetError):
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                if not socket.closed:
+                    await socket.send_bytes(wire.encode_frame([_failure(0, error)]))
+                await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
+
+    async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
+        """Tell sessions the clock and the owners for as long as the application runs."""
+        task = asyncio.create_task(self._tell_changes())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    async def _tell_changes(self) -> None:
+        owners = tuple(self._shell.service.owners())
+        clock_at = self._now() + CLOCK_S
+        while True:
+            await asyncio.sleep(OWNERS_POLL_S)
+            found = tuple(self._shell.service.owners())
+            if found != owners:
+                owners = found
+                self._tell(wire.Owners(owners))
+            if self._now() >= clock_at:
+                clock_at = self._now() + CLOCK_S
+                self._tell(wire.Clock(self._shell.service.now_ms()))
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _tell(self, operation: wire.FromProxy) -> None:
+        for session in tuple(self._open):
+            session.send(operation)
+
+    async def close_all(self, _: web.Application) -> None:
+        """End all sessions: the proxy goes away, clients turn to others."""
+        await asyncio.gather(*(session.finish(SHUTDOWN_S) for session in tuple(self._open)))
+        # The writers get a turn for the last answers before the sockets close.
+        await asyncio.sleep(0)
+        await asyncio.gather(*(self._go_away(socket) for socket in tuple(self._sockets)))
+
+    async def _go_away(self, socket: web.WebSocketResponse) -> None:
+        with suppress(TimeoutError, ConnectionError, ClientConnectionResetError):
+            async with asyncio.timeout(SHUTDOWN_S):
+                await socket.close(code=WSCloseCode.GOING_AWAY)
+
+
+def _hello(operations: list[wire.FromProducer]) -> wire.Hello:
+    if not operations or not isinstance(operations[0], wire.Hello):
+        raise ProtocolError("a session begins with a hello")
+    hello = operations[0]
+    if hello.version < 1:
+        raise ProtocolError(f"there is no session version {hello.version}")
+    try:
+        check_group_name(hello.group)
+        check_group_name(hello.instance)
+    except PolicyError as error:
+        raise ProtocolError(f"hello: {error}".replace("group's name", "name")) from None
+    return hello
+
+
+async def _receive(socket: web.WebSocketResponse) -> bytes | None:
+    """Return the next frame, None where the connection has ended."""
+    message = await socket.receive()
+    if message.type is WSMsgType.BINARY:
+        frame: bytes = message.data
+        return frame
+    if message.type is WSMsgType.TEXT:
+        raise ProtocolError("frames are binary (msgpack), not text")
+    return None
+
+
+def _decoded(frame: bytes) -> list[wire.FromProducer]:
+    try:
+        return wire.decode_from_producer(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"the frame does not read: {str(error)[:200]}") from None

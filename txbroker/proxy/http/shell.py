@@ -1,0 +1,179 @@
+"""What the calls of one proxy share, and the limits that every call is held to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from txbroker.checkers.groups import Groups, PolicyError, check_group_name
+from txbroker.checkers.sessions import SessionRegistry
+from txbroker.config import Settings
+from txbroker.contract import DecideRequest, PrepareRequest, Service
+from txbroker.core.ids import parse_id
+from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
+from txbroker.core.records import Message
+from txbroker.errors import BadId, BadRequest, TooLarge
+from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
+from txbroker.proxy.metrics import Metrics
+
+RECORD_BYTES = 64
+"""What a message costs beside its content, so that empty ones are not free."""
+
+
+class InFlight:
+    """Bytes of requests that are being carried out, all callers together."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self.bytes = 0
+
+    def reserve(self, size: int) -> bool:
+        """Take `size` bytes; False where they do not fit, then nothing is taken."""
+        if self.bytes + size > self._bytes_max:
+            return False
+        self.bytes += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Give bytes back that were reserved."""
+        self.bytes -= size
+
+
+@dataclass
+class Shell:
+    """What the calls of one proxy share."""
+
+    service: Service
+    groups: Groups
+    sessions: SessionRegistry
+    settings: Settings
+    metrics: Metrics
+    in_flight: InFlight = field(init=False)
+    url: str = ""
+    """This proxy's own URL; with port 0 known once it listens."""
+
+    def __post_init__(self) -> None:
+        self.in_flight = InFlight(self.settings.in_flight_bytes_max)
+        self.url = self.settings.advertise_url
+
+    def check_prepare(self, request: PrepareRequest) -> None:
+        """Refuse what is out of bounds before anybody works on it.
+
+        Raises:
+            BadRequest, BadId, TooLarge: names the field.
+        """
+        check_group(request.group)
+        if request.id is not None:
+            check_id(request.id)
+        if not request.messages:
+            raise BadRequest("messages: a transaction has at least one message", path="messages")
+        for name in ("check_after_s", "check_interval_s"):
+            seconds = getattr(request, name)
+            if seconds is not None and not 0 <= seconds <= SECONDS_MAX:
+                raise BadRequest(f"{name} must be from 0 to {SECONDS_MAX} seconds", path=name)
+        for name in ("order_key", "dedup_key"):
+            key = getattr(request, name)
+            if key is not None and not 1 <= len(key) <= TEXT_MAX:
+                raise BadRequest(f"{name} must have 1 to {TEXT_MAX} characters", path=name)
+        self._check_messages(request.messages)
+
+    def check_decide(self, request: DecideRequest) -> None:
+        """Refuse what is out of bounds before anybody works on it.
+
+        Raises:
+            BadRequest, BadId, TooLarge: names the field.
+        """
+        check_id(request.id)
+        check_reason(request.reason)
+        if request.messages is not None:
+            self._check_messages(request.messages)
+
+    def _check_messages(self, messages: Sequence[Message]) -> None:
+        settings = self.settings
+        if len(messages) > settings.messages_per_transaction_max:
+            raise TooLarge(
+                f"{len(messages)} messages in one transaction; at most "
+                f"{settings.messages_per_transaction_max} are taken"
+            )
+        total = 0
+        for number, message in enumerate(messages):
+            size = message_bytes(message)
+            if size > settings.message_bytes_max:
+                raise TooLarge(
+                    f"messages[{number}] has {size} bytes; at most "
+                    f"{settings.message_bytes_max} are taken",
+                    path=f"messages[{number}]",
+                )
+            total += size
+            _check_message(message, number)
+        if total > settings.transaction_bytes_max:
+            raise TooLarge(
+                f"the transaction has {total} bytes; at most "
+                f"{settings.transaction_bytes_max} are taken"
+            )
+
+
+def message_bytes(message: Message) -> int:
+    """Return what a message takes in memory and in the log, about."""
+    size = RECORD_BYTES + len(message.key or b"") + len(message.value or b"")
+    for name, value in message.headers:
+        size += len(name) + len(value or b"")
+    return size
+
+
+def _check_message(message: Message, number: int) -> None:
+    if not message.topic:
+        raise BadRequest("a message needs a topic", path=f"messages[{number}].topic")
+    if message.partition is not None and not 0 <= message.partition <= PARTITION_MAX:
+        raise BadRequest(
+            f"partition must be from 0 to {PARTITION_MAX}", path=f"messages[{number}].partition"
+        )
+    if message.timestamp_ms is not None and not 0 <= message.timestamp_ms <= TIMESTAMP_MS_MAX:
+        raise BadRequest(
+            "timestamp_ms must be milliseconds since 1970",
+            path=f"messages[{number}].timestamp_ms",
+        )
+
+
+def check_id(id: str) -> None:
+    """Refuse what is no transaction id, in upper case.
+
+    Raises:
+        BadId: says what is wrong.
+    """
+    try:
+        parse_id(id)
+    except ValueError as error:
+        raise BadId(str(error)) from None
+
+
+def plain_id(text: str) -> str:
+    """Return a transaction id as it is written, whatever the case it came in.
+
+    Raises:
+        BadId: it is none.
+    """
+    # Only ASCII: other letters can turn into several, or into others, in upper case.
+    id = text.upper() if text.isascii() else text
+    check_id(id)
+    return id
+
+
+def check_group(group: str) -> None:
+    """Refuse what cannot be a group's name.
+
+    Raises:
+        BadRequest: says what is wrong.
+    """
+    try:
+        check_group_name(group)
+    except PolicyError as error:
+        raise BadRequest(str(error), path="group") from None
+
+
+def check_reason(reason: str) -> None:
+    """Refuse a reason that would not fit a marker or a line of a listing.
+
+    Raises:
+        BadRequest: says what is wrong.
+    """
+    if len(reason) > TEXT_MAX:
+        raise BadRequest(f"reason has at most {TEXT_MAX} characters", path="reason")

@@ -1,0 +1,256 @@
+"""The calls on transactions."""
+
+import time
+from typing import cast
+
+import msgspec
+
+from txbroker.contract import (
+    DecideRequest,
+    ListRequest,
+    PlacedMessage,
+    PrepareRequest,
+    Standing,
+    TransactionView,
+)
+from txbroker.core.message_json import message_to_json
+from txbroker.core.records import Decision, Source
+from txbroker.errors import (
+    AlreadyDecided,
+    BadId,
+    BadSchedule,
+    BadTarget,
+    IdConflict,
+    IdExpired,
+    KafkaDown,
+    NotFound,
+    NotPending,
+    Overloaded,
+    OwnerUnavailable,
+    TooOld,
+    UnknownTopic,
+    WrongGroup,
+)
+from txbroker.proxy.http.bodies import (
+    CommitBody,
+    FindQuery,
+    ListQuery,
+    PageBody,
+    PlacedBody,
+    PrepareBody,
+    ReasonBody,
+    RollbackBody,
+    StandingBody,
+    TransactionBody,
+)
+from txbroker.proxy.http.operations import Call, Operation, Reply
+from txbroker.proxy.http.reading import decode_content
+from txbroker.proxy.http.shell import check_group, plain_id
+
+_OUT_OF_REACH = (OwnerUnavailable, KafkaDown)
+_BY_ID = (BadId, NotFound, TooOld, *_OUT_OF_REACH)
+_VIEW_FIELDS = tuple(
+    field.name for field in msgspec.structs.fields(TransactionBody) if field.name != "messages"
+)
+
+
+async def prepare(call: Call) -> Reply:
+    """Store a half message."""
+    body = cast(PrepareBody, call.body)
+    request = PrepareRequest(
+        group=body.group,
+        messages=decode_content(body.messages) or (),
+        id=None if body.id is None else plain_id(body.id),
+        dedup_key=body.dedup_key,
+        order_key=body.order_key,
+        check_after_s=body.check_after_s,
+        check_interval_s=body.check_interval_s,
+        # A client without a session cannot say; what it repeats carries its own id or key.
+        retry=body.id is not None,
+    )
+    call.shell.check_prepare(request)
+    standing = await call.shell.service.prepare(request)
+    return Reply(201 if standing.created else 200, _standing(standing))
+
+
+async def commit(call: Call) -> Reply:
+    """Commit a transaction, maybe with final content."""
+    body = cast(CommitBody, call.body)
+    return await _decide(
+        call,
+        Decision.COMMIT,
+        group=body.group,
+        reason=body.reason,
+        content=body.messages,
+        wait=body.wait is not None,
+    )
+
+
+async def rollback(call: Call) -> Reply:
+    """Roll a transaction back."""
+    body = cast(RollbackBody, call.body)
+    return await _decide(call, Decision.ROLLBACK, group=body.group, reason=body.reason)
+
+
+async def _decide(
+    call: Call,
+    decision: Decision,
+    *,
+    group: str | None,
+    reason: str | None,
+    content: msgspec.Raw | None = None,
+    wait: bool = False,
+) -> Reply:
+    if group is not None:
+        check_group(group)
+    request = DecideRequest(
+        id=plain_id(call.path["id"]),
+        decision=decision,
+        group=group or "",
+        messages=None if content is None else decode_content(content),
+        reason=reason or "",
+        source=Source.PRODUCER if group else Source.OPERATOR,
+        by=f"http {call.remote}",
+        wait=wait,
+    )
+    call.shell.check_decide(request)
+    started = time.monotonic()
+    standing = await call.shell.service.decide(request)
+    call.shell.metrics.decision_took(time.monotonic() - started)
+    return Reply(200, _standing(standing))
+
+
+async def check(call: Call) -> Reply:
+    """Pull the next check forward."""
+    reason = cast(ReasonBody, call.body).reason or ""
+    id = plain_id(call.path["id"])
+    standing = await call.shell.service.check(id, by=f"http {call.remote}", reason=reason)
+    return Reply(200, _standing(standing))
+
+
+async def revive(call: Call) -> Reply:
+    """Begin a new round of checks, or try a refused one again."""
+    reason = cast(ReasonBody, call.body).reason or ""
+    id = plain_id(call.path["id"])
+    standing = await call.shell.service.revive(id, by=f"http {call.remote}", reason=reason)
+    return Reply(200, _standing(standing))
+
+
+async def find(call: Call) -> Reply:
+    """Tell all that is known of a transaction."""
+    bodies = cast(FindQuery, call.query).bodies
+    view = await call.shell.service.find(plain_id(call.path["id"]), bodies=bodies)
+    return Reply(200, _view(view, bodies=bodies))
+
+
+async def list_all(call: Call) -> Reply:
+    """List transactions, oldest first."""
+    query = cast(ListQuery, call.query)
+    request = ListRequest(**{name: getattr(query, name) for name in query.__struct_fields__})
+    page = await call.shell.service.list(request)
+    return Reply(
+        200,
+        PageBody(
+            transactions=[_view(view, bodies=False) for view in page.transactions],
+            next_cursor=page.next_cursor,
+        ),
+    )
+
+
+def _standing(standing: Standing) -> StandingBody:
+    return StandingBody(id=standing.id, state=standing.state, decision=standing.decision)
+
+
+def _view(view: TransactionView, *, bodies: bool) -> TransactionBody:
+    return TransactionBody(
+        messages=[_placed(placed, bodies=bodies) for placed in view.messages],
+        **{name: getattr(view, name) for name in _VIEW_FIELDS},
+    )
+
+
+def _placed(placed: PlacedMessage, *, bodies: bool) -> PlacedBody:
+    if not bodies or placed.message is None:
+        return PlacedBody(topic=placed.topic, partition=placed.partition, offset=placed.offset)
+    shown = message_to_json(placed.message)
+    shown.update(topic=placed.topic, partition=placed.partition, offset=placed.offset)
+    return PlacedBody(**shown)
+
+
+OPERATIONS = (
+    Operation(
+        "prepare",
+        "POST",
+        "/v1/transactions",
+        "Store messages, invisible until they are committed",
+        prepare,
+        {201: StandingBody, 200: StandingBody},
+        body=PrepareBody,
+        errors=(
+            BadId, IdConflict, IdExpired, UnknownTopic, BadTarget, BadSchedule, *_OUT_OF_REACH,
+        ),
+    ),
+    Operation(
+        "list",
+        "GET",
+        "/v1/transactions",
+        "List transactions, oldest first",
+        list_all,
+        {200: PageBody},
+        query=ListQuery,
+        errors=_OUT_OF_REACH,
+    ),
+    Operation(
+        "find",
+        "GET",
+        "/v1/transactions/{id}",
+        "Tell all that is known of a transaction",
+        find,
+        {200: TransactionBody},
+        query=FindQuery,
+        errors=_BY_ID,
+    ),
+    Operation(
+        "commit",
+        "POST",
+        "/v1/transactions/{id}/commit",
+        "Commit a transaction",
+        commit,
+        {200: StandingBody},
+        body=CommitBody,
+        body_optional=True,
+        errors=(WrongGroup, AlreadyDecided, UnknownTopic, BadTarget, *_BY_ID),
+    ),
+    Operation(
+        "rollback",
+        "POST",
+        "/v1/transactions/{id}/rollback",
+        "Roll a transaction back",
+        rollback,
+        {200: StandingBody},
+        body=RollbackBody,
+        body_optional=True,
+        errors=(WrongGroup, AlreadyDecided, *_BY_ID),
+    ),
+    Operation(
+        "check",
+        "POST",
+        "/v1/transactions/{id}/check",
+        "Pull the next check forward",
+        check,
+        {200: StandingBody},
+        body=ReasonBody,
+        body_optional=True,
+        errors=(NotPending, Overloaded, *_BY_ID),
+    ),
+    Operation(
+        "revive",
+        "POST",
+        "/v1/transactions/{id}/revive",
+        "Make a parked transaction pending again, or try a refused one again",
+        revive,
+        {200: StandingBody},
+        body=ReasonBody,
+        body_optional=True,
+        errors=(NotPending, *_BY_ID),
+    ),
+)  # fmt: skip

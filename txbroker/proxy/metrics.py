@@ -1,0 +1,248 @@
+"""The Prometheus metrics of one proxy.
+
+Counters are children that were looked up once: counting costs half a microsecond, looking a
+child up three times that. Gauges are not kept at all: they are asked for when somebody scrapes.
+Never is an id a label, and groups or topics beyond a bound count together as `other`.
+"""
+
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from txbroker import __version__
+
+OTHER = "other"
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_CHECK_S = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_RECOVERY_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """What the parts of a proxy say of themselves when the metrics are scraped.
+
+    A source fills in what it knows; the values of several sources are added up, except ages and
+    headroom, of which the worst counts.
+    """
+
+    pending: Mapping[str, int] = field(default_factory=dict)
+    pending_oldest_age_seconds: Mapping[str, float] = field(default_factory=dict)
+    parked: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
+    sessions: Mapping[str, int] = field(default_factory=dict)
+    unreachable_groups: int = 0
+    promotion_lag_markers: int = 0
+    owned_partitions: int = 0
+    half_retention_headroom_seconds: float | None = None
+    ready: bool | None = None
+
+
+@dataclass(frozen=True)
+class _Family:
+    name: str
+    text: str
+    label: str | None
+    worst: Callable[[float, float], float] | None = None
+
+
+# One line for each gauge: its field in `Gauges`, its help, its label, how values come together.
+_FAMILIES = (
+    _Family("pending", "Undecided transactions.", "group"),
+    _Family("pending_oldest_age_seconds", "Age of the oldest undecided one.", "group", max),
+    _Family("parked", "Transactions that stayed undecided after the last attempt.", "group"),
+    _Family("refused", "Committed transactions that a target does not take.", "topic"),
+    _Family("sessions", "Open SDK sessions.", "group"),
+    _Family("unreachable_groups", "Groups of which nobody can be reached for checks.", None),
+    _Family("promotion_lag_markers", "Markers that were written but not promoted yet.", None),
+    _Family("owned_partitions", "Half partitions that this proxy owns.", None),
+    _Family(
+        "half_retention_headroom_seconds",
+        "Time until retention would reach the oldest undecided half message.",
+        None,
+        min,
+    ),
+    _Family("ready", "1 if the proxy takes calls, else 0.", None, min),
+)
+
+
+class _Labels:
+    """A bounded set of label values; what comes too late is called `other`."""
+
+    def __init__(self, values_max: int) -> None:
+        self._max = values_max
+        self._known: set[str] = set()
+
+    def __call__(self, value: str) -> str:
+        if value in self._known:
+            return value
+        if len(self._known) >= self._max:
+            return OTHER
+        self._known.add(value)
+        return value
+
+
+class Metrics:
+    """All metrics of one proxy, in a registry of its own."""
+
+    def __init__(self, group_labels_max: int = 200, topic_labels_max: int = 500) -> None:
+        self.registry = CollectorRegistry()
+        self._group = _Labels(group_labels_max)
+        self._topic = _Labels(topic_labels_max)
+        self._sources: list[Callable[[], Gauges]] = []
+        self._counters: dict[tuple[str, ...], Counter] = {}
+        self._make_counters()
+        self._make_histograms()
+        self.registry.register(_GaugeCollector(self))
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+
+    def _make_counters(self) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"txbroker_{name}", text, labels, registry=self.registry)
+
+        self._prepared = counter("prepared_total", "Half messages stored.", "topic")
+        self._decisions = counter("decisions_total", "Decisions.", "decision", "source")
+        self._promoted = counter("promoted_total", "Messages promoted.", "topic")
+        self._checks = counter("checks_total", "Checks by how they ended.", "group", "outcome")
+        self._conflicts = counter("conflicts_total", "Decisions contrary to the standing one.")
+        self._fenced = counter("fenced_total", "Times that another owner took a partition.")
+        self._overloaded = counter("overloaded_total", "Calls turned away.", "operation")
+        self._lost = counter("lost_undecided_total", "Undecided half messages that vanished.")
+        self._kafka_errors = counter("kafka_errors_total", "Errors of Kafka.", "operation")
+
+    def _make_histograms(self) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(
+                f"txbroker_{name}", text, labels, registry=self.registry, buckets=buckets
+            )
+
+        self._check_s = histogram("check_duration_seconds", "Time of a check.", _CHECK_S, "group")
+        self._decision_s = histogram(
+            "decision_latency_seconds", "From a decision's call to its answer.", _LATENCY_S
+        )
+        self._promotion_s = histogram(
+            "promotion_latency_seconds", "From a commit's marker until it is visible.", _LATENCY_S
+        )
+        self._recovery_s = histogram(
+            "recovery_seconds", "From gaining a partition until it is caught up.", _RECOVERY_S
+        )
+
+    def _count(self, counter: Counter, amount: float, *labels: str) -> None:
+        key = (counter._name, *labels)
+        child = self._counters.get(key)
+        if child is None:
+            child = self._counters[key] = counter.labels(*labels)
+        child.inc(amount)
+
+    # --- what happened ---
+
+    def prepared(self, topic: str, count: int = 1) -> None:
+        """Count messages of `topic` in half messages that were stored."""
+        self._count(self._prepared, count, self._topic(topic))
+
+    def decided(self, decision: str, source: str, count: int = 1) -> None:
+        """Count decisions that stand."""
+        self._count(self._decisions, count, decision, source)
+
+    def promoted(self, topic: str, count: int = 1) -> None:
+        """Count messages that were promoted to `topic`."""
+        self._count(self._promoted, count, self._topic(topic))
+
+    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
+        """Count a check and how long it took."""
+        label = self._group(group)
+        self._count(self._checks, 1, label, outcome)
+        self._check_s.labels(label).observe(duration_s)
+
+    def conflict(self, count: int = 1) -> None:
+        """Count decisions contrary to the standing one."""
+        self._conflicts.inc(count)
+
+    def fenced(self) -> None:
+        """Count that another owner took a partition from us."""
+        self._fenced.inc()
+
+    def overloaded(self, operation: str) -> None:
+        """Count a call that was turned away because a limit is reached."""
+        self._count(self._overloaded, 1, operation)
+
+    def lost_undecided(self, count: int) -> None:
+        """Count undecided half messages that vanished from the log."""
+        self._lost.inc(count)
+
+    def kafka_error(self, operation: str) -> None:
+        """Count an error of Kafka."""
+        self._count(self._kafka_errors, 1, operation)
+
+    def decision_took(self, seconds: float) -> None:
+        """Record the time from a decision's call to its answer."""
+        self._decision_s.observe(seconds)
+
+    def promotion_took(self, seconds: float) -> None:
+        """Record the time from a commit's marker until it is visible."""
+        self._promotion_s.observe(seconds)
+
+    def recovery_took(self, seconds: float) -> None:
+        """Record the time from gaining a partition until it is caught up."""
+        self._recovery_s.observe(seconds)
+
+    # --- what is the case ---
+
+    def watch(self, source: Callable[[], Gauges]) -> None:
+        """Ask `source` for its gauges at every scrape."""
+        self._sources.append(source)
+
+    def collect_gauges(self) -> Iterable[Metric]:
+        """Yield the gauges of all sources, brought together."""
+        found = [source() for source in self._sources]
+        for family in _FAMILIES:
+            yield self._family(family, [getattr(gauges, family.name) for gauges in found])
+        build = GaugeMetricFamily(
+            "txbroker_build_info", "Always 1; which build runs.", labels=("version", "python")
+        )
+        build.add_metric((__version__, platform.python_version()), 1)
+        yield build
+
+    def _family(self, family: _Family, values: list[Any]) -> Metric:
+        metric = GaugeMetricFamily(
+            f"txbroker_{family.name}", family.text, labels=(family.label,) if family.label else None
+        )
+        bound = self._topic if family.label == "topic" else self._group
+        merge = family.worst or float.__add__
+        merged: dict[tuple[str, ...], float] = {}
+        for value in values:
+            by_label = value if isinstance(value, Mapping) else {None: value}
+            for label, number in by_label.items():
+                if number is None:
+                    continue
+                key: tuple[str, ...] = () if label is None else (bound(label),)
+                found = float(number)
+                merged[key] = merge(merged[key], found) if key in merged else found
+        for key, total in merged.items():
+            metric.add_metric(key, total)
+        return metric
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _GaugeCollector(Collector):
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.collect_gauges()
