@@ -44,7 +44,8 @@ class Connection(Protocol):
         ...
 
 
-_open: Callable[..., Awaitable[Connection]] = create_conn
+Opener = Callable[..., Awaitable[Connection]]
+"""Opens a connection: the client library's `create_conn`, or what tests put in its place."""
 
 
 class NotSent(KafkaUnavailable):
@@ -85,8 +86,9 @@ class TopicFacts(Struct, frozen=True):
 class Client:
     """Connections to one Kafka. A lane is a connection of its own for requests in order."""
 
-    def __init__(self, settings: KafkaSettings) -> None:
+    def __init__(self, settings: KafkaSettings, opener: Opener = create_conn) -> None:
         self.settings = settings
+        self._open = opener
         self._brokers: dict[int, tuple[str, int]] = {}
         self._controller = -1
         self._connections: dict[tuple[int, str], Connection] = {}
@@ -165,7 +167,7 @@ class Client:
         if self._closed:
             raise NotSent("the door to Kafka is closed")
         try:
-            return await _open(
+            return await self._open(
                 host,
                 port,
                 client_id=self.settings.client_id,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from aiokafka.conn import create_conn
+
 from txbroker.errors import ConfigurationError
 from txbroker.kafka import topics
 from txbroker.kafka.admin import Admin
-from txbroker.kafka.client import Client
+from txbroker.kafka.client import Client, Opener
 from txbroker.kafka.groups import KafkaGroupStore
 from txbroker.kafka.membership import KafkaMembership
 from txbroker.kafka.partition import KafkaPartitionDoor
@@ -16,15 +18,17 @@ from txbroker.kafka.targets import KafkaTargets
 class KafkaDoor:
     """A `txbroker.door.Door` on a real Kafka. Made inside a running event loop.
 
+    `opener` opens connections in place of the client library, for tests that break them.
+
     Raises:
         ConfigurationError: the settings contradict themselves.
     """
 
-    def __init__(self, settings: KafkaSettings) -> None:
+    def __init__(self, settings: KafkaSettings, opener: Opener = create_conn) -> None:
         settings.validate()
         self.settings = settings
         self.partitions = 0
-        self._client = Client(settings)
+        self._client = Client(settings, opener)
         self.admin = Admin(self._client)
         self.targets = KafkaTargets(self._client, self.admin)
         self.groups = KafkaGroupStore(self._client, self._bytes_max)
@@ -71,7 +75,7 @@ class KafkaDoor:
 
     def partition(self, partition: int) -> KafkaPartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""
-        return KafkaPartitionDoor(self._client, partition, self._bytes_max)
+        return KafkaPartitionDoor(self._client, partition, self._bytes_max, self.targets.note)
 
     def _bytes_max(self, topic: str) -> int:
         own = self._own_bytes_max.get(topic)

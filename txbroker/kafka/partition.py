@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from txbroker.core.codec import Malformed, NewerVersion, decode_checkpoint, encode_claim
-from txbroker.core.records import Claim, Progress, Record
-from txbroker.door import Claimed, Fenced, Log, LogTruncated, Turn, TurnLost
+from txbroker.core.records import Cause, Claim, Progress, Record
+from txbroker.door import Claimed, Fenced, Log, LogTruncated, Turn, TurnLost, TurnRefused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.log import KafkaLog
@@ -33,12 +33,19 @@ class KafkaPartitionDoor:
     half: Log
     op: Log
 
-    def __init__(self, client: Client, partition: int, bytes_max: Callable[[str], int]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        partition: int,
+        bytes_max: Callable[[str], int],
+        refused: Callable[[Cause], None],
+    ) -> None:
         settings = client.settings
         self.partition = partition
         self._client = client
         self._settings = settings
         self._bytes_max = bytes_max
+        self._refused = refused
         self._lane = f"p{partition}/"
         self.half = self._log(settings.half_topic, "half")
         self.op = self._log(settings.op_topic, "op")
@@ -144,7 +151,11 @@ class KafkaPartitionDoor:
         """
         if self._writer is None:
             raise TurnLost(f"partition {self.partition} is not claimed")
-        return await self._writer.write(turn)
+        try:
+            return await self._writer.write(turn)
+        except TurnRefused as error:
+            self._refused(error.cause)
+            raise
 
     async def parked(self) -> AsyncIterator[Sequence[Record]]:
         """Yield all records of this partition of the parked topic, `read_committed`, in order.

@@ -25,8 +25,6 @@ _CONSUMER = -1
 _FETCH_BYTES = 4 << 20
 _FETCH_WAIT_MS = 500
 _LOG_APPEND_TIME = 1
-# A new leader learns the high watermark only from its followers' next fetch.
-_WATERMARK_PATIENCE_S = 5.0
 
 
 class Reader:
@@ -106,8 +104,8 @@ class Reader:
             KafkaUnavailable: Kafka does not answer.
         """
         position = start
-        settings = self._client.settings
-        patience = Patience(_WATERMARK_PATIENCE_S, settings.retry_backoff_s)
+        # A new leader learns the high watermark only from its followers' next fetch.
+        patience = self._patience()
         while position < end:
             fetched = await self.fetch(position)
             if fetched.next_offset == position:
@@ -120,13 +118,17 @@ class Reader:
                         f"{self.name}: an open transaction hides the records from {position} on"
                     )
                 continue
-            patience = Patience(_WATERMARK_PATIENCE_S, settings.retry_backoff_s)
+            patience = self._patience()
             position = fetched.next_offset
             records = fetched.records
             if records and records[-1].offset >= end:
                 records = [record for record in records if record.offset < end]
             if records:
                 yield records
+
+    def _patience(self) -> Patience:
+        settings = self._client.settings
+        return Patience(settings.watermark_timeout_s, settings.retry_backoff_s)
 
     async def fetch(self, position: int) -> Fetched:
         """Return what comes from offset `position` on, waiting half a second for something.

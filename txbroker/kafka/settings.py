@@ -36,6 +36,8 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
         claim_timeout_s: seconds until a claim that does not come through is given up.
         transaction_timeout_s: seconds until Kafka itself aborts a turn that was left open.
         visible_timeout_s: seconds until a committed turn that does not show is an alarm.
+        watermark_timeout_s: seconds that a read waits for records that were acknowledged but do
+            not show, as behind a change of leader, until it calls the log truncated.
         facts_ttl_s: seconds for which facts of target topics are remembered.
         session_timeout_s: seconds until a silent proxy loses its partitions.
     """
@@ -64,6 +66,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
     transaction_timeout_s: float = 15.0
     visible_timeout_s: float = 60.0
     retry_backoff_s: float = 0.01
+    watermark_timeout_s: float = 5.0
     facts_ttl_s: float = 5.0
     session_timeout_s: float = 10.0
 

@@ -14,6 +14,9 @@ from txbroker.kafka.codes import Code, describe
 _DEFAULT_MESSAGE_BYTES = 1048588
 """Kafka's own default, for topics whose settings may not be read."""
 
+_CAUSE_TTL_S = 1.0
+"""Somebody may be creating the topic just now."""
+
 _BY_DEFAULT = -1
 _ANY_PARTITION = -1
 
@@ -55,8 +58,12 @@ class KafkaTargets:
         facts = await self._ask(topic)
         if create and isinstance(facts, Cause) and facts.code == "unknown_topic":
             facts = await self._create(topic) or await self._ask(topic)
-        self._known[topic] = (self._loop.time() + self._ttl_s, facts)
+        self._remember(topic, facts)
         return facts
+
+    def _remember(self, topic: str, facts: TargetFacts | Cause) -> None:
+        ttl_s = min(self._ttl_s, _CAUSE_TTL_S) if isinstance(facts, Cause) else self._ttl_s
+        self._known[topic] = (self._loop.time() + ttl_s, facts)
 
     async def _ask(self, topic: str) -> TargetFacts | Cause:
         found = (await self._admin.topics([topic])).get(topic)
@@ -82,9 +89,12 @@ class KafkaTargets:
         self._known.pop(topic, None)
 
     def note(self, cause: Cause) -> None:
-        """Remember for a while that a topic refused for a reason that its facts do not show."""
+        """Learn from a refusal: facts that did not foresee it are out of date, but a missing right
+        shows in no facts and is remembered for a while."""
         if cause.code == "not_authorized":
-            self._known[cause.topic] = (self._loop.time() + self._ttl_s, cause)
+            self._remember(cause.topic, cause)
+        else:
+            self.forget(cause.topic)
 
 
 def _facts(found: TopicFacts, configs: dict[str, str]) -> TargetFacts:

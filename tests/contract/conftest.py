@@ -1,0 +1,37 @@
+"""The worlds on which the contract suite runs: a door's own Kafka, and what is behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from kafka_world import KafkaWorld
+
+from txbroker.door import Door
+
+
+def _kafka(request: pytest.FixtureRequest) -> KafkaWorld:
+    return KafkaWorld(request.getfixturevalue("kafka").bootstrap)
+
+
+WORLDS: dict[str, Callable[[pytest.FixtureRequest], Any]] = {"kafka": _kafka}
+"""By name, how to make a world: `name`, `door`, `create_topic`, `truncate`, `visible`, `close`."""
+
+
+@pytest.fixture(params=WORLDS)
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    """A world of the test's own. When it is closed nothing of it may still run."""
+    before = asyncio.all_tasks()
+    made = WORLDS[request.param](request)
+    yield made
+    await made.close()
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not left, f"still running: {left}"
+
+
+@pytest.fixture
+async def door(world: Any) -> Door:
+    """A started door."""
+    return await world.door()

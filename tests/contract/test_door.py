@@ -1,0 +1,431 @@
+"""What an owner may rely on, whatever is behind the door."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from txbroker.core.records import RECORD_VERSION, Cause, Claim, Progress, Record
+from txbroker.door import (
+    AppendRefused,
+    Door,
+    Fenced,
+    Log,
+    LogTruncated,
+    PartitionDoor,
+    Target,
+    TargetFacts,
+    Turn,
+    TurnLost,
+    TurnRefused,
+)
+from txbroker.errors import KafkaUnavailable
+
+_CLAIMS = itertools.count()
+
+ODD = (
+    Record(None, None),
+    Record(b"", b""),
+    Record(b"key", None),
+    Record(None, b"value"),
+    Record(b"\x00\xff", bytes(range(256)), (("b", b"\x00\xff"), ("a", None), ("b", b"\x00\xff"))),
+    Record("schlüssel".encode(), b"{}", (("naïve", b""), ("", b"x"))),
+)
+"""Records that a careless hand would change."""
+
+
+def new_claim(owner: str = "one") -> Claim:
+    return Claim(RECORD_VERSION, f"claim-{next(_CLAIMS)}", owner, "http://127.0.0.1:1")
+
+
+def progress(claim: str, op: int) -> Progress:
+    return Progress(RECORD_VERSION, claim, op, op)
+
+
+def turn(claim: Claim, op: int, *promoted: Target, parked: tuple[Record, ...] = ()) -> Turn:
+    return Turn(promoted, parked, progress(claim.claim, op))
+
+
+def bare(records: Sequence[Record]) -> list[tuple[bytes | None, bytes | None, tuple[Any, ...]]]:
+    return [(record.key, record.value, record.headers) for record in records]
+
+
+async def read(log: Log, start: int, end: int) -> list[Record]:
+    return [record async for records in log.read(start, end) for record in records]
+
+
+async def parked(door: PartitionDoor) -> list[Record]:
+    return [record async for records in door.parked() for record in records]
+
+
+async def commit(door: PartitionDoor, written: Turn) -> None:
+    await (await door.write(written)).committed()
+
+
+# --- logs ------------------------------------------------------------------------------------
+
+
+async def test_append_says_where_and_when(door: Door) -> None:
+    log = door.partition(0).half
+    assert await log.bounds() == (0, 0)
+    first = await log.append([Record(b"a", b"1"), Record(b"b", b"2")])
+    second = await log.append([Record(b"c", b"3")])
+    assert (first.base_offset, second.base_offset) == (0, 2)
+    assert 0 < first.timestamp_ms <= second.timestamp_ms
+    assert await log.bounds() == (0, 3)
+    times = [record.timestamp_ms for record in await read(log, 0, 3)]
+    assert times == [first.timestamp_ms, first.timestamp_ms, second.timestamp_ms]
+
+
+async def test_records_come_back_as_they_went_in(door: Door) -> None:
+    for log in (door.partition(1).half, door.partition(1).op):
+        await log.append(ODD)
+        assert bare(await read(log, 0, len(ODD))) == bare(ODD)
+
+
+async def test_read_keeps_to_its_bounds(door: Door) -> None:
+    log = door.partition(0).op
+    for number in range(5):
+        await log.append([Record(b"%d.%d" % (number, part), b"") for part in range(3)])
+    assert [r.key for r in await read(log, 2, 7)] == [b"0.2", b"1.0", b"1.1", b"1.2", b"2.0"]
+    assert [r.offset for r in await read(log, 2, 7)] == [2, 3, 4, 5, 6]
+    assert await read(log, 4, 4) == []
+
+
+async def test_partitions_and_topics_are_apart(door: Door) -> None:
+    await door.partition(0).half.append([Record(b"here", b"")])
+    for log in (door.partition(1).half, door.partition(0).op):
+        assert await log.bounds() == (0, 0)
+
+
+async def test_another_door_on_the_partition_reads_what_the_first_wrote(world: Any) -> None:
+    one, two = await world.door("one"), await world.door("two")
+    await one.partition(2).op.append([Record(b"a", b"1")])
+    await two.partition(2).op.append([Record(b"b", b"2")])
+    assert [r.key for r in await read(one.partition(2).op, 0, 2)] == [b"a", b"b"]
+
+
+async def test_records_that_are_gone_are_never_skipped(world: Any, door: Door) -> None:
+    log = door.partition(0).half
+    for number in range(4):
+        await log.append([Record(b"%d" % number, b"")])
+    await world.truncate(world.name("half"), 0, 2)
+    assert await log.bounds() == (2, 4)
+    with pytest.raises(LogTruncated):
+        await read(log, 1, 4)
+    assert [r.key for r in await read(log, 2, 4)] == [b"2", b"3"]
+
+
+@pytest.mark.parametrize("start", [1, 2])
+async def test_a_log_that_ends_too_early_is_truncated(door: Door, start: int) -> None:
+    log = door.partition(0).half
+    await log.append([Record(b"0", b"")])
+    with pytest.raises(LogTruncated):
+        await read(log, start, 3)
+
+
+async def test_a_batch_that_is_too_large_is_refused_and_the_log_goes_on(door: Door) -> None:
+    log = door.partition(0).half
+    await log.append([Record(b"before", b"")])
+    with pytest.raises(AppendRefused):
+        await log.append([Record(b"large", bytes(log.batch_bytes_max))])
+    assert (await log.append([Record(b"after", b"")])).base_offset == 1
+    assert [r.key for r in await read(log, 0, 2)] == [b"before", b"after"]
+
+
+# --- claims and turns ------------------------------------------------------------------------
+
+
+async def test_a_claim_finds_the_newest_progress(door: Door) -> None:
+    partition = door.partition(0)
+    mine = new_claim()
+    first = await partition.claim(mine)
+    assert first.progress is None
+    for op in (1, 2, 3):
+        await commit(partition, turn(mine, op))
+    second = await partition.claim(new_claim())
+    assert second.progress == progress(mine.claim, 3)
+    assert 0 < first.timestamp_ms <= second.timestamp_ms
+
+
+async def test_a_turn_becomes_visible_as_it_was_written(world: Any, door: Door) -> None:
+    one, two = await world.create_topic("one"), await world.create_topic("two", partitions=3)
+    partition, mine = door.partition(0), new_claim()
+    await partition.claim(mine)
+    at = 1_700_000_000_000
+    records = [Record(r.key, r.value, r.headers, at + n) for n, r in enumerate(ODD)]
+    promoted = [Target(one, 0, record) for record in records]
+    promoted.insert(2, Target(two, 2, Record(b"other", b"topic", (), at)))
+    handle = await partition.write(turn(mine, 1, *promoted))
+    await handle.visible()
+    assert list(handle.offsets) == [0, 1, 0, 2, 3, 4, 5]
+    seen = await world.visible(one)
+    assert bare(seen) == bare(records)
+    assert [record.timestamp_ms for record in seen] == [record.timestamp_ms for record in records]
+    assert [record.key for record in await world.visible(two, 2)] == [b"other"]
+    assert await world.visible(two, 0) == []
+
+
+async def test_turns_written_one_behind_another_keep_their_order(world: Any, door: Door) -> None:
+    topic = await world.create_topic("target")
+    partition, mine = door.partition(0), new_claim()
+    await partition.claim(mine)
+    handles = [
+        await partition.write(turn(mine, n, Target(topic, 0, Record(b"%d" % n, b"", (), n))))
+        for n in range(20)
+    ]
+    await handles[-1].visible()
+    assert [record.key for record in await world.visible(topic)] == [b"%d" % n for n in range(20)]
+    assert (await partition.claim(new_claim())).progress == progress(mine.claim, 19)
+
+
+async def test_a_turn_larger_than_a_batch_is_still_one_turn(world: Any, door: Door) -> None:
+    topic = await world.create_topic("target", max_message_bytes="2000")
+    assert isinstance(await door.targets.examine(topic), TargetFacts)
+    partition, mine = door.partition(0), new_claim()
+    await partition.claim(mine)
+    targets = [Target(topic, 0, Record(b"%d" % n, bytes(900), (), 1)) for n in range(9)]
+    handle = await partition.write(turn(mine, 1, *targets))
+    await handle.visible()
+    assert list(handle.offsets) == list(range(9))
+    assert [record.key for record in await world.visible(topic)] == [b"%d" % n for n in range(9)]
+
+
+async def test_nothing_is_written_before_a_claim(door: Door) -> None:
+    with pytest.raises(TurnLost):
+        await door.partition(0).write(turn(new_claim(), 1))
+
+
+@pytest.mark.parametrize("turns_before", [0, 1, 2])
+async def test_a_later_claim_fences_both_producers_of_the_earlier(
+    world: Any, turns_before: int
+) -> None:
+    topic = await world.create_topic("target")
+    one, two = await world.door("one"), await world.door("two")
+    earlier, later = one.partition(0), two.partition(0)
+    first, second = new_claim("one"), new_claim("two")
+    await earlier.claim(first)
+    for number in range(turns_before):
+        await commit(earlier, turn(first, number))
+    await later.claim(second)
+    for _ in range(2):
+        with pytest.raises(Fenced):
+            await commit(earlier, turn(first, 9, Target(topic, 0, Record(b"zombie", b"", (), 1))))
+    await (await later.write(turn(second, 1, Target(topic, 0, Record(b"x", b"", (), 1))))).visible()
+    assert [record.key for record in await world.visible(topic)] == [b"x"]
+    assert (await later.claim(new_claim())).progress == progress(second.claim, 1)
+
+
+async def test_of_claims_at_once_at_most_one_owner_can_write(world: Any) -> None:
+    doors = [(await world.door(name)).partition(0) for name in ("one", "two", "three")]
+
+    async def claim_and_write(partition: PartitionDoor) -> str:
+        mine = new_claim()
+        await partition.claim(mine)
+        await everybody_claimed.wait()
+        await commit(partition, turn(mine, 7))
+        return mine.claim
+
+    for _ in range(4):
+        everybody_claimed = asyncio.Event()
+        tasks = [asyncio.create_task(claim_and_write(partition)) for partition in doors]
+        await asyncio.wait(tasks, timeout=0.5, return_when=asyncio.ALL_COMPLETED)
+        everybody_claimed.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        winners = [result for result in results if isinstance(result, str)]
+        losers = [result for result in results if not isinstance(result, str)]
+        assert len(winners) <= 1
+        assert all(isinstance(error, Fenced | TurnLost | KafkaUnavailable) for error in losers)
+        if winners:
+            found = await doors[0].claim(new_claim())
+            assert found.progress == progress(winners[0], 7)
+
+
+async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Door) -> None:
+    good = await world.create_topic("good")
+    small = await world.create_topic("small", max_message_bytes="1000")
+    partition, mine = door.partition(0), new_claim()
+    await partition.claim(mine)
+    await commit(partition, turn(mine, 1, Target(good, 0, Record(b"before", b"", (), 1))))
+    with pytest.raises(TurnRefused) as refused:
+        await partition.write(
+            turn(
+                mine,
+                2,
+                Target(good, 0, Record(b"with it", b"", (), 1)),
+                Target(small, 0, Record(b"large", bytes(2000), (), 1)),
+                parked=(Record(b"id/0", b"kept"),),
+            )
+        )
+    cause = refused.value.cause
+    assert (cause.code, cause.topic, cause.partition) == ("too_large", small, 0)
+    with pytest.raises(TurnRefused):
+        await partition.write(turn(mine, 3))
+    again = new_claim()
+    assert (await partition.claim(again)).progress == progress(mine.claim, 1)
+    promoted = (
+        Target(small, 0, Record(b"fits", b"", (), 1)),
+        Target(good, 0, Record(b"after", b"", (), 1)),
+    )
+    await (await partition.write(turn(again, 2, *promoted))).visible()
+    assert [record.key for record in await world.visible(good)] == [b"before", b"after"]
+    assert [record.key for record in await world.visible(small)] == [b"fits"]
+    assert await parked(partition) == []
+
+
+async def test_what_a_turn_parks_is_read_back(door: Door) -> None:
+    partition, mine = door.partition(3), new_claim()
+    await partition.claim(mine)
+    records = (Record(b"id/0", b"body", (("h", None),)), Record(b"id/1", None))
+    await (await partition.write(turn(mine, 1, parked=records))).visible()
+    assert bare(await parked(partition)) == bare(records)
+
+
+async def test_a_closed_partition_writes_no_more(door: Door) -> None:
+    partition, mine = door.partition(0), new_claim()
+    await partition.claim(mine)
+    await partition.close()
+    with pytest.raises(TurnLost):
+        await partition.write(turn(mine, 1))
+    await partition.close()
+
+
+# --- targets ---------------------------------------------------------------------------------
+
+
+async def test_facts_of_a_target(world: Any, door: Door) -> None:
+    topic = await world.create_topic(
+        "target", 3, max_message_bytes="4321", message_timestamp_type="LogAppendTime"
+    )
+    assert door.targets.known(topic) is None
+    facts = await door.targets.examine(topic)
+    assert facts == TargetFacts(3, 4321, log_append_time=True)
+    assert door.targets.known(topic) == facts
+    door.targets.forget(topic)
+    assert door.targets.known(topic) is None
+
+
+async def test_a_missing_target_is_a_cause_and_stays_missing(world: Any, door: Door) -> None:
+    name = world.name("missing")
+    for _ in range(2):
+        cause = await door.targets.examine(name)
+        assert isinstance(cause, Cause)
+        assert (cause.code, cause.topic, cause.passing) == ("unknown_topic", name, False)
+    assert door.targets.known(name) == cause
+
+
+async def test_a_missing_target_is_created_when_asked(world: Any, door: Door) -> None:
+    name = world.name("new")
+    facts = await door.targets.examine(name, create=True)
+    assert isinstance(facts, TargetFacts)
+    assert not facts.leaderless
+    assert await door.targets.examine(name) == facts
+
+
+@pytest.mark.parametrize("name", ["white space", "x" * 250, ".."])
+async def test_a_name_that_no_topic_can_have_is_a_cause(door: Door, name: str) -> None:
+    for create in (False, True):
+        cause = await door.targets.examine(name, create=create)
+        assert isinstance(cause, Cause)
+        assert (cause.code, cause.passing) == ("unknown_topic", False)
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+async def test_groups_are_kept_and_followed(world: Any) -> None:
+    one, two = await world.door("one"), await world.door("two")
+    first: dict[str, bytes | None] = {}
+    await one.groups.load(first.__setitem__)
+    await one.groups.put("orders", b'{"v":1}')
+    await one.groups.put("bills", b"{}")
+    await one.groups.put("bills", None)
+    await one.groups.put("orders", b'{"v":2}')
+    assert first == {"orders": b'{"v":2}', "bills": None}
+    second: dict[str, bytes | None] = {}
+    follows = asyncio.Event()
+
+    def changed(group: str, value: bytes | None) -> None:
+        second[group] = value
+        if group == "late":
+            follows.set()
+
+    await two.groups.load(changed)
+    assert second["orders"] == b'{"v":2}'
+    assert second.get("bills") is None
+    await one.groups.put("late", b"{}")
+    async with asyncio.timeout(10):
+        await follows.wait()
+    assert second["late"] == b"{}"
+
+
+# --- membership ------------------------------------------------------------------------------
+
+
+class Owned:
+    """What a member was told, to wait for."""
+
+    def __init__(self) -> None:
+        self.now: frozenset[int] = frozenset()
+        self._news = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def assigned(self, partitions: frozenset[int]) -> None:
+        self.now = partitions
+        task = asyncio.ensure_future(self._tell())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    async def wait_for(self, count: int) -> frozenset[int]:
+        async with asyncio.timeout(20), self._news:
+            await self._news.wait_for(lambda: len(self.now) == count)
+        return self.now
+
+
+ALL = frozenset(range(4))
+
+
+async def test_members_share_all_partitions(world: Any) -> None:
+    one, two = await world.door("one"), await world.door("two")
+    first, second = Owned(), Owned()
+    await one.membership.join(first.assigned)
+    assert first.now == ALL
+    await two.membership.join(second.assigned)
+    await asyncio.gather(first.wait_for(2), second.wait_for(2))
+    assert first.now | second.now == ALL
+    kept = first.now
+    for partition in ALL:
+        assert await one.membership.still_ours(partition) == (partition in kept)
+    await two.membership.leave()
+    assert await first.wait_for(4) == ALL
+
+
+async def test_a_member_that_comes_back_gets_its_partitions_at_once(world: Any) -> None:
+    one, two = await world.door("one"), await world.door("two")
+    first, second = Owned(), Owned()
+    await one.membership.join(first.assigned)
+    await two.membership.join(second.assigned)
+    await asyncio.gather(first.wait_for(2), second.wait_for(2))
+    for door, name, owned in ((one, "one", first), (two, "two", second)):
+        await door.close()
+        back = Owned()
+        async with asyncio.timeout(5):  # the session of the member that went lasts 10 s
+            await (await world.door(name)).membership.join(back.assigned)
+        assert back.now == owned.now
+
+
+async def test_nothing_is_ours_before_joining_and_after_leaving(door: Door) -> None:
+    assert not await door.membership.still_ours(0)
+    owned = Owned()
+    await door.membership.join(owned.assigned)
+    assert await door.membership.still_ours(0)
+    await door.membership.leave()
+    assert not await door.membership.still_ours(0)

@@ -1,0 +1,130 @@
+"""A real Kafka as the contract suite sees it, looked at through a client of another make."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aiokafka.conn import create_conn
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from txbroker.core.records import Record
+from txbroker.kafka import KafkaDoor, KafkaSettings
+
+_NUMBERS = itertools.count()
+_READ_TIMEOUT_S = 10.0
+
+
+class KafkaWorld:
+    """One test's own topics on a shared Kafka, and the doors that it opens on them."""
+
+    def __init__(self, bootstrap: str) -> None:
+        self.bootstrap = bootstrap
+        self.prefix = f"t{os.getpid()}-{next(_NUMBERS)}"
+        self._admin = AdminClient({"bootstrap.servers": bootstrap})
+        self._doors: list[KafkaDoor] = []
+
+    def name(self, topic: str) -> str:
+        """The name of a topic that belongs to this test."""
+        return f"{self.prefix}.{topic}"
+
+    def settings(self, instance_id: str = "one", **changes: Any) -> KafkaSettings:
+        """Settings with this test's topics and short times."""
+        given: dict[str, Any] = {
+            "bootstrap_servers": (self.bootstrap,),
+            "instance_id": instance_id,
+            "group_id": self.name("group"),
+            "half_topic": self.name("half"),
+            "op_topic": self.name("op"),
+            "checkpoint_topic": self.name("checkpoint"),
+            "parked_topic": self.name("parked"),
+            "groups_topic": self.name("groups"),
+            "partitions": 4,
+            "message_bytes_max": 1 << 20,
+            "watermark_timeout_s": 0.2,
+        }
+        return KafkaSettings(**{**given, **changes})
+
+    async def door(
+        self, instance_id: str = "one", opener: Callable[..., Any] = create_conn, **changes: Any
+    ) -> KafkaDoor:
+        """A door that is started; closed when the test ends."""
+        door = self.closed_door(instance_id, opener, **changes)
+        await door.start()
+        return door
+
+    def closed_door(
+        self, instance_id: str = "one", opener: Callable[..., Any] = create_conn, **changes: Any
+    ) -> KafkaDoor:
+        """A door that is not started yet."""
+        door = KafkaDoor(self.settings(instance_id, **changes), opener)
+        self._doors.append(door)
+        return door
+
+    async def create_topic(self, topic: str, partitions: int = 1, **configs: str) -> str:
+        """Create a topic with settings (`_` for `.`); returns its full name."""
+        name = self.name(topic)
+        new = NewTopic(
+            name, partitions, 1, config={k.replace("_", "."): v for k, v in configs.items()}
+        )
+        await asyncio.to_thread(self._create, new)
+        return name
+
+    def _create(self, new: NewTopic) -> None:
+        self._admin.create_topics([new])[new.topic].result(10)
+        deadline = time.monotonic() + 10
+        # Created is decided by the controller; the broker hears of it a little later.
+        while new.topic not in self._admin.list_topics(timeout=10).topics:
+            assert time.monotonic() < deadline, f"{new.topic} does not appear"
+
+    async def truncate(self, topic: str, partition: int, before: int) -> None:
+        """Delete the records of a topic (full name) below an offset."""
+        at = TopicPartition(topic, partition, before)
+        await asyncio.to_thread(lambda: self._admin.delete_records([at])[at].result(10))
+
+    async def visible(self, topic: str, partition: int = 0) -> list[Record]:
+        """What a `read_committed` consumer sees of a topic (full name), from begin to end."""
+        return await asyncio.to_thread(self._read, topic, partition)
+
+    def _read(self, topic: str, partition: int) -> list[Record]:
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self.bootstrap,
+                "group.id": "reader",
+                "isolation.level": "read_committed",
+                "enable.auto.commit": False,
+                "enable.partition.eof": True,
+                "fetch.wait.max.ms": 20,
+            }
+        )
+        consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING)])
+        records = []
+        try:
+            while True:
+                message = consumer.poll(_READ_TIMEOUT_S)
+                assert message is not None, f"{topic}-{partition} does not answer"
+                error = message.error()
+                if error is not None:
+                    assert error.code() == KafkaError._PARTITION_EOF, error
+                    return records
+                records.append(
+                    Record(
+                        message.key(),
+                        message.value(),
+                        tuple(message.headers() or ()),
+                        message.timestamp()[1],
+                        message.offset(),
+                    )
+                )
+        finally:
+            consumer.close()
+
+    async def close(self) -> None:
+        """Close every door of the test."""
+        for door in self._doors:
+            await door.close()
