@@ -55,7 +55,8 @@ class Broker:
         groups: the registered groups, for their check policies.
         runner: carries out checks.
         events: told what happens on every partition.
-        url: this proxy's own URL, as others are told it.
+
+    `url` is this proxy's own URL, as others are told it; it is set once the server listens.
     """
 
     def __init__(
@@ -65,14 +66,13 @@ class Broker:
         groups: Groups,
         runner: Runner,
         events: OwnerEvents,
-        url: str,
     ) -> None:
         self._door = door
         self._settings = settings
         self._groups = groups
         self._runner = runner
         self._events = events
-        self._url = url
+        self.url = settings.advertise
         self._owners: dict[int, Owner] = {}
         self._status: dict[int, str] = {}
         self._opening: dict[int, asyncio.Task[None]] = {}
@@ -175,7 +175,7 @@ class Broker:
                 settled_max=settings.settled_max,
                 half_retention_ms=round(settings.half_retention_s * 1000),
             ),
-            (settings.instance, self._url),
+            (settings.instance, self.url),
             lambda: self._door.membership.still_ours(partition),
             lambda error: self._owner_stopped(partition, error),
         )
@@ -213,7 +213,7 @@ class Broker:
 
     def owners(self) -> tuple[str, ...]:
         """Return the URL of each half partition's owner, "" where none is known."""
-        return tuple([self._url if p in self._owners else "" for p in range(self._door.partitions)])
+        return tuple([self.url if p in self._owners else "" for p in range(self._door.partitions)])
 
     def now_ms(self) -> int:
         """Return the clock by which ids are made, ms."""
@@ -449,12 +449,24 @@ class Broker:
                     continue
                 yield transaction
 
-    def ledgers(self) -> Iterator[tuple[Owner, Transaction]]:
+    def unsettled(self) -> Iterator[tuple[Owner, Transaction]]:
         """Yield every transaction that is not settled, with its owner, for the gauges."""
         for owner in self._owners.values():
             for transaction in owner.ledger:
                 if transaction.state not in SETTLED:
                     yield owner, transaction
+
+    @property
+    def owned(self) -> int:
+        """How many half partitions this proxy owns and has caught up on."""
+        return len(self._owners)
+
+    def retention_headroom_s(self) -> float | None:
+        """How long until half's retention reaches the oldest transaction that is not settled."""
+        ages_ms = [
+            owner.now_ms() - transaction.prepared_at_ms for owner, transaction in self.unsettled()
+        ]
+        return self._settings.half_retention_s - max(ages_ms) / 1000 if ages_ms else None
 
 
 def _decode_cursor(cursor: str | None) -> tuple[int, str]:

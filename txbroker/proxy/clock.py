@@ -13,6 +13,12 @@ class LogTime:
         self._base_ms = timestamp_ms
         self._base = time.monotonic()
 
+    def at_least(self, timestamp_ms: int) -> None:
+        """A record was appended at this time just now or earlier, so it is that late at least."""
+        behind_ms = timestamp_ms - self.now_ms()
+        if behind_ms > 0:
+            self._base_ms += behind_ms
+
     def now_ms(self) -> int:
         """Return the time, ms since 1970."""
         return self._base_ms + int((time.monotonic() - self._base) * 1000)

@@ -158,11 +158,12 @@ class Owner:
         pause_s = CLAIM_PAUSE_S
         while True:
             try:
-                claimed = await claim_and_replay(self._door, self._new_claim(), self._applier)
+                clock = await claim_and_replay(self._door, self._new_claim(), self._applier)
                 break
             except Fenced:
                 pause_s = await self._claim_again(pause_s)
-        self._clock = LogTime(claimed.timestamp_ms)
+        self._clock = clock
+        self._clock.at_least(max(self.ledger.half_clock_ms, self.ledger.op_clock_ms))
         for transaction in self.ledger:
             self.checks.touch(transaction)
         loops = (self._half.run, self._op.run, self._promoter.run, self.checks.run, self._watch)
@@ -255,6 +256,7 @@ class Owner:
     def _changed(self, transaction: Transaction) -> None:
         """A record changed this transaction."""
         self.checks.touch(transaction)
+        self._clock.at_least(max(self.ledger.half_clock_ms, self.ledger.op_clock_ms))
         if transaction.state is State.COMMITTED or self.ledger.to_keep or self.ledger.to_release:
             self._promoter.wake()
 

@@ -1,12 +1,13 @@
 """How an owner comes to know its partition: claim, kept copies, replay, progress."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from txbroker.core.codec import HalfPart, KeptPart, Malformed, decode_kept
 from txbroker.core.ledger import join_parts
-from txbroker.core.records import Claim, Kept, Record, State
-from txbroker.door import Claimed, Log, LogTruncated, PartitionDoor
+from txbroker.core.records import Anchor, Claim, Kept, Record, State
+from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.proxy.applier import Applier
+from txbroker.proxy.clock import LogTime
 
 
 async def read_kept(door: PartitionDoor) -> list[Kept]:
@@ -40,8 +41,8 @@ def _join_kept(found: dict[int, KeptPart]) -> Kept | None:
     return Kept(join_parts(halves), facts.half, facts.at_ms, State(facts.state), facts.cause)
 
 
-async def claim_and_replay(door: PartitionDoor, claim: Claim, applier: Applier) -> Claimed:
-    """Claim the partition and bring an empty ledger to the end of its logs.
+async def claim_and_replay(door: PartitionDoor, claim: Claim, applier: Applier) -> LogTime:
+    """Claim the partition, bring an empty ledger to the end of its logs, and return the time.
 
     Raises:
         Fenced: another owner claimed at the same time.
@@ -50,6 +51,7 @@ async def claim_and_replay(door: PartitionDoor, claim: Claim, applier: Applier) 
     """
     ledger = applier.ledger
     claimed = await door.claim(claim)
+    clock = LogTime(claimed.timestamp_ms)
     kept = await read_kept(door)
     # The operation topic's end first: every marker below it has its half below half's end, or
     # had none when it was written.
@@ -59,26 +61,27 @@ async def claim_and_replay(door: PartitionDoor, claim: Claim, applier: Applier) 
     if progress is not None and (op_end < progress.op or half_end < progress.half):
         raise LogTruncated(
             f"partition {door.partition}: progress is at half {progress.half}, op {progress.op}, "
-            f"but the topics end at {half_end} and {op_end}"
+            f"but the topics end at {half_end} and {op_end}: they were truncated or recreated"
         )
     ledger.start_at(half_start, op_start)
     for copy in kept:
         if copy.half_offset < half_start:
             ledger.restore(copy)
-    await _replay(door.half, half_end, door.op, op_end, applier)
+    halves = _records(door.half, half_start, half_end, progress and progress.half_anchor)
+    markers = _records(door.op, op_start, op_end, progress and progress.op_anchor)
+    await _replay(halves, markers, applier)
     ledger.reconcile(progress, kept)
-    return claimed
+    return clock
 
 
-async def _replay(half: Log, half_end: int, op: Log, op_end: int, applier: Applier) -> None:
+async def _replay(
+    halves: AsyncIterator[Record], markers: AsyncIterator[Record], applier: Applier
+) -> None:
     """Apply both logs, the older record first.
 
     The ledger comes out the same in any order; this one settles transactions early, so that not
     all bodies of the past are in memory at once.
     """
-    ledger = applier.ledger
-    halves = _records(half, ledger.half_position, half_end)
-    markers = _records(op, ledger.op_position, op_end)
     record = await anext(halves, None)
     marker = await anext(markers, None)
     while record is not None or marker is not None:
@@ -91,9 +94,20 @@ async def _replay(half: Log, half_end: int, op: Log, op_end: int, applier: Appli
             marker = await anext(markers, None)
 
 
-async def _records(log: Log, start: int, end: int) -> AsyncIterator[Record]:
-    if start < end:
-        records: Sequence[Record]
-        async for records in log.read(start, end):
-            for record in records:
-                yield record
+async def _records(log: Log, start: int, end: int, anchor: Anchor | None) -> AsyncIterator[Record]:
+    """Yield a log's records; stop at one that is not the one that progress was written against.
+
+    Raises:
+        LogTruncated: the topic was recreated and has grown past the progress since.
+    """
+    if start >= end:
+        return
+    async for records in log.read(start, end):
+        for record in records:
+            if anchor is not None and record.offset == anchor.offset:
+                if record.timestamp_ms != anchor.timestamp_ms:
+                    raise LogTruncated(
+                        f"offset {record.offset} holds another record than when the progress was "
+                        "written: the topic was recreated"
+                    )
+            yield record
