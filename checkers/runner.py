@@ -10,7 +10,8 @@ import itertools
 import logging
 import random
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from txbroker.checkers.base import (
     Answered,
@@ -73,6 +74,18 @@ class CheckMetrics(Protocol):
         ...
 
 
+class Timer(Protocol):
+    """What ends a group's rest, as `asyncio.TimerHandle` does."""
+
+    def cancel(self) -> None:
+        """Let it not happen."""
+        ...
+
+
+Later: TypeAlias = Callable[[float, Callable[[], None]], Timer]
+"""Call something so many seconds later, from the event loop."""
+
+
 class _Item:
     """A check that is due."""
 
@@ -117,7 +130,7 @@ class _Group:
         self.era = 0
         """Grows with each back-off and each end of one, so that calls which began before it
         neither lengthen it nor count twice."""
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: Timer | None = None
 
     @property
     def resting(self) -> bool:
@@ -142,10 +155,12 @@ class CheckRunner:
         parallel_total_max: int = PARALLEL_TOTAL_MAX,
         first_calls_max: int = FIRST_CALLS_MAX,
         jitter: Callable[[], float] = random.random,
+        later: Later | None = None,
     ) -> None:
         """Args:
         parallel: how many calls a group takes at a time; None: the default.
         jitter: a random number from 0 to 1 for each back-off.
+        later: how a back-off waits; None: by the event loop.
         """
         self._finder = finder
         self._metrics = metrics
@@ -154,6 +169,7 @@ class CheckRunner:
         self._parallel_total_max = parallel_total_max
         self._first_calls_max = first_calls_max
         self._jitter = jitter
+        self._later = later or _by_the_loop
         self._groups: dict[str, _Group] = {}
         self._items: dict[tuple[CheckOwner, str], _Item] = {}
         # Groups that a bound over all groups holds up, longest waiting first: those without any
@@ -387,7 +403,7 @@ class CheckRunner:
             logger.warning("group %s cannot be reached: %s", group.name, detail)
         rest_s = min(BACK_OFF_MAX_S, BACK_OFF_FIRST_S * 2.0 ** min(group.failures - 1, 16))
         rest_s *= 1 + self._jitter()
-        group.timer = asyncio.get_running_loop().call_later(rest_s, self._rested, group)
+        group.timer = self._later(rest_s, partial(self._rested, group))
 
     def _rested(self, group: _Group) -> None:
         group.timer = None
@@ -399,6 +415,10 @@ class CheckRunner:
         if group.failures:
             group.failures = 0
             group.era += 1
+
+
+def _by_the_loop(delay_s: float, then: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(delay_s, then)
 
 
 def _since(started_s: float) -> float:

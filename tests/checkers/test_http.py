@@ -15,7 +15,7 @@ import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
@@ -407,7 +407,7 @@ async def test_a_dripping_answer_ends_with_the_timeout(
         while True:
             writer.write(b"y")
             await writer.drain()
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0)
 
     server = await serve(handler)
     assert isinstance(await ask(checks, server.url, call, timeout_s=0.05), Unclear)
@@ -417,7 +417,7 @@ async def test_a_server_that_never_reads_ends_with_the_timeout(
     serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.transport.pause_reading()
+        cast(asyncio.Transport, writer.transport).pause_reading()
         await asyncio.Event().wait()
 
     server = await serve(handler)

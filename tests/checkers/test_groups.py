@@ -1,0 +1,205 @@
+"""Registered groups: what is refused, how they are stored, and where their secrets are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from txbroker.checkers.groups import (
+    SECRET_BYTES_MAX,
+    GroupPolicy,
+    Groups,
+    PolicyError,
+    SecretUnavailable,
+    check_group_name,
+    decode_policy,
+    encode_policy,
+    policy_from_json,
+    policy_to_json,
+    read_secret,
+)
+from txbroker.core.records import CheckPolicy
+
+FULL = {
+    "check_url": "https://orders.example:8443/check?x=1",
+    "secret_ref": "env:ORDERS_SECRET",
+    "check_after_s": 1.5,
+    "check_interval_s": 10.0,
+    "attempts_max": 5,
+    "timeout_s": 2.0,
+    "parallel": 4,
+    "answer_bytes_max": 1_000_000,
+}
+
+
+class Store:
+    """A group store in memory; `changed` is called as the topic's reader would."""
+
+    def __init__(self, **stored: bytes) -> None:
+        self.stored: dict[str, bytes] = stored
+        self._changed: Callable[[str, bytes | None], None] = lambda group, value: None
+
+    async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
+        self._changed = changed
+        for group, value in self.stored.items():
+            changed(group, value)
+
+    async def put(self, group: str, value: bytes | None) -> None:
+        if value is None:
+            self.stored.pop(group, None)
+        else:
+            self.stored[group] = value
+        self._changed(group, value)
+
+
+def test_a_policy_survives_every_trip() -> None:
+    policy = policy_from_json(FULL)
+    assert policy_to_json(policy) == FULL
+    assert decode_policy(encode_policy(policy)) == policy
+    assert encode_policy(policy).startswith(b'{"v":1,')
+    assert decode_policy(encode_policy(GroupPolicy())) == GroupPolicy()
+    assert policy_from_json(dict.fromkeys(FULL)) == GroupPolicy()
+
+
+def test_what_a_group_does_not_say_follows_the_configuration() -> None:
+    default = CheckPolicy(6, 30, 15, 5)
+    assert GroupPolicy().checks(default) == default
+    assert policy_from_json(FULL).checks(default) == CheckPolicy(1.5, 10, 5, 2)
+    assert GroupPolicy(check_after_s=0.0).checks(default) == CheckPolicy(0, 30, 15, 5)
+
+
+@pytest.mark.parametrize(
+    ("obj", "sentence"),
+    [
+        ([], "a group's policy must be a JSON object"),
+        ({"url": "http://x"}, "unknown field 'url'; known are check_url"),
+        ({"check_url": 5}, "check_url must be text"),
+        ({"check_url": "ftp://x/"}, "check_url must begin with http:// or https://"),
+        ({"check_url": "/check"}, "check_url must begin with http:// or https://"),
+        ({"check_url": "http:///check"}, "check_url must name a host"),
+        ({"check_url": "http://x:0/"}, "check_url must name a host, and a port other than 0"),
+        ({"check_url": "http://x:port/"}, "its host or port does not read"),
+        ({"check_url": "http://[::1/"}, "its host or port does not read"),
+        ({"check_url": "http://me:pass@x/"}, "must not hold a user name or password"),
+        ({"check_url": "http://@x/"}, "must not hold a user name or password"),
+        ({"check_url": "http://x/#top"}, "must not have a fragment"),
+        ({"check_url": "http://x/#"}, "must not have a fragment"),
+        ({"check_url": "http://x/a b"}, "must be plain ASCII without spaces"),
+        ({"check_url": "http://x/\r\nhost: y"}, "must be plain ASCII without spaces"),
+        ({"check_url": "http://bücher.example/"}, "must be plain ASCII without spaces"),
+        ({"check_url": "http://x/" + "a" * 2000}, "check_url has at most 2000 characters"),
+        ({"secret_ref": "hunter2"}, "secret_ref must be env:NAME or file:/absolute/path"),
+        ({"secret_ref": "env:"}, "secret_ref must be env:NAME"),
+        ({"secret_ref": "file:secret"}, "secret_ref must be env:NAME"),
+        ({"secret_ref": "file:/a\0b"}, "secret_ref must be env:NAME"),
+        ({"check_after_s": -1}, "check_after_s must be from 0 to 604800, not -1"),
+        ({"check_after_s": True}, "check_after_s must be a number"),
+        ({"check_interval_s": 0}, "check_interval_s must be from 0.1 to 604800, not 0"),
+        ({"check_interval_s": 10**400}, "check_interval_s is far too large"),
+        ({"attempts_max": 0}, "attempts_max must be from 1 to 100, not 0"),
+        ({"attempts_max": 1.5}, "attempts_max must be a whole number"),
+        ({"timeout_s": "5"}, "timeout_s must be a number"),
+        ({"timeout_s": 61}, "timeout_s must be from 0.1 to 60, not 61"),
+        ({"parallel": 65}, "parallel must be from 1 to 64, not 65"),
+        (
+            {"answer_bytes_max": 10**9},
+            "answer_bytes_max must be from 1024 to 16777216, not 1000000",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(obj: object, sentence: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        policy_from_json(obj)
+    assert sentence in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_not_a_number_is_out_of_bounds() -> None:
+    with pytest.raises(PolicyError, match="check_after_s must be from"):
+        GroupPolicy(check_after_s=float("nan")).validate()
+
+
+@pytest.mark.parametrize("name", ["", "a" * 250, "a\nb", "a\0"])
+def test_names_that_cannot_be_shown(name: str) -> None:
+    with pytest.raises(PolicyError, match="a group's name"):
+        check_group_name(name)
+
+
+@pytest.mark.parametrize(
+    ("stored", "sentence"),
+    [
+        (b"{", "is not JSON"),
+        (b"[]", "has no version"),
+        (b"{}", "has no version"),
+        (b'{"v": "1"}', "has no version"),
+        (b'{"v": 2, "magic": true}', "is of version 2; this build knows 1"),
+        (b'{"v": 1, "check_url": "ftp://x"}', "must begin with http"),
+    ],
+)
+def test_stored_policies_that_do_not_read(stored: bytes, sentence: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        decode_policy(stored)
+    assert sentence in str(caught.value)
+
+
+async def test_groups_follow_the_store() -> None:
+    store = Store(old=encode_policy(GroupPolicy(parallel=2)), newer=b'{"v": 9}')
+    groups = Groups(store)
+    changed: list[str] = []
+    groups.on_change(changed.append)
+    await groups.load()
+    assert groups.list() == [("old", GroupPolicy(parallel=2))]
+    assert groups.get("newer") is None
+    assert groups.problem("newer") == "the stored policy is of version 9; this build knows 1"
+    assert groups.problem("old") is None
+
+    await groups.put("orders", GroupPolicy(timeout_s=2.0))
+    assert groups.get("orders") == GroupPolicy(timeout_s=2.0)
+    assert [group for group, _ in groups.list()] == ["old", "orders"]
+
+    assert await groups.remove("orders")
+    assert await groups.remove("newer")
+    assert not await groups.remove("nobody")
+    assert groups.get("orders") is None
+    assert groups.problem("newer") is None
+    assert changed == ["old", "newer", "orders", "orders", "newer"]
+    assert set(store.stored) == {"old"}
+
+
+async def test_what_cannot_work_is_never_stored() -> None:
+    store = Store()
+    groups = Groups(store)
+    await groups.load()
+    with pytest.raises(PolicyError):
+        await groups.put("orders", GroupPolicy(check_url="x"))
+    with pytest.raises(PolicyError):
+        await groups.put("", GroupPolicy())
+    assert store.stored == {}
+
+
+async def test_a_secret_is_read_when_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORDERS_SECRET", "geheim ü")
+    assert await read_secret("env:ORDERS_SECRET") == "geheim ü".encode()
+    path = tmp_path / "secret"
+    path.write_bytes(b"one\r\n")
+    assert await read_secret(f"file:{path}") == b"one"
+    path.write_bytes(b"two")
+    assert await read_secret(f"file:{path}") == b"two"
+
+
+async def test_a_secret_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SECRET", raising=False)
+    with pytest.raises(SecretUnavailable, match="variable NO_SECRET is not set or empty"):
+        await read_secret("env:NO_SECRET")
+    with pytest.raises(SecretUnavailable, match="cannot be read: No such file"):
+        await read_secret(f"file:{tmp_path / 'none'}")
+    (tmp_path / "empty").write_bytes(b"\n")
+    with pytest.raises(SecretUnavailable, match="not set or empty"):
+        await read_secret(f"file:{tmp_path / 'empty'}")
+    (tmp_path / "large").write_bytes(b"x" * (SECRET_BYTES_MAX + 1))
+    with pytest.raises(SecretUnavailable, match="too large for a secret"):
+        await read_secret(f"file:{tmp_path / 'large'}")

@@ -1,0 +1,549 @@
+"""The runner: whom it asks, in what order, and what it never does. No clock moves here: timers
+are fired by hand and fakes answer when told, so only the order of events counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
+from txbroker.checkers.runner import CheckRunner
+from txbroker.core.records import CheckReason, Decision
+from txbroker.errors import KafkaUnavailable
+
+DUE = CheckReason.DUE
+COMMIT = Answered(Decision.COMMIT, detail="commit")
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
+class World:
+    """Finder, owner and metrics in one, with a log of everything in the order it happened."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.pending: set[str] = set()
+        self.gone: dict[str, str] = {}  # groups that cannot be reached, with why
+        self.results: dict[str, CheckResult] = {}  # by id, else COMMIT
+        self.held: dict[str, asyncio.Event] = {}  # an ask of this id waits for it
+        self.markers_held: asyncio.Event | None = None
+        self.refused: set[str] = set()  # ids whose marker the ledger does not accept
+        self.broken: set[str] = set()  # ids whose marker cannot be written
+        self.attempts: defaultdict[str, int] = defaultdict(int)
+        self.open_channels = 0
+        self.asking: set[str] = set()
+        self.outcomes: list[tuple[str, str]] = []
+        self.timers: list[FakeTimer] = []
+
+    # Finder
+    async def acquire(self, group: str, prefer: str) -> FakeChannel | Unreached:
+        await asyncio.sleep(0)
+        if group in self.gone:
+            self.log.append(f"no channel to {group}")
+            return Unreached(self.gone[group])
+        self.open_channels += 1
+        self.log.append(f"channel to {group}")
+        return FakeChannel(self, f"session {prefer or group}")
+
+    # Metrics
+    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
+        assert duration_s >= 0
+        self.outcomes.append((group, outcome))
+
+    # Timers
+    def later(self, delay_s: float, then: Callable[[], None]) -> FakeTimer:
+        timer = FakeTimer(delay_s, then)
+        self.timers.append(timer)
+        return timer
+
+    def fire(self) -> float:
+        """Let the last back-off end; return how long it was, seconds."""
+        timer = self.timers[-1]
+        assert not timer.cancelled
+        timer.then()
+        return timer.delay_s
+
+    def count(self, line: str) -> int:
+        return self.log.count(line)
+
+
+class FakeTimer:
+    def __init__(self, delay_s: float, then: Callable[[], None]) -> None:
+        self.delay_s = delay_s
+        self.then = then
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeChannel:
+    def __init__(self, world: World, endpoint: str) -> None:
+        self._world = world
+        self._released = False
+        self.endpoint = endpoint
+
+    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+        world = self._world
+        world.log.append(f"ask {call.id}.{call.attempt}")
+        world.asking.add(call.id)
+        try:
+            if call.id in world.held:
+                await world.held[call.id].wait()
+            return world.results.get(call.id, COMMIT)
+        finally:
+            world.asking.discard(call.id)
+
+    def release(self) -> None:
+        assert not self._released
+        self._released = True
+        self._world.open_channels -= 1
+
+
+class FakeOwner:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.markers_waiting = 0
+        self.markers_waiting_most = 0
+
+    async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
+        world = self._world
+        world.log.append(f"marker {id}")
+        self.markers_waiting += 1
+        self.markers_waiting_most = max(self.markers_waiting_most, self.markers_waiting)
+        try:
+            await asyncio.sleep(0)
+            if world.markers_held is not None:
+                await world.markers_held.wait()
+        finally:
+            self.markers_waiting -= 1
+        if id in world.broken:
+            raise KafkaUnavailable
+        if id in world.refused:
+            return None
+        world.attempts[id] += 1
+        return CheckCall(id, id.split("-")[0], world.attempts[id], 15, reason, 0, ())
+
+    def still_pending(self, id: str) -> bool:
+        return id in self._world.pending
+
+    async def answered(self, call: CheckCall, endpoint: str, result: CheckResult) -> None:
+        world = self._world
+        await asyncio.sleep(0)
+        if isinstance(result, Unreached):
+            world.attempts[call.id] -= 1
+            world.log.append(f"returned {call.id}")
+            return
+        world.log.append(f"answered {call.id} {result.detail}")
+        if isinstance(result, Answered):
+            world.pending.discard(call.id)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def owner(world: World) -> FakeOwner:
+    return FakeOwner(world)
+
+
+@pytest.fixture
+async def runner(world: World) -> AsyncIterator[CheckRunner]:
+    runner = make(world)
+    yield runner
+    await runner.close()
+    assert world.open_channels == 0
+
+
+def make(world: World, **settings: int) -> CheckRunner:
+    parallel = settings.pop("parallel", 2)
+    return CheckRunner(
+        world,
+        world,
+        parallel=lambda group: parallel,
+        jitter=lambda: 0.0,
+        later=world.later,
+        **settings,
+    )
+
+
+def due(runner: CheckRunner, owner: FakeOwner, world: World, *ids: str) -> list[bool]:
+    """Offer checks of transactions named `group-number`."""
+    world.pending.update(ids)
+    return [runner.due(owner, id, id.split("-")[0], "", DUE) for id in ids]
+
+
+async def test_the_steps_of_one_check_in_their_order(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    assert due(runner, owner, world, "a-1") == [True]
+    await until(lambda: runner.queued == 0)
+    assert world.log == ["channel to a", "marker a-1", "ask a-1.1", "answered a-1 commit"]
+    assert world.outcomes == [("a", "commit")]
+    assert world.open_channels == 0
+
+
+async def test_the_preferred_instance_is_passed_on(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    endpoints: list[str] = []
+    attempt = owner.attempt
+
+    async def recorded(id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
+        endpoints.append(f"{endpoint} {reason}")
+        return await attempt(id, reason, endpoint)
+
+    owner.attempt = recorded  # type: ignore[method-assign]
+    world.pending.add("a-1")
+    runner.due(owner, "a-1", "a", "pod-7", CheckReason.ASKED)
+    await until(lambda: runner.queued == 0)
+    assert endpoints == ["session pod-7 asked"]
+
+
+async def test_no_call_without_an_accepted_marker(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.refused.add("a-1")
+    world.broken.add("a-2")
+    due(runner, owner, world, "a-1", "a-2", "a-3")
+    await until(lambda: runner.queued == 0)
+    assert world.count("marker a-1") == world.count("marker a-2") == 1
+    assert [line for line in world.log if line.startswith("ask")] == ["ask a-3.1"]
+    assert world.open_channels == 0
+
+
+async def test_no_call_behind_a_decision(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.markers_held = asyncio.Event()
+    due(runner, owner, world, "a-1")
+    await until(lambda: owner.markers_waiting == 1)
+    world.pending.discard("a-1")  # decided while the marker was on its way
+    world.markers_held.set()
+    await until(lambda: runner.queued == 0)
+    assert not any(line.startswith("ask") for line in world.log)
+
+
+async def test_no_marker_for_what_was_decided_while_it_was_queued(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.held = {"a-1": asyncio.Event(), "a-2": asyncio.Event()}
+    due(runner, owner, world, "a-1", "a-2", "a-3")
+    await until(lambda: world.asking == {"a-1", "a-2"})
+    world.pending.discard("a-3")
+    for event in world.held.values():
+        event.set()
+    await until(lambda: runner.queued == 0)
+    assert "marker a-3" not in world.log
+
+
+async def test_nothing_is_awaited_between_the_test_and_the_question(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    """Whatever else the loop has ready runs before the test or after the question."""
+    tested: list[int] = []
+    still_pending = owner.still_pending
+
+    def recorded(id: str) -> bool:
+        tested.append(len(world.log))
+        asyncio.get_running_loop().call_soon(world.log.append, "the loop went on")
+        return still_pending(id)
+
+    owner.still_pending = recorded  # type: ignore[method-assign]
+    due(runner, owner, world, "a-1")
+    await until(lambda: runner.queued == 0)
+    assert world.log[tested[-1]] == "ask a-1.1"
+
+
+async def test_a_hanging_group_delays_no_other(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    slow = [f"slow-{n}" for n in range(20)]
+    world.held = {id: asyncio.Event() for id in slow}
+    due(runner, owner, world, *slow)
+    await until(lambda: len(world.asking) == 2)
+    due(runner, owner, world, *(f"quick-{n}" for n in range(20)))
+    await until(lambda: sum("answered quick" in line for line in world.log) == 20)
+    assert len(world.asking) == 2
+    assert not any("answered slow" in line for line in world.log)
+    for event in world.held.values():
+        event.set()
+    await until(lambda: runner.queued == 0)
+    assert sum("answered slow" in line for line in world.log) == 20
+
+
+async def test_the_bound_over_all_groups_leaves_each_its_first_call(
+    owner: FakeOwner, world: World, until: Until
+) -> None:
+    runner = make(world, parallel=4, parallel_total_max=4, first_calls_max=6)
+    held = [f"slow-{n}" for n in range(8)] + [f"{group}-{n}" for group in "bcd" for n in (1, 2)]
+    world.held = {id: asyncio.Event() for id in held}
+    due(runner, owner, world, *held)
+    await until(lambda: len(world.asking) == 6)
+    assert world.asking == {"slow-0", "slow-1", "slow-2", "slow-3", "b-1", "c-1"}
+    world.held["slow-0"].set()
+    await until(lambda: "d-1" in world.asking)  # a first call comes before a further one
+    assert len(world.asking) == 6
+    for event in world.held.values():
+        event.set()
+    await until(lambda: runner.queued == 0)
+    assert sum(line.startswith("answered") for line in world.log) == len(held)
+    await runner.close()
+
+
+async def test_attempts_of_a_group_are_written_together(
+    owner: FakeOwner, world: World, until: Until
+) -> None:
+    runner = make(world, parallel=16)
+    due(runner, owner, world, *(f"a-{n}" for n in range(16)))
+    await until(lambda: runner.queued == 0)
+    assert owner.markers_waiting_most == 16
+    await runner.close()
+
+
+async def test_a_group_is_asked_in_the_order_of_due_times(
+    owner: FakeOwner, world: World, until: Until
+) -> None:
+    runner = make(world, parallel=1)
+    world.held = {"a-0": asyncio.Event()}
+    due(runner, owner, world, "a-0")
+    world.pending.update({"a-3", "a-1", "a-2"})
+    for number in (3, 1, 2):
+        runner.due(owner, f"a-{number}", "a", "", DUE, due_s=float(number))
+    world.held["a-0"].set()
+    await until(lambda: runner.queued == 0)
+    asked = [line for line in world.log if line.startswith("ask")]
+    assert asked == ["ask a-0.1", "ask a-1.1", "ask a-2.1", "ask a-3.1"]
+    await runner.close()
+
+
+async def test_what_is_queued_or_running_is_not_taken_twice(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.held = {"a-1": asyncio.Event()}
+    assert due(runner, owner, world, "a-1", "a-1") == [True, True]
+    await until(lambda: "a-1" in world.asking)
+    assert due(runner, owner, world, "a-1") == [True]
+    world.held["a-1"].set()
+    await until(lambda: runner.queued == 0)
+    assert world.count("marker a-1") == 1
+
+
+async def test_a_full_queue_leaves_the_rest_to_the_schedule(
+    owner: FakeOwner, world: World, until: Until
+) -> None:
+    runner = make(world, parallel=1, queue_max=2)
+    world.held = {"a-0": asyncio.Event()}
+    assert due(runner, owner, world, "a-0", "a-1", "a-2", "a-3") == [True, True, True, False]
+    assert due(runner, owner, world, "b-0") == [True]  # another group has its own
+    world.held["a-0"].set()
+    await until(lambda: runner.queued == 0)
+    assert "marker a-3" not in world.log
+    assert due(runner, owner, world, "a-3") == [True]
+    await until(lambda: runner.queued == 0)
+    assert "answered a-3 commit" in world.log
+    await runner.close()
+
+
+async def test_an_unreachable_group_rests_and_spends_no_attempt(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.gone["a"] = "connection refused"
+    due(runner, owner, world, "a-1", "a-2", "a-3")
+    rests = []
+    for tries in range(1, 8):
+        await until(lambda tries=tries: len(world.timers) == tries)  # type: ignore[misc]
+        assert runner.unreachable() == {"a": "connection refused"}
+        rests.append(world.fire())
+    assert rests == [1, 2, 4, 8, 16, 30, 30]
+    await until(lambda: len(world.timers) == 8)
+    # Two went at once before it was known, then one at a time.
+    assert world.count("no channel to a") == 2 + 7
+    assert not any("marker" in line for line in world.log)
+    assert set(world.outcomes) == {("a", "unreachable")}
+    assert runner.queued == 3
+
+
+async def test_jitter_makes_a_rest_up_to_twice_as_long(
+    owner: FakeOwner, world: World, until: Until
+) -> None:
+    runner = CheckRunner(world, world, jitter=lambda: 0.75, later=world.later)
+    world.gone["a"] = "gone"
+    due(runner, owner, world, "a-1")
+    await until(lambda: len(world.timers) == 1)
+    assert world.timers[0].delay_s == 1.75
+    await runner.close()
+
+
+async def test_a_woken_group_is_tried_at_once(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.gone["a"] = "gone"
+    due(runner, owner, world, "a-1", "a-2", "a-3")
+    await until(lambda: len(world.timers) == 1)
+    del world.gone["a"]
+    runner.wake("a")
+    runner.wake("nobody knows")
+    assert world.timers[0].cancelled
+    await until(lambda: runner.queued == 0)
+    assert runner.unreachable() == {}
+    assert [world.attempts[f"a-{n}"] for n in (1, 2, 3)] == [1, 1, 1]
+
+
+async def test_a_group_that_comes_back_is_asked_at_full_width_again(
+    owner: FakeOwner, world: World, until: Until
+) -> None:
+    runner = make(world, parallel=3)
+    ids = [f"a-{n}" for n in range(6)]
+    world.held = {id: asyncio.Event() for id in ids}
+    world.gone["a"] = "gone"
+    due(runner, owner, world, *ids)
+    await until(lambda: len(world.timers) == 1)
+    del world.gone["a"]
+    world.fire()
+    await until(lambda: len(world.asking) == 1)
+    assert runner.unreachable() == {"a": "gone"}  # one asks; the others wait for what it finds
+    world.held["a-0"].set()
+    await until(lambda: len(world.asking) == 3)
+    assert runner.unreachable() == {}
+    for event in world.held.values():
+        event.set()
+    await until(lambda: runner.queued == 0)
+    await runner.close()
+
+
+async def test_not_handled_gives_the_attempt_back_and_tries_again(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.results["a-1"] = Unreached("answered 503: not handled")
+    due(runner, owner, world, "a-1")
+    await until(lambda: "returned a-1" in world.log and len(world.timers) == 1)
+    assert world.attempts["a-1"] == 0
+    assert runner.unreachable() == {"a": "answered 503: not handled"}
+    del world.results["a-1"]
+    world.fire()
+    await until(lambda: runner.queued == 0)
+    assert world.attempts["a-1"] == 1
+    assert world.outcomes == [("a", "returned"), ("a", "commit")]
+
+
+async def test_what_is_unclear_counts_and_does_not_rest(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.results["a-1"] = Unclear("answered 500")
+    due(runner, owner, world, "a-1", "a-2")
+    await until(lambda: runner.queued == 0)
+    assert world.attempts["a-1"] == 1
+    assert "answered a-1 answered 500" in world.log
+    assert world.timers == []
+    assert sorted(world.outcomes) == [("a", "commit"), ("a", "unclear")]
+
+
+async def test_not_yet_has_a_name_of_its_own(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.results["a-1"] = Answered(Decision.UNKNOWN, 5.0)
+    world.results["b-1"] = Answered(Decision.UNKNOWN)
+    due(runner, owner, world, "a-1", "b-1")
+    await until(lambda: runner.queued == 0)
+    assert sorted(world.outcomes) == [("a", "later"), ("b", "unknown")]
+
+
+async def test_a_rest_with_nothing_left_to_ask_ends_quietly(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.gone["a"] = "gone"
+    due(runner, owner, world, "a-1")
+    await until(lambda: len(world.timers) == 1)
+    world.pending.clear()  # decided by somebody else
+    world.fire()
+    assert runner.queued == 0
+    assert runner.unreachable() == {}
+
+
+async def test_a_forgotten_owner_asks_nothing_more(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    other = FakeOwner(world)
+    world.held = {"a-1": asyncio.Event()}
+    world.markers_held = asyncio.Event()
+    due(runner, owner, world, "a-1", "a-2", "a-3")
+    due(runner, other, world, "a-9")
+    await until(lambda: owner.markers_waiting == 2)
+    runner.forget(owner)
+    runner.forget(owner)
+    world.markers_held.set()
+    await until(lambda: runner.queued == 0)
+    assert [line for line in world.log if line.startswith(("ask", "answered"))] == [
+        "ask a-9.1",
+        "answered a-9 commit",
+    ]
+
+
+async def test_an_answer_for_a_forgotten_owner_goes_nowhere(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.held = {"a-1": asyncio.Event()}
+    due(runner, owner, world, "a-1")
+    await until(lambda: "a-1" in world.asking)
+    runner.forget(owner)
+    world.held["a-1"].set()
+    await until(lambda: world.open_channels == 0)
+    await asyncio.sleep(0)
+    assert not any(line.startswith("answered") for line in world.log)
+
+
+async def test_a_group_that_lost_its_owner_rests_for_nobody(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.gone["a"] = "gone"
+    due(runner, owner, world, "a-1")
+    await until(lambda: len(world.timers) == 1)
+    runner.forget(owner)
+    world.fire()
+    assert runner.unreachable() == {}
+
+
+async def test_a_broken_channel_counts_and_the_runner_goes_on(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    class Breaks(FakeChannel):
+        async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+            raise RuntimeError("a bug")
+
+    acquire = world.acquire
+
+    async def breaking(group: str, prefer: str) -> FakeChannel | Unreached:
+        if group == "b":
+            raise RuntimeError("another bug")
+        channel = await acquire(group, prefer)
+        assert isinstance(channel, FakeChannel)
+        channel.__class__ = Breaks
+        return channel
+
+    world.acquire = breaking  # type: ignore[method-assign]
+    due(runner, owner, world, "a-1", "b-1")
+    await until(lambda: runner.queued == 1)
+    assert "answered a-1 the proxy failed while it asked: RuntimeError" in world.log
+    assert runner.unreachable() == {"b": "the proxy failed to connect: RuntimeError"}
+
+
+async def test_closing_leaves_nothing(owner: FakeOwner, world: World, until: Until) -> None:
+    runner = make(world)
+    world.gone["c"] = "gone"
+    world.held = {"a-1": asyncio.Event()}
+    before = asyncio.all_tasks()
+    due(runner, owner, world, "a-1", "a-2", "a-3", "c-1")
+    await until(lambda: "a-1" in world.asking and len(world.timers) == 1)
+    due(runner, owner, world, "d-1")  # its task has not even begun
+    await runner.close()
+    assert world.open_channels == 0
+    assert world.asking == set()
+    assert runner.queued == 0
+    assert world.timers[0].cancelled
+    assert asyncio.all_tasks() == before
+    assert due(runner, owner, world, "e-1") == [False]
