@@ -49,7 +49,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         runner = CheckRunner(
             GroupFinder(sessions, groups, checks),
             metrics,
-            parallel=lambda name: (policy := groups.get(name)) and policy.parallel,
+            parallel=lambda name: _parallel(groups, name),
             parallel_total_max=settings.checks_parallel_max,
         )
         stack.push_async_callback(runner.close)
@@ -66,3 +66,8 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         stack.push_async_callback(broker.close)
         await broker.start()
         yield Proxy(broker.url, broker, groups, sessions, metrics)
+
+
+def _parallel(groups: Groups, name: str) -> int | None:
+    policy = groups.get(name)
+    return None if policy is None else policy.parallel

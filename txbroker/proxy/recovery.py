@@ -67,8 +67,8 @@ async def claim_and_replay(door: PartitionDoor, claim: Claim, applier: Applier) 
     for copy in kept:
         if copy.half_offset < half_start:
             ledger.restore(copy)
-    halves = _records(door.half, half_start, half_end, progress and progress.half_anchor)
-    markers = _records(door.op, op_start, op_end, progress and progress.op_anchor)
+    halves = _records(door.half, half_start, half_end, progress.half_anchor if progress else None)
+    markers = _records(door.op, op_start, op_end, progress.op_anchor if progress else None)
     await _replay(halves, markers, applier)
     ledger.reconcile(progress, kept)
     return clock
@@ -104,10 +104,13 @@ async def _records(log: Log, start: int, end: int, anchor: Anchor | None) -> Asy
         return
     async for records in log.read(start, end):
         for record in records:
-            if anchor is not None and record.offset == anchor.offset:
-                if record.timestamp_ms != anchor.timestamp_ms:
-                    raise LogTruncated(
-                        f"offset {record.offset} holds another record than when the progress was "
-                        "written: the topic was recreated"
-                    )
+            if anchor is not None and _replaced(record, anchor):
+                raise LogTruncated(
+                    f"offset {record.offset} holds another record than when the progress was "
+                    "written: the topic was recreated"
+                )
             yield record
+
+
+def _replaced(record: Record, anchor: Anchor) -> bool:
+    return record.offset == anchor.offset and record.timestamp_ms != anchor.timestamp_ms
