@@ -242,6 +242,7 @@ class FakeProxy:
         self.opened = 0
         self.rules: list[Rule] = []
         self.port = 0
+        self.welcomed_at_ms = 0
         self._runner: web.AppRunner | None = None
         self._late: set[asyncio.Task[None]] = set()
 
@@ -327,9 +328,10 @@ class FakeProxy:
                 await self._carry_out(session, operation)
 
     def _welcome(self) -> Welcome:
+        self.welcomed_at_ms = int(time.time() * 1000) + self.clock_ahead_ms
         return Welcome(
             1,
-            int(time.time() * 1000) + self.clock_ahead_ms,
+            self.welcomed_at_ms,
             self.cluster.partitions,
             tuple(self.cluster.owners),
             self.url,

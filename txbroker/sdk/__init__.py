@@ -4,6 +4,12 @@
 """
 
 from txbroker.core.records import CheckReason, Decision, Message, State
+from txbroker.sdk.barrier import AlreadyRecorded, Barrier, SqliteBarrier, TooLate
+from txbroker.sdk.blocking import (
+    BlockingTransaction,
+    BlockingTransactionalProducer,
+    ForkedTransaction,
+)
 from txbroker.sdk.limits import Limits
 from txbroker.sdk.producer import LocalFunction, TransactionalProducer
 from txbroker.sdk.transaction import Transaction
@@ -17,14 +23,21 @@ from txbroker.sdk.types import (
     ProducerClosed,
     Rollback,
 )
+from txbroker.sdk.webhook import BadSignature, parse_check, verify_webhook
 
 __all__ = [
+    "AlreadyRecorded",
     "Answer",
+    "BadSignature",
+    "Barrier",
+    "BlockingTransaction",
+    "BlockingTransactionalProducer",
     "CheckFunction",
     "CheckReason",
     "CheckRequest",
     "Commit",
     "Decision",
+    "ForkedTransaction",
     "Limits",
     "LocalFunction",
     "Message",
@@ -32,7 +45,11 @@ __all__ = [
     "Outcome",
     "ProducerClosed",
     "Rollback",
+    "SqliteBarrier",
     "State",
+    "TooLate",
     "Transaction",
     "TransactionalProducer",
+    "parse_check",
+    "verify_webhook",
 ]

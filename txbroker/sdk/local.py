@@ -3,7 +3,7 @@
 import asyncio
 from collections import OrderedDict
 
-from txbroker.sdk.types import Answer, NotYet
+from txbroker.sdk.types import Answer, NotYet, ProducerClosed
 
 REMEMBERED_MAX = 10_000
 """Decisions that could not be delivered, and prepares given up; the oldest are forgotten. A
@@ -17,11 +17,23 @@ class LocalBook:
         self._not_yet = NotYet(running_again_s)
         self._open: dict[str, Answer] = {}
         self._remembered: OrderedDict[str, Answer] = OrderedDict()
+        self.started = False
         self.closed = False
         """No transaction may begin any more."""
         self._blocks = 0
         self._no_blocks = asyncio.Event()
         self._no_blocks.set()
+
+    def require_open(self) -> None:
+        """Return if a transaction may begin.
+
+        Raises:
+            ProducerClosed: the producer is not started yet, or draining, or closed.
+        """
+        if self.closed:
+            raise ProducerClosed("the producer is draining or closed: no new transactions")
+        if not self.started:
+            raise ProducerClosed("the producer is not started: use `async with` or `start()`")
 
     def answer(self, transaction_id: str) -> Answer | None:
         """Return what to say of a transaction; None where somebody else must be asked."""

@@ -101,6 +101,7 @@ class TransactionalProducer:
             raise ProducerClosed("a producer can be started only once")
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
         self._http = aiohttp.ClientSession(headers=headers)
+        self._book.started = True
         try:
             await self._router.start(timeout_s)
         except BaseException:
@@ -231,8 +232,7 @@ class TransactionalProducer:
         Errors as on entry of `transaction`.
         """
         draft = self._draft(messages, order_key, check_after_s, check_interval_s)
-        if self._book.closed:
-            raise ProducerClosed("the producer is draining or closed: no new transactions")
+        self._book.require_open()
         standing = await self._calls.prepare(draft)
         self._book.settled(standing.id)
         return standing.id

@@ -8,7 +8,7 @@ from txbroker.errors import AlreadyDecided, BadRequest, Overloaded, OwnerUnavail
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.local import LocalBook
 from txbroker.sdk.messages import checked_replacement
-from txbroker.sdk.types import Answer, Commit, Outcome, ProducerClosed, Rollback, Wait
+from txbroker.sdk.types import Answer, Commit, Outcome, Rollback, Wait
 from txbroker.wire import Standing
 
 REASON_LENGTH_MAX = 200
@@ -177,8 +177,7 @@ class TransactionBlock:
     async def __aenter__(self) -> Transaction:
         if self._transaction is not None:
             raise BadRequest("a transaction's block can be entered only once")
-        if self._book.closed:
-            raise ProducerClosed("the producer is draining or closed: no new transactions")
+        self._book.require_open()
         self._book.block_opened()
         try:
             standing = await self._calls.prepare(self._draft)

@@ -1,0 +1,365 @@
+"""The producer for code that blocks: Django, Flask, Celery, scripts.
+
+One `TransactionalProducer` runs in the event loop of a thread of its own; every call here waits
+for a call there. What a process inherits from its parent by `fork` is not used: the first call in
+the child starts another thread with sessions of its own.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from txbroker.core.records import Decision, Message
+from txbroker.errors import TxbrokerError
+from txbroker.sdk.limits import Limits
+from txbroker.sdk.producer import DRAIN_TIMEOUT_S, START_TIMEOUT_S, TransactionalProducer
+from txbroker.sdk.transaction import Transaction, TransactionBlock, checked_wait
+from txbroker.sdk.types import CheckFunction, Outcome, ProducerClosed, Rollback, Wait
+
+T = TypeVar("T")
+
+EXIT_TIMEOUT_S = 5.0
+"""How long the end of the program waits for a producer that nobody closed."""
+
+
+class ForkedTransaction(TxbrokerError):
+    """This transaction was begun in the parent process: only that one may decide it."""
+
+
+class BlockingTransaction:
+    """A prepared transaction, as a block of the blocking producer sees it."""
+
+    def __init__(self, engine: "_Engine", transaction: Transaction) -> None:
+        self._engine = engine
+        self._transaction = transaction
+
+    @property
+    def id(self) -> str:
+        """Names it everywhere; the barrier's row carries it."""
+        return self._transaction.id
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages as a commit would publish them."""
+        return self._transaction.messages
+
+    @property
+    def outcome(self) -> Outcome:
+        """Where the transaction stands, as far as is known here."""
+        return self._transaction.outcome
+
+    def replace(self, *messages: Message) -> None:
+        """As `Transaction.replace`."""
+        self._transaction.replace(*messages)
+
+    def commit(self, wait: Wait = "decided") -> Outcome:
+        """As `Transaction.commit`.
+
+        Raises: as that; ForkedTransaction.
+        """
+        return self._engine.run(self._transaction.commit(wait))
+
+    def rollback(self, reason: str = "") -> Outcome:
+        """As `Transaction.rollback`.
+
+        Raises: as `commit`.
+        """
+        return self._engine.run(self._transaction.rollback(reason))
+
+
+class BlockingTransactionBlock:
+    """`with producer.transaction(…) as tx`: prepares on entry, decides on leaving."""
+
+    def __init__(self, engine: "_Engine", block: TransactionBlock) -> None:
+        self._engine = engine
+        self._block = block
+
+    def __enter__(self) -> BlockingTransaction:
+        transaction = self._engine.run(self._block.__aenter__())
+        return BlockingTransaction(self._engine, transaction)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is not None and self._engine.foreign:
+            return False  # a child process that ends inside its parent's block says nothing
+        return self._engine.run(self._block.__aexit__(kind, error, trace))
+
+
+BlockingLocalFunction = Callable[[BlockingTransaction], Decision | None]
+"""A local transaction; it is called in the caller's thread."""
+
+
+class BlockingTransactionalProducer:
+    """`TransactionalProducer` with the same names, for code without an event loop.
+
+    Starts at its first use, or with `with`; may be used from many threads at once, and in
+    processes forked later. Check functions are called in threads of their own.
+
+    Example:
+        producer = BlockingTransactionalProducer(url, group="orders", check=check_order)
+        with producer.transaction(Message("payments", key=b"42", value=body)) as tx:
+            place_order(tx.id)
+
+    Args and errors: as `TransactionalProducer`.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        group: str,
+        check: CheckFunction | None = None,
+        instance: str | None = None,
+        token: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        def make() -> TransactionalProducer:
+            return TransactionalProducer(
+                urls, group=group, check=check, instance=instance, token=token, limits=limits
+            )
+
+        make()  # wrong arguments are to be refused here, not at the first use
+        self._make = make
+        self._lock = threading.Lock()
+        self._engine: _Engine | None = None
+        self._closed = False
+        _producers.add(self)
+
+    # --- life ----------------------------------------------------------------------------
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Open the first session; otherwise the first call does it.
+
+        Raises: as `TransactionalProducer.start`.
+        """
+        self._started(timeout_s)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """As `TransactionalProducer.drain`."""
+        with self._lock:
+            engine, self._engine, self._closed = self._engine, None, True
+        return engine is None or engine.end(engine.producer.drain(timeout_s))
+
+    def close(self) -> None:
+        """Close at once. What is undecided then is left to the check-back."""
+        with self._lock:
+            engine, self._engine, self._closed = self._engine, None, True
+        if engine is not None:
+            engine.end(engine.producer.aclose())
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.drain(DRAIN_TIMEOUT_S)
+
+    # --- transactions --------------------------------------------------------------------
+
+    def transaction(
+        self,
+        *messages: Message,
+        order_key: str | None = None,
+        check_after_s: float | None = None,
+        check_interval_s: float | None = None,
+    ) -> BlockingTransactionBlock:
+        """As `TransactionalProducer.transaction`: `with producer.transaction(m) as tx`."""
+        engine = self._started()
+        block = engine.producer.transaction(
+            *messages,
+            order_key=order_key,
+            check_after_s=check_after_s,
+            check_interval_s=check_interval_s,
+        )
+        return BlockingTransactionBlock(engine, block)
+
+    def send_in_transaction(
+        self,
+        messages: Message | Iterable[Message],
+        function: BlockingLocalFunction,
+        *,
+        order_key: str | None = None,
+        check_after_s: float | None = None,
+        check_interval_s: float | None = None,
+        wait: Wait = "decided",
+    ) -> Outcome:
+        """As `TransactionalProducer.send_in_transaction`; `function` runs in this thread."""
+        promoted = checked_wait(wait)
+        several = (messages,) if isinstance(messages, Message) else messages
+        block = self.transaction(
+            *several,
+            order_key=order_key,
+            check_after_s=check_after_s,
+            check_interval_s=check_interval_s,
+        )
+        with contextlib.suppress(_Unknown), block as transaction:
+            decision = function(transaction)
+            if decision is Decision.ROLLBACK:
+                raise Rollback("the function said so")
+            if decision is Decision.UNKNOWN:
+                raise _Unknown("the function answered unknown")
+            if decision is not None and decision is not Decision.COMMIT:
+                raise TypeError(
+                    f"a local transaction returns a Decision or None, not {type(decision).__name__}"
+                )
+            if promoted and transaction.outcome.decision is not Decision.ROLLBACK:
+                transaction.commit("promoted")
+        return transaction.outcome
+
+    def prepare(
+        self,
+        *messages: Message,
+        order_key: str | None = None,
+        check_after_s: float | None = None,
+        check_interval_s: float | None = None,
+    ) -> str:
+        """As `TransactionalProducer.prepare`."""
+        engine = self._started()
+        return engine.run(
+            engine.producer.prepare(
+                *messages,
+                order_key=order_key,
+                check_after_s=check_after_s,
+                check_interval_s=check_interval_s,
+            )
+        )
+
+    def commit(
+        self,
+        transaction_id: str,
+        messages: Iterable[Message] | None = None,
+        *,
+        wait: Wait = "decided",
+        reason: str = "",
+    ) -> Outcome:
+        """As `TransactionalProducer.commit`."""
+        engine = self._started()
+        return engine.run(
+            engine.producer.commit(transaction_id, messages, wait=wait, reason=reason)
+        )
+
+    def rollback(self, transaction_id: str, *, reason: str = "") -> Outcome:
+        """As `TransactionalProducer.rollback`."""
+        engine = self._started()
+        return engine.run(engine.producer.rollback(transaction_id, reason=reason))
+
+    # --- the thread ----------------------------------------------------------------------
+
+    def _started(self, timeout_s: float = START_TIMEOUT_S) -> "_Engine":
+        with self._lock:
+            if self._closed:
+                raise ProducerClosed("the producer is closed: no new transactions")
+            if self._engine is None:
+                engine = _Engine(self._make)
+                try:
+                    engine.run(engine.producer.start(timeout_s))
+                except BaseException:
+                    engine.end(engine.producer.aclose())
+                    raise
+                self._engine = engine
+            return self._engine
+
+    def _after_fork_in_child(self) -> None:
+        # The lock may have been held by a thread that does not exist here.
+        self._lock = threading.Lock()
+        if self._engine is not None:
+            # Kept for ever: tidying it up would take sockets out of the parent's selector,
+            # which the child shares with it.
+            _inherited.append(self._engine)
+            self._engine = None
+
+
+class _Unknown(Exception):
+    """Leaves a block undecided."""
+
+
+class _Engine:
+    """An event loop in a daemon thread, and the producer that lives in it."""
+
+    def __init__(self, make: Callable[[], TransactionalProducer]) -> None:
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="txbroker-producer", daemon=True)
+        self._thread.start()
+        self.producer = self.run(_made(make))
+
+    @property
+    def foreign(self) -> bool:
+        """True in a process forked since."""
+        return os.getpid() != self._pid
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work` to be done in the loop; interrupted, it is cancelled there."""
+        if self.foreign:
+            work.close()
+            raise ForkedTransaction
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise TxbrokerError("the blocking producer cannot be used inside its own event loop")
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()
+            raise ProducerClosed("the producer is closed") from None
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def end(self, farewell: Coroutine[Any, Any, T]) -> T:
+        """Say goodbye and end the thread."""
+        try:
+            return self.run(farewell)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+
+
+async def _made(make: Callable[[], TransactionalProducer]) -> TransactionalProducer:
+    return make()
+
+
+_producers: "weakref.WeakSet[BlockingTransactionalProducer]" = weakref.WeakSet()
+_inherited: list[_Engine] = []
+
+
+def _forget_parents_engines() -> None:
+    for producer in list(_producers):
+        producer._after_fork_in_child()
+
+
+def _close_at_exit() -> None:
+    for producer in list(_producers):
+        with contextlib.suppress(TxbrokerError):
+            producer.drain(EXIT_TIMEOUT_S)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents_engines)
+atexit.register(_close_at_exit)

@@ -1,0 +1,110 @@
+"""For services that are checked back over HTTP: verify the call, read the question."""
+
+import hmac
+import time
+from collections.abc import Mapping
+from datetime import datetime
+
+import msgspec
+
+from txbroker.core.message_json import MessageError, decode_messages
+from txbroker.core.records import CheckReason
+from txbroker.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, secret_key, sign
+from txbroker.errors import BadRequest, ConfigurationError, TxbrokerError
+from txbroker.sdk.types import CheckRequest
+
+TOLERANCE_S = 300.0
+"""How old, or how far ahead, a call may be: long enough for clocks, short enough for replays."""
+SIGNATURES_MAX = 16
+"""More than a change of secrets needs; a longer list costs time and nothing else."""
+
+
+class BadSignature(TxbrokerError):
+    """The call was not signed with our secret, or too long ago: answer it with status 401."""
+
+
+class _Question(msgspec.Struct):
+    id: str
+    group: str
+    attempt: int
+    attempts_max: int
+    reason: CheckReason
+    prepared_at: datetime | float
+    """As RFC 3339 text, or in seconds since 1970."""
+    messages: msgspec.Raw
+
+
+def verify_webhook(
+    secret: str | bytes,
+    headers: Mapping[str, str],
+    body: bytes,
+    *,
+    tolerance_s: float = TOLERANCE_S,
+    now: float | None = None,
+) -> None:
+    """Return if a check-back was signed with `secret`, a moment ago.
+
+    Args:
+        secret: the group's; one that begins with `whsec_` is base64, any other is taken as it is.
+        headers: the request's; names in any case.
+        body: the request's body, byte for byte.
+        tolerance_s: how many seconds the call may be old, or ahead of this machine's clock.
+        now: seconds since 1970; None takes this machine's clock.
+
+    Raises:
+        BadSignature: a header is missing, the time is too far off, or no signature is right.
+        ConfigurationError: the secret itself is malformed.
+    """
+    given = {name.lower(): value for name, value in headers.items()}
+    call_id = _header(given, ID_HEADER)
+    timestamp = _header(given, TIMESTAMP_HEADER)
+    signatures = _header(given, SIGNATURE_HEADER)
+    if not (timestamp.isascii() and timestamp.isdigit() and len(timestamp) <= 12):
+        raise BadSignature(f"{TIMESTAMP_HEADER} is not a number of seconds")
+    off_s = (time.time() if now is None else now) - int(timestamp)
+    if abs(off_s) > tolerance_s:
+        raise BadSignature(f"the call is {off_s:.0f} s old; {tolerance_s:g} s are allowed")
+    try:
+        key = secret_key(secret)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    try:
+        right = sign(key, call_id, int(timestamp), body).encode()
+    except UnicodeEncodeError:
+        raise BadSignature(f"{ID_HEADER} is not text") from None
+    # Each is compared in constant time and none ends the loop, so time tells nothing.
+    found = False
+    for signature in signatures.split(" ")[:SIGNATURES_MAX]:
+        found |= hmac.compare_digest(signature.encode(errors="replace"), right)
+    if not found:
+        raise BadSignature("no signature of the call is right")
+
+
+def parse_check(body: bytes) -> CheckRequest:
+    """Return the question that the body of a check-back asks.
+
+    Raises:
+        BadRequest: it is not one.
+    """
+    try:
+        question = msgspec.json.decode(body, type=_Question)
+        messages = decode_messages(question.messages)
+    except (msgspec.MsgspecError, MessageError, UnicodeDecodeError) as error:
+        raise BadRequest(f"this is no check-back: {error}") from None
+    at = question.prepared_at
+    return CheckRequest(
+        question.id,
+        question.group,
+        question.attempt,
+        question.attempts_max,
+        question.reason,
+        at.timestamp() if isinstance(at, datetime) else at,
+        messages,
+    )
+
+
+def _header(headers: Mapping[str, str], name: str) -> str:
+    value = headers.get(name)
+    if not value:
+        raise BadSignature(f"the call has no header {name}")
+    return value
