@@ -64,7 +64,8 @@ def parse_id(text: str) -> IdParts:
 
 def dedup_randomness(group: str, dedup_key: str) -> int:
     """Return the 64 bits that stand for a client's own key in place of randomness."""
-    digest = hashlib.blake2b(
-        group.encode() + b"\0" + dedup_key.encode(), digest_size=8, person=b"txb-dedup"
-    )
+    name = group.encode()
+    # The length keeps group and key apart whatever characters are in them.
+    told_apart = len(name).to_bytes(4, "big") + name + dedup_key.encode()
+    digest = hashlib.blake2b(told_apart, digest_size=8, person=b"txb-dedup")
     return int.from_bytes(digest.digest(), "big")
