@@ -38,13 +38,13 @@ from txbroker.errors import (
     NotPending,
     Overloaded,
     OwnerUnavailable,
-    TooOld,
     WrongGroup,
 )
 from txbroker.proxy.appender import Appender
 from txbroker.proxy.applier import Applier
 from txbroker.proxy.checkback import CheckBack, Runner
 from txbroker.proxy.clock import LogTime
+from txbroker.proxy.history import search
 from txbroker.proxy.promoter import Promoter
 from txbroker.proxy.recovery import claim_and_replay, read_kept
 
@@ -143,6 +143,7 @@ class Owner:
         self.checks = CheckBack(
             self.ledger, self._op, runner, self.now_ms, lambda: self._claim, self.decide
         )
+        self._searching = asyncio.Semaphore()
         self._tasks: list[asyncio.Task[None]] = []
 
     # --- life ------------------------------------------------------------------------------
@@ -349,11 +350,20 @@ class Owner:
             except KafkaUnavailable as error:
                 raise OwnerUnavailable(str(error), id=id) from None
             transaction = self.ledger.get(id)
-        if transaction is None:
-            if self.now_ms() - parse_id(id).time_ms > self._settings.half_retention_ms:
-                raise TooOld(id=id)
+        return transaction or await self._settled_before(id)
+
+    async def _settled_before(self, id: str) -> Transaction:
+        """Find a transaction that was settled before what the ledger remembers."""
+        window_ms = self._settings.dedup_window_ms
+        if abs(self.now_ms() - parse_id(id).time_ms) <= window_ms:
             raise NotFound(id=id)
-        return transaction
+        if self._searching.locked():
+            raise Overloaded("another transaction is being looked up in the log", id=id)
+        async with self._searching:
+            try:
+                return await search(self._door.half, self._door.op, id, window_ms)
+            except KafkaUnavailable as error:
+                raise OwnerUnavailable(str(error), id=id) from None
 
     async def decide(self, request: DecideRequest) -> Standing:
         """Write a deciding marker; answered when the ledger has applied it.

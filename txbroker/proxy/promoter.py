@@ -120,6 +120,7 @@ class Promoter:
         self._in_flight: set[str] = set()
         self._finishing: set[asyncio.Task[None]] = set()
         self._lost = False
+        self._refused_alone: set[str] = set()
         self._tried: dict[str, Cause] = {}
         self._suspects: frozenset[str] = frozenset()
         self._suspects_limit = 0
@@ -135,6 +136,7 @@ class Promoter:
     def retry_refused(self, id: str) -> None:
         """Try a refused transaction again now, whatever was found out about it before."""
         self._tried.pop(id, None)
+        self._refused_alone.discard(id)
         transaction = self._ledger.refused.get(id)
         if transaction is not None:
             for message in transaction.messages:
@@ -159,7 +161,11 @@ class Promoter:
 
     async def _pause(self) -> None:
         """Wait until woken, or until something is to be tried again."""
-        times = [retry.at for retry in self._retries.values()]
+        times = [
+            retry.at
+            for id, retry in self._retries.items()
+            if id not in self._in_flight and id not in self._tried
+        ]
         if self._deferred_retry is not None:
             times.append(self._deferred_retry.at)
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
@@ -215,6 +221,7 @@ class Promoter:
 
     async def _plan(self) -> Plan:
         """Plan with what is known of the targets, asking Kafka about those that are not."""
+        retried = self._retried()
         while True:
             unknown: set[str] = set()
 
@@ -231,7 +238,7 @@ class Promoter:
                 examine,
                 self._limits_now(),
                 in_flight=self._in_flight,
-                retried=self._retried(),
+                retried=retried,
                 tried=self._tried,
                 progressed=self._ledger.op_progress,
             )
@@ -336,6 +343,7 @@ class Promoter:
             count = len(transaction.messages)
             ledger.promote(transaction.id, tuple(handle.offsets[taken : taken + count]))
             transaction.promoted_at_ms = now_ms
+            self._refused_alone.discard(transaction.id)
             taken += count
             self._in_flight.discard(transaction.id)
         if plan.promote:
@@ -358,8 +366,12 @@ class Promoter:
         """A record spoiled its turn: try again in halves, until one transaction fails alone."""
         transactions = plan.promote
         if len(transactions) == 1:
-            self._tried[transactions[0].id] = cause
-            self._suspects = self._suspects - {transactions[0].id}
+            id = transactions[0].id
+            if id in self._refused_alone:
+                self._tried[id] = cause
+            # Once more first: examined anew, the target may show what is wrong, and then the
+            # transaction is tried again by itself when that has passed.
+            self._refused_alone.add(id)
         else:
             self._suspects = frozenset(transaction.id for transaction in transactions)
             self._suspects_limit = max(1, len(transactions) // 2)
