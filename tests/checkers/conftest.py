@@ -35,7 +35,7 @@ def call() -> CheckCall:
 @pytest.fixture
 async def checks() -> AsyncIterator[HttpChecks]:
     """The HTTP side as a proxy uses it, with short patience for connections."""
-    checks = HttpChecks(connect_timeout_s=2.0, now_s=lambda: 1_770_091_600.5)
+    checks = HttpChecks(connect_timeout_s=2.0, idle_s=60.0, now_s=lambda: 1_770_091_600.5)
     yield checks
     await checks.close()
 
