@@ -1,6 +1,7 @@
 """What happens on the partitions, as metrics: events are counted, gauges are read at a scrape."""
 
 from collections import Counter
+from collections.abc import Callable, Sized
 
 from txbroker.core.ledger import Effect, Outcome
 from txbroker.core.records import State
@@ -10,11 +11,16 @@ from txbroker.proxy.metrics import Gauges, Metrics
 
 
 class Observer:
-    """Told by owners (`OwnerEvents`) and by the check runner (`CheckMetrics`)."""
+    """Told by owners (`OwnerEvents`).
 
-    def __init__(self, metrics: Metrics) -> None:
+    Args:
+        metrics: where everything is counted.
+        unreachable: which groups cannot be asked now.
+    """
+
+    def __init__(self, metrics: Metrics, unreachable: Callable[[], Sized]) -> None:
         self._metrics = metrics
-        self._unreachable = 0
+        self._unreachable = unreachable
 
     def watch(self, broker: Broker) -> None:
         """Show what the owners of `broker` hold."""
@@ -49,16 +55,6 @@ class Observer:
     def refused(self, transactions: list[Transaction]) -> None:
         """These were set aside; the gauge shows them."""
 
-    # --- from the check runner -------------------------------------------------------------
-
-    def check_done(self, group: str, outcome: str, duration_s: float) -> None:
-        """A check ended, or found nobody."""
-        self._metrics.check_ended(group, outcome, duration_s)
-
-    def unreachable_groups(self, count: int) -> None:
-        """So many groups cannot be reached now."""
-        self._unreachable = count
-
     # --- at a scrape -----------------------------------------------------------------------
 
     def _gauges(self, broker: Broker) -> Gauges:
@@ -84,7 +80,7 @@ class Observer:
             pending_oldest_age_seconds=oldest_s,
             parked=parked,
             refused=refused,
-            unreachable_groups=self._unreachable,
+            unreachable_groups=len(self._unreachable()),
             promotion_lag_markers=lag,
             owned_partitions=broker.owned,
             half_retention_headroom_seconds=broker.retention_headroom_s(),

@@ -56,7 +56,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         sessions.on_appeared(runner.wake)
         groups.on_change(runner.wake)
         await groups.load()
-        observer = Observer(metrics)
+        observer = Observer(metrics, runner.unreachable)
         broker = Broker(door, settings, groups, runner, observer)
         observer.watch(broker)
         app = make_app(broker, groups, sessions, settings, metrics)
