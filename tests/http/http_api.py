@@ -64,12 +64,12 @@ def transaction(**fields: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running_api(**options: Any) -> AsyncIterator[Api]:
-    """Run a server with these settings."""
-    settings = Settings(listen="127.0.0.1:0", **options)
+async def running_api(*, public: bool = False, **options: Any) -> AsyncIterator[Api]:
+    """Run a server with these settings; a public one believes that it listens everywhere."""
+    settings = Settings(listen="0.0.0.0:0" if public else "127.0.0.1:0", **options)
     service, store, sessions, metrics = FakeService(), FakeStore(), SessionRegistry(), Metrics()
     groups = Groups(store)
     await groups.load()
     app = make_app(service, groups, sessions, settings, metrics)
-    async with serve(app, settings.listen) as url, aiohttp.ClientSession() as client:
+    async with serve(app, "127.0.0.1:0") as url, aiohttp.ClientSession() as client:
         yield Api(url, service, store, sessions, settings, metrics, app, client)

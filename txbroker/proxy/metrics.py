@@ -6,8 +6,10 @@ Never is an id a label, and groups or topics beyond a bound count together as `o
 """
 
 import platform
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import (
@@ -18,7 +20,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -94,6 +96,26 @@ class _Labels:
         return value
 
 
+class _Latency(Collector):
+    """A histogram that is fed for every transaction: a fifth of the price of the client's."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+        self._counts = [0] * (len(_LATENCY_S) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(_LATENCY_S, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        bounds = [*map(str, _LATENCY_S), "+Inf"]
+        totals = accumulate(self._counts)
+        buckets = list(zip(bounds, map(float, totals), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+
+
 class Metrics:
     """All metrics of one proxy, in a registry of its own."""
 
@@ -130,12 +152,14 @@ class Metrics:
             )
 
         self._check_s = histogram("check_duration_seconds", "Time of a check.", _CHECK_S, "group")
-        self._decision_s = histogram(
-            "decision_latency_seconds", "From a decision's call to its answer.", _LATENCY_S
+        self._decision_s = _Latency(
+            "txbroker_decision_latency_seconds", "From a decision's call to its answer."
         )
-        self._promotion_s = histogram(
-            "promotion_latency_seconds", "From a commit's marker until it is visible.", _LATENCY_S
+        self._promotion_s = _Latency(
+            "txbroker_promotion_latency_seconds", "From a commit's marker until it is visible."
         )
+        self.registry.register(self._decision_s)
+        self.registry.register(self._promotion_s)
         self._recovery_s = histogram(
             "recovery_seconds", "From gaining a partition until it is caught up.", _RECOVERY_S
         )

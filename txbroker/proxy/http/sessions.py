@@ -104,10 +104,11 @@ class Session:
         size = 0
         for operation in operations:
             if type(operation) is wire.Check:
-                size += sum(map(message_bytes, operation.messages))
-                if begun and size > self._settings.frame_bytes_max // 2:
+                check_bytes = sum(map(message_bytes, operation.messages))
+                if begun and size + check_bytes > self._settings.frame_bytes_max // 2:
                     frames.append(wire.encode_frame(begun))
                     begun, size = [], 0
+                size += check_bytes
             begun.append(operation)
         if begun:
             frames.append(wire.encode_frame(begun))

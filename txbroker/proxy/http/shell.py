@@ -1,5 +1,6 @@
 """What the calls of one proxy share, and the limits that every call is held to."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,12 +8,15 @@ from txbroker.checkers.groups import Groups, PolicyError, check_group_name
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.contract import DecideRequest, PrepareRequest, Service
-from txbroker.core.ids import parse_id
+from txbroker.core.ids import ALPHABET, LENGTH, parse_id
 from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Message
 from txbroker.errors import BadId, BadRequest, TooLarge
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 from txbroker.proxy.metrics import Metrics
+
+_ID = re.compile(f"[0-7][{ALPHABET}]{{{LENGTH - 1}}}")
+# 26 characters of 5 bits are 130 bits, an id has 128: so the first one is at most 7.
 
 RECORD_BYTES = 64
 """What a message costs beside its content, so that empty ones are not free."""
@@ -60,19 +64,14 @@ class Shell:
         Raises:
             BadRequest, BadId, TooLarge: names the field.
         """
-        check_group(request.group)
         if request.id is not None:
             check_id(request.id)
         if not request.messages:
             raise BadRequest("messages: a transaction has at least one message", path="messages")
-        for name in ("check_after_s", "check_interval_s"):
-            seconds = getattr(request, name)
-            if seconds is not None and not 0 <= seconds <= SECONDS_MAX:
-                raise BadRequest(f"{name} must be from 0 to {SECONDS_MAX} seconds", path=name)
-        for name in ("order_key", "dedup_key"):
-            key = getattr(request, name)
-            if key is not None and not 1 <= len(key) <= TEXT_MAX:
-                raise BadRequest(f"{name} must have 1 to {TEXT_MAX} characters", path=name)
+        _check_seconds("check_after_s", request.check_after_s)
+        _check_seconds("check_interval_s", request.check_interval_s)
+        _check_key("order_key", request.order_key)
+        _check_key("dedup_key", request.dedup_key)
         self._check_messages(request.messages)
 
     def check_decide(self, request: DecideRequest) -> None:
@@ -133,12 +132,26 @@ def _check_message(message: Message, number: int) -> None:
         )
 
 
+def _check_seconds(name: str, seconds: float | None) -> None:
+    if seconds is not None and not 0 <= seconds <= SECONDS_MAX:
+        raise BadRequest(f"{name} must be from 0 to {SECONDS_MAX} seconds", path=name)
+
+
+def _check_key(name: str, key: str | None) -> None:
+    if key is not None and not 1 <= len(key) <= TEXT_MAX:
+        raise BadRequest(f"{name} must have 1 to {TEXT_MAX} characters", path=name)
+
+
 def check_id(id: str) -> None:
     """Refuse what is no transaction id, in upper case.
 
     Raises:
         BadId: says what is wrong.
     """
+    # Every operation passes here, and the pattern takes a tenth of the time of taking the id
+    # apart, which is left for saying what is wrong.
+    if _ID.fullmatch(id):
+        return
     try:
         parse_id(id)
     except ValueError as error:

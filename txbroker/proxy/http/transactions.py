@@ -68,6 +68,7 @@ async def prepare(call: Call) -> Reply:
         # A client without a session cannot say; what it repeats carries its own id or key.
         retry=body.id is not None,
     )
+    check_group(request.group)
     call.shell.check_prepare(request)
     standing = await call.shell.service.prepare(request)
     return Reply(201 if standing.created else 200, _standing(standing))

@@ -1,0 +1,130 @@
+"""Registered groups over HTTP, and the calls on the proxy itself."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from http_api import Api
+
+from txbroker.checkers import groups
+from txbroker.checkers.groups import GroupPolicy
+from txbroker.contract import Readiness
+from txbroker.errors import KafkaUnavailable
+from txbroker.proxy.http.bodies import GroupAnswer, GroupBody
+from txbroker.proxy.metrics import Gauges
+
+POLICY = {"check_url": "http://127.0.0.1:9/check", "secret_ref": "env:SECRET", "attempts_max": 3}
+
+
+async def test_group_is_put_shown_listed_and_removed(api: Api) -> None:
+    put = await api.call("PUT", "/v1/groups/orders", POLICY)
+    shown = await api.call("GET", "/v1/groups/orders")
+    _, listed = await api.call("GET", "/v1/groups")
+    removed = await api.call("DELETE", "/v1/groups/orders")
+    gone, error = await api.call("GET", "/v1/groups/orders")
+    again, _ = await api.call("DELETE", "/v1/groups/orders")
+
+    assert put == shown == (200, {"group": "orders", "sessions": 0, **POLICY})
+    assert listed == {"groups": [shown[1]]}
+    assert removed == (200, {"group": "orders", "removed": True})
+    assert (gone, error["error"]["code"], again) == (404, "unknown_group", 404)
+
+
+async def test_put_replaces_the_whole(api: Api) -> None:
+    await api.call("PUT", "/v1/groups/orders", POLICY)
+    status, answer = await api.call("PUT", "/v1/groups/orders", {"timeout_s": 1})
+    assert (status, answer) == (200, {"group": "orders", "sessions": 0, "timeout_s": 1.0})
+
+
+async def test_names_may_need_escapes(api: Api) -> None:
+    status, answer = await api.call("PUT", "/v1/groups/b%C3%BCcher%20und%2Fmehr", {})
+    assert (status, answer["group"]) == (200, "bücher und/mehr")
+    assert (await api.call("GET", "/v1/groups/b%C3%BCcher%20und%2Fmehr"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"check_url": "ftp://x"}, "check_url"),
+        ({"check_url": "http://user:pw@x"}, "secret_ref"),
+        ({"secret_ref": "hunter2"}, "secret_ref"),
+        ({"attempts_max": 0}, "attempts_max"),
+        ({"attempts_max": 1.5}, "attempts_max"),
+        ({"check_ur": "http://x"}, "did you mean 'check_url'"),
+    ],
+)
+async def test_policy_that_cannot_work_is_refused(
+    api: Api, body: dict[str, object], word: str
+) -> None:
+    status, answer = await api.call("PUT", "/v1/groups/orders", body)
+    assert (status, answer["error"]["code"]) == (400, "bad_request")
+    assert word in answer["error"]["message"]
+    assert "hunter2" not in answer["error"]["message"]
+    assert api.store.stored == {}
+
+
+@pytest.mark.parametrize("name", ["%00", "x" * 250, "a%0Ab"])
+async def test_name_that_cannot_be_is_refused(api: Api, name: str) -> None:
+    status, answer = await api.call("PUT", f"/v1/groups/{name}", {})
+    assert (status, answer["error"]["code"]) == (400, "bad_request")
+
+
+async def test_kafka_out_of_reach(api: Api) -> None:
+    api.store.failure = KafkaUnavailable("no broker answers")
+    status, answer = await api.call("PUT", "/v1/groups/orders", POLICY)
+    assert (status, answer["error"]["code"]) == (503, "kafka_unavailable")
+
+
+def test_declared_bounds_are_those_of_the_policy() -> None:
+    names = [field.name for field in msgspec.structs.fields(GroupPolicy)]
+    assert [field.name for field in msgspec.structs.fields(GroupBody)] == names
+    assert [field.name for field in msgspec.structs.fields(GroupAnswer)][2:] == names
+    for name, (least, most) in groups._BOUNDS.items():
+        for bound in (least, most):
+            body = msgspec.convert({name: bound}, GroupBody)
+            GroupPolicy(**msgspec.structs.asdict(body)).validate()
+        for beyond in (least - 1, most + 1):
+            with pytest.raises(msgspec.ValidationError):
+                msgspec.convert({name: beyond}, GroupBody)
+
+
+# --- the proxy itself ------------------------------------------------------------------------
+
+
+async def test_alive(api: Api) -> None:
+    assert await api.call("GET", "/healthz") == (200, {"status": "alive"})
+
+
+async def test_ready_or_why_not(api: Api) -> None:
+    ready = await api.call("GET", "/readyz")
+    api.service.ready = Readiness(False, {0: "replaying"}, ("Kafka does not answer",))
+    not_ready = await api.call("GET", "/readyz")
+
+    assert ready == (200, {"ready": True, "partitions": {"0": "owned"}, "problems": []})
+    assert not_ready == (
+        503,
+        {"ready": False, "partitions": {"0": "replaying"}, "problems": ["Kafka does not answer"]},
+    )
+
+
+async def test_metrics_are_shown(api: Api) -> None:
+    api.metrics.watch(lambda: Gauges(pending={"orders": 2}))
+    id = await api.prepare()
+    await api.call("POST", f"/v1/transactions/{id}/commit")
+    async with api.client.get(f"{api.url}/metrics") as answer:
+        text = await answer.text()
+        assert answer.content_type == "text/plain"
+    assert 'txbroker_pending{group="orders"} 2.0' in text
+    assert "txbroker_decision_latency_seconds_count 1.0" in text
+    assert "txbroker_ready 1.0" in text
+
+
+async def test_page_names_the_links(api: Api) -> None:
+    async with api.client.get(f"{api.url}/") as answer:
+        assert answer.content_type == "text/html"
+        assert "/v1/openapi.json" in await answer.text()
+
+
+async def test_head_works_where_get_does(api: Api) -> None:
+    async with api.client.head(f"{api.url}/healthz") as answer:
+        assert answer.status == 200

@@ -1,0 +1,141 @@
+"""Who may call: host names, origins, tokens, media types."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import aiohttp
+import pytest
+from http_api import Api, running_api, transaction
+from ws_client import connected
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:8470", "proxy-1:8470", "my.name.example"],
+)
+async def test_known_hosts_may_be_called(host: str) -> None:
+    options = {"advertise": "http://proxy-1:8470", "allowed_hosts": ("my.name.example",)}
+    async with running_api(**options) as api:
+        assert (await api.call("GET", "/v1/groups", Host=host))[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1", ""])
+@pytest.mark.parametrize("path", ["/v1/groups", "/v1/transactions", "/metrics", "/nowhere"])
+async def test_unknown_hosts_may_not(api: Api, host: str, path: str) -> None:
+    status, answer = await api.call("GET", path, Host=host)
+    assert (status, answer["error"]["code"]) == (403, "forbidden")
+
+
+async def test_bare_addresses_are_known_to_who_listens_everywhere() -> None:
+    async with running_api(token_file=None, insecure=True) as loopback:
+        assert (await loopback.call("GET", "/v1/groups", Host="10.0.0.1"))[0] == 403
+    async with running_api(public=True, insecure=True) as everywhere:
+        assert (await everywhere.call("GET", "/v1/groups", Host="10.0.0.1:80"))[0] == 200
+        assert (await everywhere.call("GET", "/v1/groups", Host="evil.example"))[0] == 403
+
+
+async def test_anybody_may_ask_for_health(api: Api) -> None:
+    assert (await api.call("GET", "/healthz", Host="10.0.0.1"))[0] == 200
+    assert (await api.call("GET", "/readyz", Host="10.0.0.1"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost:1", "x", "http://[", ""]
+)
+async def test_foreign_pages_may_not_call(api: Api, origin: str) -> None:
+    status, answer = await api.call("POST", "/v1/transactions", transaction(), Origin=origin)
+    assert (status, answer["error"]["code"]) == (403, "forbidden")
+    assert api.service.requests == []
+
+
+async def test_own_pages_may_call(api: Api) -> None:
+    status, _ = await api.call("POST", "/v1/transactions", transaction(), Origin=api.url)
+    assert status == 201
+
+
+async def test_foreign_pages_get_no_session(api: Api) -> None:
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
+        async with connected(api, origin="http://evil.example"):
+            pass
+    assert refusal.value.status == 403
+
+
+@pytest.mark.parametrize(
+    "media", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp", "json",
+              "application/json; charset=latin1"]
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/transactions"),
+        ("POST", "/v1/transactions/00000000000000000000000000/commit"),
+        ("POST", "/v1/transactions/00000000000000000000000000/check"),
+        ("PUT", "/v1/groups/orders"),
+        ("DELETE", "/v1/groups/orders"),
+    ],
+)
+async def test_what_changes_state_must_say_that_it_is_json(
+    api: Api, method: str, path: str, media: str
+) -> None:
+    status, answer = await api.call(method, path, raw=b"{}", content_type=media)
+    assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
+    assert api.service.requests == []
+
+
+@pytest.mark.parametrize(
+    "media", ["application/json", "Application/JSON", "application/json; charset=UTF-8"]
+)
+async def test_json_by_any_spelling(api: Api, media: str) -> None:
+    assert (await api.call("PUT", "/v1/groups/orders", {}, content_type=media))[0] == 200
+
+
+async def test_token_is_asked_for_everywhere_but_health(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    async with running_api(token_file=token) as api:
+        for path in ("/v1/groups", "/v1/transactions", "/metrics", "/v1/session", "/nowhere"):
+            status, answer = await api.call("GET", path)
+            assert (status, answer["error"]["code"]) == (401, "unauthorized")
+            assert "s3cret" not in str(answer)
+        for open_path in ("/healthz", "/readyz"):
+            assert (await api.call("GET", open_path))[0] == 200
+        for given in (
+            "Bearer",
+            "Bearer wrong",
+            "Basic s3cret",
+            "s3cret",
+            "Bearer s3cret2",
+            "B\xe4r s",
+        ):
+            assert (await api.call("GET", "/v1/groups", Authorization=given))[0] == 401
+        for given in ("Bearer s3cret", "bearer  s3cret "):
+            assert (await api.call("GET", "/v1/groups", Authorization=given))[0] == 200
+        async with connected(api, headers={"Authorization": "Bearer s3cret"}) as producer:
+            assert not producer.socket.closed
+
+
+async def test_token_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("old")
+    async with running_api(token_file=token) as api:
+        replacement = tmp_path / "new"
+        replacement.write_text("new")
+        os.replace(replacement, token)
+        assert (await api.call("GET", "/v1/groups", Authorization="Bearer old"))[0] == 401
+        assert (await api.call("GET", "/v1/groups", Authorization="Bearer new"))[0] == 200
+        # Gone or empty, it is being replaced: nobody is let in without one.
+        token.unlink()
+        assert (await api.call("GET", "/v1/groups"))[0] == 401
+        assert (await api.call("GET", "/v1/groups", Authorization="Bearer new"))[0] == 200
+
+
+async def test_refusal_says_how_to_authenticate(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret")
+    async with (
+        running_api(token_file=token) as api,
+        api.client.get(f"{api.url}/v1/groups") as answer,
+    ):
+        assert answer.headers["WWW-Authenticate"] == "Bearer"

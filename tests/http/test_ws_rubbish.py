@@ -1,0 +1,211 @@
+"""Sessions with clients that are broken, hostile, slow or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import aiohttp
+import msgspec
+import pytest
+from fake_service import NOW_MS
+from http_api import Api, running_api
+from ws_client import MESSAGES, Producer, connected, session
+
+from txbroker import wire
+from txbroker.core.ids import make_id
+from txbroker.core.records import State
+
+ID = make_id(0, NOW_MS, 1)
+HELLO = wire.encode_frame([wire.Hello(1, "orders", "worker-1")])
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\xc0"
+
+
+RUBBISH = {
+    "empty": b"",
+    "no frame": b"\xc1",
+    "no array": msgspec.msgpack.encode({"op": "hello"}),
+    "unknown operation": msgspec.msgpack.encode([["steal", 1]]),
+    "wrong types": msgspec.msgpack.encode([["prepare", "one", 2, 3]]),
+    "too few fields": msgspec.msgpack.encode([["prepare"]]),
+    "not UTF-8": b"\x91\x94\xa5hello\x01\xa2\xff\xfe\xa1w",
+    "cut short": HELLO[:-3],
+    "nested": nested(200_000),
+    "claims 4 GB": b"\xdd\xff\xff\xff\xff",
+    "rest behind": HELLO + b"\x00",
+    "hello again": HELLO,
+}
+
+
+async def refused(producer: Producer) -> str:
+    failure = await producer.next()
+    assert isinstance(failure, wire.Failure), failure
+    assert (failure.call, failure.code) == (0, "bad_request")
+    assert "Traceback" not in failure.message
+    assert await producer.closed() == 1002
+    return failure.message
+
+
+@pytest.mark.parametrize("name", RUBBISH)
+async def test_malformed_frame_ends_the_session_with_a_reason(api: Api, name: str) -> None:
+    async with session(api) as producer:
+        await producer.socket.send_bytes(RUBBISH[name])
+        await refused(producer)
+    async with session(api) as producer:
+        await producer.send(wire.Prepare(1, ID, MESSAGES))
+        assert await producer.next() == wire.Standing(1, ID, State.PENDING)
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        wire.Hello(0, "orders", "w"),
+        wire.Hello(1, "", "w"),
+        wire.Hello(1, "orders", ""),
+        wire.Hello(1, "a\nb", "w"),
+        wire.Hello(1, "x" * 300, "w"),
+        wire.Decide(1, ID, "commit"),  # type: ignore[arg-type]
+    ],
+)
+async def test_bad_hello_is_refused(api: Api, hello: wire.FromProducer) -> None:
+    async with connected(api) as producer:
+        await producer.send(hello)
+        await refused(producer)
+    assert api.sessions.counts() == {}
+
+
+async def test_text_frames_are_refused(api: Api) -> None:
+    async with session(api) as producer:
+        await producer.socket.send_str("hello")
+        assert "binary" in await refused(producer)
+
+
+async def test_no_hello_in_time() -> None:
+    async with running_api(request_timeout_s=0.05) as api, connected(api) as producer:
+        assert "no hello" in await refused(producer)
+
+
+async def test_too_large_a_frame_ends_the_session() -> None:
+    sizes = {
+        "frame_bytes_max": 200_000, "transaction_bytes_max": 100_000, "message_bytes_max": 50_000,
+    }  # fmt: skip
+    async with running_api(**sizes) as api, session(api) as producer:
+        await producer.socket.send_bytes(b"x" * 200_001)
+        assert await producer.closed() == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+
+
+async def test_bytes_in_flight_of_a_session_are_bounded() -> None:
+    async with running_api(session_in_flight_bytes_max=1000) as api, session(api) as producer:
+        api.service.gate = asyncio.Event()
+        await producer.send(*[wire.Prepare(n, make_id(0, NOW_MS, n), MESSAGES) for n in range(100)])
+        failure = await producer.next()
+        assert isinstance(failure, wire.Failure)
+        assert failure.code == "overloaded"
+        assert b'overloaded_total{operation="session"}' in api.metrics.text()
+        api.service.gate.set()
+        answers = [await producer.next() for _ in range(99)]
+        taken = [answer for answer in answers if isinstance(answer, wire.Standing)]
+        assert 0 < len(taken) < 100
+        # What was answered no longer counts.
+        await producer.send(wire.Prepare(1000, ID, MESSAGES))
+        assert isinstance(await producer.next(), wire.Standing)
+
+
+async def test_client_that_never_reads_is_cut_off() -> None:
+    limits = {"session_answers_max": 1000, "session_heartbeat_s": 600.0}
+    async with running_api(**limits) as api:
+        _, writer = await open_socket(api)
+        writer.write(masked(HELLO))
+        frame = wire.encode_frame([wire.AskEarly(n, ID) for n in range(1000)])
+        # The answers first fill the buffers of both sockets, then the session's queue.
+        with pytest.raises(ConnectionError):
+            await keep_sending(writer, masked(frame))
+        await until(lambda: api.sessions.counts() == {})
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_client_that_stops_reading_is_cut_off_after_the_timeout() -> None:
+    async with running_api(request_timeout_s=0.1, session_heartbeat_s=600.0) as api:
+        _, writer = await open_socket(api)
+        writer.write(masked(HELLO))
+        await until(lambda: api.sessions.counts() == {"orders": 1})
+        (channel,) = [api.sessions.acquire("orders", "")]
+        assert channel is not None
+        frame = wire.encode_frame([wire.AskEarly(n, ID, "") for n in range(2000)])
+        for _ in range(40):
+            writer.write(masked(frame))
+        await until(lambda: api.sessions.counts() == {})
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_dead_peer_is_found_by_its_silence() -> None:
+    async with running_api(session_heartbeat_s=0.05) as api:
+        _, writer = await open_socket(api)
+        writer.write(masked(HELLO))
+        await until(lambda: api.sessions.counts() == {"orders": 1})
+        # It answers no ping from here on.
+        await until(lambda: api.sessions.counts() == {})
+        writer.close()
+
+
+async def test_session_dropped_in_the_middle_of_a_call(api: Api) -> None:
+    api.service.gate = asyncio.Event()
+    async with session(api) as producer:
+        await producer.send(wire.Prepare(1, ID, MESSAGES))
+        while not api.service.requests:
+            await asyncio.sleep(0)
+        assert producer.socket._response.connection is not None
+        producer.socket._response.connection.transport.abort()  # type: ignore[union-attr]
+        await until(lambda: api.sessions.counts() == {})
+    api.service.gate.set()
+    await until(lambda: ID in api.service.views)
+
+
+async def test_only_so_many_sessions() -> None:
+    async with running_api(sessions_max=1) as api, session(api):
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
+            async with connected(api):
+                pass
+        assert refusal.value.status == 429
+
+
+async def test_plain_get_is_no_session(api: Api) -> None:
+    status, answer = await api.call("GET", "/v1/session")
+    assert (status, answer["error"]["code"]) == (400, "bad_request")
+
+
+async def open_socket(api: Api) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Upgrade by hand, so that nothing reads what the proxy sends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=1)
+    writer.write(
+        b"GET /v1/session HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
+        b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    await reader.read(1)
+    return reader, writer
+
+
+async def keep_sending(writer: asyncio.StreamWriter, frame: bytes) -> None:
+    for _ in range(10_000):
+        writer.write(frame)
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+def masked(payload: bytes) -> bytes:
+    """Return a binary WebSocket frame of a client, masked with zeros."""
+    return b"\x82\xff" + len(payload).to_bytes(8, "big") + bytes(4) + payload
+
+
+async def until(condition: object) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.005)

@@ -1,0 +1,227 @@
+"""SDK sessions as they should go: answers, checks, clocks and owners down one socket."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_service import NOW_MS
+from http_api import Api, running_api
+from ws_client import MESSAGES, connected, session
+
+from txbroker import wire
+from txbroker.checkers.base import Answered, CheckCall, Unclear, Unreached
+from txbroker.contract import DecideRequest, PrepareRequest
+from txbroker.core.ids import make_id
+from txbroker.core.records import CheckReason, Decision, Message, Source, State
+from txbroker.errors import KafkaUnavailable
+
+ID = make_id(0, NOW_MS, 1)
+CALL = CheckCall(ID, "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)
+
+
+async def test_hello_is_welcomed(api: Api) -> None:
+    async with connected(api) as producer:
+        await producer.send(wire.Hello(wire.SESSION_VERSION, "orders", "worker-1"))
+        assert await producer.next() == wire.Welcome(
+            version=wire.SESSION_VERSION,
+            now_ms=NOW_MS,
+            partitions=1,
+            owners=("http://127.0.0.1:8470",),
+            url=api.url,
+            dedup_window_s=120.0,
+            transaction_bytes_max=api.settings.transaction_bytes_max,
+        )
+
+
+async def test_operations_go_to_the_service_and_answers_come_back(api: Api) -> None:
+    async with session(api) as producer:
+        await producer.send(wire.Prepare(7, ID, MESSAGES, "order", 1.0, 2.0, retry=True))
+        assert await producer.next() == wire.Standing(7, ID, State.PENDING)
+        await producer.send(wire.AskEarly(8, ID, "in doubt"))
+        assert await producer.next() == wire.Standing(8, ID, State.PENDING)
+        await producer.send(wire.Decide(9, ID, Decision.COMMIT, MESSAGES, "why", wait=True))
+        assert await producer.next() == wire.Standing(9, ID, State.PROMOTED, Decision.COMMIT)
+
+    assert api.service.requests == [
+        PrepareRequest(
+            "orders", MESSAGES, ID, None, "order", 1.0, 2.0, instance="worker-1", retry=True
+        ),
+        ("check", ID, "worker-1", "in doubt"),
+        DecideRequest(
+            ID, Decision.COMMIT, "orders", MESSAGES, "why", Source.PRODUCER, "worker-1", True
+        ),
+    ]  # fmt: skip
+
+
+async def test_failures_carry_code_and_details(api: Api) -> None:
+    async with session(api) as producer:
+        await producer.send(wire.Decide(1, ID, Decision.COMMIT))
+        failure = await producer.next()
+        assert isinstance(failure, wire.Failure)
+        assert (failure.call, failure.code, failure.details) == (1, "not_found", {"id": ID})
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(KafkaUnavailable("gone"), "kafka_unavailable"), (RuntimeError("secret"), "failed")],
+)
+async def test_what_goes_wrong_inside_ends_the_call_not_the_session(
+    api: Api, failure: Exception, code: str
+) -> None:
+    async with session(api) as producer:
+        api.service.failure = failure
+        await producer.send(wire.Prepare(1, ID, MESSAGES))
+        answer = await producer.next()
+        assert isinstance(answer, wire.Failure)
+        assert answer.code == code
+        assert "secret" not in answer.message
+        api.service.failure = None
+        await producer.send(wire.Prepare(2, ID, MESSAGES))
+        assert await producer.next() == wire.Standing(2, ID, State.PENDING)
+
+
+@pytest.mark.parametrize(
+    ("operation", "code"),
+    [
+        (wire.Prepare(1, "nonsense", MESSAGES), "bad_id"),
+        (wire.Prepare(1, ID, ()), "bad_request"),
+        (wire.Prepare(1, ID, (Message(""),)), "bad_request"),
+        (wire.Prepare(1, ID, (Message("t", partition=-1),)), "bad_request"),
+        (wire.Prepare(1, ID, (Message("t", timestamp_ms=-1),)), "bad_request"),
+        (wire.Prepare(1, ID, MESSAGES, check_after_s=float("nan")), "bad_request"),
+        (wire.Prepare(1, ID, MESSAGES, order_key=""), "bad_request"),
+        (wire.Prepare(1, ID, (Message("t", value=b"x" * 5_000_000),)), "too_large"),
+        (wire.Prepare(1, ID, MESSAGES * 1001), "too_large"),
+        (wire.Prepare(1, ID, (Message("t", value=b"x" * 4_000_000),) * 2), "too_large"),
+        (wire.Decide(1, ID, Decision.UNKNOWN), "bad_request"),
+        (wire.Decide(1, ID.lower(), Decision.COMMIT), "bad_id"),
+        (wire.AskEarly(1, ID, "x" * 1001), "bad_request"),
+    ],
+)
+async def test_what_is_out_of_bounds_is_refused(
+    api: Api, operation: wire.FromProducer, code: str
+) -> None:
+    async with session(api) as producer:
+        await producer.send(operation)
+        failure = await producer.next()
+        assert isinstance(failure, wire.Failure)
+        assert (failure.call, failure.code) == (1, code)
+    assert api.service.requests == []
+
+
+async def test_what_is_answered_in_one_turn_goes_back_in_one_frame(api: Api) -> None:
+    api.service.gate = asyncio.Event()
+    async with session(api) as producer:
+        prepares = [wire.Prepare(n, make_id(0, NOW_MS, n), MESSAGES) for n in range(100)]
+        await producer.send(*prepares)
+        while len(api.service.requests) < 100:
+            await asyncio.sleep(0)
+        api.service.gate.set()
+        frame = await producer.next_frame()
+        assert [answer.call for answer in frame if isinstance(answer, wire.Standing)] == [
+            *range(100)
+        ]
+
+
+async def test_slow_operation_holds_up_no_other(api: Api) -> None:
+    api.service.gate = gate = asyncio.Event()
+    async with session(api) as producer:
+        await producer.send(wire.Prepare(1, ID, MESSAGES))
+        while not api.service.requests:
+            await asyncio.sleep(0)
+        api.service.gate = None
+        await producer.send(wire.Prepare(2, make_id(0, NOW_MS, 2), MESSAGES))
+        second = await producer.next()
+        gate.set()
+        first = await producer.next()
+        assert [second.call, first.call] == [2, 1]  # type: ignore[union-attr]
+
+
+async def test_check_goes_down_the_session_and_its_answer_comes_back(api: Api) -> None:
+    async with session(api) as producer:
+        channel = api.sessions.acquire("orders", "worker-1")
+        assert channel is not None
+        asked = asyncio.create_task(channel.ask(CALL, 10.0))
+        check = await producer.next()
+        assert isinstance(check, wire.Check)
+        assert (check.id, check.attempt, check.messages) == (ID, 1, MESSAGES)
+        await producer.send(wire.CheckAnswer(check.call, Decision.COMMIT, detail="row found"))
+        assert await asked == Answered(Decision.COMMIT, None, None, "row found")
+
+
+async def test_checks_that_fill_a_frame_are_split_over_several() -> None:
+    large = (Message("t", value=b"x" * 900_000),)
+    async with (
+        running_api(
+            frame_bytes_max=2_000_000,
+            request_bytes_max=2_000_000,
+            transaction_bytes_max=1_000_000,
+            message_bytes_max=1_000_000,
+            session_in_flight_bytes_max=4_000_000,
+        ) as api,
+        session(api) as producer,
+    ):
+        channels = [api.sessions.acquire("orders", "") for _ in range(5)]
+        calls = [CheckCall(ID, "orders", n, 15, CheckReason.DUE, NOW_MS, large) for n in range(5)]
+        asked = [
+            asyncio.create_task(channel.ask(call, 10.0))
+            for channel, call in zip(channels, calls, strict=True)
+            if channel is not None
+        ]
+        checks = [await producer.next() for _ in range(4)]
+        assert [check.attempt for check in checks] == [0, 1, 2, 3]  # type: ignore[union-attr]
+        assert all(len(frame) == 1 for frame in producer.frames[1:])
+        # The fifth did not fit what one session may have waiting: it was certainly not sent.
+        assert isinstance(await asked[4], Unreached)
+        for task in asked:
+            task.cancel()
+
+
+async def test_draining_session_is_not_asked(api: Api) -> None:
+    async with session(api) as producer:
+        await producer.send(wire.Drain(), wire.AskEarly(1, ID))
+        await producer.next()
+        assert api.sessions.acquire("orders", "worker-1") is None
+
+
+async def test_session_that_ends_leaves_its_check_unclear(api: Api) -> None:
+    async with session(api) as producer:
+        channel = api.sessions.acquire("orders", "")
+        assert channel is not None
+        asked = asyncio.create_task(channel.ask(CALL, 10.0))
+        await producer.next()
+    assert isinstance(await asked, Unclear)
+    assert api.sessions.counts() == {}
+
+
+async def test_owners_are_told_when_they_change(api: Api) -> None:
+    async with session(api) as producer:
+        api.service.owner_urls = ("http://other:8470",)
+        assert await producer.next() == wire.Owners(("http://other:8470",))
+
+
+async def test_clock_is_told(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txbroker.proxy.http.sessions.CLOCK_S", 0.0)
+    async with running_api() as quick, session(quick) as producer:
+        assert await producer.next() == wire.Clock(NOW_MS)
+
+
+async def test_sessions_are_counted(api: Api) -> None:
+    async with session(api), session(api, instance="worker-2"):
+        assert b'txbroker_sessions{group="orders"} 2.0' in api.metrics.text()
+
+
+async def test_proxy_that_stops_answers_first_and_says_goodbye() -> None:
+    async with running_api() as api:
+        api.service.gate = asyncio.Event()
+        async with session(api) as producer:
+            await producer.send(wire.Prepare(1, ID, MESSAGES))
+            while not api.service.requests:
+                await asyncio.sleep(0)
+            stopping = asyncio.create_task(api.app.shutdown())
+            await asyncio.sleep(0)
+            api.service.gate.set()
+            assert await producer.next() == wire.Standing(1, ID, State.PENDING)
+            assert await producer.closed() == 1001
+            await stopping

@@ -1,0 +1,66 @@
+"""A producer's side of a session, frame by frame."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from http_api import Api
+
+from txbroker import wire
+from txbroker.core.records import Message
+
+MESSAGES = (Message("payments", b"k", b"v"),)
+
+
+class Producer:
+    """Sends operations and takes answers one after the other."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.socket = socket
+        self.frames: list[list[wire.FromProxy]] = []
+        self._waiting: list[wire.FromProxy] = []
+
+    async def send(self, *operations: wire.FromProducer) -> None:
+        await self.socket.send_bytes(wire.encode_frame(list(operations)))
+
+    async def next(self) -> wire.FromProxy:
+        """Return the next operation that the proxy sent."""
+        while not self._waiting:
+            frame = await self.next_frame()
+            self._waiting.extend(frame)
+        return self._waiting.pop(0)
+
+    async def next_frame(self) -> list[wire.FromProxy]:
+        """Return the operations of the next frame."""
+        data = await asyncio.wait_for(self.socket.receive_bytes(), 10)
+        frame = wire.decode_from_proxy(data)
+        self.frames.append(frame)
+        return frame
+
+    async def closed(self) -> int | None:
+        """Wait for the proxy to close and return its code."""
+        message = await asyncio.wait_for(self.socket.receive(), 10)
+        assert message.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED), message
+        return self.socket.close_code
+
+
+@asynccontextmanager
+async def connected(api: Api, **options: object) -> AsyncIterator[Producer]:
+    """Connect without a hello."""
+    async with api.client.ws_connect(f"{api.url}/v1/session", **options) as socket:  # type: ignore[arg-type]
+        yield Producer(socket)
+
+
+@asynccontextmanager
+async def session(
+    api: Api, group: str = "orders", instance: str = "worker-1"
+) -> AsyncIterator[Producer]:
+    """Connect and be welcomed."""
+    async with connected(api) as producer:
+        await producer.send(wire.Hello(wire.SESSION_VERSION, group, instance))
+        welcome = await producer.next()
+        assert isinstance(welcome, wire.Welcome), welcome
+        yield producer
