@@ -35,7 +35,7 @@ from txbroker.wire import (
 QUICK = Limits(
     retry_s=5.0,
     connect_timeout_s=1.0,
-    answer_timeout_s=1.0,
+    answer_timeout_s=0.4,
     backoff_first_s=0.002,
     backoff_max_s=0.02,
 )

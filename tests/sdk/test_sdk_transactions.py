@@ -1,4 +1,4 @@
-"""Blocks and functions against a proxy that behaves, and what is refused before anything is sent."""
+"""Blocks and functions against a proxy that behaves, and what is refused at once."""
 
 import asyncio
 import threading
@@ -137,11 +137,11 @@ async def test_decided_inside_the_block_leaving_adds_nothing(
 async def test_an_exception_after_the_commit_changes_nothing(
     cluster: FakeCluster, producer: TransactionalProducer
 ) -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError):  # noqa: PT012
         async with producer.transaction(M) as tx:
             await tx.commit()
             raise RuntimeError
-    with pytest.raises(AlreadyDecided):
+    with pytest.raises(AlreadyDecided):  # noqa: PT012
         async with producer.transaction(M) as late:
             await late.commit()
             raise Rollback
@@ -452,6 +452,8 @@ async def test_used_before_its_start_a_producer_says_so(proxy: FakeProxy) -> Non
     producer = TransactionalProducer(proxy.url, group="g", limits=QUICK)
     with pytest.raises(ProducerClosed, match="not started"):
         await producer.prepare(M)
+    with pytest.raises(ProducerClosed, match="not started"):
+        await producer.commit("0" * 26)
     with pytest.raises(ProducerClosed, match="not started"):
         async with producer.transaction(M):
             pytest.fail("the block ran")

@@ -32,6 +32,14 @@ class LocalBook:
         """
         if self.closed:
             raise ProducerClosed("the producer is draining or closed: no new transactions")
+        self.require_started()
+
+    def require_started(self) -> None:
+        """Return if calls can be made.
+
+        Raises:
+            ProducerClosed: the producer is not started yet.
+        """
         if not self.started:
             raise ProducerClosed("the producer is not started: use `async with` or `start()`")
 

@@ -249,6 +249,7 @@ class TransactionalProducer:
 
         Raises: as `Transaction.commit`; BadId, NotFound, WrongGroup, TooOld.
         """
+        self._book.require_started()
         final = None if messages is None else checked(messages)
         standing = await self._calls.decide(
             transaction_id,
@@ -264,6 +265,7 @@ class TransactionalProducer:
 
         Raises: as `commit`.
         """
+        self._book.require_started()
         standing = await self._calls.decide(transaction_id, Decision.ROLLBACK, reason=reason)
         return outcome_of(standing)
 

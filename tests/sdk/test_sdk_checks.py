@@ -1,0 +1,300 @@
+"""Check-backs that come down a session."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from tests.sdk.fake_proxy import QUICK, AnswerAfter, FakeCluster, FakeProxy, FakeSession
+from txbroker.core.records import CheckReason, Decision, Message
+from txbroker.errors import BadRequest
+from txbroker.sdk import (
+    Answer,
+    CheckFunction,
+    CheckRequest,
+    Commit,
+    Limits,
+    NotYet,
+    TransactionalProducer,
+)
+from txbroker.wire import CheckAnswer, Decide, Drain
+
+M = Message("payments", key=b"42", value=b"body")
+ID = "0" * 26
+
+
+@asynccontextmanager
+async def checked(
+    proxy: FakeProxy, check: CheckFunction | None, limits: Limits = QUICK
+) -> AsyncIterator[tuple[TransactionalProducer, FakeSession]]:
+    """A producer with a check function, and the proxy's end of its session."""
+    async with TransactionalProducer(proxy.url, group="g", check=check, limits=limits) as producer:
+        yield producer, proxy.sessions[0]
+
+
+def told(answer: CheckAnswer) -> tuple[object, ...]:
+    return answer.decision, answer.ask_again_s, answer.messages
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (Decision.COMMIT, (Decision.COMMIT, None, None)),
+        (Decision.ROLLBACK, (Decision.ROLLBACK, None, None)),
+        (Decision.UNKNOWN, (Decision.UNKNOWN, None, None)),
+        (NotYet(2.5), (Decision.UNKNOWN, 2.5, None)),
+        (Commit(), (Decision.COMMIT, None, None)),
+        (Commit([M]), (Decision.COMMIT, None, (M,))),
+    ],
+)
+async def test_every_answer_of_functions_and_coroutines(
+    proxy: FakeProxy, answer: Answer, expected: tuple[object, ...]
+) -> None:
+    async def coroutine(request: CheckRequest) -> Answer:
+        return answer
+
+    class Callable_:
+        async def __call__(self, request: CheckRequest) -> Answer:
+            return answer
+
+    functions: list[CheckFunction] = [coroutine, lambda r: answer, lambda r: coroutine(r)]
+    for function in (*functions, Callable_()):
+        async with checked(proxy, function) as (_, session):
+            assert told(await session.check(ID, messages=(M,))) == expected
+
+
+async def test_the_question_says_everything(proxy: FakeProxy) -> None:
+    asked: list[CheckRequest] = []
+
+    def check(request: CheckRequest) -> Decision:
+        asked.append(request)
+        return Decision.COMMIT
+
+    async with checked(proxy, check) as (_, session):
+        await session.check(ID, attempt=3, messages=(M,))
+    assert asked == [CheckRequest(ID, "g", 3, 15, CheckReason.DUE, 1_700_000_000.5, (M,))]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "detail"),
+    [
+        (lambda r: None, "not NoneType"),
+        (lambda r: True, "not bool"),
+        (lambda r: "commit", "not str"),
+        (lambda r: Commit([M, M]), "as many"),
+        (lambda r: Commit([]), "at least one"),
+        (lambda r: 1 / 0, "ZeroDivisionError"),
+        (lambda r: Commit([Message("payments", value=bytes(17 * 1024 * 1024))]), "frame holds"),
+    ],
+)
+async def test_failures_and_nonsense_are_unknown_with_a_reason(
+    proxy: FakeProxy, wrong: Callable[[CheckRequest], Answer], detail: str
+) -> None:
+    async with checked(proxy, wrong) as (_, session):
+        answer = await session.check(ID, messages=(M,))
+        assert told(answer) == (Decision.UNKNOWN, None, None)
+        assert detail in answer.detail
+        assert (await session.check(ID, messages=(M,))).decision is Decision.UNKNOWN
+    assert proxy.opened == 1
+
+
+async def test_a_failure_is_logged_once(proxy: FakeProxy, caplog: pytest.LogCaptureFixture) -> None:
+    def check(request: CheckRequest) -> Decision:
+        raise RuntimeError("database down")
+
+    with caplog.at_level(logging.ERROR, "txbroker.sdk"):
+        async with checked(proxy, check) as (_, session):
+            await session.check(ID)
+    (record,) = caplog.records
+    assert ID in record.getMessage()
+
+
+async def test_a_running_block_is_not_yet_without_asking(
+    cluster: FakeCluster, proxy: FakeProxy
+) -> None:
+    def check(request: CheckRequest) -> Decision:
+        raise AssertionError("asked")
+
+    async with checked(proxy, check) as (producer, session):
+        async with producer.transaction(M) as tx:
+            expected = (Decision.UNKNOWN, QUICK.running_again_s, None)
+            assert told(await session.check(tx.id)) == expected
+        assert cluster.transactions[tx.id].decision is Decision.COMMIT
+
+
+async def test_a_decision_on_its_way_is_the_answer(cluster: FakeCluster, proxy: FakeProxy) -> None:
+    final = Message("payments", value=b"final")
+    async with checked(proxy, lambda r: Decision.UNKNOWN) as (producer, session):
+        gate = asyncio.Event()
+        proxy.once(Decide, AnswerAfter(gate))
+        tx = await (block := producer.transaction(M)).__aenter__()
+        tx.replace(final)
+        leaving = asyncio.create_task(block.__aexit__(None, None, None))
+        await cluster.until(lambda: cluster.transactions[tx.id].decision)
+        assert told(await session.check(tx.id)) == (Decision.COMMIT, None, (final,))
+        gate.set()
+        await leaving
+        assert (await session.check(tx.id)).decision is Decision.UNKNOWN
+
+
+async def test_after_a_doubtful_block_the_function_is_asked(
+    cluster: FakeCluster, proxy: FakeProxy
+) -> None:
+    async with checked(proxy, lambda r: Decision.ROLLBACK) as (producer, session):
+        with pytest.raises(ValueError):
+            async with producer.transaction(M) as tx:
+                raise ValueError
+        assert (await session.check(tx.id)).decision is Decision.ROLLBACK
+
+
+async def test_a_prepared_one_without_a_block_is_asked_about(proxy: FakeProxy) -> None:
+    async with checked(proxy, lambda r: Decision.COMMIT) as (producer, session):
+        transaction_id = await producer.prepare(M)
+        assert (await session.check(transaction_id)).decision is Decision.COMMIT
+
+
+async def test_without_a_check_function_the_question_is_given_back(proxy: FakeProxy) -> None:
+    async with checked(proxy, None) as (_, session):
+        answer = await session.check(ID)
+        assert answer.decision is None
+        assert "no check function" in answer.detail
+
+
+async def test_a_second_question_while_the_first_is_open_asks_once(proxy: FakeProxy) -> None:
+    asked, go = [], asyncio.Event()
+
+    async def check(request: CheckRequest) -> Decision:
+        asked.append(request.attempt)
+        await go.wait()
+        return Decision.COMMIT
+
+    async with checked(proxy, check) as (_, session):
+        first = asyncio.create_task(session.check(ID, attempt=1))
+        second = asyncio.create_task(session.check(ID, attempt=2))
+        other = await_count(asked, 1)
+        await other
+        go.set()
+        assert (await first).decision is (await second).decision is Decision.COMMIT
+    assert asked == [1]
+
+
+async def await_count(seen: list[int], count: int) -> None:
+    async with asyncio.timeout(5):
+        while len(seen) < count:
+            await asyncio.sleep(0)
+
+
+async def test_checks_at_one_time_are_bounded_and_others_given_back(proxy: FakeProxy) -> None:
+    asked: list[int] = []
+    go = asyncio.Event()
+
+    async def check(request: CheckRequest) -> Decision:
+        asked.append(1)
+        await go.wait()
+        return Decision.COMMIT
+
+    async with checked(proxy, check, replace(QUICK, checks_max=2)) as (_, session):
+        tasks = [asyncio.create_task(session.check(f"{n:026}")) for n in range(2)]
+        await await_count(asked, 2)
+        answer = await session.check(f"{9:026}")
+        assert answer.decision is None
+        assert "busy" in answer.detail
+        go.set()
+        assert [(await task).decision for task in tasks] == [Decision.COMMIT] * 2
+        assert (await session.check(f"{9:026}")).decision is Decision.COMMIT
+
+
+async def test_threads_for_plain_functions_are_bounded(proxy: FakeProxy) -> None:
+    lock, go = threading.Lock(), threading.Event()
+    running: list[int] = []
+    most: list[int] = []
+
+    def check(request: CheckRequest) -> Decision:
+        with lock:
+            running.append(1)
+            most.append(len(running))
+        go.wait(10)
+        with lock:
+            running.pop()
+        return Decision.COMMIT
+
+    limits = replace(QUICK, check_threads_max=3)
+    async with checked(proxy, check, limits) as (producer, session):
+        tasks = [asyncio.create_task(session.check(f"{n:026}")) for n in range(12)]
+        await await_count(running, 3)
+        # The event loop is not held up by functions that block.
+        assert await producer.prepare(M)
+        go.set()
+        assert [(await task).decision for task in tasks] == [Decision.COMMIT] * 12
+    assert max(most) == 3
+
+
+async def test_an_answer_to_a_lost_session_harms_nothing(
+    cluster: FakeCluster, proxy: FakeProxy
+) -> None:
+    asked: list[int] = []
+    go = asyncio.Event()
+
+    async def check(request: CheckRequest) -> Decision:
+        asked.append(1)
+        await go.wait()
+        return Decision.COMMIT
+
+    async with checked(proxy, check) as (producer, session):
+        task = asyncio.create_task(session.check(ID))
+        await await_count(asked, 1)
+        await session.drop()
+        await cluster.until(lambda: session not in proxy.sessions)
+        go.set()
+        await producer.prepare(M)
+        assert (await proxy.sessions[0].check(ID)).decision is Decision.COMMIT
+        task.cancel()
+
+
+async def test_draining_answers_what_runs_and_gives_the_rest_back(
+    cluster: FakeCluster, proxy: FakeProxy
+) -> None:
+    asked: list[int] = []
+    go = asyncio.Event()
+
+    async def check(request: CheckRequest) -> Decision:
+        asked.append(1)
+        await go.wait()
+        return Decision.COMMIT
+
+    async with checked(proxy, check) as (producer, session):
+        task = asyncio.create_task(session.check(ID))
+        await await_count(asked, 1)
+        draining = asyncio.create_task(producer.drain())
+        await cluster.until(lambda: session.drained)
+        late = await session.check(f"{1:026}")
+        assert late.decision is None
+        assert "draining" in late.detail
+        go.set()
+        assert (await task).decision is Decision.COMMIT
+        assert await draining is True
+    assert any(isinstance(op, Drain) for frame in session.frames for op in frame)
+
+
+async def test_a_new_session_during_drain_is_told_so_too(
+    cluster: FakeCluster, proxy: FakeProxy
+) -> None:
+    async with checked(proxy, None) as (producer, session):
+        block = producer.transaction(M)
+        await block.__aenter__()
+        draining = asyncio.create_task(producer.drain())
+        await cluster.until(lambda: session.drained)
+        await session.drop()
+        await cluster.until(lambda: any(s.drained for s in proxy.sessions if s is not session))
+        await block.__aexit__(None, None, None)
+        assert await draining is True
+
+
+def test_not_yet_is_bounded() -> None:
+    for wrong in (-1, 3601, float("nan"), float("inf")):
+        with pytest.raises(BadRequest):
+            NotYet(wrong)

@@ -1,0 +1,357 @@
+"""Connections that break, owners that move, proxies that misbehave: nothing lost or doubled."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from tests.sdk.fake_proxy import (
+    QUICK,
+    Action,
+    AnswerAfter,
+    DropAfter,
+    DropBefore,
+    FakeCluster,
+    FakeProxy,
+    Ignore,
+    Refuse,
+    SendRaw,
+)
+from txbroker.core.ids import parse_id
+from txbroker.core.records import Decision, Message, State
+from txbroker.errors import IdConflict, Overloaded, OwnerUnavailable
+from txbroker.sdk import TransactionalProducer
+from txbroker.wire import AskEarly, Decide, FromProducer, Prepare, encode_frame
+
+M = Message("payments", key=b"42", value=b"body")
+KEYLESS = Message("payments", value=b"body")
+
+
+@pytest.fixture
+async def producer(proxy: FakeProxy) -> AsyncIterator[TransactionalProducer]:
+    async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
+        yield producer
+
+
+def committed_once(cluster: FakeCluster, transaction_id: str) -> bool:
+    stored = cluster.transactions[transaction_id]
+    return stored.decision is Decision.COMMIT and set(stored.decisions) == {Decision.COMMIT}
+
+
+@pytest.mark.parametrize("action", [DropBefore(), DropAfter(), SendRaw(b"\xc1nonsense")])
+async def test_a_prepare_is_sent_again_with_its_id(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer, action: Action
+) -> None:
+    proxy.once(Prepare, action, times=2)
+    async with producer.transaction(M) as tx:
+        pass
+    assert [p.id for p in cluster.prepares] == [tx.id] * 3
+    assert [p.retry for p in cluster.prepares] == [False, True, True]
+    assert list(cluster.transactions) == [tx.id]
+    assert committed_once(cluster, tx.id)
+
+
+@pytest.mark.parametrize("action", [DropBefore(), DropAfter(), Ignore(), Ignore(done=False)])
+@pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ROLLBACK])
+async def test_a_decision_is_sent_again(
+    cluster: FakeCluster,
+    proxy: FakeProxy,
+    producer: TransactionalProducer,
+    action: Action,
+    decision: Decision,
+) -> None:
+    transaction_id = await producer.prepare(M)
+    proxy.once(Decide, action)
+    outcome = await (
+        producer.commit(transaction_id)
+        if decision is Decision.COMMIT
+        else producer.rollback(transaction_id)
+    )
+    assert outcome.decision is decision
+    assert set(cluster.transactions[transaction_id].decisions) == {decision}
+
+
+async def test_an_early_check_is_asked_for_again(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
+) -> None:
+    proxy.once(AskEarly, DropBefore())
+    with pytest.raises(ValueError):
+        async with producer.transaction(M) as tx:
+            raise ValueError
+    await cluster.until(lambda: cluster.transactions[tx.id].asked_early)
+
+
+@pytest.mark.parametrize("code", ["overloaded", "owner_unavailable"])
+async def test_what_can_pass_is_tried_again(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer, code: str
+) -> None:
+    proxy.once(Prepare, Refuse(code), times=3)
+    proxy.once(Decide, Refuse(code), times=3)
+    async with producer.transaction(KEYLESS) as tx:
+        pass
+    assert {p.id for p in cluster.prepares} == {tx.id}
+    assert committed_once(cluster, tx.id)
+
+
+async def test_time_up_is_a_typed_error_that_says_what_happens_next(
+    cluster: FakeCluster, proxy: FakeProxy
+) -> None:
+    limits = replace(QUICK, retry_s=0.2)
+    async with TransactionalProducer(proxy.url, group="g", limits=limits) as producer:
+        transaction_id = await producer.prepare(M)
+        proxy.rules.append(lambda operation: Ignore(done=False))
+        with pytest.raises(OwnerUnavailable, match="check-back will settle it") as commit:
+            await producer.commit(transaction_id)
+        assert commit.value.details["id"] == transaction_id
+        with pytest.raises(OwnerUnavailable, match="its block has not run"):
+            async with producer.transaction(M):
+                pytest.fail("the block ran")
+        proxy.rules[:] = [lambda operation: Refuse("overloaded", "too many")]
+        with pytest.raises(Overloaded, match="too many"):
+            await producer.prepare(M)
+
+
+async def test_a_commit_that_could_not_be_delivered_answers_its_check(
+    cluster: FakeCluster, proxy: FakeProxy
+) -> None:
+    async with TransactionalProducer(
+        proxy.url, group="g", limits=replace(QUICK, retry_s=0.2)
+    ) as producer:
+        block = producer.transaction(M)
+        tx = await block.__aenter__()
+        proxy.rules.append(lambda operation: Ignore(done=False))
+        with pytest.raises(OwnerUnavailable):
+            await block.__aexit__(None, None, None)
+        assert (await proxy.sessions[0].check(tx.id)).decision is Decision.COMMIT
+        with pytest.raises(OwnerUnavailable):
+            await producer.transaction(M).__aenter__()
+        given_up = cluster.prepares[-1].id
+        assert (await proxy.sessions[0].check(given_up)).decision is Decision.ROLLBACK
+
+
+async def test_an_expired_id_is_replaced(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
+) -> None:
+    proxy.once(Prepare, Refuse("id_expired"))
+    async with producer.transaction(M) as tx:
+        pass
+    first, second = cluster.prepares
+    assert first.id != second.id == tx.id
+    assert second.retry is False
+    assert (await proxy.sessions[0].check(first.id)).decision is None
+
+
+async def test_rolled_back_by_a_check_before_its_retry_it_is_prepared_afresh(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
+) -> None:
+    def roll_back(operation: FromProducer) -> Action | None:
+        if isinstance(operation, Prepare) and not operation.retry and not cluster.transactions:
+            answer = cluster.prepare(operation, "g")
+            stored = cluster.transactions[operation.id]
+            stored.decision, stored.state = Decision.ROLLBACK, State.ROLLED_BACK
+            assert answer
+            return DropBefore()
+        return None
+
+    proxy.rules.append(roll_back)
+    async with producer.transaction(M) as tx:
+        pass
+    first, second = cluster.transactions
+    assert second == tx.id
+    assert cluster.transactions[first].decision is Decision.ROLLBACK
+    assert committed_once(cluster, second)
+
+
+async def test_other_errors_are_not_tried_again(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
+) -> None:
+    proxy.once(Prepare, Refuse("id_conflict"))
+    with pytest.raises(IdConflict):
+        await producer.prepare(M)
+    assert len(cluster.prepares) == 1
+
+
+async def test_a_proxy_that_is_restarted_is_found_again(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
+) -> None:
+    await proxy.stop()
+    tasks = [asyncio.create_task(producer.prepare(m)) for m in (M, KEYLESS) * 10]
+    await proxy.start()
+    assert set(await asyncio.gather(*tasks)) == set(cluster.transactions)
+
+
+async def test_another_url_is_used_where_the_first_is_dead(cluster: FakeCluster) -> None:
+    dead, alive = await cluster.proxy(), await cluster.proxy()
+    await cluster.own(alive)
+    await dead.stop()
+    async with TransactionalProducer([dead.url, alive.url], group="g", limits=QUICK) as producer:
+        assert await producer.prepare(M)
+
+
+async def test_sessions_go_to_the_owners_that_are_needed(cluster: FakeCluster) -> None:
+    proxies = [await cluster.proxy() for _ in range(3)]
+    await cluster.own(proxies[0], proxies[1])
+    async with TransactionalProducer(proxies[0].url, group="g", limits=QUICK) as producer:
+        keyed = [Message("t", key=b"%d" % n) for n in range(40)]
+        ids = await asyncio.gather(*(producer.prepare(m) for m in keyed))
+        keyless = await asyncio.gather(*(producer.prepare(KEYLESS) for _ in range(40)))
+    assert {parse_id(i).partition for i in ids} == {0, 1, 2, 3}
+    assert {parse_id(i).partition for i in keyless} <= {0, 1, 2, 3}
+    assert [proxy.opened for proxy in proxies] == [1, 1, 0]
+
+
+async def test_owners_that_move_are_followed(cluster: FakeCluster) -> None:
+    a, b = await cluster.proxy(), await cluster.proxy()
+    async with TransactionalProducer(a.url, group="g", limits=QUICK) as producer:
+        a.rules.append(lambda op: Ignore(done=False) if isinstance(op, Prepare) else None)
+        waiting = asyncio.create_task(producer.prepare(M))
+        await cluster.until(lambda: cluster.prepares)
+        await cluster.own(b)
+        transaction_id = await waiting
+    assert [p.id for p in cluster.prepares] == [transaction_id] * 2
+    assert cluster.prepares[1].retry is True
+
+
+async def test_without_an_owner_it_waits(cluster: FakeCluster, proxy: FakeProxy) -> None:
+    await cluster.own(None)
+    async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
+        tasks = [asyncio.create_task(producer.prepare(m)) for m in (M, KEYLESS)]
+        await asyncio.wait(tasks, timeout=0.05)
+        assert cluster.prepares == []
+        await cluster.own(proxy)
+        assert len(await asyncio.gather(*tasks)) == 2
+
+
+async def test_a_proxy_with_an_old_view_does_not_lead_astray_for_long(
+    cluster: FakeCluster,
+) -> None:
+    a, b = await cluster.proxy(), await cluster.proxy()
+    async with TransactionalProducer(a.url, group="g", limits=QUICK) as producer:
+        await producer.prepare(M)
+        # b owns everything, but a goes on to say that it does.
+        await cluster.own(b, tell=False)
+        waiting = asyncio.create_task(producer.prepare(M))
+        await cluster.until(lambda: len(cluster.prepares) >= 3)
+        assert not waiting.done()
+        await cluster.own(b)
+        assert await waiting in cluster.transactions
+
+
+async def test_behind_another_address_the_way_in_is_remembered(cluster: FakeCluster) -> None:
+    proxy = await cluster.proxy(advertise="http://proxy.invalid:8470")
+    async with TransactionalProducer(proxy.address, group="g", limits=QUICK) as producer:
+        await producer.prepare(M)
+        await proxy.sessions[0].drop()
+        await producer.prepare(M)
+    assert proxy.opened == 2
+    assert len(cluster.transactions) == 2
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        encode_frame([["standing", 1]]),
+        encode_frame([["welcome", 1, 0, 4, ["x"], "u", 1.0, 1]]),
+        encode_frame([["later", 1]]),
+        encode_frame([["failure", 0, "overloaded", "full"]]),
+    ],
+)
+async def test_a_wrong_greeting_is_no_session(cluster: FakeCluster, frame: bytes) -> None:
+    proxy = await cluster.proxy(greeting=frame)
+    producer = TransactionalProducer(proxy.url, group="g", limits=QUICK)
+    with pytest.raises(OwnerUnavailable, match="no proxy can be reached"):
+        await producer.start(timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        encode_frame([["welcome", 1, 0, 4, ["x"] * 4, "u", 1.0, 1]]),
+        encode_frame([["owners", []]]),
+        encode_frame({"not": "a list"}),
+        b"",
+    ],
+)
+async def test_a_wrong_frame_ends_the_session_and_nothing_else(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer, frame: bytes
+) -> None:
+    proxy.once(Prepare, SendRaw(frame))
+    assert await producer.prepare(M) in cluster.transactions
+    assert proxy.opened == 2
+
+
+async def test_text_ends_the_session_and_answers_to_nobody_are_ignored(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
+) -> None:
+    await proxy.sessions[0].send(["standing", 999, "0" * 26, "pending", None])
+    await proxy.sessions[0].send(["failure", 0, "overloaded", "for nobody", {}])
+    await producer.prepare(M)
+    assert proxy.opened == 1
+    await proxy.sessions[0].socket.send_str("hello")
+    await cluster.until(lambda: not proxy.sessions)
+    await producer.prepare(M)
+    assert proxy.opened == 2
+
+
+async def test_an_answer_of_a_lost_session_is_not_taken_for_the_next_ones(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
+) -> None:
+    gate = asyncio.Event()
+    proxy.once(Decide, AnswerAfter(gate))
+    transaction_id = await producer.prepare(M)
+    task = asyncio.create_task(producer.commit(transaction_id))
+    await cluster.until(lambda: cluster.transactions[transaction_id].decisions)
+    await proxy.sessions[0].drop()
+    assert (await task).decision is Decision.COMMIT
+    gate.set()
+    assert await producer.prepare(M)
+
+
+async def test_a_storm_of_broken_connections_loses_and_doubles_nothing(
+    cluster: FakeCluster,
+) -> None:
+    chance = random.Random(20240607)
+    proxies = [await cluster.proxy() for _ in range(3)]
+    await cluster.own(*proxies)
+
+    def trouble(operation: FromProducer) -> Action | None:
+        draw = chance.random()
+        if draw < 0.03:
+            return DropBefore()
+        if draw < 0.06:
+            return DropAfter()
+        return Refuse("owner_unavailable") if draw < 0.1 else None
+
+    async def one(producer: TransactionalProducer, n: int) -> tuple[str, Decision]:
+        commit = chance.random() < 0.7
+        message = Message("t", key=b"%d" % n if n % 2 else None, value=b"%d" % n)
+        outcome = await producer.send_in_transaction(
+            message, lambda tx: Decision.COMMIT if commit else Decision.ROLLBACK
+        )
+        return outcome.id, outcome.decision
+
+    limits = replace(QUICK, retry_s=20.0)
+    urls = [proxy.url for proxy in proxies]
+    async with TransactionalProducer(urls, group="g", limits=limits) as producer:
+        for proxy in proxies:
+            proxy.rules.append(trouble)
+        work = asyncio.gather(*(one(producer, n) for n in range(400)))
+        while not work.done():
+            chance.shuffle(proxies)
+            await cluster.own(*proxies)
+            await asyncio.wait([work], timeout=0.02)
+        results = await work
+    assert len({transaction_id for transaction_id, _ in results}) == 400
+    values = [
+        cluster.transactions[transaction_id].messages[0].value for transaction_id, _ in results
+    ]
+    assert sorted(values, key=lambda v: int(v or 0)) == [b"%d" % n for n in range(400)]
+    for transaction_id, decision in results:
+        assert set(cluster.transactions[transaction_id].decisions) == {decision}
+    strays = set(cluster.transactions) - {transaction_id for transaction_id, _ in results}
+    assert all(cluster.transactions[stray].decision is None for stray in strays)
+    assert sum(proxy.opened for proxy in proxies) > 3

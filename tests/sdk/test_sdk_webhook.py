@@ -1,0 +1,114 @@
+"""Check-backs over HTTP: signatures and the question."""
+
+import base64
+import json
+
+import pytest
+
+from txbroker.core.records import CheckReason, Message
+from txbroker.core.signing import secret_key, sign
+from txbroker.errors import BadRequest, ConfigurationError
+from txbroker.sdk import BadSignature, CheckRequest, parse_check, verify_webhook
+
+BODY = b'{"decision"'
+NOW = 1_700_000_000
+
+
+def headers(secret: bytes = b"s3cret", **changes: str) -> dict[str, str]:
+    given = {
+        "Webhook-Id": "msg_1",
+        "Webhook-Timestamp": str(NOW),
+        "Webhook-Signature": sign(secret, "msg_1", NOW, BODY),
+    }
+    return {**given, **{name.replace("_", "-").title(): v for name, v in changes.items()}}
+
+
+def test_the_example_of_standard_webhooks() -> None:
+    # From the test vectors of the Standard Webhooks libraries.
+    key = secret_key("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    signature = sign(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
+    assert signature == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+
+@pytest.mark.parametrize(
+    "secret", ["s3cret", b"s3cret", "whsec_" + base64.b64encode(b"s3cret").decode()]
+)
+def test_a_right_signature_passes(secret: str | bytes) -> None:
+    verify_webhook(secret, headers(), BODY, now=NOW + 299)
+    verify_webhook(secret, headers(), BODY, now=NOW - 299)
+    several = f"v1,AAAA v2,x {sign(b's3cret', 'msg_1', NOW, BODY)}"
+    verify_webhook(secret, headers(webhook_signature=several), BODY, now=NOW)
+    assert True  # that nothing was raised is what is tested
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"webhook_id": "msg_2"},
+        {"webhook_id": ""},
+        {"webhook_id": "\ud800"},
+        {"webhook_timestamp": str(NOW + 1)},
+        {"webhook_timestamp": "soon"},
+        {"webhook_timestamp": "²"},
+        {"webhook_timestamp": "9" * 5000},
+        {"webhook_signature": ""},
+        {"webhook_signature": "v1,"},
+        {"webhook_signature": "v1,ünsinn \ud800"},
+        {"webhook_signature": sign(b"other", "msg_1", NOW, BODY)},
+        {"webhook_signature": sign(b"s3cret", "msg_1", NOW, BODY)[3:]},
+        {"webhook_signature": " ".join(["v1,x"] * 99 + [sign(b"s3cret", "msg_1", NOW, BODY)])},
+    ],
+)
+def test_a_wrong_one_does_not(changes: dict[str, str]) -> None:
+    with pytest.raises(BadSignature):
+        verify_webhook("s3cret", headers(**changes), BODY, now=NOW)
+
+
+def test_another_body_time_or_secret_does_not() -> None:
+    for body, now in ((BODY + b" ", NOW), (BODY, NOW + 301), (BODY, NOW - 301)):
+        with pytest.raises(BadSignature):
+            verify_webhook("s3cret", headers(), body, now=now)
+    with pytest.raises(BadSignature):
+        verify_webhook("s3cret", {}, BODY, now=NOW)
+    with pytest.raises(BadSignature):
+        verify_webhook("s3cret", headers(), BODY)  # the clock of today
+    for wrong in ("", "whsec_", "whsec_?"):
+        with pytest.raises(ConfigurationError):
+            verify_webhook(wrong, headers(), BODY, now=NOW)
+
+
+QUESTION = {
+    "id": "0" * 26,
+    "group": "g",
+    "attempt": 2,
+    "attempts_max": 15,
+    "reason": "asked",
+    "prepared_at": "2023-11-14T22:13:20.500Z",
+    "messages": [{"topic": "t", "key": "k", "value_base64": "/w==", "headers": [["h", None]]}],
+}
+
+
+@pytest.mark.parametrize("at", ["2023-11-14T22:13:20.500Z", 1_700_000_000.5])
+def test_the_question_is_read(at: object) -> None:
+    body = json.dumps({**QUESTION, "prepared_at": at, "of_tomorrow": 1}).encode()
+    message = Message("t", b"k", b"\xff", (("h", None),))
+    assert parse_check(body) == CheckRequest(
+        "0" * 26, "g", 2, 15, CheckReason.ASKED, 1_700_000_000.5, (message,)
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        json.dumps({**QUESTION, "messages": [{"topic": 5}]}).encode(),
+        json.dumps({**QUESTION, "attempt": "2"}).encode(),
+        json.dumps({**QUESTION, "id": None}).encode(),
+    ],
+)
+def test_what_is_no_question_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="no check-back"):
+        parse_check(body)
