@@ -44,8 +44,8 @@ def rfc3339(time_ms: int) -> str:
 
 
 def webhook_id(call: CheckCall) -> str:
-    """Return what names this attempt among all: transaction, round and number."""
-    return f"{call.id}.{call.round}.{call.attempt}"
+    """Return what names this attempt among all, given back or not: id, round and number."""
+    return f"{call.id}.{call.round}.{call.number}"
 
 
 def by_status(status: int) -> Unreached | Unclear | None:

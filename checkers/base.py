@@ -18,9 +18,11 @@ class CheckCall(Struct, frozen=True):
     """The question: what became of this transaction?
 
     Attributes:
-        attempt: the number of this attempt, from 1; `attempts_max` is the last one.
+        attempt: how many attempts count with this one, from 1; `attempts_max` is the last.
         prepared_at_ms: when the half message was appended.
         round: attempts are numbered anew in each round; a revived transaction begins one.
+        number: of this attempt's marker, never used twice in a round, while `attempt` is, after
+            one was given back.
         timeout_s: how long to wait for an answer; the transaction parks that long after its
             last attempt, so nobody may wait longer.
     """
@@ -33,6 +35,7 @@ class CheckCall(Struct, frozen=True):
     prepared_at_ms: int
     messages: tuple[Message, ...]
     round: int = 1
+    number: int = 1
     timeout_s: float = 5.0
 
 

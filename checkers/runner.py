@@ -28,8 +28,9 @@ from txbroker.errors import TxbrokerError
 
 logger = logging.getLogger(__name__)
 
-QUEUE_MAX = 10_000
-"""Checks waiting in one group's queue; the owners' schedules keep the others."""
+QUEUE_MAX = 100_000
+"""Checks waiting in one group's queue; the owners' schedules keep the others. An entry is small
+beside the half message that the owner holds, but offering it again and again costs time."""
 PARALLEL_DEFAULT = 8
 """Calls to one group at a time, where the group does not say."""
 PARALLEL_TOTAL_MAX = 256

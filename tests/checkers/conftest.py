@@ -28,6 +28,7 @@ def call() -> CheckCall:
             Message("audit", b"\xff\xfe", None, (("bin", b"\x80"),), 3, 12),
         ),
         round=2,
+        number=7,
         timeout_s=5.0,
     )
 

@@ -122,9 +122,9 @@ async def test_the_question_is_the_contract_and_signed(
             },
         ],
     }
-    assert headers["webhook-id"] == f"{call.id}.2.3".lower()
+    assert headers["webhook-id"] == f"{call.id}.2.7".lower()
     assert headers["webhook-timestamp"] == "1770091600"
-    signed = f"{call.id}.2.3.1770091600.".encode() + body
+    signed = f"{call.id}.2.7.1770091600.".encode() + body
     digest = hmac.new(b"open sesame", signed, hashlib.sha256).digest()
     assert headers["webhook-signature"] == f"v1,{base64.b64encode(digest).decode()}".lower()
 

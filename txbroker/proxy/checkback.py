@@ -218,6 +218,7 @@ class CheckBack:
             prepared_at_ms=transaction.prepared_at_ms,
             messages=transaction.half.messages,
             round=turn,
+            number=number,
             timeout_s=policy.timeout_s,
         )
 
@@ -242,7 +243,7 @@ class CheckBack:
     async def _take(
         self, transaction: Transaction, call: CheckCall, endpoint: str, result: CheckResult
     ) -> None:
-        number = transaction.number
+        number = call.number
         if transaction.state is not State.PENDING or transaction.round != call.round:
             # An answer in flight behind a decision or a new round is ignored; after parking the
             # transaction is decided by hand.
