@@ -166,7 +166,7 @@ class Fetched:
 
 def _aborted(answer: tuple[Any, ...]) -> list[tuple[int, int]]:
     """Return (first offset, producer id) of aborted transactions from a fetch's answer."""
-    for item in answer[5:-1]:
+    for item in answer[4:-1]:
         if isinstance(item, list):
             return sorted((first, producer) for producer, first in item)
     return []

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from txbroker.errors import ConfigurationError
+from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.admin import Admin, NewTopic
+from txbroker.kafka.client import Patience
 from txbroker.kafka.codes import Code
 from txbroker.kafka.settings import KafkaSettings
 
@@ -20,6 +21,7 @@ _ROOM_BYTES = 64 * 1024
 
 _REPLICATION_WANTED = 3
 _FOREVER = -1
+_SHOWN_S, _PAUSE_S = 10.0, 0.01
 # An operator may keep half messages longer or allow larger ones; that is no drift.
 _AT_LEAST = frozenset({"retention.ms", "max.message.bytes"})
 
@@ -81,30 +83,36 @@ def op_retention_ms(half_retention_ms: int, half_segment_ms: int) -> int:
     return half_retention_ms + half_segment_ms + _DAY_MS
 
 
-def wanted_topics(settings: KafkaSettings, brokers: int, partitions: int) -> list[WantedTopic]:
+def wanted_topics(
+    settings: KafkaSettings, brokers: int, found: FoundTopic | None
+) -> list[WantedTopic]:
     """Return txbroker's topics as they should be, on a cluster of `brokers`.
 
-    `partitions` is the number of half partitions, which the half topic's own wins where it exists.
+    `found` is the half topic where it exists: its number of partitions stands, and where it keeps
+    messages longer or takes larger ones than we would ask, the other topics follow it.
     """
     copies = settings.replication or max(1, min(_REPLICATION_WANTED, brokers))
+    partitions = settings.partitions if found is None else found.partitions
+    size = _larger(settings.message_bytes_max, found, "max.message.bytes")
+    retention_ms = _larger(settings.half_retention_ms, found, "retention.ms")
     common = {
         "message.timestamp.type": "LogAppendTime",
         "min.insync.replicas": str(max(1, copies - 1)),
         "unclean.leader.election.enable": "false",
         "compression.type": "producer",
     }
-    larger = str(settings.message_bytes_max + _ROOM_BYTES)
+    larger = str(size + _ROOM_BYTES)
     log = {**common, "cleanup.policy": "delete", "retention.bytes": "-1"}
     compacted = {**common, "cleanup.policy": "compact"}
     half = {
         **log,
-        "retention.ms": str(settings.half_retention_ms),
+        "retention.ms": str(retention_ms),
         "segment.ms": str(settings.half_segment_ms),
-        "max.message.bytes": str(settings.message_bytes_max),
+        "max.message.bytes": str(size),
     }
     op = {
         **log,
-        "retention.ms": str(op_retention_ms(settings.half_retention_ms, settings.half_segment_ms)),
+        "retention.ms": str(op_retention_ms(retention_ms, settings.half_segment_ms)),
         "max.message.bytes": larger,
     }
     checkpoint = {
@@ -123,6 +131,14 @@ def wanted_topics(settings: KafkaSettings, brokers: int, partitions: int) -> lis
         ),
         WantedTopic(settings.groups_topic, 1, copies, compacted),
     ]
+
+
+def _larger(wanted: int, found: FoundTopic | None, name: str) -> int:
+    """Return the larger of a wanted limit and the one found; -1 is none at all."""
+    has = None if found is None else _number(found, name)
+    if has is None:
+        return wanted
+    return _FOREVER if _FOREVER in (wanted, has) else max(wanted, has)
 
 
 def plan(wanted: list[WantedTopic], found: Mapping[str, FoundTopic]) -> Plan:
@@ -301,13 +317,11 @@ async def make_plan(admin: Admin, settings: KafkaSettings, brokers: int) -> Plan
         ConfigurationError, KafkaUnavailable
     """
     found = await find(admin, settings.own_topics)
-    half = found.get(settings.half_topic)
-    partitions = half.partitions if half else settings.partitions
-    return plan(wanted_topics(settings, brokers, partitions), found)
+    return plan(wanted_topics(settings, brokers, found.get(settings.half_topic)), found)
 
 
 async def apply(admin: Admin, wanted: Plan) -> None:
-    """Create what is missing and change what differs.
+    """Create what is missing and change what differs; returns when brokers show the new settings.
 
     Raises:
         KafkaUnavailable: Kafka does not answer, or refuses.
@@ -318,3 +332,21 @@ async def apply(admin: Admin, wanted: Plan) -> None:
         by_topic.setdefault(change.topic, {})[change.name] = change.wanted
     for topic, configs in by_topic.items():
         await admin.alter(topic, configs)
+    if by_topic:
+        await _shown(admin, by_topic)
+
+
+async def _shown(admin: Admin, wanted: Mapping[str, Mapping[str, str]]) -> None:
+    """Wait until brokers have heard of settings that the controller has taken."""
+    patience = Patience(_SHOWN_S, _PAUSE_S)
+    while True:
+        found = await admin.configs(wanted)
+        late = [
+            topic
+            for topic, configs in wanted.items()
+            if not configs.items() <= found.get(topic, {}).items()
+        ]
+        if not late:
+            return
+        if not await patience.pause():
+            raise KafkaUnavailable(f"changed settings do not show yet: {', '.join(late)}")

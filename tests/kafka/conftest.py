@@ -1,0 +1,37 @@
+"""A world of each test's own on the real Kafka, and relays that break its connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from kafka_world import KafkaWorld
+from relay import Relay
+
+from txbroker.embedded import EmbeddedKafka
+
+
+@pytest.fixture
+async def world(kafka: EmbeddedKafka) -> AsyncIterator[KafkaWorld]:
+    """Topics and doors of the test's own. When it is closed nothing of it may still run."""
+    before = asyncio.all_tasks()
+    made = KafkaWorld(kafka.bootstrap)
+    yield made
+    await made.close()
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not left, f"still running: {left}"
+
+
+@pytest.fixture
+async def make_relay(world: KafkaWorld) -> AsyncIterator[Callable[..., Relay]]:
+    """Makes relays; closed after the test, before its world."""
+    relays: list[Relay] = []
+
+    def make(decide: Callable[[int], object]) -> Relay:
+        relays.append(Relay(decide))  # type: ignore[arg-type]
+        return relays[-1]
+
+    yield make
+    for relay in relays:
+        await relay.close()

@@ -1,0 +1,171 @@
+"""A relay between a client and a broker that reads each request's header and breaks on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from aiokafka.conn import create_conn
+
+PRODUCE, INIT_PRODUCER_ID, ADD_PARTITIONS, END_TXN = 0, 22, 24, 26
+_SIZE = struct.Struct(">i")
+_HEADER = struct.Struct(">hhi")
+
+
+class Fate(Enum):
+    """What becomes of a request."""
+
+    PASS = "pass"
+    HOLD = "hold"
+    """It does not reach the broker until it is released; the client waits."""
+    HOLD_AND_RESET = "hold and reset"
+    """The same, and the client's connection is reset at once."""
+    LOSE_ANSWER = "lose answer"
+    """The broker gets it, and the client's connection is reset in place of the answer."""
+
+
+class Held:
+    """A request on its way for as long as the test likes."""
+
+    def __init__(self, frame: bytes, upstream: asyncio.StreamWriter) -> None:
+        self._frame = frame
+        self._upstream = upstream
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def release(self) -> int:
+        """Let the broker have it; returns the error code of its answer to a request of the
+        transaction coordinator."""
+        self._upstream.write(self._frame)
+        await self._upstream.drain()
+        async with asyncio.timeout(10):
+            body = await self.answer
+        # Correlation id, throttle time, error code.
+        return int(struct.unpack_from(">iih", body)[2])
+
+
+class Relay:
+    """Listens on a port of its own; `open` opens a broker's connection through it."""
+
+    def __init__(self, decide: Callable[[int], Fate]) -> None:
+        self.decide = decide
+        self.held: list[Held] = []
+        self._news = asyncio.Condition()
+        self._server: asyncio.Server | None = None
+        self._targets: dict[int, tuple[str, int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, host: str, port: int, **settings: Any) -> Any:
+        """In place of the client library's `create_conn`."""
+        server = await asyncio.start_server(
+            lambda r, w: self._serve(r, w, host, port), "127.0.0.1", 0
+        )
+        try:
+            return await create_conn("127.0.0.1", server.sockets[0].getsockname()[1], **settings)
+        finally:
+            server.close()
+
+    async def caught(self, count: int = 1) -> Held:
+        """Wait until `count` requests have been held; returns the last of them."""
+        async with asyncio.timeout(10), self._news:
+            await self._news.wait_for(lambda: len(self.held) >= count)
+        return self.held[count - 1]
+
+    async def close(self) -> None:
+        """End every connection."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        with contextlib.suppress(OSError, EOFError, asyncio.CancelledError):
+            up_reader, up_writer = await asyncio.open_connection(host, port)
+            await _Link(self, reader, writer, up_reader, up_writer).run()
+        self._tasks.discard(task)
+
+    async def hold(self, held: Held) -> None:
+        """Keep a request, and tell who waits for it."""
+        async with self._news:
+            self.held.append(held)
+            self._news.notify_all()
+
+
+class _Link:
+    def __init__(
+        self,
+        relay: Relay,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        up_reader: asyncio.StreamReader,
+        up_writer: asyncio.StreamWriter,
+    ) -> None:
+        self._relay = relay
+        self._reader, self._writer = reader, writer
+        self._up_reader, self._up_writer = up_reader, up_writer
+        self._held: Held | None = None
+        self._lose_next = False
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._requests())
+                group.create_task(self._answers())
+        except* (OSError, EOFError):
+            pass
+        finally:
+            self._writer.close()
+            self._up_writer.close()
+
+    async def _requests(self) -> None:
+        while True:
+            try:
+                frame = await _frame(self._reader)
+            except (OSError, EOFError):
+                if self._held is not None:
+                    return  # the client has gone, but its request is still on its way
+                raise
+            key, _version, _correlation = _HEADER.unpack_from(frame, _SIZE.size)
+            fate = self._relay.decide(key)
+            if fate in (Fate.HOLD, Fate.HOLD_AND_RESET):
+                self._held = Held(frame, self._up_writer)
+                await self._relay.hold(self._held)
+                if fate is Fate.HOLD_AND_RESET:
+                    self._writer.transport.abort()
+                continue
+            self._lose_next = fate is Fate.LOSE_ANSWER
+            self._up_writer.write(frame)
+            await self._up_writer.drain()
+
+    async def _answers(self) -> None:
+        while True:
+            frame = await _frame(self._up_reader)
+            if self._lose_next:
+                self._writer.transport.abort()
+                return
+            if self._held is not None and not self._held.answer.done():
+                self._held.answer.set_result(frame[_SIZE.size :])
+            if not self._writer.is_closing():
+                self._writer.write(frame)
+
+
+async def _frame(reader: asyncio.StreamReader) -> bytes:
+    size = await reader.readexactly(_SIZE.size)
+    return size + await reader.readexactly(_SIZE.unpack(size)[0])
+
+
+def fates(key: int, *fates: Fate) -> Callable[[int], Fate]:
+    """Requests of one kind meet these fates in turn; all others, and later ones, pass."""
+    left = list(fates)
+
+    def decide(found: int) -> Fate:
+        return left.pop(0) if found == key and left else Fate.PASS
+
+    return decide

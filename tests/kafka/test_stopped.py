@@ -1,0 +1,108 @@
+"""A Kafka that hangs: every call ends in bounded time, and all goes on when it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from kafka_world import KafkaWorld
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import AppendUnknown, Turn, TurnLost
+from txbroker.embedded import EmbeddedKafka
+from txbroker.errors import KafkaUnavailable
+
+SHORT = {
+    "request_timeout_s": 0.3,
+    "write_timeout_s": 0.6,
+    "claim_timeout_s": 0.6,
+    "visible_timeout_s": 0.6,
+}
+BOUND_S = 5.0
+
+
+@contextmanager
+def stopped(kafka: EmbeddedKafka) -> Iterator[None]:
+    """Stop Kafka's process, as a machine that hangs does."""
+    assert kafka.pid is not None
+    os.kill(kafka.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(kafka.pid, signal.SIGCONT)
+
+
+def claim(name: str) -> Claim:
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+
+
+async def test_every_call_ends_and_all_goes_on_afterwards(
+    world: KafkaWorld, kafka: EmbeddedKafka
+) -> None:
+    door = await world.door(**SHORT)
+    partition = door.partition(0)
+    await partition.claim(claim("before"))
+    await partition.half.append([Record(b"before", b"")])
+    turn = Turn((), (), Progress(RECORD_VERSION, "before", 1, 1))
+    with stopped(kafka):
+        async with asyncio.timeout(BOUND_S):
+            with pytest.raises(AppendUnknown):
+                await partition.half.append([Record(b"during", b"")])
+            with pytest.raises(KafkaUnavailable):
+                await partition.half.bounds()
+            with pytest.raises(TurnLost):
+                await partition.write(turn)
+            with pytest.raises(KafkaUnavailable):
+                await partition.claim(claim("during"))
+            with pytest.raises(KafkaUnavailable):
+                await door.targets.examine("anything")
+    after = claim("after")
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                claimed = await partition.claim(after)
+                appended = await partition.half.append([Record(b"after", b"")])
+                break
+            except (KafkaUnavailable, AppendUnknown):
+                continue  # it is still waking up
+    assert claimed.progress is None
+    keys = [
+        record.key
+        async for records in partition.half.read(0, appended.base_offset + 1)
+        for record in records
+    ]
+    assert keys[0] == b"before"
+    assert keys[-1] == b"after"
+    # What was unknown may have been stored, once.
+    assert keys[1:-1] in ([], [b"during"])
+
+
+async def test_a_door_closes_while_kafka_hangs(world: KafkaWorld, kafka: EmbeddedKafka) -> None:
+    door = await world.door(**SHORT)
+    partition = door.partition(0)
+    await partition.claim(claim("mine"))
+    await door.groups.load(lambda _group, _value: None)
+    await door.membership.join(lambda _partitions: None)
+    turn = Turn((), (), Progress(RECORD_VERSION, "mine", 1, 1))
+    handle = await partition.write(turn)
+    with stopped(kafka):
+        appending = asyncio.create_task(partition.half.append([Record(b"during", b"")]))
+        async with asyncio.timeout(BOUND_S):
+            await door.membership.leave()
+            await partition.close()
+            await door.close()
+            with pytest.raises(AppendUnknown):
+                await appending
+    with pytest.raises((TurnLost, KafkaUnavailable)):
+        await handle.visible()
+
+
+async def test_no_broker_there_is_said_at_once(world: KafkaWorld) -> None:
+    door = world.closed_door(bootstrap_servers=("127.0.0.1:1",))
+    async with asyncio.timeout(BOUND_S):
+        with pytest.raises(KafkaUnavailable, match=r"127\.0\.0\.1:1"):
+            await door.start()

@@ -1,0 +1,184 @@
+"""txbroker's own topics: what is wanted, what differs, and what cannot work."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from kafka_world import KafkaWorld
+
+from txbroker.errors import ConfigurationError
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.topics import (
+    FoundTopic,
+    contradictions,
+    op_retention_ms,
+    plan,
+    wanted_topics,
+)
+
+SETTINGS = KafkaSettings(bootstrap_servers=("127.0.0.1:9092",), instance_id="one")
+HALF, OP = SETTINGS.half_topic, SETTINGS.op_topic
+CHECKPOINT, PARKED, GROUPS = (
+    SETTINGS.checkpoint_topic,
+    SETTINGS.parked_topic,
+    SETTINGS.groups_topic,
+)
+
+
+def as_wanted(brokers: int = 3) -> dict[str, FoundTopic]:
+    """Topics as they should be."""
+    return {
+        topic.name: FoundTopic(topic.name, topic.partitions, topic.replication, topic.configs)
+        for topic in wanted_topics(SETTINGS, brokers, None)
+    }
+
+
+def changed(topic: str, **configs: str) -> dict[str, FoundTopic]:
+    """The same with settings of one topic changed (`_` for `.`)."""
+    found = as_wanted()
+    new = {name.replace("_", "."): value for name, value in configs.items()}
+    found[topic] = msgspec.structs.replace(found[topic], configs={**found[topic].configs, **new})
+    return found
+
+
+@pytest.mark.parametrize(("brokers", "copies", "in_sync"), [(1, 1, 1), (2, 2, 1), (5, 3, 2)])
+def test_copies_are_as_many_as_the_cluster_has_up_to_three(
+    brokers: int, copies: int, in_sync: int
+) -> None:
+    for topic in wanted_topics(SETTINGS, brokers, None):
+        assert topic.replication == copies
+        assert topic.configs["min.insync.replicas"] == str(in_sync)
+
+
+def test_topics_as_they_should_be_need_nothing() -> None:
+    found = as_wanted()
+    assert plan(wanted_topics(SETTINGS, 3, found.get(HALF)), found).empty
+    assert contradictions(SETTINGS, found) == []
+
+
+def test_the_plan_names_what_is_missing_what_differs_and_what_it_cannot_change() -> None:
+    found = changed(HALF, retention_bytes="1000")
+    del found[GROUPS]
+    found[OP] = msgspec.structs.replace(found[OP], partitions=3, replication=1)
+    made = plan(wanted_topics(SETTINGS, 3, found.get(HALF)), found)
+    assert [topic.name for topic in made.create] == [GROUPS]
+    assert [(c.topic, c.name, c.found, c.wanted) for c in made.change] == [
+        (HALF, "retention.bytes", "1000", "-1")
+    ]
+    assert len(made.remarks) == 2
+    assert all(OP in remark for remark in made.remarks)
+
+
+@pytest.mark.parametrize(
+    ("topic", "configs", "said"),
+    [
+        (HALF, {"message_timestamp_type": "CreateTime"}, "LogAppendTime"),
+        (CHECKPOINT, {"message_timestamp_type": "CreateTime"}, "LogAppendTime"),
+        (OP, {"unclean_leader_election_enable": "true"}, "unclean"),
+        (HALF, {"min_insync_replicas": "4"}, "nothing could be written"),
+        (HALF, {"retention_bytes": "1000000"}, "retention.bytes=-1"),
+        (HALF, {"cleanup_policy": "compact"}, "cleanup.policy=delete"),
+        (CHECKPOINT, {"cleanup_policy": "delete"}, "cleanup.policy=compact"),
+        (PARKED, {"cleanup_policy": "compact,delete"}, "cleanup.policy=compact"),
+        (OP, {"max_message_bytes": str(8 << 20)}, "64 KiB more"),
+        (PARKED, {"max_message_bytes": str(8 << 20)}, "64 KiB more"),
+        (OP, {"retention_ms": "1000"}, "promote settled"),
+        (HALF, {"retention_ms": "-1"}, "promote settled"),
+        (HALF, {"segment_ms": str(10**12)}, "promote settled"),
+        (HALF, {"retention_ms": "800000"}, "at least twice"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    topic: str, configs: dict[str, str], said: str
+) -> None:
+    refused = contradictions(SETTINGS, changed(topic, **configs))
+    assert len(refused) == 1
+    assert said in refused[0]
+
+
+@pytest.mark.parametrize("topic", [OP, CHECKPOINT, PARKED, GROUPS])
+def test_numbers_of_partitions_that_do_not_go_together_are_refused(topic: str) -> None:
+    found = as_wanted()
+    found[topic] = msgspec.structs.replace(found[topic], partitions=5)
+    assert len(contradictions(SETTINGS, found)) == 1
+
+
+def test_the_other_topics_follow_a_half_topic_that_takes_and_keeps_more() -> None:
+    found = changed(HALF, retention_ms="-1", max_message_bytes=str(16 << 20))
+    made = plan(wanted_topics(SETTINGS, 3, found[HALF]), found)
+    assert {(change.topic, change.name) for change in made.change} == {
+        (OP, "retention.ms"),
+        *((topic, "max.message.bytes") for topic in (OP, CHECKPOINT, PARKED)),
+    }
+    for change in made.change:
+        configs = {**found[change.topic].configs, change.name: change.wanted}
+        found[change.topic] = msgspec.structs.replace(found[change.topic], configs=configs)
+    assert contradictions(SETTINGS, found) == []
+
+
+def test_missing_topics_are_refused_by_name() -> None:
+    found = as_wanted()
+    del found[OP], found[PARKED]
+    (sentence,) = contradictions(SETTINGS, found)
+    assert OP in sentence
+    assert PARKED in sentence
+
+
+def test_markers_outlive_half_messages() -> None:
+    assert op_retention_ms(1000, 100) > 1100
+    assert op_retention_ms(-1, 100) == -1
+
+
+# --- on a real Kafka -------------------------------------------------------------------------
+
+
+async def test_a_door_creates_its_topics_as_they_should_be(world: KafkaWorld) -> None:
+    door = await world.door()
+    assert door.partitions == 4
+    made = await door.plan()
+    assert made.empty
+    assert made.remarks == ()
+    again = await world.door("two", partitions=9)
+    assert again.partitions == 4, "topics that exist keep their number of partitions"
+
+
+async def test_apply_mends_what_differs_and_then_finds_nothing_to_do(world: KafkaWorld) -> None:
+    await world.create_topic("half", 4, retention_bytes="1000", flush_ms="12345")
+    door = world.closed_door()
+    made = await door.plan()
+    assert len(made.create) == 4
+    assert "retention.bytes" in {change.name for change in made.change}
+    await door.apply(made)
+    assert (await door.plan()).empty
+    kept = (await door.admin.configs([world.name("half")]))[world.name("half")]
+    assert kept["flush.ms"] == "12345", "a setting that is none of ours stays"
+    await door.start()
+
+
+async def test_start_refuses_settings_that_cannot_work(world: KafkaWorld) -> None:
+    await world.create_topic("half", 4)
+    with pytest.raises(ConfigurationError, match=r"half needs message.timestamp.type"):
+        await world.door()
+
+
+async def test_start_creates_nothing_where_it_must_not(world: KafkaWorld) -> None:
+    with pytest.raises(ConfigurationError, match="topics apply"):
+        await world.door(create_topics=False)
+    with pytest.raises(ConfigurationError, match="topics apply"):
+        await world.door("two", create_topics=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bootstrap_servers": ()},
+        {"partitions": 0},
+        {"partitions": 1 << 16},
+        {"request_timeout_s": 6.0},
+        {"request_timeout_s": 5.0, "transaction_timeout_s": 9.0},
+        {"op_topic": "same", "half_topic": "same"},
+    ],
+)
+def test_contradictions_of_the_settings_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError):
+        msgspec.structs.replace(SETTINGS, **changes).validate()

@@ -1,0 +1,194 @@
+"""Requests whose answer never comes: nothing is guessed, and no ghost does harm later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kafka_world import KafkaWorld
+from relay import ADD_PARTITIONS, END_TXN, INIT_PRODUCER_ID, PRODUCE, Fate, Relay, fates
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import AppendUnknown, Fenced, Target, Turn, TurnHandle, TurnLost
+from txbroker.kafka.partition import KafkaPartitionDoor
+
+MakeRelay = Callable[..., Relay]
+FENCED_CODES = (47, 90)
+
+
+def claim(name: str) -> Claim:
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+
+
+async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
+    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b"", (), 1))
+    return await partition.write(Turn((target,), (), Progress(RECORD_VERSION, name, op, op)))
+
+
+async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:
+    return [record.key for record in await world.visible(topic)]
+
+
+@pytest.mark.parametrize(
+    ("fate", "changes"),
+    [(Fate.HOLD_AND_RESET, {}), (Fate.HOLD, {"request_timeout_s": 0.4})],
+    ids=["reset", "timeout"],
+)
+async def test_an_unanswered_commit_is_lost_and_its_ghost_ends_no_later_turn(
+    world: KafkaWorld, make_relay: MakeRelay, fate: Fate, changes: dict[str, Any]
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open, **changes)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(END_TXN, fate)
+    handle = await write(partition, "first", 1, topic)
+    ghost = await relay.caught()
+    with pytest.raises(TurnLost):
+        await handle.committed()
+    with pytest.raises(TurnLost):
+        await write(partition, "first", 2, topic)
+    # The next turn on the ghost's own transactional id is written, and not yet ended.
+    second = make_relay(fates(-1))
+    later = (await world.door("two", second.open)).partition(0)
+    assert (await later.claim(claim("second"))).progress is None
+    second.decide = fates(END_TXN, Fate.HOLD)
+    handle = await write(later, "second", 1, topic)
+    mine = await second.caught()
+    assert await ghost.release() in FENCED_CODES
+    assert await keys(world, topic) == []
+    await mine.release()
+    await handle.visible()
+    assert await keys(world, topic) == [b"second-1"]
+
+
+async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(END_TXN, Fate.LOSE_ANSWER)
+    handle = await write(partition, "first", 1, topic)
+    with pytest.raises(TurnLost):
+        await handle.committed()
+    assert (await partition.claim(claim("second"))).progress == Progress(1, "first", 1, 1)
+    assert await keys(world, topic) == [b"first-1"]
+
+
+async def test_a_turn_behind_a_lost_one_is_never_committed(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(END_TXN, Fate.HOLD)
+    first = await write(partition, "first", 1, topic)
+    ghost = await relay.caught()
+    second = await write(partition, "first", 2, topic)
+    other = (await world.door("two")).partition(0)
+    assert (await other.claim(claim("other"))).progress is None
+    await ghost.release()
+    for handle in (first, second):
+        with pytest.raises((Fenced, TurnLost)):
+            await handle.committed()
+    await (await write(other, "other", 1, topic)).visible()
+    assert await keys(world, topic) == [b"other-1"]
+
+
+@pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
+async def test_an_unanswered_begin_is_lost(
+    world: KafkaWorld, make_relay: MakeRelay, fate: Fate
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(ADD_PARTITIONS, fate)
+    with pytest.raises(TurnLost):
+        await write(partition, "first", 1, topic)
+    assert (await partition.claim(claim("second"))).progress is None
+    await (await write(partition, "second", 1, topic)).visible()
+    assert await keys(world, topic) == [b"second-1"]
+
+
+@pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
+async def test_an_append_is_sent_again_and_stored_once(
+    world: KafkaWorld, make_relay: MakeRelay, fate: Fate
+) -> None:
+    relay = make_relay(fates(PRODUCE, fate))
+    log = (await world.door("one", relay.open)).partition(0).half
+    first = await log.append([Record(b"a", b""), Record(b"b", b"")])
+    second = await log.append([Record(b"c", b"")])
+    assert (first.base_offset, second.base_offset) == (0, 2)
+    assert await log.bounds() == (0, 3)
+
+
+async def test_an_append_that_is_never_answered_is_unknown_and_the_log_goes_on(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    relay = make_relay(lambda key: Fate.HOLD if key == PRODUCE else Fate.PASS)
+    door = await world.door("one", relay.open, request_timeout_s=0.2, write_timeout_s=0.5)
+    log = door.partition(0).half
+    with pytest.raises(AppendUnknown):
+        await log.append([Record(b"a", b"")])
+    relay.decide = fates(-1)
+    assert (await log.append([Record(b"b", b"")])).base_offset == 0
+
+
+async def test_a_write_that_is_given_up_breaks_the_writer(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(ADD_PARTITIONS, Fate.HOLD)
+    writing = asyncio.create_task(write(partition, "first", 1, topic))
+    await relay.caught()
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    with pytest.raises(TurnLost):
+        await write(partition, "first", 2, topic)
+    assert (await partition.claim(claim("second"))).progress is None
+    await (await write(partition, "second", 1, topic)).visible()
+    assert await keys(world, topic) == [b"second-1"]
+
+
+@pytest.mark.parametrize("held", [1, 2])
+async def test_a_claim_that_is_overtaken_fails_and_leaves_one_owner(
+    world: KafkaWorld, make_relay: MakeRelay, held: int
+) -> None:
+    topic = await world.create_topic("target")
+    # The slow one's request for its first or second producer is late, and takes it from the fast.
+    relay = make_relay(fates(INIT_PRODUCER_ID, *[Fate.PASS] * (held - 1), Fate.HOLD))
+    slow = (await world.door("slow", relay.open)).partition(0)
+    fast = (await world.door("fast")).partition(0)
+    claiming = asyncio.create_task(slow.claim(claim("slow")))
+    late = await relay.caught()
+    await fast.claim(claim("fast"))
+    await (await write(fast, "fast", 1, topic)).visible()
+    assert await late.release() == 0
+    if held == 1:
+        # It began after the fast one had finished: a claim like any other.
+        assert (await claiming).progress == Progress(1, "fast", 1, 1)
+        await (await write(slow, "slow", 2, topic)).visible()
+        for _ in range(2):
+            with pytest.raises(Fenced):
+                await (await write(fast, "fast", 2, topic)).committed()
+        assert await keys(world, topic) == [b"fast-1", b"slow-2"]
+        return
+    with pytest.raises(Fenced):
+        await claiming
+    with pytest.raises(TurnLost):
+        await write(slow, "slow", 2, topic)
+    with pytest.raises(Fenced):
+        await (await write(fast, "fast", 2, topic)).committed()
+    assert (await fast.claim(claim("again"))).progress == Progress(1, "fast", 1, 1)
+    await (await write(fast, "again", 2, topic)).visible()
+    assert await keys(world, topic) == [b"fast-1", b"again-2"]
