@@ -1,0 +1,326 @@
+"""Turns: what is promoted, in which order, exactly once whatever breaks."""
+
+from collections.abc import Callable
+
+from core_fuzz import fuzz
+from core_logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from txbroker.core.ledger import Ledger
+from txbroker.core.promotion import Plan, TurnLimits, Verdict, message_bytes, plan_turn
+from txbroker.core.records import Cause, Half, Kept, Message, Progress, State
+from txbroker.core.transaction import Transaction
+
+ROOMY = TurnLimits()
+PASSING = Cause("no_leader", "wait", "t", 0, passing=True)
+LASTING = Cause("too_large", "raise it", "t", 0)
+
+
+def well(_: Message) -> Verdict:
+    return None
+
+
+def sick(**topics: Cause) -> Callable[[Message], Verdict]:
+    """Return what examines messages when these topics are ill."""
+    return lambda message: topics.get(message.topic)
+
+
+def committed(*halves: Half) -> Ledger:
+    """Return a ledger in which these were committed in this order."""
+    logs = Logs()
+    for half in halves:
+        logs.prepare(half, START_MS)
+    for half in halves:
+        logs.mark(marker_of("commit", half.id), START_MS)
+    return replayed(logs)
+
+
+def numbers(transactions: list[Transaction]) -> list[int]:
+    return [int(transaction.half.messages[0].value or b"0") for transaction in transactions]
+
+
+def simple(number: int, *topics: str, order_key: str | None = "k") -> Half:
+    messages = [message(str(number), topic) for topic in topics or ("t",)]
+    return half_of(id_of(number), *messages, order_key=order_key)
+
+
+def plan_of(
+    ledger: Ledger, examine: Callable[[Message], Verdict] = well, limits: TurnLimits = ROOMY
+) -> Plan:
+    return plan_turn(ledger.ready.values(), ledger.op_whole, examine, limits)
+
+
+# --- single turns ----------------------------------------------------------------------------
+
+
+def test_a_turn_takes_what_is_ready_in_the_order_of_the_decisions() -> None:
+    logs = Logs()
+    for number in (1, 2, 3):
+        logs.prepare(simple(number), START_MS)
+    for number in (3, 1, 2):
+        logs.mark(marker_of("commit", id_of(number)), START_MS)
+    plan = plan_of(replayed(logs))
+    assert numbers(plan.promote) == [3, 1, 2]
+    assert (plan.op, plan.deferred, plan.refuse, plan.full) == (3, {}, [], False)
+
+
+def test_a_deferred_one_holds_back_its_order_key_transitively() -> None:
+    ledger = committed(
+        simple(1, "ill"),
+        simple(2, "ill", "b"),  # behind 1 in `ill`
+        simple(3, "b", "c"),  # behind 2 in `b`
+        simple(4, "c"),  # behind 3 in `c`
+        simple(5, "d"),  # shares nothing
+        simple(6, "c", order_key="other"),
+        simple(7, "ill", order_key="other"),
+    )
+    plan = plan_of(ledger, sick(ill=PASSING))
+    assert numbers(plan.promote) == [5, 6]
+    assert list(plan.deferred) == [id_of(n) for n in (1, 2, 3, 4, 7)]
+    assert plan.op == 7
+
+
+def test_a_refused_one_holds_back_nothing() -> None:
+    ledger = committed(simple(1, "ill", "b"), simple(2, "b"))
+    plan = plan_of(ledger, sick(ill=LASTING))
+    assert numbers([each for each, _ in plan.refuse]) == [1]
+    assert numbers(plan.promote) == [2]
+    assert plan.deferred == {}
+
+
+def test_a_lasting_cause_weighs_more_than_a_passing_one() -> None:
+    ledger = committed(simple(1, "slow", "ill"))
+    plan = plan_of(ledger, sick(slow=PASSING, ill=LASTING))
+    assert [cause for _, cause in plan.refuse] == [LASTING]
+
+
+def test_without_any_key_nothing_waits_for_another() -> None:
+    keyless = [
+        half_of(id_of(n), Message(topic, None, str(n).encode(), partition=0))
+        for n, topic in ((1, "ill"), (2, "t"))
+    ]
+    plan = plan_of(committed(*keyless), sick(ill=PASSING))
+    assert numbers(plan.promote) == [2]
+
+
+def test_a_turn_ends_before_a_transaction_that_does_not_fit() -> None:
+    ledger = committed(*[simple(n) for n in range(1, 6)])
+    plan = plan_of(ledger, limits=TurnLimits(transactions_max=2))
+    assert (numbers(plan.promote), plan.op) == ([1, 2], 2)
+    size = message_bytes(message("1"))
+    plan = plan_of(ledger, limits=TurnLimits(bytes_max=3 * size))
+    assert (numbers(plan.promote), plan.op) == ([1, 2, 3], 3)
+    plan = plan_of(ledger, limits=TurnLimits(bytes_max=1))
+    assert (numbers(plan.promote), plan.op) == ([1], 1)
+
+
+def test_a_full_list_of_deferred_ones_stops_promotion() -> None:
+    ledger = committed(simple(1, "ill"), simple(2, "ill"), simple(3, "ill"), simple(4, "t"))
+    plan = plan_of(ledger, sick(ill=PASSING), TurnLimits(deferred_max=2))
+    assert (list(plan.deferred), plan.op, plan.full) == ([id_of(1), id_of(2)], 2, True)
+    assert plan.empty
+
+
+def test_progress_does_not_go_back_when_deferred_ones_come_in_pieces() -> None:
+    ledger = committed(simple(1, "ill"), simple(2, "ill"), simple(3, "ill"), simple(4, "t"))
+    first = plan_of(ledger, sick(ill=PASSING))
+    assert (numbers(first.promote), first.op) == ([4], 4)
+    ledger.promote(id_of(4))
+    second = plan_turn(
+        ledger.ready.values(), ledger.op_whole, well, TurnLimits(1), progressed=first.op
+    )
+    assert numbers(second.promote) == [1]
+    assert (second.op, list(second.deferred)) == (4, [id_of(2), id_of(3)])
+
+
+def test_retried_ones_keep_the_limits() -> None:
+    ledger = committed(*[simple(n) for n in range(1, 5)])
+    retried = list(ledger.ready.values())
+    size = message_bytes(message("1"))
+    plan = plan_turn([], 4, well, TurnLimits(bytes_max=2 * size), retried=retried)
+    assert numbers(plan.promote) == [1, 2]
+    plan = plan_turn([], 4, sick(t=PASSING), ROOMY, retried=retried)
+    assert plan.empty
+
+
+def test_a_message_is_never_larger_than_its_bound() -> None:
+    from aiokafka.record.default_records import DefaultRecordBatchBuilder
+
+    id = id_of(1)
+    for headers in ((), (("näme", b"x" * 300), ("🙂" * 50, None))):
+        each = Message("t", b"k" * 200, b"v" * 70_000, headers)
+        builder = DefaultRecordBatchBuilder(2, 0, 0, -1, -1, -1, 1 << 30)
+        ours = [("txb-id", id.encode()), ("txb-seq", b"999/1000")]
+        builder.append(0, 2**40, each.key, each.value, [*ours, *headers])
+        assert len(builder.build()) - 61 <= message_bytes(each)
+
+
+# --- exactly once, whatever breaks -----------------------------------------------------------
+
+
+class World:
+    """One partition under an owner that may die at any moment: logs, targets, parked copies.
+
+    A turn takes effect whole, as Kafka's transactions do. `visible` is what consumers read.
+    """
+
+    def __init__(self) -> None:
+        self.logs = Logs()
+        self.visible: list[tuple[str, str, str]] = []  # id, order key, topic
+        self.progress: Progress | None = None
+        self.copies: dict[str, Kept] = {}
+        self.ledger = new_ledger()
+        self.ill: dict[str, Cause] = {}
+        self.waiting: list[tuple[Plan, Progress]] = []
+        self.order: list[Half] = []
+
+    def prepare_and_commit(self, number: int, topics: list[str], key: str) -> None:
+        """Both records are appended; the owner reads them when it reads them."""
+        half = simple(number, *topics, order_key=key)
+        self.logs.prepare(half, START_MS)
+        self.logs.mark(marker_of("commit", half.id), START_MS)
+        self.order.append(half)
+
+    def read(self, half: int, op: int) -> None:
+        """The owner reads so many records further."""
+        ledger = self.ledger
+        for record in self.logs.half.records[ledger.half_position :][:half]:
+            ledger.apply_half(record)
+        for record in self.logs.op.records[ledger.op_position :][:op]:
+            ledger.apply_op(record)
+
+    def write_turn(self, limits: TurnLimits) -> None:
+        """Write a turn behind those on their way; it takes effect when it is committed."""
+        ledger = self.ledger
+        in_flight = [
+            transaction.id
+            for plan, _ in self.waiting
+            for transaction in [*plan.promote, *(each for each, _ in plan.refuse)]
+        ]
+        plan = plan_turn(
+            ledger.ready.values(),
+            ledger.op_whole,
+            lambda each: self.ill.get(each.topic),
+            limits,
+            in_flight=in_flight,
+            retried=list(ledger.refused.values()),
+            progressed=ledger.op_progress,
+        )
+        if plan.empty:
+            return
+        assert plan.op >= ledger.op_progress
+        ledger.op_progress = plan.op
+        progress = Progress(1, "c", plan.op, ledger.half_whole, deferred=tuple(plan.deferred))
+        self.waiting.append((plan, progress))
+
+    def commit_turn(self, *, told: bool) -> None:
+        """The oldest turn on its way takes effect; `told` if its owner learns of it."""
+        if not self.waiting:
+            return
+        plan, self.progress = self.waiting.pop(0)
+        for transaction in plan.promote:
+            for each in transaction.messages:
+                self.visible.append((transaction.id, transaction.half.order_key or "", each.topic))
+            self.copies.pop(transaction.id, None)
+        for transaction, cause in plan.refuse:
+            self.copies[transaction.id] = transaction.copy(State.REFUSED, cause)
+        if not told:
+            return
+        for transaction in plan.promote:
+            self.ledger.promote(transaction.id)
+        for transaction, cause in plan.refuse:
+            self.ledger.refuse(transaction.id, cause)
+
+    def claim(self, *, fresh: bool) -> None:
+        """A new owner from nothing, or the same one with what it has in memory."""
+        self.waiting.clear()
+        if fresh:
+            self.ledger = new_ledger()
+            self.read(len(self.logs.half.records), len(self.logs.op.records))
+        self.ledger.reconcile(self.progress, self.copies.values())
+
+    def heal(self) -> None:
+        """Everything is well again: promote until nothing is left."""
+        self.ill.clear()
+        self.claim(fresh=False)
+        self.read(len(self.logs.half.records), len(self.logs.op.records))
+        for _ in range(3 * len(self.order) + 1):
+            self.write_turn(TurnLimits(2))
+            self.commit_turn(told=True)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[World, set[str]]:
+    """Return a healed world, and the ids that were ever refused."""
+    world, refused = World(), set[str]()
+    topics = st.lists(st.sampled_from("abc"), min_size=1, max_size=2, unique=True)
+    for number in range(draw(st.integers(1, 40))):
+        action = draw(st.sampled_from("PPPPPRRWWWCCCIIXYZ"))
+        if action == "P":
+            world.prepare_and_commit(number, draw(topics), draw(st.sampled_from("kl")))
+        elif action == "R":
+            world.read(draw(st.integers(0, 4)), draw(st.integers(0, 4)))
+        elif action == "W" and len(world.waiting) < 2:
+            world.write_turn(
+                TurnLimits(draw(st.integers(1, 3)), 4096, draw(st.sampled_from([2, 1000])))
+            )
+        elif action == "C":
+            world.commit_turn(told=True)
+        elif action == "I":
+            cause = draw(st.sampled_from([None, PASSING, PASSING, LASTING]))
+            topic = draw(st.sampled_from("abc"))
+            world.ill.pop(topic, None)
+            if cause is not None:
+                world.ill[topic] = cause
+        elif action == "X":
+            world.claim(fresh=True)
+        elif action == "Y":
+            world.claim(fresh=False)
+        elif action == "Z":
+            world.commit_turn(told=False)
+            world.claim(fresh=draw(st.booleans()))
+        refused |= world.copies.keys()
+    world.heal()
+    return world, refused
+
+
+@fuzz
+@given(worlds())
+def test_every_committed_transaction_is_promoted_exactly_once(
+    drawn: tuple[World, set[str]],
+) -> None:
+    world, _ = drawn
+    expected = sorted((half.id, m.topic) for half in world.order for m in half.messages)
+    assert sorted((id, topic) for id, _, topic in world.visible) == expected
+    assert world.copies == {}
+    assert all(transaction.state is State.PROMOTED for transaction in world.ledger)
+
+
+@fuzz
+@given(worlds())
+def test_one_order_key_is_visible_in_decision_order(drawn: tuple[World, set[str]]) -> None:
+    world, refused = drawn
+    for key in "kl":
+        for topic in "abc":
+            decided = [
+                half.id
+                for half in world.order
+                if half.order_key == key
+                and topic in [m.topic for m in half.messages]
+                and half.id not in refused
+            ]
+            seen = [id for id, *place in world.visible if place == [key, topic]]
+            assert [id for id in seen if id not in refused] == decided
+
+
+@fuzz
+@given(worlds())
+def test_replay_and_reconcile_equal_the_continuous_run(drawn: tuple[World, set[str]]) -> None:
+    world, _ = drawn
+    lived = {t.id: structs.replace(t, offsets=(), cause=None) for t in world.ledger}
+    world.claim(fresh=True)
+    assert {t.id: t for t in world.ledger} == lived
+    assert world.ledger.ready == {}
+    assert world.ledger.refused == {}
