@@ -36,7 +36,8 @@ class GroupFinder:
         )
 
     def _nobody(self, group: str) -> str:
+        who = f"nobody of group {group} is connected"
+        if group in self._sessions.counts():
+            who = f"every connected instance of group {group} is draining or has its fill of checks"
         problem = self._groups.problem(group)
-        if problem is not None:
-            return f"nobody of group {group} is connected, and {problem}"
-        return f"nobody of group {group} is connected and no check URL is registered"
+        return f"{who} and {problem or 'no check URL is registered'}"

@@ -260,10 +260,21 @@ async def test_nobody_and_no_url(finder: GroupFinder) -> None:
     )
 
 
+async def test_only_draining_instances_and_no_url(
+    finder: GroupFinder, sessions: SessionRegistry
+) -> None:
+    (session,) = connect(sessions, "pod-1")
+    session.draining = True
+    assert await finder.acquire("orders", "") == Unreached(
+        "every connected instance of group orders is draining or has its fill of checks "
+        "and no check URL is registered"
+    )
+
+
 async def test_a_policy_that_does_not_read_is_named(finder: GroupFinder, groups: Groups) -> None:
     await groups._store.put("orders", b'{"v": 7}')
     assert await finder.acquire("orders", "") == Unreached(
-        "nobody of group orders is connected, and the stored policy is of version 7; "
+        "nobody of group orders is connected and the stored policy is of version 7; "
         "this build knows 1"
     )
 
