@@ -17,8 +17,34 @@ from txbroker.core.records import Attempt, Cause, Decision, Source, State
 TEXT_MAX = 1000
 SECONDS_MAX = 366 * 86400
 # `(?!\n)` because in Python a `$` also matches before a line's end; elsewhere it says nothing.
-_PLAIN = r"^[^\x00-\x1f\x7f]*$(?!\n)"
+_PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$(?!\n)"
 
+_NULL: dict[str, Any] = {"type": "null"}
+_BASE64_PATTERN = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_BASE64: dict[str, Any] = {
+    "type": ["string", "null"],
+    "contentEncoding": "base64",
+    "pattern": _BASE64_PATTERN,
+}
+_HEADER_REF: dict[str, Any] = {"$ref": "#/components/schemas/HeaderValue"}
+_HEADER_PAIR: dict[str, Any] = {
+    "type": "array",
+    "prefixItems": [{"type": "string"}, _HEADER_REF],
+    "minItems": 2,
+    "maxItems": 2,
+}
+# The value is one of three, the others are absent or null.
+_VALUE_VARIANTS: list[dict[str, Any]] = [
+    {"required": ["value"], "properties": {"value_base64": _NULL, "value_json": _NULL}},
+    {
+        "required": ["value_base64"],
+        "properties": {"value": _NULL, "value_json": _NULL, "value_base64": {"type": "string"}},
+    },
+    {
+        "required": ["value_json"],
+        "properties": {"value": _NULL, "value_base64": _NULL, "value_json": {"not": _NULL}},
+    },
+]
 MESSAGE_SCHEMA: dict[str, Any] = {
     "title": "Message",
     "description": "One message for one target topic. At most one of `key` and `key_base64`; "
@@ -30,36 +56,26 @@ MESSAGE_SCHEMA: dict[str, Any] = {
     "properties": {
         "topic": {"type": "string", "minLength": 1},
         "key": {"type": ["string", "null"]},
-        "key_base64": {"type": ["string", "null"], "contentEncoding": "base64"},
+        "key_base64": _BASE64,
         "value": {"type": ["string", "null"]},
-        "value_base64": {"type": ["string", "null"], "contentEncoding": "base64"},
+        "value_base64": _BASE64,
         "value_json": {"description": "Any JSON; stored as it is written here."},
         "headers": {
             "description": "An object, or pairs where order and repeats matter.",
             "anyOf": [
-                {
-                    "type": "object",
-                    "additionalProperties": {"$ref": "#/components/schemas/HeaderValue"},
-                },
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "array",
-                        "prefixItems": [
-                            {"type": "string"},
-                            {"$ref": "#/components/schemas/HeaderValue"},
-                        ],
-                        "minItems": 2,
-                        "maxItems": 2,
-                    },
-                },
-                {"type": "null"},
+                {"type": "object", "additionalProperties": _HEADER_REF},
+                {"type": "array", "items": _HEADER_PAIR},
+                _NULL,
             ],
         },
         "partition": {"type": ["integer", "null"], "minimum": 0, "maximum": PARTITION_MAX},
         "timestamp_ms": {"type": ["integer", "null"], "minimum": 0, "maximum": TIMESTAMP_MS_MAX},
     },
-}  # fmt: skip
+    "allOf": [
+        {"anyOf": [{"properties": {"key": _NULL}}, {"properties": {"key_base64": _NULL}}]},
+        {"anyOf": _VALUE_VARIANTS},
+    ],
+}
 HEADER_VALUE_SCHEMA: dict[str, Any] = {
     "title": "HeaderValue",
     "description": "Text, bytes as base64, or null.",
@@ -69,7 +85,13 @@ HEADER_VALUE_SCHEMA: dict[str, Any] = {
             "type": "object",
             "required": ["base64"],
             "additionalProperties": False,
-            "properties": {"base64": {"type": "string", "contentEncoding": "base64"}},
+            "properties": {
+                "base64": {
+                    "type": "string",
+                    "contentEncoding": "base64",
+                    "pattern": _BASE64_PATTERN,
+                }
+            },
         },
         {"type": "null"},
     ],
@@ -112,7 +134,13 @@ Reason = Annotated[
 ]
 Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 TransactionId = Annotated[
-    str, Meta(min_length=26, max_length=26, description="A transaction id; case does not matter.")
+    str,
+    Meta(
+        min_length=26,
+        max_length=26,
+        description="A transaction id; case does not matter.",
+        extra_json_schema={"pattern": "^[0-7][0-9A-HJKMNP-TV-Za-hjkmnp-tv-z]{25}$"},
+    ),
 ]
 
 

@@ -21,6 +21,8 @@ KEEPALIVE_S = 75.0
 """A connection on which no whole request has come for so long is closed."""
 SHUTDOWN_S = 5.0
 """How long calls under way may take to end when the proxy stops."""
+LINGER_S = 1.0
+"""How long the rest of a refused body is read, so that its sender gets to see the answer."""
 _LINE_MAX = 200
 
 
@@ -75,6 +77,7 @@ async def serve(app: web.Application, listen: str) -> AsyncIterator[str]:
         "keepalive_timeout": KEEPALIVE_S,
         "max_line_size": HEADER_BYTES_MAX,
         "max_field_size": HEADER_BYTES_MAX,
+        "lingering_time": LINGER_S,
         "shutdown_timeout": SHUTDOWN_S,
     }
     runner = _Runner(app, handle_signals=False, **options)
