@@ -1,0 +1,42 @@
+"""The transition table, and the page of the docs that is drawn from it."""
+
+from pathlib import Path
+
+import pytest
+
+from txbroker.core.diagram import states_page
+from txbroker.core.records import State
+from txbroker.core.states import SETTLED, TRANSITIONS, UNDECIDED, IllegalStep, Step, follow
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "states.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == states_page(), "run python -m txbroker.core.diagram"
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("step", Step)
+def test_every_step_is_a_line_of_the_table_or_illegal(state: State, step: Step) -> None:
+    after = TRANSITIONS[state].get(step)
+    if after is not None:
+        assert follow(state, step) is after
+        return
+    with pytest.raises(IllegalStep) as error:
+        follow(state, step)
+    assert step in str(error.value)
+    assert state in str(error.value)
+
+
+def test_nothing_leaves_a_settled_state_and_nothing_else_is_final() -> None:
+    assert {state for state, steps in TRANSITIONS.items() if not steps} == SETTLED
+
+
+def test_only_undecided_ones_can_be_decided() -> None:
+    decidable = {s for s, steps in TRANSITIONS.items() if {Step.COMMIT, Step.ROLLBACK} & set(steps)}
+    assert decidable == UNDECIDED
+
+
+def test_no_step_leads_back_from_a_decision() -> None:
+    for state in set(State) - UNDECIDED:
+        assert not UNDECIDED & set(TRANSITIONS[state].values())
