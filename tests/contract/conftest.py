@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from kafka_world import KafkaWorld
+from memory_world import MemoryWorld
 
 from txbroker.door import Door
 
@@ -16,7 +17,11 @@ def _kafka(request: pytest.FixtureRequest) -> KafkaWorld:
     return KafkaWorld(request.getfixturevalue("kafka").bootstrap)
 
 
-WORLDS: dict[str, Callable[[pytest.FixtureRequest], Any]] = {"kafka": _kafka}
+def _memory(request: pytest.FixtureRequest) -> MemoryWorld:
+    return MemoryWorld()
+
+
+WORLDS: dict[str, Callable[[pytest.FixtureRequest], Any]] = {"memory": _memory, "kafka": _kafka}
 """By name, how to make a world: `name`, `door`, `create_topic`, `truncate`, `visible`, `close`."""
 
 

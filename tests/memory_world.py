@@ -1,0 +1,54 @@
+"""A Kafka in memory as the contract suite sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from txbroker.core.records import Record
+from txbroker.testing.door import MemoryDoor
+from txbroker.testing.memory import MemoryKafka
+
+
+class MemoryWorld:
+    """One test's own Kafka, and the doors that it opens on it."""
+
+    def __init__(self) -> None:
+        self.kafka = MemoryKafka()
+        self._doors: list[MemoryDoor] = []
+
+    def name(self, topic: str) -> str:
+        """The name of a topic that belongs to this test."""
+        return f"test.{topic}"
+
+    async def door(self, instance_id: str = "one") -> MemoryDoor:
+        """A door that is started; closed when the test ends."""
+        door = MemoryDoor(
+            self.kafka, instance=instance_id, topic_prefix="test", message_bytes_max=1 << 20
+        )
+        self._doors.append(door)
+        await door.start()
+        return door
+
+    async def create_topic(self, topic: str, partitions: int = 1, **configs: str) -> str:
+        """Create a topic with settings as Kafka names them (`_` for `.`)."""
+        settings: dict[str, Any] = {}
+        if "max_message_bytes" in configs:
+            settings["message_bytes_max"] = int(configs.pop("max_message_bytes"))
+        if configs.pop("message_timestamp_type", "CreateTime") == "LogAppendTime":
+            settings["log_append_time"] = True
+        assert not configs, f"the Kafka in memory does not know {configs}"
+        self.kafka.create_topic(self.name(topic), partitions, **settings)
+        return self.name(topic)
+
+    async def truncate(self, topic: str, partition: int, before: int) -> None:
+        """Delete the records of a topic (full name) below an offset."""
+        self.kafka.truncate(topic, partition, before=before)
+
+    async def visible(self, topic: str, partition: int = 0) -> list[Record]:
+        """What a `read_committed` consumer sees of a topic (full name)."""
+        return self.kafka.visible(topic, partition)
+
+    async def close(self) -> None:
+        """Close every door of the test."""
+        for door in self._doors:
+            await door.close()

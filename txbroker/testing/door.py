@@ -1,0 +1,474 @@
+"""A proxy's door to a `MemoryKafka`: the same contract as the door to a real Kafka.
+
+Beyond what `txbroker.testing.memory` leaves out: an append whose answer is lost is stored at once
+or never, not a little later; of two claims at the same time the later one always wins; a member
+that falls silent keeps its partitions until somebody with its name, or `forget_member`, takes
+them, because no session times out.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+from txbroker.core.codec import decode_checkpoint, encode_claim, encode_progress
+from txbroker.core.records import Cause, Claim, Progress, Record
+from txbroker.door import (
+    Appended,
+    AppendUnknown,
+    Claimed,
+    Fenced,
+    Log,
+    TargetFacts,
+    Turn,
+    TurnLost,
+    TurnRefused,
+)
+from txbroker.errors import KafkaUnavailable
+from txbroker.testing.members import MemoryMembership
+from txbroker.testing.memory import (
+    MemoryKafka,
+    Partition,
+    Refused,
+    Transaction,
+    valid_name,
+)
+
+MESSAGE_BYTES_MAX = 8 << 20
+"""The largest half batch by default, as on a real Kafka."""
+
+_READ_MAX = 500
+_VISIBLE_TIMEOUT_S = 60.0
+_ROOM_BYTES = 64 * 1024
+
+
+class MemoryDoor:
+    """A `txbroker.door.Door` to a Kafka in memory.
+
+    Args:
+        kafka: shared by all doors that are to see one another.
+        instance: the name of this proxy, the same after a restart.
+        topic_prefix: what the names of txbroker's own topics begin with.
+        half_partitions: to create; a half topic that exists keeps its own number.
+        message_bytes_max: the largest half batch, bytes.
+        facts_ttl_s: for how long facts of target topics are remembered, seconds.
+    """
+
+    def __init__(
+        self,
+        kafka: MemoryKafka,
+        *,
+        instance: str = "one",
+        topic_prefix: str = "txbroker",
+        half_partitions: int = 4,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
+        facts_ttl_s: float = 1.0,
+    ) -> None:
+        self.partitions = 0
+        self._kafka = kafka
+        self._prefix = topic_prefix
+        self._half_partitions = half_partitions
+        self._message_bytes_max = message_bytes_max
+        self.targets = MemoryTargets(kafka, facts_ttl_s)
+        self.groups = MemoryGroupStore(kafka, f"{topic_prefix}.groups")
+        self.membership = MemoryMembership(kafka.coordinator(topic_prefix), instance, kafka.reach)
+
+    async def start(self) -> None:
+        """Create txbroker's own topics where they are missing.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+        half, larger = self._message_bytes_max, self._message_bytes_max + _ROOM_BYTES
+        count = self._half_partitions
+        for name, partitions, bytes_max in (
+            ("half", count, half),
+            ("op", count, larger),
+            ("checkpoint", count, larger),
+            ("parked", count, larger),
+            ("groups", 1, larger),
+        ):
+            self._kafka.create_topic(
+                f"{self._prefix}.{name}",
+                partitions,
+                message_bytes_max=bytes_max,
+                log_append_time=True,
+            )
+        self.partitions = len(self._kafka.topics[f"{self._prefix}.half"].partitions)
+        self.membership.expect(self.partitions)
+
+    def partition(self, partition: int) -> "MemoryPartitionDoor":
+        """Return the door of one half partition; nothing is written before its `claim`."""
+        return MemoryPartitionDoor(self._kafka, self._prefix, partition, self.targets.note)
+
+    async def close(self) -> None:
+        """Let go of everything. Does not leave the group: see `Membership.leave`."""
+        self.membership.close()
+        self.groups.close()
+
+
+class MemoryLog:
+    """A `txbroker.door.Log` in memory."""
+
+    def __init__(self, kafka: MemoryKafka, topic: str, number: int) -> None:
+        self.batch_bytes_max = kafka.topics[topic].message_bytes_max
+        self._kafka = kafka
+        self._topic = topic
+        self._number = number
+
+    @property
+    def _partition(self) -> Partition:
+        return self._kafka.topics[self._topic].partitions[self._number]
+
+    async def append(self, records: Sequence[Record]) -> Appended:
+        """Append records as one batch.
+
+        Raises:
+            AppendRefused: it is larger than the topic takes.
+            AppendUnknown: no answer.
+        """
+        return await self._kafka.append(self._topic, self._number, records)
+
+    async def bounds(self) -> tuple[int, int]:
+        """Return the first offset that is kept and the offset that the next record will get.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+        return self._partition.begin, self._partition.end
+
+    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+        """Yield the records from offset `start` up to, not including, `end`, in order.
+
+        Raises:
+            LogTruncated: they are not all there, or not any more.
+            KafkaUnavailable: Kafka is down.
+        """
+        for first in range(start, end, _READ_MAX):
+            await self._kafka.reach()
+            records = self._partition.read(first, min(end, first + _READ_MAX))
+            if records:
+                yield records
+
+
+class MemoryPartitionDoor:
+    """A `txbroker.door.PartitionDoor` in memory."""
+
+    half: Log
+    op: Log
+
+    def __init__(
+        self,
+        kafka: MemoryKafka,
+        prefix: str,
+        partition: int,
+        refused: Callable[[Cause], None],
+    ) -> None:
+        self.partition = partition
+        self.half = MemoryLog(kafka, f"{prefix}.half", partition)
+        self.op = MemoryLog(kafka, f"{prefix}.op", partition)
+        self._kafka = kafka
+        self._refused = refused
+        self._checkpoint = f"{prefix}.checkpoint"
+        self._parked = f"{prefix}.parked"
+        self._id = f"{prefix}.half-{partition}"
+        self._writer: _Writer | None = None
+
+    async def claim(self, claim: Claim) -> Claimed:
+        """Fence every earlier owner, write the claim record, then read the progress.
+
+        Raises:
+            Fenced: another owner claimed at the same time.
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._retire()
+        await self._kafka.reach()
+        writer = _Writer(self._kafka, self._id, (self._checkpoint, self._parked), self.partition)
+        self._kafka.fence(self._id, writer)
+        # A place where another owner can claim too, as between the requests of a real claim.
+        await self._kafka.reach()
+        if not self._kafka.holds(self._id, writer):
+            raise Fenced("another owner claimed at the same time")
+        transaction = self._kafka.begin(self._id)
+        records = [encode_claim(claim)]
+        at = self._kafka.write(self._checkpoint, self.partition, records, transaction)
+        self._kafka.end(transaction, committed=True)
+        found = self._kafka.visible(self._checkpoint, self.partition)
+        decoded = [decode_checkpoint(record) for record in found]
+        progress = [each for each in decoded if isinstance(each, Progress)]
+        self._writer = writer
+        timestamp_ms = next(record.timestamp_ms for record in found if record.offset == at)
+        return Claimed(timestamp_ms, progress[-1] if progress else None)
+
+    async def parked(self) -> AsyncIterator[Sequence[Record]]:
+        """Yield all records of this partition of the parked topic, `read_committed`, in order.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+        records = self._kafka.visible(self._parked, self.partition)
+        for first in range(0, len(records), _READ_MAX):
+            yield records[first : first + _READ_MAX]
+
+    async def write(self, turn: Turn) -> "MemoryTurn":
+        """Write one turn; return once the next may be written.
+
+        Raises:
+            TurnRefused: a record was refused; the turn is aborted.
+            Fenced, TurnLost: claim again.
+        """
+        if self._writer is None:
+            raise TurnLost(f"partition {self.partition} is not claimed")
+        try:
+            return await self._writer.write(turn)
+        except TurnRefused as error:
+            self._refused(error.cause)
+            raise
+
+    async def close(self) -> None:
+        """Give up what is still open; the next claim aborts it."""
+        await self._retire()
+
+    async def _retire(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            await writer.close()
+
+
+class _Writer:
+    """Writes the turns of one half partition, from one claim until something breaks.
+
+    A turn is written at once and committed behind the one before it, by a task of its own.
+    """
+
+    def __init__(
+        self, kafka: MemoryKafka, id: str, own_topics: tuple[str, str], partition: int
+    ) -> None:
+        self._kafka = kafka
+        self._id = id
+        self._checkpoint, self._parked = own_topics
+        self._partition = partition
+        self._before: asyncio.Task[None] | None = None
+        self._broken: Fenced | TurnLost | TurnRefused | None = None
+
+    async def write(self, turn: Turn) -> "MemoryTurn":
+        self._check()
+        with self._breaking():
+            with _translated():
+                await self._kafka.reach()
+            if not self._kafka.holds(self._id, self):
+                raise Fenced
+            transaction = self._kafka.begin(self._id)
+            try:
+                offsets, ends = self._write_all(turn, transaction)
+            except (TurnRefused, TurnLost):
+                self._kafka.end(transaction, committed=False)
+                raise
+        self._before = asyncio.create_task(self._commit(transaction, self._before))
+        # Whoever does not wait for it meets a failed commit at the next write.
+        self._before.add_done_callback(_retrieve)
+        return MemoryTurn(self._kafka, offsets, ends, self._before)
+
+    def _write_all(
+        self, turn: Turn, transaction: Transaction
+    ) -> tuple[list[int], dict[Partition, int]]:
+        """Write everything; return each promoted record's offset and each partition's last."""
+        offsets, last = [], {}
+        own = [(self._parked, record) for record in turn.parked]
+        own.append((self._checkpoint, encode_progress(turn.progress)))
+        with _translated():
+            for topic, number, record in turn.promoted:
+                offset = self._kafka.write(topic, number, [record], transaction)
+                offsets.append(offset)
+                last[self._kafka.topics[topic].partitions[number]] = offset
+            for topic, record in own:
+                offset = self._kafka.write(topic, self._partition, [record], transaction)
+                last[self._kafka.topics[topic].partitions[self._partition]] = offset
+        return offsets, last
+
+    async def _commit(self, transaction: Transaction, before: asyncio.Task[None] | None) -> None:
+        with self._breaking():
+            if before is not None:
+                await _outcome(before)
+            with _translated():
+                await asyncio.sleep(0)
+                if not self._kafka.holds(self._id, self):
+                    raise Fenced
+                self._kafka.commit(transaction)
+
+    async def close(self) -> None:
+        self._break(TurnLost("the partition's door was closed"))
+        if self._before is not None:
+            self._before.cancel()
+            await asyncio.gather(self._before, return_exceptions=True)
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        try:
+            yield
+        except (Fenced, TurnLost, TurnRefused) as error:
+            self._break(error)
+            raise
+
+    def _break(self, error: Fenced | TurnLost | TurnRefused) -> None:
+        if self._broken is None:
+            self._broken = error
+
+    def _check(self) -> None:
+        error = self._broken
+        if isinstance(error, TurnRefused):
+            raise TurnRefused(error.cause)
+        if error is not None:
+            raise type(error)(str(error))
+
+
+class MemoryTurn:
+    """A `txbroker.door.TurnHandle`: the turn is written, its commit goes on by itself."""
+
+    def __init__(
+        self,
+        kafka: MemoryKafka,
+        offsets: Sequence[int],
+        last: dict[Partition, int],
+        commit: asyncio.Task[None],
+    ) -> None:
+        self.offsets = offsets
+        self._kafka = kafka
+        self._last = last
+        self._commit = commit
+
+    async def committed(self) -> None:
+        """Wait until the turn's commit is acknowledged.
+
+        Raises:
+            Fenced, TurnLost: claim again; the claim's progress tells whether it was committed.
+        """
+        await _outcome(self._commit)
+
+    async def visible(self) -> None:
+        """Wait until every `read_committed` reader can see the turn.
+
+        Raises:
+            Fenced, TurnLost: it is not committed, as far as is known.
+            KafkaUnavailable: not visible within 60 s.
+        """
+        await self.committed()
+        try:
+            async with asyncio.timeout(_VISIBLE_TIMEOUT_S):
+                while any(part.stable_end <= offset for part, offset in self._last.items()):
+                    await self._kafka.ended()
+        except TimeoutError:
+            raise KafkaUnavailable("an open transaction hides a committed turn") from None
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn what the broker says into what an owner acts on."""
+    try:
+        yield
+    except Refused as error:
+        raise TurnRefused(error.cause) from None
+    except KafkaUnavailable as error:
+        raise TurnLost(str(error)) from None
+
+
+async def _outcome(commit: asyncio.Task[None]) -> None:
+    """Wait for a commit. Several may wait, and one that gives up does not stop it.
+
+    Raises:
+        Fenced, TurnLost
+    """
+    try:
+        await asyncio.shield(commit)
+    except asyncio.CancelledError:
+        if commit.cancelled():
+            raise TurnLost("the partition's door was closed") from None
+        raise
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+class MemoryTargets:
+    """A `txbroker.door.Targets` in memory."""
+
+    def __init__(self, kafka: MemoryKafka, ttl_s: float) -> None:
+        self._kafka = kafka
+        self._ttl_s = ttl_s
+        self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
+
+    def known(self, topic: str) -> TargetFacts | Cause | None:
+        """Return facts from the cache, or why there are none, or None where it must be asked."""
+        until, facts = self._known.get(topic, (0.0, None))
+        return facts if asyncio.get_running_loop().time() < until else None
+
+    async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
+        """Ask about a topic, and remember the answer; with `create`, create a missing one.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+        if create and topic not in self._kafka.topics and valid_name(topic):
+            self._kafka.create_topic(topic)
+        facts = self._kafka.facts(topic)
+        self._remember(topic, facts)
+        return facts
+
+    def forget(self, topic: str) -> None:
+        """Drop a topic from the cache."""
+        self._known.pop(topic, None)
+
+    def note(self, cause: Cause) -> None:
+        """Learn from a refusal: the facts that did not foresee it are out of date."""
+        self.forget(cause.topic)
+
+    def _remember(self, topic: str, facts: TargetFacts | Cause) -> None:
+        self._known[topic] = (asyncio.get_running_loop().time() + self._ttl_s, facts)
+
+
+class MemoryGroupStore:
+    """A `txbroker.door.GroupStore` in memory."""
+
+    def __init__(self, kafka: MemoryKafka, topic: str) -> None:
+        self._kafka = kafka
+        self._topic = topic
+        self._close: Callable[[], None] | None = None
+
+    async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
+        """Read all groups, then keep following; `changed` gets each group's JSON or None.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+
+        def tell(record: Record) -> None:
+            changed(cast(bytes, record.key).decode(), record.value)
+
+        for record in self._kafka.visible(self._topic):
+            tell(record)
+        self._close = self._kafka.topics[self._topic].partitions[0].follow(tell)
+
+    async def put(self, group: str, value: bytes | None) -> None:
+        """Store or, with None, remove a group; returns once every follower was told.
+
+        Raises:
+            AppendRefused: the record is too large.
+            KafkaUnavailable: it may or may not be stored.
+        """
+        try:
+            await self._kafka.append(self._topic, 0, [Record(group.encode(), value)])
+        except AppendUnknown as error:
+            raise KafkaUnavailable(str(error)) from None
+
+    def close(self) -> None:
+        """Stop following."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
