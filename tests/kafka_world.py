@@ -26,7 +26,7 @@ class KafkaWorld:
     def __init__(self, bootstrap: str) -> None:
         self.bootstrap = bootstrap
         self.prefix = f"t{os.getpid()}-{next(_NUMBERS)}"
-        self._admin = AdminClient({"bootstrap.servers": bootstrap})
+        self._admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
         self._doors: list[KafkaDoor] = []
 
     def name(self, topic: str) -> str:

@@ -228,7 +228,13 @@ class Membership(Protocol):
         ...
 
     async def still_ours(self, partition: int) -> bool:
-        """After a fresh heartbeat in the same generation, say whether `partition` is ours."""
+        """After a fresh heartbeat in the same generation, say whether `partition` is ours.
+
+        After a no, `assigned` is called with what is ours from then on.
+
+        Raises:
+            KafkaUnavailable: no answer; it may still be ours.
+        """
         ...
 
     async def leave(self) -> None:

@@ -31,10 +31,17 @@ class Fate(Enum):
 class Held:
     """A request on its way for as long as the test likes."""
 
-    def __init__(self, frame: bytes, upstream: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, frame: bytes, upstream: asyncio.StreamWriter, client: asyncio.StreamWriter
+    ) -> None:
         self._frame = frame
         self._upstream = upstream
+        self._client = client
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def reset(self) -> None:
+        """Break the client's connection; the request stays on its way."""
+        self._client.transport.abort()
 
     async def release(self) -> int:
         """Let the broker have it; returns the error code of its answer to a request of the
@@ -135,10 +142,10 @@ class _Link:
             key, _version, _correlation = _HEADER.unpack_from(frame, _SIZE.size)
             fate = self._relay.decide(key)
             if fate in (Fate.HOLD, Fate.HOLD_AND_RESET):
-                self._held = Held(frame, self._up_writer)
+                self._held = Held(frame, self._up_writer, self._writer)
                 await self._relay.hold(self._held)
                 if fate is Fate.HOLD_AND_RESET:
-                    self._writer.transport.abort()
+                    self._held.reset()
                 continue
             self._lose_next = fate is Fate.LOSE_ANSWER
             self._up_writer.write(frame)

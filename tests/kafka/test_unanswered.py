@@ -79,7 +79,27 @@ async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
     assert await keys(world, topic) == [b"first-1"]
 
 
-async def test_a_turn_behind_a_lost_one_is_never_committed(
+async def test_a_turn_behind_one_with_unknown_outcome_is_aborted(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(END_TXN, Fate.HOLD)
+    first = await write(partition, "first", 1, topic)
+    ghost = await relay.caught()
+    second = await write(partition, "first", 2, topic)
+    ghost.reset()
+    for handle in (first, second):
+        with pytest.raises(TurnLost):
+            await handle.committed()
+    assert (await partition.claim(claim("second"))).progress is None
+    assert await ghost.release() in FENCED_CODES
+    assert await keys(world, topic) == []
+
+
+async def test_a_turn_behind_a_fenced_one_is_never_committed(
     world: KafkaWorld, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")

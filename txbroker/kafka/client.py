@@ -139,6 +139,8 @@ class Client:
                 return await self.ask(node, request, lane)
             except (NotSent, Unanswered) as error:
                 last = error
+        # Brokers that came back elsewhere are found through the bootstrap servers next time.
+        await self.refresh(())
         raise last
 
     async def _connection(self, node: int, lane: str, timeout_s: float | None) -> Connection:

@@ -79,7 +79,7 @@ class KafkaDoor:
 
     def _bytes_max(self, topic: str) -> int:
         own = self._own_bytes_max.get(topic)
-        return self.targets.message_bytes_max(topic) if own is None else own
+        return self.targets.batch_bytes_max(topic) if own is None else own
 
     async def close(self) -> None:
         """Let go of everything. Does not leave the group: see `Membership.leave`."""

@@ -14,6 +14,9 @@ from txbroker.kafka.codes import Code, describe
 _DEFAULT_MESSAGE_BYTES = 1048588
 """Kafka's own default, for topics whose settings may not be read."""
 
+_BATCH_BYTES_MAX = 4 << 20
+"""Larger batches bring nothing, and brokers hold each whole in memory."""
+
 _CAUSE_TTL_S = 1.0
 """Somebody may be creating the topic just now."""
 
@@ -29,6 +32,8 @@ class KafkaTargets:
         self._ttl_s = client.settings.facts_ttl_s
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
+        # Outlives the facts: a turn may be written just after they have expired.
+        self._bytes_max: dict[str, int] = {}
 
     def known(self, topic: str) -> TargetFacts | Cause | None:
         """Return facts from the cache, or why there are none, or None where it must be asked."""
@@ -41,11 +46,9 @@ class KafkaTargets:
             return None
         return facts
 
-    def message_bytes_max(self, topic: str) -> int:
-        """Return the largest batch that a topic takes, as far as is known, bytes."""
-        found = self._known.get(topic)
-        facts = found[1] if found else None
-        return facts.message_bytes_max if isinstance(facts, TargetFacts) else _DEFAULT_MESSAGE_BYTES
+    def batch_bytes_max(self, topic: str) -> int:
+        """Return the largest batch to write to a topic, as far as is known, bytes."""
+        return min(self._bytes_max.get(topic, _DEFAULT_MESSAGE_BYTES), _BATCH_BYTES_MAX)
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
         """Ask Kafka about a topic (never creating it by accident), and remember the answer.
@@ -62,6 +65,8 @@ class KafkaTargets:
         return facts
 
     def _remember(self, topic: str, facts: TargetFacts | Cause) -> None:
+        if isinstance(facts, TargetFacts):
+            self._bytes_max[topic] = facts.message_bytes_max
         ttl_s = min(self._ttl_s, _CAUSE_TTL_S) if isinstance(facts, Cause) else self._ttl_s
         self._known[topic] = (self._loop.time() + ttl_s, facts)
 
