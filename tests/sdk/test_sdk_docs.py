@@ -22,6 +22,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ORDERS_CHECK_SECRET", "whsec_c2VjcmV0")
     blocks = BLOCK.findall(PAGE.read_text())
     assert len(blocks) == 4
     return "\n".join(blocks)
