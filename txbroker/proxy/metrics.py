@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -52,6 +52,15 @@ class Gauges:
     ready: bool | None = None
 
 
+class Described(NamedTuple):
+    """A metric as the reference shows it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+
 @dataclass(frozen=True)
 class _Family:
     name: str
@@ -77,6 +86,11 @@ _FAMILIES = (
         min,
     ),
     _Family("ready", "1 if the proxy takes calls, else 0.", None, min),
+)
+
+
+_BUILD_INFO = Described(
+    "txbroker_build_info", "gauge", ("version", "python"), "Always 1; which build runs."
 )
 
 
@@ -125,6 +139,7 @@ class Metrics:
         self._topic = _Labels(topic_labels_max)
         self._sources: list[Callable[[], Gauges]] = []
         self._counters: dict[tuple[str, ...], Counter] = {}
+        self._described: list[Described] = []
         self._make_counters()
         self._make_histograms()
         self.registry.register(_GaugeCollector(self))
@@ -133,6 +148,7 @@ class Metrics:
 
     def _make_counters(self) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
+            self._described.append(Described(f"txbroker_{name}", "counter", labels, text))
             return Counter(f"txbroker_{name}", text, labels, registry=self.registry)
 
         self._prepared = counter("prepared_total", "Half messages stored.", "topic")
@@ -147,19 +163,25 @@ class Metrics:
 
     def _make_histograms(self) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            self._described.append(Described(f"txbroker_{name}", "histogram", labels, text))
             return Histogram(
                 f"txbroker_{name}", text, labels, registry=self.registry, buckets=buckets
             )
 
         self._check_s = histogram("check_duration_seconds", "Time of a check.", _CHECK_S, "group")
-        self._decision_s = _Latency(
-            "txbroker_decision_latency_seconds", "From a decision's call to its answer."
+
+        def latency(name: str, text: str) -> _Latency:
+            self._described.append(Described(f"txbroker_{name}", "histogram", (), text))
+            collector = _Latency(f"txbroker_{name}", text)
+            self.registry.register(collector)
+            return collector
+
+        self._decision_s = latency(
+            "decision_latency_seconds", "From a decision's call to its answer."
         )
-        self._promotion_s = _Latency(
-            "txbroker_promotion_latency_seconds", "From a commit's marker until it is visible."
+        self._promotion_s = latency(
+            "promotion_latency_seconds", "From a commit's marker until it is visible."
         )
-        self.registry.register(self._decision_s)
-        self.registry.register(self._promotion_s)
         self._recovery_s = histogram(
             "recovery_seconds", "From gaining a partition until it is caught up.", _RECOVERY_S
         )
@@ -234,9 +256,7 @@ class Metrics:
         found = [source() for source in self._sources]
         for family in _FAMILIES:
             yield self._family(family, [getattr(gauges, family.name) for gauges in found])
-        build = GaugeMetricFamily(
-            "txbroker_build_info", "Always 1; which build runs.", labels=("version", "python")
-        )
+        build = GaugeMetricFamily(_BUILD_INFO.name, _BUILD_INFO.text, labels=_BUILD_INFO.labels)
         build.add_metric((__version__, platform.python_version()), 1)
         yield build
 
@@ -258,6 +278,19 @@ class Metrics:
         for key, total in merged.items():
             metric.add_metric(key, total)
         return metric
+
+    def described(self) -> list[Described]:
+        """Return what there is, by name, for the reference."""
+        gauges = [
+            Described(
+                f"txbroker_{family.name}",
+                "gauge",
+                (family.label,) if family.label else (),
+                family.text,
+            )
+            for family in _FAMILIES
+        ]
+        return sorted([*self._described, *gauges, _BUILD_INFO])
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -1,0 +1,213 @@
+"""Settings: where they come from, and every contradiction that is refused in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from txbroker.config import Address, Settings, load_settings, parse_address, read_secret
+from txbroker.errors import ConfigurationError
+
+
+def refused(options: dict[str, Any] | None = None, **environ: str) -> str:
+    """Return the sentence with which settings are refused."""
+    with pytest.raises(ConfigurationError) as refusal:
+        load_settings(options, environ=environ)
+    message = str(refusal.value)
+    assert "pydantic" not in message
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_are_sound() -> None:
+    settings = load_settings(environ={})
+    assert settings.listen_address == Address("127.0.0.1", 8470)
+    assert settings.advertise_url == "http://127.0.0.1:8470"
+    assert settings.topic("half") == "txbroker.half"
+    assert settings.check_window_s == 6 + 14 * 30 + 5
+    assert settings.read_kafka_password() == ""
+
+
+def test_option_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "txbroker.toml"
+    file.write_text('partitions = 5\ncheck_after_s = 5\nkafka = "file:1"\n')
+    environ = {"TXBROKER_CHECK_AFTER_S": "7", "TXBROKER_KAFKA": "env:1"}
+    settings = load_settings({"kafka": "opt:1", "listen": None}, config=file, environ=environ)
+
+    assert (settings.partitions, settings.check_after_s, settings.kafka) == (5, 7.0, "opt:1")
+    assert settings.listen == "127.0.0.1:8470"
+
+
+def test_environment_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "txbroker.toml"
+    file.write_text('allowed_hosts = ["a", "b"]\n')
+    assert load_settings(environ={"TXBROKER_CONFIG": str(file)}).allowed_hosts == ("a", "b")
+
+
+def test_environment_holds_lists_and_switches() -> None:
+    environ = {"TXBROKER_ALLOWED_HOSTS": "a, b,", "TXBROKER_CREATE_TARGET_TOPICS": "true"}
+    settings = load_settings(environ=environ)
+    assert (settings.allowed_hosts, settings.create_target_topics) == (("a", "b"), True)
+
+
+def test_settings_by_hand_ignore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TXBROKER_PARTITIONS", "9")
+    assert Settings().partitions == 4
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Settings().partitions = 5  # type: ignore[misc]
+
+
+def test_every_setting_is_described() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("check_aftr_s = 5", "did you mean 'check_after_s'"),
+        ("zzz = 5", "there is no setting 'zzz'"),
+        ("kafka = ", "is not TOML"),
+        ("partitions = 'many'", "partitions (config file"),
+        ("partitions = [1]", "partitions (config file"),
+        ("[kafka]\nservers = 1", "kafka (config file"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "txbroker.toml"
+    file.write_text(content)
+    assert words in refused(TXBROKER_CONFIG=str(file))
+
+
+def test_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+    assert "No such file" in refused(TXBROKER_CONFIG=str(tmp_path / "none"))
+    assert "directory" in refused(TXBROKER_CONFIG=str(tmp_path))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "is not TOML" in refused(TXBROKER_CONFIG=str(tmp_path / "binary"))
+
+
+def test_unknown_names_elsewhere() -> None:
+    assert "did you mean TXBROKER_CHECK_AFTER_S" in refused(TXBROKER_CHECK_AFTR_S="1")
+    assert "option --check-aftr-s" in refused({"check_aftr_s": 1})
+    assert load_settings(environ={"TXBROKER_URL": "http://localhost"}).partitions == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        # numbers
+        ({"partitions": 0}, "partitions (option --partitions) must be greater"),
+        ({"check_after_s": -1}, "check_after_s"),
+        ({"check_after_s": float("nan")}, "finite"),
+        ({"check_interval_s": 0}, "check_interval_s"),
+        ({"pending_max": 0}, "pending_max"),
+        ({"in_flight_bytes_max": -5}, "in_flight_bytes_max"),
+        ({"sessions_max": 1.5}, "sessions_max"),
+        # addresses
+        ({"kafka": "localhost"}, "kafka: 'localhost' is not an address"),
+        ({"kafka": "a:1,,b:2"}, "kafka: ''"),
+        ({"kafka": "a:0"}, "port 0"),
+        ({"kafka": "a:99999"}, "kafka"),
+        ({"listen": "8470"}, "listen"),
+        ({"listen": "::1:8470"}, "listen"),
+        ({"listen": "127.0.0.1:http"}, "listen"),
+        ({"listen": "a b:1"}, "listen"),
+        ({"advertise": "proxy-1:8470"}, "advertise"),
+        ({"advertise": "ftp://proxy-1"}, "advertise"),
+        ({"advertise": "http://u:secret@proxy-1"}, "must not hold a user name"),
+        ({"advertise": "http://proxy-1/path"}, "must end after host and port"),
+        ({"advertise": "http://proxy-1:99999"}, "advertise"),
+        ({"advertise": "http://["}, "advertise"),
+        ({"topic_prefix": "a/b"}, "topic_prefix"),
+        # listening in public
+        ({"listen": "0.0.0.0:8470"}, "set token_file, or insecure"),
+        ({"listen": "[::]:8470"}, "set token_file, or insecure"),
+        ({"listen": "proxy-1:8470"}, "set token_file, or insecure"),
+        ({"token_file": "/nonexistent"}, "token_file /nonexistent: No such file"),
+        # times
+        ({"check_interval_s": 100_000}, "longer than half of half_retention_s"),
+        ({"half_retention_s": 600}, "longer than half of half_retention_s"),
+        ({"dedup_window_s": 5}, "too short"),
+        ({"dedup_window_s": 700_000}, "dedup_window_s 700000 is longer"),
+        # sizes
+        ({"message_bytes_max": 8_000_000}, "message_bytes_max (8000000 bytes) must fit into"),
+        ({"request_bytes_max": 1_000_000}, "request_bytes_max"),
+        ({"session_in_flight_bytes_max": 1_000_000}, "session_in_flight_bytes_max"),
+        ({"in_flight_bytes_max": 1_000_000}, "in_flight_bytes_max"),
+        ({"frame_bytes_max": 20_000_000}, "that SDKs and proxies agree on"),
+        # Kafka's security
+        ({"kafka_security_protocol": "TLS"}, "'SSL'"),
+        ({"kafka_security_protocol": "SASL_SSL"}, "needs kafka_sasl_username"),
+        ({"kafka_sasl_username": "me"}, "need kafka_security_protocol"),
+        ({"kafka_ssl_ca_file": "/nonexistent"}, "needs kafka_security_protocol"),
+        (
+            {"kafka_security_protocol": "SSL", "kafka_ssl_ca_file": "/nonexistent"},
+            "kafka_ssl_ca_file /nonexistent: no such file",
+        ),
+    ],
+)
+def test_contradictions_are_refused_in_a_sentence(options: dict[str, Any], words: str) -> None:
+    assert words in refused(options)
+
+
+def test_certificate_needs_its_key(tmp_path: Path) -> None:
+    pem = tmp_path / "pem"
+    pem.touch()
+    options = {"kafka_security_protocol": "SSL", "kafka_ssl_cert_file": pem}
+    assert "belong together" in refused(options)
+    assert load_settings({**options, "kafka_ssl_key_file": pem}, environ={}).kafka_ssl_key_file
+
+
+def test_several_mistakes_are_told_at_once() -> None:
+    message = refused({"partitions": 0, "pending_max": 0})
+    assert "partitions" in message
+    assert "pending_max" in message
+
+
+def test_public_addresses_need_a_token_or_insecure(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    for options in ({"token_file": token}, {"insecure": True}):
+        settings = load_settings({"listen": "0.0.0.0:8470", **options}, environ={})
+        assert settings.listen_address.public
+        assert "s3cret" not in repr(settings)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:1", "[::1]:8470", "127.8.8.8:1"])
+def test_loopback_needs_none(listen: str) -> None:
+    assert not load_settings({"listen": listen}, environ={}).listen_address.public
+
+
+def test_secrets_stand_in_files_and_never_in_repr(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("hunter2\n")
+    options = {
+        "kafka_security_protocol": "SASL_SSL",
+        "kafka_sasl_mechanism": "SCRAM-SHA-512",
+        "kafka_sasl_username": "me",
+        "kafka_sasl_password_file": password,
+    }
+    settings = load_settings(options, environ={})
+    assert settings.read_kafka_password() == "hunter2"
+    assert "hunter2" not in repr(settings) + str(settings.model_dump())
+
+    password.write_text("\n")
+    assert "is empty" in refused(options)
+    password.write_bytes(b"\xff")
+    assert "is not text" in refused(options)
+
+
+def test_addresses_and_their_urls() -> None:
+    assert parse_address("[::1]:8470").url == "http://[::1]:8470"
+    assert parse_address("proxy-1:80") == Address("proxy-1", 80)
+
+
+def test_missing_secret_names_its_setting() -> None:
+    with pytest.raises(ConfigurationError, match="my_file /nonexistent"):
+        read_secret("my_file", Path("/nonexistent"))

@@ -1,0 +1,211 @@
+"""Write the reference pages of HTTP API, settings, metrics and errors from the declarations.
+
+`python -m txbroker.proxy.http.reference docs/reference`
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from txbroker.config import ENV_PREFIX, Settings
+from txbroker.errors import request_errors
+from txbroker.proxy.http.api import SESSION_PATH, operations
+from txbroker.proxy.http.openapi import describe
+from txbroker.proxy.http.operations import Operation
+from txbroker.proxy.metrics import Metrics
+
+_NOTICE = "<!-- Written by `python -m txbroker.proxy.http.reference`; edit the code instead. -->\n"
+
+
+def pages() -> dict[str, str]:
+    """Return the reference pages by file name."""
+    made = {
+        "http.md": _http(),
+        "settings.md": _settings(),
+        "metrics.md": _metrics(),
+        "errors.md": _errors(),
+    }
+    return {name: _NOTICE + text for name, text in made.items()}
+
+
+def write(folder: Path) -> None:
+    """Write the reference pages into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+# --- HTTP ------------------------------------------------------------------------------------
+
+
+def _http() -> str:
+    declared = operations()
+    document = describe(declared)
+    lines = [
+        "# HTTP API",
+        "",
+        "JSON over HTTP, by default at `http://127.0.0.1:8470`. The same as an OpenAPI 3.1 "
+        "document is at `/v1/openapi.json`. What changes state needs `content-type: "
+        "application/json`; the answer to what was not carried out is `{\"error\": {\"code\", \"message\", …}}`, with the "
+        "codes of [errors](errors.md). Times are milliseconds since 1970.",
+        "",
+        "| call | what |",
+        "| --- | --- |",
+        *(f"| {_anchor(one)} | {one.summary} |" for one in declared),
+        f"| `GET {SESSION_PATH}` | A WebSocket: the session of an SDK |",
+    ]  # fmt: skip
+    for operation in declared:
+        lines += ["", *_call(operation, document)]
+    lines += ["", "## Bodies"]
+    for name, schema in document["components"]["schemas"].items():
+        if "properties" in schema:
+            lines += ["", *_body(name, schema)]
+    return "\n".join(lines) + "\n"
+
+
+def _anchor(operation: Operation) -> str:
+    return f"[`{operation.method} {operation.path}`](#{operation.name})"
+
+
+def _call(operation: Operation, document: dict[str, Any]) -> list[str]:
+    described = document["paths"][operation.path][operation.method.lower()]
+    lines = [
+        f'<a id="{operation.name}"></a>',
+        f"## {operation.method} {operation.path}",
+        "",
+        f"{operation.summary}.".replace("?.", "?"),
+    ]
+    queries = [one for one in described["parameters"] if one["in"] == "query"]
+    if queries:
+        lines += ["", "| query | what |", "| --- | --- |"]
+        lines += [f"| `{one['name']}` | {_cell(_type(one['schema']))} |" for one in queries]
+    if operation.body is not None:
+        optional = ", which may be left out" if operation.body_optional else ""
+        lines += ["", f"Body: {_link(operation.body.__name__)}{optional}."]
+    lines += ["", "| status | answer |", "| --- | --- |"]
+    for status, response in described["responses"].items():
+        (media, content), = response["content"].items()  # fmt: skip
+        schema = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
+        shown = _link(schema) if schema else f"`{media}`"
+        text = response["description"]
+        lines.append(f"| {status} | {_cell(text if schema == 'ErrorBody' else shown)} |")
+    return lines
+
+
+def _body(name: str, schema: dict[str, Any]) -> list[str]:
+    lines = [f'<a id="{name.lower()}"></a>', f"### {name}", "", schema.get("description", "")]
+    required = schema.get("required", ())
+    lines += ["", "| field | what |", "| --- | --- |"]
+    for field, shape in schema["properties"].items():
+        need = "" if field in required else ", optional"
+        text = shape.get("description", "")
+        lines.append(
+            f"| `{field}` | {_cell(_type(shape))}{need}{'. ' if text else ''}{_cell(text)} |"
+        )
+    return lines
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return _link(schema["$ref"].rpartition("/")[2])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "anyOf" in schema:
+        kinds = [_type(one) for one in schema["anyOf"] if one != {"type": "null"}]
+        return " or ".join(dict.fromkeys(kinds))
+    kind = schema.get("type", "any JSON")
+    if isinstance(kind, list):
+        kind = " or ".join(one for one in kind if one != "null")
+    if kind == "array" and isinstance(schema.get("items"), dict):
+        return f"array of {_type(schema['items'])}"
+    bounds = [
+        f"{word} {schema[key]:g}"
+        for key, word in (("minimum", "from"), ("maximum", "to"), ("exclusiveMinimum", "above"))
+        if key in schema
+    ]
+    return " ".join([kind, *bounds])
+
+
+def _link(name: str) -> str:
+    return f"[{name}](#{name.lower()})"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+# --- settings, metrics, errors ---------------------------------------------------------------
+
+
+def _settings() -> str:
+    lines = [
+        "# Settings",
+        "",
+        "Each is an option of the command line (`--check-after-s`), an environment variable "
+        "(`TXBROKER_CHECK_AFTER_S`) and a key of the config file (`check_after_s`, TOML; the file "
+        "is named by `--config` or `TXBROKER_CONFIG`). An option wins over the environment, the "
+        "environment over the file, the file over the default. Lists are separated by commas in "
+        "the environment.",
+        "",
+        "| setting | variable | default | what |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, field in Settings.model_fields.items():
+        variable = f"{ENV_PREFIX}{name.upper()}"
+        text = _cell(field.description or "")
+        lines.append(f"| `{name}` | `{variable}` | {_default(field)} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if value is None or value in ("", ()):
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, float):
+        return f"`{value:.10g}`"
+    return f"`{value}`"
+
+
+def _metrics() -> str:
+    lines = [
+        "# Metrics",
+        "",
+        "At `/metrics`, in Prometheus' text format, beside those of the process and of Python. "
+        "Groups beyond `group_labels_max`, and topics beyond 500, count as `other`.",
+        "",
+        "| metric | type | labels | what |",
+        "| --- | --- | --- | --- |",
+    ]
+    for metric in Metrics().described():
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {_cell(metric.text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _errors() -> str:
+    lines = [
+        "# Errors",
+        "",
+        "Over HTTP an error is `{\"error\": {\"code\", \"message\", …}}` with the status below; "
+        "in a session it is a `Failure` with the code. Where the same call can be sent again as "
+        "it is, the answer has `Retry-After`. A malformed frame gets a `Failure` for call 0 and ends the "
+        "session.",
+        "",
+        "| code | status | send again? | what |",
+        "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for code, kind in sorted(request_errors().items(), key=lambda item: (item[1].status, item[0])):
+        again = "yes" if kind.retryable else "no"
+        text = " ".join(
+            line.strip() for line in (kind.__doc__ or "").partition("\n\n")[0].split("\n")
+        )
+        lines.append(f"| `{code}` | {kind.status} | {again} | {_cell(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/reference"))
