@@ -145,7 +145,9 @@ class Calls:
         try:
             async with patience.timeout, self._prepares.take(size_of(draft.messages)):
                 return await self._prepare(draft, patience)
-        except RequestError:
+        except RequestError as error:
+            if error.status >= 500:
+                patience.sent = True  # an inner error does not say that nothing was stored
             self._abandon(patience)
             raise
         except BaseException as error:

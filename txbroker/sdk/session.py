@@ -35,8 +35,9 @@ from txbroker.wire import (
 _log = logging.getLogger("txbroker.sdk")
 
 SESSION_PATH = "/v1/session"
-ARRAY_HEADER_BYTES_MAX = 5
-OPERATION_BYTES_MAX = FRAME_BYTES_MAX - ARRAY_HEADER_BYTES_MAX
+FRAME_OVERHEAD_BYTES = 6
+"""An array's header, and one byte because aiohttp refuses frames as large as its limit."""
+OPERATION_BYTES_MAX = FRAME_BYTES_MAX - FRAME_OVERHEAD_BYTES
 CLOSE_TIMEOUT_S = 2.0
 """How long a proxy may take over the closing handshake before the socket is dropped."""
 
@@ -294,7 +295,7 @@ async def open_session(
             socket = await http.ws_connect(
                 address + SESSION_PATH,
                 heartbeat=limits.heartbeat_s,
-                max_msg_size=FRAME_BYTES_MAX + ARRAY_HEADER_BYTES_MAX,
+                max_msg_size=FRAME_BYTES_MAX + FRAME_OVERHEAD_BYTES,
             )
             try:
                 welcome, *rest = await _greet(socket, hello)
