@@ -48,8 +48,9 @@ def _http() -> str:
         "",
         "JSON over HTTP, by default at `http://127.0.0.1:8470`. The same as an OpenAPI 3.1 "
         "document is at `/v1/openapi.json`. What changes state needs `content-type: "
-        "application/json`; the answer to what was not carried out is `{\"error\": {\"code\", \"message\", …}}`, with the "
-        "codes of [errors](errors.md). Times are milliseconds since 1970.",
+        "application/json`; the answer to what was not carried out is "
+        '`{"error": {"code", "message", …}}`, with the codes of [errors](errors.md). '
+        "Times are milliseconds since 1970.",
         "",
         "| call | what |",
         "| --- | --- |",
@@ -192,8 +193,8 @@ def _errors() -> str:
         "",
         "Over HTTP an error is `{\"error\": {\"code\", \"message\", …}}` with the status below; "
         "in a session it is a `Failure` with the code. Where the same call can be sent again as "
-        "it is, the answer has `Retry-After`. A malformed frame gets a `Failure` for call 0 and ends the "
-        "session.",
+        "it is, the answer has `Retry-After`. A malformed frame gets a `Failure` for call 0 and "
+        "ends the session.",
         "",
         "| code | status | send again? | what |",
         "| --- | --- | --- | --- |",

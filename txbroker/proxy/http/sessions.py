@@ -51,7 +51,9 @@ class Session:
         self._wake = asyncio.Event()
         self._check_bytes = 0
         self._in_flight = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        # By the number of the operation: a done callback would cost another turn of the loop.
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._begun = 0
         self._loop = asyncio.get_running_loop()
         self.group = hello.group
         self.instance = hello.instance
@@ -160,11 +162,10 @@ class Session:
             self.send(_failure(operation.call, Overloaded("too many bytes are in flight")))
             return
         self._in_flight += share
-        task = self._loop.create_task(self._answer(operation, share, make))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._begun = number = self._begun + 1
+        self._tasks[number] = self._loop.create_task(self._answer(number, operation, share, make))
 
-    async def _answer(self, operation: Any, share: int, make: Any) -> None:
+    async def _answer(self, number: int, operation: Any, share: int, make: Any) -> None:
         call = operation.call
         try:
             standing = await make(operation)
@@ -183,6 +184,7 @@ class Session:
                 )
             )
         finally:
+            del self._tasks[number]
             self._in_flight -= share
             self._shell.in_flight.release(share)
 
@@ -227,7 +229,7 @@ class Session:
     async def finish(self, timeout_s: float) -> None:
         """Let operations under way end; after `timeout_s` they are given up."""
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+            _, late = await asyncio.wait(self._tasks.values(), timeout=timeout_s)
             for task in late:
                 task.cancel()
 
