@@ -208,6 +208,11 @@ def test_addresses_and_their_urls() -> None:
     assert parse_address("proxy-1:80") == Address("proxy-1", 80)
 
 
+def test_advertise_has_one_spelling() -> None:
+    settings = load_settings({"advertise": "http://proxy-1:8470/"}, environ={})
+    assert settings.advertise == settings.advertise_url == "http://proxy-1:8470"
+
+
 def test_missing_secret_names_its_setting() -> None:
     with pytest.raises(ConfigurationError, match="my_file /nonexistent"):
         read_secret("my_file", Path("/nonexistent"))

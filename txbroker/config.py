@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from txbroker.errors import ConfigurationError
@@ -249,6 +249,12 @@ class Settings(BaseSettings):
         """Take nothing from the surroundings: `load_settings` brings the sources together."""
         return (init_settings,)
 
+    @field_validator("advertise")
+    @classmethod
+    def _without_slash(cls, url: str) -> str:
+        # Owners are compared by their URL, so one proxy must not have two spellings.
+        return url.removesuffix("/")
+
     @property
     def listen_address(self) -> Address:
         """`listen`, taken apart."""
@@ -257,7 +263,7 @@ class Settings(BaseSettings):
     @property
     def advertise_url(self) -> str:
         """`advertise`, or the URL of `listen` (with port 0 only known once it listens)."""
-        return self.advertise.rstrip("/") or self.listen_address.url
+        return self.advertise or self.listen_address.url
 
     @property
     def check_window_s(self) -> float:
