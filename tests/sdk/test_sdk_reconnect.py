@@ -240,7 +240,7 @@ async def test_a_proxy_with_an_old_view_does_not_lead_astray_for_long(
 
 
 async def test_behind_another_address_the_way_in_is_remembered(cluster: FakeCluster) -> None:
-    proxy = await cluster.proxy(advertise="http://proxy.invalid:8470")
+    proxy = await cluster.proxy(advertise="http://proxy.invalid:8470/")
     async with TransactionalProducer(proxy.address, group="g", limits=QUICK) as producer:
         await producer.prepare(M)
         await proxy.sessions[0].drop()

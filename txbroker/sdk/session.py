@@ -104,8 +104,8 @@ class Session:
         listener: Listener,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.url = url
-        self.owners = welcome.owners
+        self.url = url.rstrip("/")
+        self.owners = _without_slashes(welcome.owners)
         self.dedup_window_s = welcome.dedup_window_s
         self.opened_at = loop.time()
         self._loop = loop
@@ -247,7 +247,7 @@ class Session:
                 if (call := self._calls.get(operation.call)) and not call.answer.done():
                     call.answer.set_exception(error_of(operation))
             case Owners():
-                self._take_owners(operation.owners)
+                self._take_owners(_without_slashes(operation.owners))
             case Clock():
                 self._clock_ms, self._clock_at = operation.now_ms, self._loop.time()
             case Check():
@@ -341,6 +341,11 @@ async def _close_socket(socket: aiohttp.ClientWebSocketResponse) -> None:
     with contextlib.suppress(asyncio.TimeoutError, aiohttp.ClientError, OSError):
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await socket.close()
+
+
+def _without_slashes(urls: tuple[str, ...]) -> tuple[str, ...]:
+    """URLs are compared, and a slash at the end makes no other proxy of one."""
+    return tuple(url.rstrip("/") for url in urls)
 
 
 def _encode(operation: FromProducer) -> bytes:
