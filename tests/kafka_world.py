@@ -11,7 +11,13 @@ from typing import Any
 
 from aiokafka.conn import create_conn
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+)
 
 from txbroker.core.records import Record
 from txbroker.kafka import KafkaDoor, KafkaSettings
@@ -81,6 +87,32 @@ class KafkaWorld:
         # Created is decided by the controller; the broker hears of it a little later.
         while new.topic not in self._admin.list_topics(timeout=10).topics:
             assert time.monotonic() < deadline, f"{new.topic} does not appear"
+
+    async def delete_topic(self, topic: str) -> None:
+        """Delete a topic (full name)."""
+        await asyncio.to_thread(self._delete, topic)
+
+    def _delete(self, topic: str) -> None:
+        self._admin.delete_topics([topic])[topic].result(10)
+        deadline = time.monotonic() + 10
+        while topic in self._admin.list_topics(timeout=10).topics:
+            assert time.monotonic() < deadline, f"{topic} does not go away"
+
+    async def set_max_message_bytes(self, topic: str, size: int) -> None:
+        """Change the largest batch that a topic (full name) takes."""
+        change = ConfigResource(
+            ConfigResource.Type.TOPIC,
+            topic,
+            incremental_configs=[
+                ConfigEntry(
+                    "max.message.bytes",
+                    str(size),
+                    incremental_operation=AlterConfigOpType.SET,
+                )
+            ],
+        )
+        futures = self._admin.incremental_alter_configs([change])
+        await asyncio.to_thread(lambda: futures[change].result(10))
 
     async def truncate(self, topic: str, partition: int, before: int) -> None:
         """Delete the records of a topic (full name) below an offset."""

@@ -22,11 +22,14 @@ class MemoryWorld:
 
     async def door(self, instance_id: str = "one") -> MemoryDoor:
         """A door that is started; closed when the test ends."""
-        door = MemoryDoor(
-            self.kafka, instance=instance_id, topic_prefix="test", message_bytes_max=1 << 20
-        )
-        self._doors.append(door)
+        door = self.closed_door(instance_id, message_bytes_max=1 << 20)
         await door.start()
+        return door
+
+    def closed_door(self, instance_id: str = "one", **changes: Any) -> MemoryDoor:
+        """A door that is not started yet."""
+        door = MemoryDoor(self.kafka, instance=instance_id, topic_prefix="test", **changes)
+        self._doors.append(door)
         return door
 
     async def create_topic(self, topic: str, partitions: int = 1, **configs: str) -> str:
@@ -39,6 +42,14 @@ class MemoryWorld:
         assert not configs, f"the Kafka in memory does not know {configs}"
         self.kafka.create_topic(self.name(topic), partitions, **settings)
         return self.name(topic)
+
+    async def delete_topic(self, topic: str) -> None:
+        """Delete a topic (full name)."""
+        self.kafka.delete_topic(topic)
+
+    async def set_max_message_bytes(self, topic: str, size: int) -> None:
+        """Change the largest batch that a topic (full name) takes."""
+        self.kafka.set_message_bytes_max(topic, size)
 
     async def truncate(self, topic: str, partition: int, before: int) -> None:
         """Delete the records of a topic (full name) below an offset."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kafka_world import KafkaWorld
 from memory_world import MemoryWorld
+from service_world import Client, Desk, HttpClient, SdkClient, Service, unique
 
 from txbroker.door import Door
 
@@ -40,3 +41,35 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
 async def door(world: Any) -> Door:
     """A started door."""
     return await world.door()
+
+
+# --- a whole proxy ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+async def desk() -> AsyncIterator[Desk]:
+    """The endpoints of all groups."""
+    async with Desk().serve() as running:
+        yield running
+
+
+@pytest.fixture(scope="session", params=WORLDS)
+async def service(request: pytest.FixtureRequest, desk: Desk) -> AsyncIterator[Service]:
+    """A running proxy, shared by the whole suite: tests use topics and groups of their own."""
+    made = WORLDS[request.param](request)
+    running = Service(made, desk)
+    await running.start()
+    yield running
+    await running.stop()
+    await made.close()
+
+
+@pytest.fixture(params=["http", "sdk"])
+async def client(request: pytest.FixtureRequest, service: Service) -> AsyncIterator[Client]:
+    """A client of a group of its own."""
+    group = unique("group")
+    if request.param == "http":
+        yield HttpClient(service, group)
+        return
+    async with service.producer(group) as producer:
+        yield SdkClient(producer)

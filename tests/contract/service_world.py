@@ -1,0 +1,297 @@
+"""A running proxy as the service suite sees it, on a Kafka in memory or on a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from kafka_world import KafkaWorld
+from memory_world import MemoryWorld
+
+from txbroker.config import Settings
+from txbroker.core.message_json import message_to_json
+from txbroker.core.records import Message, Record
+from txbroker.errors import request_errors
+from txbroker.proxy.process import Proxy, run_proxy
+from txbroker.sdk import TransactionalProducer
+
+DEADLINE_S = 20.0
+"""How long a condition may take to come true, on a busy machine."""
+_POLL_S = 0.02
+_PARTITIONS = 2
+_NUMBERS = itertools.count()
+
+Json = dict[str, Any]
+
+
+async def until(condition: Callable[[], Awaitable[Any]], deadline_s: float = DEADLINE_S) -> Any:
+    """Ask again and again until the answer is true; return it."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    while not (found := await condition()):
+        assert loop.time() < deadline, f"not true within {deadline_s:g} s: {condition}"
+        await asyncio.sleep(_POLL_S)
+    return found
+
+
+def unique(word: str) -> str:
+    """Return a name that no other test uses."""
+    return f"{word}-{next(_NUMBERS)}"
+
+
+class Desk:
+    """Check URLs, and what the service behind them says: per group a list of answers, of which
+    the last one is given again and again. A number is a status without a decision."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.answers: dict[str, list[Json | int]] = {}
+        self.calls: dict[str, list[Json]] = {}
+        self.held: dict[str, asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[Desk]:
+        """Listen until the block is left."""
+        app = web.Application()
+        app.router.add_post("/check/{group}", self._answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        group = request.match_info["group"]
+        self.calls.setdefault(group, []).append(await request.json())
+        held = self.held.get(group)
+        if held is not None:
+            await held.wait()
+        answers = self.answers[group]
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, int):
+            return web.Response(status=answer)
+        return web.json_response(answer)
+
+
+class Service:
+    """One proxy, its Kafka, and the calls that tests make."""
+
+    def __init__(self, world: KafkaWorld | MemoryWorld, desk: Desk) -> None:
+        self.world = world
+        self.desk = desk
+        self.proxy: Proxy
+        self._stack = AsyncExitStack()
+        self._http: aiohttp.ClientSession
+
+    # --- life ----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Run a proxy on a new door."""
+        if isinstance(self.world, KafkaWorld):
+            door: Any = self.world.closed_door(partitions=_PARTITIONS, facts_ttl_s=0.2)
+        else:
+            door = self.world.closed_door(half_partitions=_PARTITIONS, facts_ttl_s=0.2)
+        settings = Settings(listen="127.0.0.1:0", instance="one", check_timeout_s=2.0)
+        self.proxy = await self._stack.enter_async_context(run_proxy(door, settings))
+        self._http = await self._stack.enter_async_context(aiohttp.ClientSession(self.proxy.url))
+        await until(self._ready)
+
+    async def _ready(self) -> bool:
+        return (await self.get("/readyz"))["ready"] is True
+
+    async def stop(self) -> None:
+        """End the proxy; its Kafka stays."""
+        await self._stack.aclose()
+
+    async def restart(self) -> None:
+        """End the proxy and start another one on the same Kafka."""
+        await self.stop()
+        await self.start()
+
+    # --- calls ---------------------------------------------------------------------------
+
+    async def call(self, method: str, path: str, body: Json | None = None) -> tuple[int, Json]:
+        """Return status and answer; an error is raised as what it names.
+
+        Raises:
+            RequestError: with the status that came, and the error's fields as `details`.
+        """
+        async with self._http.request(method, path, json=body) as response:
+            answer = await response.json()
+        if "error" in answer:
+            error = answer["error"]
+            raised = request_errors()[error.pop("code")](error.pop("message"), **error)
+            assert response.status == raised.status
+            raise raised
+        return response.status, answer
+
+    async def get(self, path: str) -> Json:
+        """Return the answer to a GET, whatever its status."""
+        async with self._http.get(path) as response:
+            return dict(await response.json())
+
+    async def prepare(self, *messages: Message, group: str = "orders", **fields: Any) -> str:
+        """Prepare a new transaction and return its id."""
+        status, answer = await self.send(*messages, group=group, **fields)
+        assert (status, answer["state"]) == (201, "pending")
+        return str(answer["id"])
+
+    async def send(
+        self, *messages: Message, group: str = "orders", **fields: Any
+    ) -> tuple[int, Json]:
+        """Send a prepare; return status and answer."""
+        shown = [message_to_json(message) for message in messages]
+        body = {"group": group, "messages": shown, **fields}
+        return await self.call("POST", "/v1/transactions", body)
+
+    async def tell(self, id: str, what: str, **fields: Any) -> Json:
+        """POST `commit`, `rollback`, `check` or `revive`; return the answer."""
+        _, answer = await self.call("POST", f"/v1/transactions/{id}/{what}", fields)
+        return answer
+
+    async def commit(self, id: str, **fields: Any) -> Json:
+        """Commit and wait until consumers can see it."""
+        return await self.tell(id, "commit", wait="promoted", **fields)
+
+    async def show(self, id: str, *, bodies: bool = False) -> Json:
+        """Return all that is known of a transaction."""
+        path = f"/v1/transactions/{id}" + ("?bodies=true" if bodies else "")
+        return (await self.call("GET", path))[1]
+
+    async def state(self, id: str) -> str:
+        """Return a transaction's state."""
+        return str((await self.show(id))["state"])
+
+    async def reaches(self, id: str, state: str) -> Json:
+        """Wait until a transaction is in a state; return all that is known of it."""
+
+        async def there() -> Json | None:
+            shown = await self.show(id)
+            return shown if shown["state"] == state else None
+
+        return dict(await until(there))
+
+    async def list(self, **query: Any) -> list[Json]:
+        """Return one page of transactions."""
+        return list((await self.page(**query))["transactions"])
+
+    async def page(self, **query: Any) -> Json:
+        """Return the answer to a listing."""
+        text = "&".join(f"{name}={value}" for name, value in query.items())
+        return (await self.call("GET", f"/v1/transactions?{text}"))[1]
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Return the value of a metric, 0 where it has none."""
+        async with self._http.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        wanted = {f'{label}="{value}"' for label, value in labels.items()}
+        for line in lines:
+            head, _, value = line.rpartition(" ")
+            found, _, inner = head.partition("{")
+            if found == f"txbroker_{name}" and wanted <= set(inner.rstrip("}").split(",")):
+                return float(value)
+        return 0.0
+
+    # --- groups --------------------------------------------------------------------------
+
+    async def group(self, *answers: Json | int, **policy: Any) -> str:
+        """Register a group whose endpoint gives these answers; return its name. It is asked at
+        once, then ten times a second, and each call may take two seconds."""
+        name = unique("group")
+        self.desk.answers[name] = list(answers)
+        given = {
+            "check_url": f"{self.desk.url}/check/{name}",
+            "check_after_s": 0,
+            "check_interval_s": 0.1,
+            **policy,
+        }
+        await self.call("PUT", f"/v1/groups/{name}", given)
+        return name
+
+    def asked(self, group: str) -> list[Json]:
+        """Return the check-backs that a group's endpoint has got."""
+        return self.desk.calls.get(group, [])
+
+    async def asked_times(self, group: str, count: int) -> list[Json]:
+        """Wait until a group's endpoint has got so many check-backs."""
+
+        async def enough() -> bool:
+            return len(self.asked(group)) >= count
+
+        await until(enough)
+        return self.asked(group)
+
+    def producer(self, group: str, **options: Any) -> TransactionalProducer:
+        """Return a producer of the SDK."""
+        return TransactionalProducer(self.proxy.url, group=group, **options)
+
+    # --- topics --------------------------------------------------------------------------
+
+    async def topic(self, partitions: int = 1, **configs: str) -> str:
+        """Create a topic of the test's own."""
+        return await self.world.create_topic(unique("topic"), partitions, **configs)
+
+    async def delete_topic(self, topic: str) -> None:
+        """Delete a topic."""
+        await self.world.delete_topic(topic)
+
+    async def create_again(self, topic: str) -> None:
+        """Create a deleted topic again, by its full name."""
+        await self.world.create_topic(topic.removeprefix(self.world.name("")))
+
+    async def visible(self, topic: str, partition: int = 0) -> list[Record]:
+        """Return what a `read_committed` consumer sees."""
+        return await self.world.visible(topic, partition)
+
+    async def values(self, topic: str, partition: int = 0) -> list[bytes | None]:
+        """Return the visible values, in order."""
+        return [record.value for record in await self.visible(topic, partition)]
+
+
+class HttpClient:
+    """A client without the SDK."""
+
+    def __init__(self, service: Service, group: str) -> None:
+        self.group = group
+        self._service = service
+
+    async def prepare(self, *messages: Message, **options: Any) -> str:
+        return await self._service.prepare(*messages, group=self.group, **options)
+
+    async def commit(self, id: str, messages: Iterable[Message] | None = None) -> str:
+        fields: Json = {"group": self.group}
+        if messages is not None:
+            fields["messages"] = [message_to_json(message) for message in messages]
+        return str((await self._service.commit(id, **fields))["state"])
+
+    async def rollback(self, id: str) -> str:
+        answer = await self._service.tell(id, "rollback", group=self.group)
+        return str(answer["state"])
+
+
+class SdkClient:
+    """The same through the SDK's session."""
+
+    def __init__(self, producer: TransactionalProducer) -> None:
+        self.group = producer.group
+        self._producer = producer
+
+    async def prepare(self, *messages: Message, **options: Any) -> str:
+        return await self._producer.prepare(*messages, **options)
+
+    async def commit(self, id: str, messages: Iterable[Message] | None = None) -> str:
+        return str((await self._producer.commit(id, messages, wait="promoted")).state)
+
+    async def rollback(self, id: str) -> str:
+        return str((await self._producer.rollback(id)).state)
+
+
+Client = HttpClient | SdkClient

@@ -1,0 +1,481 @@
+"""What a proxy promises about prepare and decide: the same over HTTP and the SDK, in memory and on
+a real Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from service_world import Client, Service, unique, until
+
+from txbroker.core.ids import make_id, parse_id
+from txbroker.core.records import Header, Message
+from txbroker.errors import (
+    AlreadyDecided,
+    BadId,
+    BadRequest,
+    BadSchedule,
+    BadTarget,
+    IdConflict,
+    IdExpired,
+    NotFound,
+    TooLarge,
+    UnknownTopic,
+    WrongGroup,
+)
+
+HEADERS: tuple[Header, ...] = (
+    ("b", b"\x00\xff"),
+    ("a", None),
+    ("b", b"\x00\xff"),
+    ("txb-id", b"a user's own"),
+    ("naïve", b""),
+)
+
+
+def now_ms() -> int:
+    return round(time.time() * 1000)
+
+
+# --- commit and rollback ---------------------------------------------------------------------
+
+
+async def test_a_commit_is_promoted(service: Service, client: Client) -> None:
+    topic = await service.topic()
+    id = await client.prepare(Message(topic, b"key", b"value"))
+    assert await service.state(id) == "pending"
+    assert await service.visible(topic) == []
+    assert await client.commit(id) == "promoted"
+    (record,) = await service.visible(topic)
+    assert (record.key, record.value) == (b"key", b"value")
+    assert record.headers == (("txb-id", id.encode()),)
+
+
+async def test_a_rollback_is_never_visible(service: Service, client: Client) -> None:
+    topic = await service.topic()
+    rolled_back = await client.prepare(Message(topic, b"k", b"never"))
+    committed = await client.prepare(Message(topic, b"k", b"later"))
+    assert await client.rollback(rolled_back) == "rolled_back"
+    await client.commit(committed)
+    assert await service.values(topic) == [b"later"]
+
+
+async def test_a_commit_repeated_is_one_message(service: Service, client: Client) -> None:
+    topic = await service.topic()
+    id = await client.prepare(Message(topic, b"k", b"once"))
+    for _ in range(3):
+        assert await client.commit(id) == "promoted"
+    assert await service.values(topic) == [b"once"]
+
+
+async def test_a_rollback_can_be_repeated(service: Service, client: Client) -> None:
+    id = await client.prepare(Message(await service.topic(), b"k", b""))
+    for _ in range(3):
+        assert await client.rollback(id) == "rolled_back"
+
+
+async def test_a_commit_after_a_rollback_is_a_conflict(service: Service, client: Client) -> None:
+    topic = await service.topic()
+    id = await client.prepare(Message(topic, b"k", b"never"))
+    await client.rollback(id)
+    with pytest.raises(AlreadyDecided) as error:
+        await client.commit(id)
+    assert error.value.details["decision"] == "rollback"
+    assert error.value.details["state"] == "rolled_back"
+    assert await service.visible(topic) == []
+
+
+async def test_a_rollback_after_a_commit_is_a_conflict(service: Service, client: Client) -> None:
+    topic = await service.topic()
+    id = await client.prepare(Message(topic, b"k", b"stays"))
+    await client.commit(id)
+    with pytest.raises(AlreadyDecided) as error:
+        await client.rollback(id)
+    assert error.value.details["decision"] == "commit"
+    assert await service.values(topic) == [b"stays"]
+
+
+async def test_of_contrary_decisions_at_once_one_wins(service: Service) -> None:
+    topic = await service.topic()
+    id = await service.prepare(Message(topic, b"k", b"v"))
+    results = await asyncio.gather(
+        *[service.tell(id, what) for what in ["commit", "rollback"] * 8], return_exceptions=True
+    )
+    answers = [result for result in results if isinstance(result, dict)]
+    refused = [result for result in results if isinstance(result, AlreadyDecided)]
+    assert (len(answers), len(refused)) == (8, 8)
+    (decision,) = {answer["decision"] for answer in answers}
+    assert {error.details["decision"] for error in refused} == {decision}
+    shown = await service.reaches(id, "promoted" if decision == "commit" else "rolled_back")
+    assert shown["decision"] == decision
+    assert len(await service.visible(topic)) == (decision == "commit")
+
+
+async def test_the_wrong_group_decides_nothing(service: Service) -> None:
+    id = await service.prepare(Message(await service.topic(), b"k", b""), group="mine")
+    for what in ("commit", "rollback"):
+        with pytest.raises(WrongGroup):
+            await service.tell(id, what, group="theirs")
+    assert await service.state(id) == "pending"
+
+
+async def test_an_operator_decides_with_a_reason(service: Service) -> None:
+    id = await service.prepare(Message(await service.topic(), b"k", b""))
+    answer = await service.tell(id, "rollback", reason="the order was a test")
+    assert answer == {"id": id, "decision": "rollback", "state": "rolled_back"}
+    shown = await service.show(id)
+    assert (shown["source"], shown["reason"]) == ("operator", "the order was a test")
+
+
+# --- what comes out --------------------------------------------------------------------------
+
+
+async def test_everything_comes_out_as_it_went_in(service: Service, client: Client) -> None:
+    topic = await service.topic()
+    messages = [
+        Message(topic, b"k", b"v", HEADERS, timestamp_ms=1_700_000_000_000),
+        Message(topic, b"\x00\xff", bytes(range(256)), timestamp_ms=0),
+        Message(topic, b"tombstone", None),
+        Message(topic, None, b"no key", partition=0),
+        Message(topic, b"", b""),
+    ]
+    id = await client.prepare(*messages)
+    await client.commit(id)
+    seen = await service.visible(topic)
+    assert [(r.key, r.value) for r in seen] == [(m.key, m.value) for m in messages]
+    for number, (record, message) in enumerate(zip(seen, messages, strict=True)):
+        ours = (("txb-id", id.encode()), ("txb-seq", b"%d/5" % number))
+        assert record.headers == (*ours, *message.headers)
+    assert [record.timestamp_ms for record in seen[:2]] == [1_700_000_000_000, 0]
+
+
+async def test_the_default_timestamp_is_the_markers(service: Service, client: Client) -> None:
+    topic = await service.topic()
+    id = await client.prepare(Message(topic, b"k", b"v"))
+    await client.commit(id)
+    (record,) = await service.visible(topic)
+    assert record.timestamp_ms == (await service.show(id))["decided_at_ms"]
+
+
+async def test_a_keys_partition_is_the_java_clients(service: Service, client: Client) -> None:
+    topic = await service.topic(partitions=5)
+    await client.commit(
+        await client.prepare(Message(topic, b"foobar", b""), Message(topic, b"abc"))
+    )
+    # Kafka's own tests give murmur2("foobar") as -790332482 and murmur2("abc") as 479470107.
+    assert [record.key for record in await service.visible(topic, 1)] == [b"foobar"]
+    assert [record.key for record in await service.visible(topic, 2)] == [b"abc"]
+
+
+async def test_a_given_partition_is_kept(service: Service, client: Client) -> None:
+    topic = await service.topic(partitions=3)
+    await client.commit(await client.prepare(Message(topic, b"k", b"v", partition=2)))
+    assert [len(await service.visible(topic, number)) for number in range(3)] == [0, 0, 1]
+
+
+async def test_several_topics_are_visible_whole(service: Service, client: Client) -> None:
+    one, two = await service.topic(), await service.topic(partitions=2)
+    messages = [Message(one, b"a", b"1"), Message(two, b"b", b"2", partition=1)]
+    id = await client.prepare(*messages, Message(one, b"c", b"3"))
+    assert await service.visible(one) == await service.visible(two, 1) == []
+    await client.commit(id)
+    assert await service.values(one) == [b"1", b"3"]
+    assert await service.values(two, 1) == [b"2"]
+    placed = (await service.show(id))["messages"]
+    assert [(m["topic"], m["offset"]) for m in placed] == [(one, 0), (two, 0), (one, 1)]
+
+
+async def test_commits_of_one_key_keep_their_order(service: Service) -> None:
+    topic = await service.topic(partitions=2)
+    ids = {
+        key: [
+            await service.prepare(Message(topic, b"%d" % key, b"%d.%d" % (key, n), partition=0))
+            for n in range(10)
+        ]
+        for key in range(4)
+    }
+
+    async def commit_backwards(own: list[str]) -> None:
+        for id in reversed(own):
+            await service.tell(id, "commit")
+
+    await asyncio.gather(*[commit_backwards(own) for own in ids.values()])
+    for own in ids.values():
+        await service.reaches(own[0], "promoted")
+    values = [value or b"" for value in await service.values(topic)]
+    for key in range(4):
+        own_values = [value for value in values if value.startswith(b"%d." % key)]
+        assert own_values == [b"%d.%d" % (key, n) for n in reversed(range(10))]
+
+
+async def test_an_order_key_keeps_order_over_several_keys(service: Service) -> None:
+    topic = await service.topic()
+    ids = [
+        await service.prepare(Message(topic, b"%d" % n, b"%d" % n), order_key="customer-7")
+        for n in range(8)
+    ]
+    assert len({parse_id(id).partition for id in ids}) == 1
+    for id in ids[4:] + ids[:4]:
+        await service.tell(id, "commit")
+    await service.reaches(ids[3], "promoted")
+    assert await service.values(topic) == [b"%d" % n for n in (4, 5, 6, 7, 0, 1, 2, 3)]
+
+
+# --- final content ---------------------------------------------------------------------------
+
+
+async def test_a_commit_can_bring_final_content(service: Service, client: Client) -> None:
+    one, two = await service.topic(), await service.topic()
+    id = await client.prepare(Message(one, b"k", b"draft"), Message(two, b"k", b"draft"))
+    final = [Message(one, b"k", b"final", HEADERS), Message(two, b"k", None)]
+    await client.commit(id, final)
+    (first,), (second,) = await service.visible(one), await service.visible(two)
+    assert (first.value, first.headers[2:]) == (b"final", HEADERS)
+    assert (second.value, second.headers[2:]) == (None, ())
+
+
+async def test_final_content_stands_once_committed(service: Service, client: Client) -> None:
+    topic = await service.topic()
+    id = await client.prepare(Message(topic, b"k", b"draft"))
+    final = [Message(topic, b"k", b"final")]
+    await client.commit(id, final)
+    assert await client.commit(id, final) == "promoted"
+    assert await client.commit(id) == "promoted"
+    with pytest.raises(AlreadyDecided):
+        await client.commit(id, [Message(topic, b"k", b"other")])
+    assert await service.values(topic) == [b"final"]
+
+
+async def test_final_content_keeps_topics_and_count(service: Service) -> None:
+    topic, other = await service.topic(), await service.topic()
+    id = await service.prepare(Message(topic, b"k", b"draft"))
+    two = [{"topic": topic, "value": "1"}, {"topic": topic, "value": "2"}]
+    for messages in (two, [{"topic": other, "value": "1"}], []):
+        with pytest.raises(BadRequest):
+            await service.tell(id, "commit", messages=messages)
+    assert await service.state(id) == "pending"
+
+
+async def test_final_content_that_is_too_large_decides_nothing(service: Service) -> None:
+    topic = await service.topic(max_message_bytes="2000")
+    id = await service.prepare(Message(topic, b"k", b"draft"))
+    with pytest.raises(TooLarge):
+        await service.tell(id, "commit", messages=[{"topic": topic, "value": "x" * 3000}])
+    await service.commit(id)
+    assert await service.values(topic) == [b"draft"]
+
+
+# --- the same prepare again ------------------------------------------------------------------
+
+
+async def test_the_same_id_again_is_the_same_transaction(service: Service) -> None:
+    topic = await service.topic()
+    message = Message(topic, b"k", b"v")
+    first = await service.prepare(message)
+    status, answer = await service.send(message, id=first)
+    assert (status, answer["id"], answer["state"]) == (200, first, "pending")
+    await service.commit(first)
+    status, answer = await service.send(message, id=first)
+    assert (status, answer["state"], answer["decision"]) == (200, "promoted", "commit")
+    assert await service.values(topic) == [b"v"]
+
+
+async def test_the_same_id_with_other_content_is_a_conflict(service: Service) -> None:
+    topic = await service.topic()
+    first = await service.prepare(Message(topic, b"k", b"v"))
+    for other in (Message(topic, b"k", b"w"), Message(topic, b"k", b"v", HEADERS)):
+        with pytest.raises(IdConflict):
+            await service.send(other, id=first)
+    with pytest.raises(IdConflict):
+        await service.send(Message(topic, b"k", b"v"), id=first, group="another")
+
+
+async def test_an_id_of_ones_own_is_taken(service: Service) -> None:
+    topic = await service.topic()
+    id = make_id(1, now_ms(), 42)
+    status, answer = await service.send(Message(topic, None, b"v", partition=0), id=id.lower())
+    assert (status, answer["id"]) == (201, id)
+
+
+async def test_an_id_too_far_from_now_is_expired(service: Service) -> None:
+    topic = await service.topic()
+    for age_s in (300, -300):
+        id = make_id(0, now_ms() - age_s * 1000, 1)
+        with pytest.raises(IdExpired):
+            await service.send(Message(topic, None, b"v"), id=id)
+
+
+async def test_an_id_in_another_partition_than_its_order_key_is_bad(service: Service) -> None:
+    topic = await service.topic()
+    right = parse_id(await service.prepare(Message(topic, b"k", b"v")))
+    wrong = make_id(1 - right.partition, right.time_ms, 7)
+    with pytest.raises(BadId):
+        await service.send(Message(topic, b"k", b"v"), id=wrong)
+
+
+async def test_one_dedup_key_is_one_transaction(service: Service) -> None:
+    topic, key = await service.topic(), unique("key")
+    message = Message(topic, b"k", b"v")
+    first = await service.prepare(message, dedup_key=key)
+    status, answer = await service.send(message, dedup_key=key)
+    assert (status, answer["id"]) == (200, first)
+    with pytest.raises(IdConflict):
+        await service.send(Message(topic, b"k", b"w"), dedup_key=key)
+    await service.commit(first)
+    status, answer = await service.send(message, dedup_key=key)
+    assert (status, answer["id"], answer["state"]) == (200, first, "promoted")
+    assert await service.values(topic) == [b"v"]
+
+
+async def test_a_dedup_key_belongs_to_its_group(service: Service) -> None:
+    message, key = Message(await service.topic(), b"k", b"v"), unique("key")
+    ids = {await service.prepare(message, dedup_key=key, group=g) for g in ("one", "two")}
+    assert len(ids) == 2
+
+
+async def test_duplicates_at_once_are_one_transaction(service: Service) -> None:
+    topic, key = await service.topic(), unique("key")
+    message = Message(topic, b"k", b"v")
+    answers = await asyncio.gather(*[service.send(message, dedup_key=key) for _ in range(12)])
+    (id,) = {answer["id"] for _, answer in answers}
+    assert sorted(status for status, _ in answers) == [200] * 11 + [201]
+    await service.commit(id)
+    assert await service.values(topic) == [b"v"]
+
+
+# --- what is refused at once -----------------------------------------------------------------
+
+
+async def test_an_unknown_topic_is_refused(service: Service, client: Client) -> None:
+    with pytest.raises(UnknownTopic):
+        await client.prepare(Message(service.world.name(unique("missing")), b"k", b"v"))
+
+
+async def test_a_partition_out_of_range_is_refused(service: Service, client: Client) -> None:
+    topic = await service.topic(partitions=2)
+    with pytest.raises(BadTarget):
+        await client.prepare(Message(topic, b"k", b"v", partition=2))
+
+
+async def test_a_message_too_large_for_its_topic_is_refused(
+    service: Service, client: Client
+) -> None:
+    topic = await service.topic(max_message_bytes="2000")
+    with pytest.raises(TooLarge):
+        await client.prepare(Message(topic, b"k", bytes(3000)))
+    await client.commit(await client.prepare(Message(topic, b"k", bytes(1000))))
+
+
+async def test_a_timestamp_over_an_hour_ahead_is_refused(service: Service, client: Client) -> None:
+    topic = await service.topic()
+    with pytest.raises(BadTarget):
+        await client.prepare(Message(topic, b"k", b"v", timestamp_ms=now_ms() + 3_700_000))
+    soon = Message(topic, b"k", b"v", timestamp_ms=now_ms() + 3_500_000)
+    assert await client.commit(await client.prepare(soon)) == "promoted"
+
+
+async def test_one_bad_message_refuses_the_whole_prepare(service: Service) -> None:
+    topic, group = await service.topic(), unique("group")
+    bad = Message(topic, b"k", b"v", partition=7)
+    with pytest.raises(BadTarget):
+        await service.send(Message(topic, b"k", b"v"), bad, group=group)
+    assert await service.list(group=group) == []
+
+
+async def test_checks_that_outlast_retention_are_refused(service: Service) -> None:
+    with pytest.raises(BadSchedule):
+        await service.send(Message(await service.topic(), b"k", b""), check_after_s=30 * 86_400)
+
+
+async def test_what_is_not_there_is_not_found(service: Service) -> None:
+    id = make_id(0, now_ms(), 123)
+    for what in ("commit", "rollback", "check", "revive"):
+        with pytest.raises(NotFound):
+            await service.tell(id, what)
+    with pytest.raises(NotFound):
+        await service.show(id)
+
+
+async def test_what_is_no_id_is_bad(service: Service) -> None:
+    for id in ("nonsense", "U" * 26, make_id(60_000, now_ms(), 1)):
+        with pytest.raises(BadId):
+            await service.tell(id, "commit")
+
+
+# --- looking ---------------------------------------------------------------------------------
+
+
+async def test_show_tells_a_life(service: Service) -> None:
+    topic = await service.topic()
+    message = Message(topic, b"\xff", b"text", HEADERS, timestamp_ms=5)
+    id = await service.prepare(message, order_key="o", check_after_s=60, check_interval_s=30)
+    shown = await service.show(id, bodies=True)
+    assert (shown["group"], shown["order_key"], shown["attempts"]) == ("orders", "o", 0)
+    assert shown["next_check_at_ms"] == shown["prepared_at_ms"] + 60_000
+    (body,) = shown["messages"]
+    assert (body["key_base64"], body["value"], body["timestamp_ms"]) == ("/w==", "text", 5)
+    assert [name for name, _ in body["headers"]] == [name for name, _ in HEADERS]
+    await service.commit(id, reason="paid")
+    shown = await service.show(id)
+    assert [event["event"] for event in shown["timeline"]] == ["prepared", "commit", "promoted"]
+    assert shown["messages"] == [{"topic": topic, "partition": 0, "offset": 0}]
+
+
+async def test_bodies_are_shown_only_where_asked_for(service: Service) -> None:
+    id = await service.prepare(Message(await service.topic(), b"k", b"secret"))
+    assert "value" not in (await service.show(id))["messages"][0]
+    (listed,) = [each for each in await service.list(limit=1000) if each["id"] == id]
+    assert "value" not in listed["messages"][0]
+
+
+async def test_lists_are_filtered(service: Service) -> None:
+    topic, other, group = await service.topic(), await service.topic(), unique("group")
+    first = await service.prepare(Message(topic, b"1", b""), group=group)
+    second = await service.prepare(Message(other, b"2", b""), Message(topic, b"", b""), group=group)
+    third = await service.prepare(Message(topic, b"3", b""))
+    await service.commit(second)
+
+    async def ids(**query: str | float) -> list[str]:
+        return [each["id"] for each in await service.list(**query)]
+
+    assert await ids(group=group) == [first]
+    assert await ids(group=group, state="promoted") == [second]
+    assert sorted(await ids(topic=topic)) == sorted([first, third])
+    assert await ids(topic=other, state="promoted") == [second]
+    assert await ids(group=group, state="parked") == []
+    assert await ids(group=group, older_than_s=3600) == []
+
+
+async def test_lists_are_paged_oldest_first(service: Service) -> None:
+    topic, group = await service.topic(), unique("group")
+    ids = {await service.prepare(Message(topic, b"%d" % n, b""), group=group) for n in range(7)}
+    found, cursor = [], ""
+    for size in (3, 3, 1):
+        query = {"cursor": cursor} if cursor else {}
+        page = await service.page(group=group, limit=3, **query)
+        assert len(page["transactions"]) == size
+        found += page["transactions"]
+        cursor = page["next_cursor"]
+    assert cursor is None
+    assert {each["id"] for each in found} == ids
+    times = [each["prepared_at_ms"] for each in found]
+    assert times == sorted(times)
+
+
+async def test_metrics_move(service: Service) -> None:
+    topic, group = await service.topic(), unique("group")
+    before = await service.metric("decisions_total", decision="commit", source="operator")
+    ids = [await service.prepare(Message(topic, b"%d" % n, b""), group=group) for n in range(3)]
+    assert await service.metric("prepared_total", topic=topic) == 3
+    assert await service.metric("pending", group=group) == 3
+    await service.commit(ids[0])
+    await service.tell(ids[1], "rollback")
+
+    async def counted() -> bool:
+        return await service.metric("promoted_total", topic=topic) == 1
+
+    await until(counted)
+    assert await service.metric("pending", group=group) == 1
+    after = await service.metric("decisions_total", decision="commit", source="operator")
+    assert after == before + 1
