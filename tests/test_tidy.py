@@ -1,0 +1,166 @@
+"""What no linter knows: who may import what, sizes, forbidden words, links of the docs."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mypy.modulefinder import FindModuleCache, SearchPaths
+
+ROOT = Path(__file__).parents[1]
+LINES_MAX = 600
+FUNCTION_LINES_MAX = 70
+NO_CORE_IMPORT = frozenset(
+    """aiohttp aiokafka asyncio click concurrent datetime http io logging multiprocessing os
+    pathlib random requests secrets select selectors shutil signal socket sqlite3 ssl
+    structlog subprocess sys tempfile threading time urllib uuid""".split()  # noqa: SIM905
+)
+# Put together here so that this file does not hold them.
+FORBIDDEN = re.compile(
+    r"\b(?:"
+    + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3, "for " + "now", "place" + "holder"])
+    + r")\b"
+)
+
+
+def committed(*patterns: str) -> list[Path]:
+    """Return the files of these patterns that git knows and that are there."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+PYTHON = committed("*.py")
+PACKAGE = committed("txbroker/*.py", "checkers/*.py", "cli/*.py", "spark/*.py")
+
+
+def name_of(path: Path) -> str:
+    """Return a path as the tests' output shows it."""
+    return str(path.relative_to(ROOT))
+
+
+def module_of(path: Path) -> str:
+    """Return the module name of a file of the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "txbroker" else ("txbroker", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in PACKAGE}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports, at whatever depth; `from a import b` as `a.b` too."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            dots = "." * node.level
+            base = importlib.util.resolve_name(f"{dots}{node.module or ''}", package)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def reached(start: str) -> dict[str, str]:
+    """Return every module that importing `start` brings in, with the module that names it."""
+    found: dict[str, str] = {}
+    todo = [start]
+    while todo:
+        module = todo.pop()
+        for name in imports(MODULES[module]):
+            if name not in found:
+                found[name] = module
+                if name in MODULES:
+                    todo.append(name)
+    return found
+
+
+CORE = [module for module in MODULES if module.startswith("txbroker.core")]
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_core_does_no_io(module: str) -> None:
+    impure = {f"{by} imports {n}" for n, by in reached(module).items() if is_impure(n)}
+    assert impure == set()
+
+
+def is_impure(name: str) -> bool:
+    return name.partition(".")[0] in NO_CORE_IMPORT
+
+
+def test_core_calls_no_door_that_needs_no_import() -> None:
+    calls = {
+        f"{module}: {node.func.id}"
+        for module in CORE
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in ("open", "input", "exec", "eval", "__import__")
+    }
+    assert calls == set()
+
+
+def test_only_the_door_imports_aiokafka() -> None:
+    culprits = {
+        module
+        for module, path in MODULES.items()
+        if not module.startswith("txbroker.kafka")
+        if any(name.partition(".")[0] == "aiokafka" for name in imports(path))
+    }
+    assert culprits == set()
+
+
+@pytest.mark.parametrize("module", ["txbroker.sdk", "txbroker.core.ledger", "txbroker.errors"])
+def test_clients_load_neither_aiokafka_nor_pyspark(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('aiokafka', 'pyspark') if m in sys.modules])"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    assert loaded.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= LINES_MAX
+    too_long = {
+        node.name: length
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (length := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES_MAX
+    }
+    assert too_long == {}
+
+
+def test_nothing_is_left_for_later() -> None:
+    found = [
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in committed("*.py", "*.md", "*.toml", "*.cfg", "*.yaml", "*.yml", "Makefile")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if FORBIDDEN.search(line)
+    ]
+    assert found == []
+
+
+def test_the_type_checker_sees_every_file_of_the_package() -> None:
+    """The folders of the top level are linked into the package: a lost link would hide them."""
+    search = FindModuleCache(SearchPaths((str(ROOT),), (), (), ()), None, None)
+    seen = {source.module for source in search.find_modules_recursive("txbroker")}
+    assert set(MODULES) - seen == set()
+
+
+def test_every_link_of_the_docs_resolves() -> None:
+    broken = [
+        f"{name_of(page)}: {target}"
+        for page in committed("*.md")
+        for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", page.read_text())
+        if not re.match(r"[a-z]+:|#", target)
+        if not (page.parent / target.partition("#")[0]).exists()
+    ]
+    assert broken == []
