@@ -12,7 +12,7 @@ import pytest
 from kafka_world import KafkaWorld
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door import AppendUnknown, Turn, TurnLost
+from txbroker.door import AppendUnknown, Target, Turn, TurnLost
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import KafkaUnavailable
 
@@ -99,6 +99,34 @@ async def test_a_door_closes_while_kafka_hangs(world: KafkaWorld, kafka: Embedde
                 await appending
     with pytest.raises((TurnLost, KafkaUnavailable)):
         await handle.visible()
+
+
+async def test_a_killed_kafka_is_found_again_with_what_it_acknowledged(
+    world: KafkaWorld, kafka: EmbeddedKafka
+) -> None:
+    topic = await world.create_topic("target")
+    door = await world.door(**{**SHORT, "claim_timeout_s": 10.0, "visible_timeout_s": 10.0})
+    partition = door.partition(0)
+    groups: dict[str, bytes | None] = {}
+    await door.groups.load(groups.__setitem__)
+    await partition.claim(claim("before"))
+    await partition.half.append([Record(b"before", b"")])
+    target = Target(topic, 0, Record(b"x", b"", (), 1))
+    progress = Progress(RECORD_VERSION, "before", 1, 1)
+    await (await partition.write(Turn((target,), (), progress))).committed()
+    await asyncio.to_thread(kafka.kill)
+    try:
+        with pytest.raises(AppendUnknown):
+            await partition.half.append([Record(b"during", b"")])
+    finally:
+        await asyncio.to_thread(kafka.start)
+    claimed = await partition.claim(claim("after"))
+    assert claimed.progress == progress
+    appended = await partition.half.append([Record(b"after", b"")])
+    assert appended.base_offset == 1
+    await door.groups.put("orders", b"{}")
+    assert groups == {"orders": b"{}"}
+    assert [record.key for record in await world.visible(topic)] == [b"x"]
 
 
 async def test_no_broker_there_is_said_at_once(world: KafkaWorld) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiokafka.conn import create_conn
 
+from txbroker.door import Door, GroupStore, Membership, PartitionDoor, Targets
 from txbroker.errors import ConfigurationError
 from txbroker.kafka import topics
 from txbroker.kafka.admin import Admin
@@ -15,7 +16,7 @@ from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.targets import KafkaTargets
 
 
-class KafkaDoor:
+class KafkaDoor(Door):
     """A `txbroker.door.Door` on a real Kafka. Made inside a running event loop.
 
     `opener` opens connections in place of the client library, for tests that break them.
@@ -24,15 +25,19 @@ class KafkaDoor:
         ConfigurationError: the settings contradict themselves.
     """
 
+    targets: Targets
+    groups: GroupStore
+    membership: Membership
+
     def __init__(self, settings: KafkaSettings, opener: Opener = create_conn) -> None:
         settings.validate()
         self.settings = settings
         self.partitions = 0
         self._client = Client(settings, opener)
         self.admin = Admin(self._client)
-        self.targets = KafkaTargets(self._client, self.admin)
-        self.groups = KafkaGroupStore(self._client, self._bytes_max)
-        self.membership = KafkaMembership(self._client)
+        self.targets = self._targets = KafkaTargets(self._client, self.admin)
+        self.groups = self._groups = KafkaGroupStore(self._client, self._bytes_max)
+        self.membership = self._membership = KafkaMembership(self._client)
         self._own_bytes_max: dict[str, int] = {}
 
     async def start(self) -> None:
@@ -50,7 +55,7 @@ class KafkaDoor:
         if refused:
             raise ConfigurationError("; ".join(refused))
         self.partitions = found[self.settings.half_topic].partitions
-        self.membership.expect(self.partitions)
+        self._membership.expect(self.partitions)
         self._own_bytes_max = {
             name: int(topic.configs.get("max.message.bytes", self.settings.message_bytes_max))
             for name, topic in found.items()
@@ -73,16 +78,16 @@ class KafkaDoor:
         """
         await topics.apply(self.admin, plan)
 
-    def partition(self, partition: int) -> KafkaPartitionDoor:
+    def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""
-        return KafkaPartitionDoor(self._client, partition, self._bytes_max, self.targets.note)
+        return KafkaPartitionDoor(self._client, partition, self._bytes_max, self._targets.note)
 
     def _bytes_max(self, topic: str) -> int:
         own = self._own_bytes_max.get(topic)
-        return self.targets.batch_bytes_max(topic) if own is None else own
+        return self._targets.batch_bytes_max(topic) if own is None else own
 
     async def close(self) -> None:
         """Let go of everything. Does not leave the group: see `Membership.leave`."""
-        await self.membership.close()
-        await self.groups.close()
+        await self._membership.close()
+        await self._groups.close()
         await self._client.close()

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 from txbroker.core.records import Record
-from txbroker.door import AppendUnknown, LogTruncated
+from txbroker.door import AppendUnknown, GroupStore, LogTruncated
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client
 from txbroker.kafka.log import KafkaLog
@@ -16,7 +16,7 @@ from txbroker.kafka.reader import Reader
 _PAUSE_S = 0.5
 
 
-class KafkaGroupStore:
+class KafkaGroupStore(GroupStore):
     """A `txbroker.door.GroupStore` on a real Kafka."""
 
     def __init__(self, client: Client, bytes_max: Callable[[str], int]) -> None:

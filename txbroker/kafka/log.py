@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from txbroker.core.records import Record
-from txbroker.door import Appended, AppendRefused, AppendUnknown
+from txbroker.door import Appended, AppendRefused, AppendUnknown, Log
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.batch import batch_bytes
 from txbroker.kafka.client import Client, Patience
@@ -16,7 +16,7 @@ from txbroker.kafka.reader import Reader
 _NEW_PRODUCERS_MAX = 2
 
 
-class KafkaLog:
+class KafkaLog(Log):
     """A `txbroker.door.Log` on a real Kafka."""
 
     def __init__(

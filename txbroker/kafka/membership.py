@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from txbroker.door import Membership
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused
 from txbroker.kafka.codes import Code
@@ -28,7 +29,7 @@ _FORBIDDEN = frozenset({Code.GROUP_AUTHORIZATION_FAILED, Code.TOPIC_AUTHORIZATIO
 _FORGOTTEN = frozenset({Code.UNKNOWN_MEMBER, Code.ILLEGAL_GENERATION})
 
 
-class KafkaMembership:
+class KafkaMembership(Membership):
     """A `txbroker.door.Membership` on a real Kafka."""
 
     def __init__(self, client: Client) -> None:

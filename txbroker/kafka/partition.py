@@ -6,7 +6,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from txbroker.core.codec import Malformed, NewerVersion, decode_checkpoint, encode_claim
 from txbroker.core.records import Cause, Claim, Progress, Record
-from txbroker.door import Claimed, Fenced, Log, LogTruncated, Turn, TurnLost, TurnRefused
+from txbroker.door import (
+    Claimed,
+    Fenced,
+    Log,
+    LogTruncated,
+    PartitionDoor,
+    Turn,
+    TurnLost,
+    TurnRefused,
+)
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.log import KafkaLog
@@ -27,7 +36,7 @@ _PAUSE_MAX_S = 0.1
 _TRUNCATED_RETRIES = 3
 
 
-class KafkaPartitionDoor:
+class KafkaPartitionDoor(PartitionDoor):
     """A `txbroker.door.PartitionDoor` on a real Kafka."""
 
     half: Log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from txbroker.core.records import Cause
-from txbroker.door import TargetFacts
+from txbroker.door import TargetFacts, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.admin import Admin, NewTopic
 from txbroker.kafka.client import Client, KafkaRefused, TopicFacts, may_pass
@@ -24,7 +24,7 @@ _BY_DEFAULT = -1
 _ANY_PARTITION = -1
 
 
-class KafkaTargets:
+class KafkaTargets(Targets):
     """A `txbroker.door.Targets` on a real Kafka."""
 
     def __init__(self, client: Client, admin: Admin) -> None:
@@ -118,7 +118,7 @@ def _cause(topic: str, code: int) -> Cause:
         return Cause("unknown_topic", sentence, topic, _ANY_PARTITION)
     if code == Code.TOPIC_AUTHORIZATION_FAILED:
         sentence = f"no right to topic {topic}: grant this proxy Describe and Write on it"
-        return Cause("not_authorized", sentence, topic, _ANY_PARTITION, passing=True)
+        return Cause("not_authorized", sentence, topic, _ANY_PARTITION)
     if code == Code.INVALID_TOPIC:
         sentence = f"{topic!r} is no name for a topic: use letters, digits, dot, _ and -"
         return Cause("unknown_topic", sentence, topic, _ANY_PARTITION)

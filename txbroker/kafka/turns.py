@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from txbroker.core.records import Cause
-from txbroker.door import Fenced, TurnLost, TurnRefused
+from txbroker.door import Fenced, TurnHandle, TurnLost, TurnRefused
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.codes import RETRIABLE, Code, describe
@@ -18,7 +18,7 @@ _POLL_S = 0.001
 _POLL_MAX_S = 0.1
 
 
-class TurnWritten:
+class TurnWritten(TurnHandle):
     """A `txbroker.door.TurnHandle`: the turn is written, its commit goes on by itself."""
 
     def __init__(
@@ -113,7 +113,7 @@ _CAUSES = {
     Code.RECORD_LIST_TOO_LARGE: ("too_large", "is larger than a segment: raise segment.bytes"),
     Code.TOPIC_AUTHORIZATION_FAILED: (
         "not_authorized",
-        "may not be written by this proxy: grant it Write on the topic",
+        "may not be written by this proxy: grant it Write on the topic, then revive",
     ),
     Code.UNKNOWN_TOPIC_OR_PARTITION: ("unknown_topic", "does not exist: create it"),
     Code.INVALID_TIMESTAMP: (
@@ -132,7 +132,7 @@ def cause_of(error: BatchRefused) -> Cause:
     """Return why a target refused a batch, in a code and a sentence."""
     topic, number = error.partition
     name = f"{topic}-{number}"
-    passing = error.code in RETRIABLE or error.code == Code.TOPIC_AUTHORIZATION_FAILED
+    passing = error.code in RETRIABLE
     try:
         code, sentence = _CAUSES[Code(error.code)]
     except (ValueError, KeyError):
