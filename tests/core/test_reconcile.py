@@ -1,0 +1,94 @@
+"""After a claim: copies, progress and what fell to retention in the meantime."""
+
+from core_logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
+
+from txbroker.core.ledger import Ledger
+from txbroker.core.records import Cause, CheckPolicy, Kept, Message, Progress, State
+from txbroker.core.transaction import Transaction
+
+CAUSE = Cause("too_large", "raise it", "t", 0)
+POLICY = CheckPolicy(attempts_max=1)
+ID = id_of(1)
+
+
+def one_committed(contents: tuple[Message, ...] = ()) -> tuple[Logs, Ledger]:
+    logs = Logs()
+    half = half_of(ID, policy=POLICY)
+    logs.prepare(half, START_MS)
+    if contents:
+        logs.commit_with(half, contents, START_MS + 7)
+    else:
+        logs.mark(marker_of("commit", ID), START_MS + 7)
+    return logs, replayed(logs)
+
+
+def only(ledger: Ledger) -> Transaction:
+    (transaction,) = ledger
+    return transaction
+
+
+def test_a_refused_one_outlives_half_message_and_marker() -> None:
+    _, before = one_committed((message("final"),))
+    copy = only(before).copy(State.REFUSED, CAUSE)
+    ledger = new_ledger()
+    ledger.restore(copy)
+    ledger.reconcile(Progress(1, "c", 9, 9), [copy])
+    found = only(ledger)
+    assert (found.state, found.cause, found.decided_at_ms) == (State.REFUSED, CAUSE, START_MS + 7)
+    assert found.messages == (message("final"),)
+    assert list(ledger.refused) == [ID]
+    assert ledger.undecided_count == 0
+
+
+def test_a_parked_one_outlives_half_message_and_markers() -> None:
+    copy = Kept(half_of(ID, policy=POLICY), 0, START_MS, State.PARKED)
+    ledger = new_ledger()
+    ledger.restore(copy)
+    ledger.reconcile(None, [copy])
+    assert only(ledger).state is State.PARKED
+    assert ledger.to_keep == {}
+    logs = Logs()
+    logs.mark(marker_of("revive", ID, round=1), START_MS)
+    ledger.apply_op(logs.op.records[0])
+    assert (only(ledger).state, only(ledger).round) == (State.PENDING, 2)
+
+
+def test_a_copy_that_was_left_over_is_removed() -> None:
+    logs = Logs()
+    logs.prepare(half_of(ID), START_MS)
+    logs.mark(marker_of("rollback", ID), START_MS)
+    ledger = replayed(logs)
+    known = Kept(half_of(ID), 0, START_MS, State.PARKED)
+    forgotten = Kept(half_of(id_of(2)), 0, START_MS, State.PARKED)
+    ledger.reconcile(None, [known, forgotten])
+    assert set(ledger.to_release) == {ID, id_of(2)}
+    assert len(ledger.to_release[id_of(2)].messages) == 1
+
+
+def test_a_parked_one_without_its_copy_is_copied_again() -> None:
+    logs = Logs()
+    logs.prepare(half_of(ID, policy=POLICY), START_MS)
+    logs.mark(marker_of("check", ID, round=1, number=1, reason="due"), START_MS + 6000)
+    logs.mark(marker_of("park", ID, round=1), START_MS + 11_000)
+    ledger = replayed(logs)
+    ledger.reconcile(None, [])
+    assert list(ledger.to_keep) == [ID]
+    older = Kept(half_of(ID, policy=POLICY), 0, START_MS, State.PENDING)
+    ledger.reconcile(None, [older])
+    assert list(ledger.to_keep) == [ID]
+
+
+def test_a_retry_that_was_committed_unseen_is_not_promoted_again() -> None:
+    _, ledger = one_committed()
+    ledger.refuse(ID, CAUSE)
+    promoted = ledger.reconcile(Progress(1, "c", 1, 1), [])
+    assert [transaction.id for transaction in promoted] == [ID]
+    assert ledger.refused == {}
+    assert only(ledger).state is State.PROMOTED
+
+
+def test_what_progress_defers_is_still_to_be_done() -> None:
+    _, ledger = one_committed()
+    assert ledger.reconcile(Progress(1, "c", 1, 1, deferred=(ID,)), []) == []
+    assert list(ledger.ready) == [ID]
+    assert ledger.op_progress == 1
