@@ -25,6 +25,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
 from txbroker.door import (
     Fenced,
@@ -62,11 +63,18 @@ class PromotionEvents(Protocol):
         ...
 
 
-class _Retry(Struct):
+class _Retry(Struct, frozen=True):
     """When to try again, and how long to wait after that."""
 
     at: float
     pause_s: float
+
+
+class _Avoided(Struct, frozen=True):
+    """A target partition that could not be written, though its facts look well."""
+
+    cause: Cause
+    retry: _Retry
 
 
 class _Flight(Struct, eq=False):
@@ -120,11 +128,13 @@ class Promoter:
         self._in_flight: set[str] = set()
         self._finishing: set[asyncio.Task[None]] = set()
         self._lost = False
+        self._avoided: dict[tuple[str, int | None], _Avoided] = {}
         self._refused_alone: set[str] = set()
         self._tried: dict[str, Cause] = {}
         self._suspects: frozenset[str] = frozenset()
         self._suspects_limit = 0
-        self._retries: dict[str, _Retry] = {}
+        self._retries = Schedule()
+        self._retry_pauses_s: dict[str, float] = {}
         self._deferred_retry: _Retry | None = None
         self.full = False
         """Whether the list of deferred ones is full, so that promotion stands still."""
@@ -141,7 +151,8 @@ class Promoter:
         if transaction is not None:
             for message in transaction.messages:
                 self._targets.forget(message.topic)
-            self._retries[id] = _Retry(0.0, RETRY_FIRST_S)
+            self._retry_pauses_s.pop(id, None)
+            self._retries.set(id, _monotonic_ms())
         self._wake.set()
 
     async def run(self) -> None:
@@ -150,6 +161,7 @@ class Promoter:
         Raises:
             Fenced: the partition has another owner.
         """
+        self._retry_all()
         try:
             while True:
                 await self._pause()
@@ -161,16 +173,13 @@ class Promoter:
 
     async def _pause(self) -> None:
         """Wait until woken, or until something is to be tried again."""
-        times = [
-            retry.at
-            for id, retry in self._retries.items()
-            if id not in self._in_flight and id not in self._tried
-        ]
-        if self._deferred_retry is not None:
-            times.append(self._deferred_retry.at)
-        timeout = max(0.0, min(times) - time.monotonic()) if times else None
+        times = [] if self._deferred_retry is None else [self._deferred_retry.at]
+        retry_ms = self._retries.next_ms()
+        if retry_ms is not None:
+            times.append(retry_ms / 1000)
+        wait_s = max(0.0, min(times) - time.monotonic()) if times else None
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(wait_s):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -226,6 +235,9 @@ class Promoter:
             unknown: set[str] = set()
 
             def examine(message: Message, unknown: set[str] = unknown) -> Verdict:
+                avoided = self._avoided.get((message.topic, message.partition))
+                if avoided is not None and avoided.retry.at > time.monotonic():
+                    return avoided.cause
                 facts = self._targets.known(message.topic)
                 if facts is None:
                     unknown.add(message.topic)
@@ -257,19 +269,29 @@ class Promoter:
 
     def _retried(self) -> list[Transaction]:
         """Refused transactions whose time has come to be tried again."""
-        now = time.monotonic()
         due = []
-        for id, transaction in self._ledger.refused.items():
-            if id in self._in_flight or id in self._tried:
+        for id in list(self._retries.pop_due(_monotonic_ms())):
+            transaction = self._ledger.refused.get(id)
+            if transaction is None:
+                self._retry_pauses_s.pop(id, None)
                 continue
-            retry = self._retries.setdefault(id, _Retry(now + RETRY_FIRST_S, RETRY_FIRST_S))
-            if retry.at <= now:
+            self._retry_later(id)
+            if id not in self._in_flight and id not in self._tried:
                 due.append(transaction)
-                retry.pause_s = min(retry.pause_s * 2, RETRY_MAX_S)
-                retry.at = now + retry.pause_s
-        for id in [id for id in self._retries if id not in self._ledger.refused]:
-            del self._retries[id]
         return due
+
+    def _retry_later(self, id: str) -> None:
+        """Put a refused transaction to its next time, unless only an operator can tell when."""
+        if id not in self._tried:
+            pause_s = self._retry_pauses_s.get(id, RETRY_FIRST_S)
+            self._retries.set(id, _monotonic_ms() + round(pause_s * 1000))
+            self._retry_pauses_s[id] = min(pause_s * 2, RETRY_MAX_S)
+
+    def _retry_all(self) -> None:
+        """After recovery: whatever is refused is tried again, each after the first pause."""
+        for id in self._ledger.refused:
+            if id not in self._retry_pauses_s:
+                self._retry_later(id)
 
     def _note_deferred(self, plan: Plan) -> None:
         for id, cause in plan.deferred.items():
@@ -284,11 +306,8 @@ class Promoter:
         now = time.monotonic()
         if not waiting:
             self._deferred_retry = None
-        elif self._deferred_retry is None:
-            self._deferred_retry = _Retry(now + RETRY_FIRST_S, RETRY_FIRST_S)
-        elif self._deferred_retry.at <= now:
-            pause_s = min(self._deferred_retry.pause_s * 2, RETRY_MAX_S)
-            self._deferred_retry = _Retry(now + pause_s, pause_s)
+        elif self._deferred_retry is None or self._deferred_retry.at <= now:
+            self._deferred_retry = _later(self._deferred_retry)
 
     # --- writing ---------------------------------------------------------------------------
 
@@ -332,6 +351,7 @@ class Promoter:
             return
         for transaction, cause in plan.refuse:
             ledger.refuse(transaction.id, cause)
+            self._retry_later(transaction.id)
             self._in_flight.discard(transaction.id)
             log.warning("refused", id=transaction.id, cause=cause.code, why=cause.message)
         if plan.refuse:
@@ -344,10 +364,16 @@ class Promoter:
             ledger.promote(transaction.id, tuple(handle.offsets[taken : taken + count]))
             transaction.promoted_at_ms = now_ms
             self._refused_alone.discard(transaction.id)
+            self._retry_pauses_s.pop(transaction.id, None)
             taken += count
             self._in_flight.discard(transaction.id)
         if plan.promote:
             self._events.promoted(plan.promote)
+            self._avoided = {
+                place: avoided
+                for place, avoided in self._avoided.items()
+                if avoided.retry.at > time.monotonic() - RETRY_MAX_S
+            }
         self._wake.set()
 
     async def _visible(self, handle: TurnHandle) -> None:
@@ -365,7 +391,9 @@ class Promoter:
     def _isolate(self, plan: Plan, cause: Cause) -> None:
         """A record spoiled its turn: try again in halves, until one transaction fails alone."""
         transactions = plan.promote
-        if len(transactions) == 1:
+        if cause.passing:
+            self._avoid(cause)
+        elif len(transactions) == 1:
             id = transactions[0].id
             if id in self._refused_alone:
                 self._tried[id] = cause
@@ -378,6 +406,12 @@ class Promoter:
         self._targets.forget(cause.topic)
         log.warning("turn refused", partition=self._door.partition, why=cause.message)
 
+    def _avoid(self, cause: Cause) -> None:
+        """Keep off a target partition for a while; what is for it is deferred."""
+        place = (cause.topic, cause.partition)
+        known = self._avoided.get(place)
+        self._avoided[place] = _Avoided(cause, _later(known.retry if known else None))
+
     async def _recover(self) -> None:
         """Claim again; what the turns on their way have done is in the progress it finds."""
         if self._finishing:
@@ -385,6 +419,17 @@ class Promoter:
         await self._reclaim()
         self._in_flight.clear()
         self._lost = False
+        self._retry_all()
+
+
+def _monotonic_ms() -> int:
+    return int(time.monotonic() * 1000)
+
+
+def _later(retry: _Retry | None) -> _Retry:
+    """Return when to try again: after the first pause, then after twice the last one."""
+    pause_s = RETRY_FIRST_S if retry is None else min(retry.pause_s * 2, RETRY_MAX_S)
+    return _Retry(time.monotonic() + pause_s, pause_s)
 
 
 def _targets(transaction: Transaction) -> Iterable[Target]:
