@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+from confluent_kafka import Consumer
 from hypothesis import given
 from hypothesis import strategies as st
 from kafka_world import KafkaWorld
 
+from txbroker.errors import ConfigurationError
 from txbroker.kafka.member import share_out
 
 owned = st.dictionaries(
@@ -57,3 +60,30 @@ async def test_a_second_process_with_our_instance_id_silences_us(world: KafkaWor
     assert owned == [frozenset(range(4)), frozenset()]
     assert not await first.membership.still_ours(0)
     assert await second.membership.still_ours(0)
+
+
+async def test_a_group_of_other_consumers_is_refused(world: KafkaWorld) -> None:
+    door = await world.door()
+    other = Consumer(
+        {
+            "bootstrap.servers": world.bootstrap,
+            "group.id": door.settings.group_id,
+            "auto.offset.reset": "earliest",
+        }
+    )
+    assigned: list[object] = []
+    other.subscribe([door.settings.half_topic], on_assign=lambda _, given: assigned.extend(given))
+    try:
+        async with asyncio.timeout(20):
+            while not assigned:
+                await asyncio.to_thread(other.poll, 0.1)
+        with pytest.raises(ConfigurationError, match="no proxies"):
+            await door.membership.join(lambda _partitions: None)
+    finally:
+        await asyncio.to_thread(other.close)
+
+
+async def test_a_session_that_kafka_does_not_allow_is_refused(world: KafkaWorld) -> None:
+    door = await world.door(session_timeout_s=0.01)
+    with pytest.raises(ConfigurationError, match="session"):
+        await door.membership.join(lambda _partitions: None)

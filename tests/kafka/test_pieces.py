@@ -63,7 +63,7 @@ def test_errors_that_the_client_library_does_not_know_can_pass(number: int) -> N
     ("code", "cause", "passing"),
     [
         (Code.MESSAGE_TOO_LARGE, "too_large", False),
-        (Code.TOPIC_AUTHORIZATION_FAILED, "not_authorized", True),
+        (Code.TOPIC_AUTHORIZATION_FAILED, "not_authorized", False),
         (Code.UNKNOWN_TOPIC_OR_PARTITION, "unknown_topic", True),
         (Code.INVALID_TIMESTAMP, "bad_timestamp", False),
         (Code.INVALID_RECORD, "bad_record", False),

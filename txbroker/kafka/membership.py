@@ -25,7 +25,15 @@ _log = logging.getLogger("txbroker.kafka")
 _BEATS_A_SESSION = 10
 _PAUSE_S = 0.2
 _LEAVE_TIMEOUT_S = 2.0
-_FORBIDDEN = frozenset({Code.GROUP_AUTHORIZATION_FAILED, Code.TOPIC_AUTHORIZATION_FAILED})
+_HOPELESS = {
+    Code.GROUP_AUTHORIZATION_FAILED: "may not be used by this proxy: grant it Read on the group",
+    Code.INCONSISTENT_GROUP_PROTOCOL: "is used by consumers that are no proxies: set another",
+    Code.INVALID_GROUP_ID: "is no name for a group: set another",
+    Code.INVALID_SESSION_TIMEOUT: "may not have this session timeout: see the brokers' "
+    "group.min.session.timeout.ms and group.max.session.timeout.ms",
+}
+"""What does not pass by itself, so that a start must not wait for it."""
+
 _FORGOTTEN = frozenset({Code.UNKNOWN_MEMBER, Code.ILLEGAL_GENERATION})
 
 
@@ -54,7 +62,7 @@ class KafkaMembership(Membership):
         return at once. During a rebalance we keep what we have until the new assignment is known.
 
         Raises:
-            ConfigurationError: no right to the group.
+            ConfigurationError: the group cannot be used.
         """
         self._assigned = assigned
         first = asyncio.get_running_loop().create_future()
@@ -134,12 +142,10 @@ class KafkaMembership(Membership):
                 self._client.settings.instance_id,
             )
             return False
-        if error.code in _FORBIDDEN and not first.done():
-            first.set_exception(
-                ConfigurationError(
-                    f"no right to group {self._client.settings.group_id}: grant Read on it"
-                )
-            )
+        if error.code in _HOPELESS and not first.done():
+            group = self._client.settings.group_id
+            sentence = f"group {group} {_HOPELESS[Code(error.code)]}"
+            first.set_exception(ConfigurationError(sentence))
             return False
         if error.code in _FORGOTTEN:
             self._member.forget()

@@ -66,16 +66,7 @@ class TwinWriter:
         try:
             if own is not None:
                 await outcome(own)
-            last, offsets = await self._write(producer, turn)
-            self._check()
-        except (Fenced, TurnLost, TurnRefused) as error:
-            self._break(error)
-            await self._abort(producer, error)
-            raise
-        except BaseException:
-            # Given up half-way: what was sent is unknown, and Kafka aborts it in time.
-            self._break(TurnLost("the write of a turn was given up"))
-            raise
+            last, offsets = await self._write_or_break(producer, turn)
         finally:
             self._writing = False
         self._turns += 1
@@ -95,6 +86,23 @@ class TwinWriter:
 
     # --- writing -----------------------------------------------------------------------------
 
+    async def _write_or_break(
+        self, producer: Producer, turn: Turn
+    ) -> tuple[dict[Partition, int], list[int]]:
+        try:
+            written = await self._write(producer, turn)
+            # The commit of the turn before may have failed meanwhile.
+            self._check()
+        except (Fenced, TurnLost, TurnRefused) as error:
+            self._break(error)
+            await self._abort(producer, error)
+            raise
+        except BaseException:
+            # Given up half-way: what was sent is unknown, and the next claim aborts it.
+            self._break(TurnLost("the write of a turn was given up"))
+            raise
+        return written
+
     async def _write(
         self, producer: Producer, turn: Turn
     ) -> tuple[dict[Partition, int], list[int]]:
@@ -106,9 +114,9 @@ class TwinWriter:
             for number in range(max(map(len, runs.values()))):
                 # A request takes one batch of a partition, so the second follows the first.
                 batches = {p: parts[number] for p, parts in runs.items() if number < len(parts)}
-                stored = await producer.produce(
-                    batches, self._patience(self._settings.write_timeout_s)
-                )
+                # Short, because meanwhile readers of all other targets are held back.
+                patience = self._patience(self._settings.request_timeout_s)
+                stored = await producer.produce(batches, patience)
                 for partition, where in stored.items():
                     offsets[partition].extend(_offsets(where, len(batches[partition])))
         last = {partition: found[-1] for partition, found in offsets.items()}
