@@ -7,6 +7,7 @@ is repeated too late can be told from a new one by the records alone.
 """
 
 import hashlib
+import re
 from typing import NamedTuple
 
 ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -16,7 +17,9 @@ TIME_MAX_MS = (1 << 48) - 1
 
 # Two characters at a time: 13 table look-ups instead of 26 divisions.
 _PAIRS = tuple(a + b for a in ALPHABET for b in ALPHABET)
-_VALUES = {pair: value for value, pair in enumerate(_PAIRS)}
+# The other way Python's own base 32 is fastest, once its digits stand for Crockford's.
+_TO_PYTHON = str.maketrans(ALPHABET, "0123456789abcdefghijklmnopqrstuv")
+_is_base32 = re.compile(f"[{ALPHABET}]*").fullmatch
 
 
 class IdParts(NamedTuple):
@@ -51,12 +54,9 @@ def parse_id(text: str) -> IdParts:
     """
     if len(text) != LENGTH:
         raise ValueError(f"a transaction id has {LENGTH} characters, not {len(text)}")
-    number = 0
-    try:
-        for start in range(0, LENGTH, 2):
-            number = number << 10 | _VALUES[text[start : start + 2]]
-    except KeyError as error:
-        raise ValueError(f"{error.args[0]!r} is not Crockford base32 in upper case") from None
+    if not _is_base32(text):
+        raise ValueError(f"{text!r} is not Crockford base32 in upper case")
+    number = int(text.translate(_TO_PYTHON), 32)
     if number >> 128:
         raise ValueError("a transaction id has 128 bits, this one has more")
     return IdParts(number >> 112, number >> 64 & TIME_MAX_MS, number & (1 << 64) - 1)
