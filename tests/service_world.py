@@ -16,6 +16,7 @@ from memory_world import MemoryWorld
 from txbroker.config import Settings
 from txbroker.core.message_json import message_to_json
 from txbroker.core.records import Message, Record
+from txbroker.door import Door
 from txbroker.errors import request_errors
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.sdk import TransactionalProducer
@@ -88,6 +89,8 @@ class Service:
         self.world = world
         self.desk = desk
         self.proxy: Proxy
+        self.door: Door
+        self._listen = "127.0.0.1:0"
         self._stack = AsyncExitStack()
         self._http: aiohttp.ClientSession
 
@@ -96,12 +99,13 @@ class Service:
     async def start(self) -> None:
         """Run a proxy on a new door."""
         if isinstance(self.world, KafkaWorld):
-            door: Any = self.world.closed_door(partitions=_PARTITIONS, facts_ttl_s=0.2)
+            self.door = self.world.closed_door(partitions=_PARTITIONS, facts_ttl_s=0.2)
         else:
-            door = self.world.closed_door(half_partitions=_PARTITIONS, facts_ttl_s=0.2)
-        settings = Settings(listen="127.0.0.1:0", instance="one", check_timeout_s=2.0)
-        self.proxy = await self._stack.enter_async_context(run_proxy(door, settings))
+            self.door = self.world.closed_door(half_partitions=_PARTITIONS, facts_ttl_s=0.2)
+        settings = Settings(listen=self._listen, instance="one", check_timeout_s=2.0)
+        self.proxy = await self._stack.enter_async_context(run_proxy(self.door, settings))
         self._http = await self._stack.enter_async_context(aiohttp.ClientSession(self.proxy.url))
+        self._listen = self.proxy.url.removeprefix("http://")
         await until(self._ready)
 
     async def _ready(self) -> bool:
@@ -112,7 +116,7 @@ class Service:
         await self._stack.aclose()
 
     async def restart(self) -> None:
-        """End the proxy and start another one on the same Kafka."""
+        """End the proxy and start another one at the same address, on the same Kafka."""
         await self.stop()
         await self.start()
 
@@ -240,8 +244,13 @@ class Service:
         return await self.world.create_topic(unique("topic"), partitions, **configs)
 
     async def delete_topic(self, topic: str) -> None:
-        """Delete a topic."""
+        """Delete a topic, and let the proxy forget what it knew of it."""
         await self.world.delete_topic(topic)
+        self.door.targets.forget(topic)
+
+    async def set_max_message_bytes(self, topic: str, size: int) -> None:
+        """Change the largest batch that a topic takes."""
+        await self.world.set_max_message_bytes(topic, size)
 
     async def create_again(self, topic: str) -> None:
         """Create a deleted topic again, by its full name."""

@@ -1,0 +1,117 @@
+"""What survives a proxy: everything that was answered, told by another one on the same Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+
+from service_world import Service, unique
+
+from txbroker.core.records import Message
+from txbroker.sdk import CheckRequest, Decision
+
+UNKNOWN = {"decision": "unknown"}
+NEVER_S = 3600
+
+
+async def one_of_each_state(service: Service, topic: str, gone: str) -> dict[str, str]:
+    """Return transactions by the state that they are in; `gone` is deleted."""
+    group = await service.group(UNKNOWN, attempts_max=1, timeout_s=0.1)
+    ids = {"parked": await service.prepare(Message(topic, b"k", b"parked"), group=group)}
+    for state in ("pending", "rolled_back", "promoted"):
+        ids[state] = await service.prepare(Message(topic, b"k", state.encode()))
+    ids["refused"] = await service.prepare(Message(gone, b"k", b"refused"))
+    await service.delete_topic(gone)
+    await service.tell(ids["rolled_back"], "rollback")
+    await service.commit(ids["promoted"])
+    await service.commit(ids["refused"])
+    await service.reaches(ids["parked"], "parked")
+    return ids
+
+
+async def test_every_state_survives(service: Service) -> None:
+    topic, gone = await service.topic(), await service.topic()
+    ids = await one_of_each_state(service, topic, gone)
+    await service.restart()
+    assert {state: await service.state(id) for state, id in ids.items()} == {s: s for s in ids}
+    await service.commit(ids["pending"])
+    await service.commit(ids["parked"])
+    await service.create_again(gone)
+    await service.reaches(ids["refused"], "promoted")
+    assert await service.values(topic) == [b"promoted", b"pending", b"parked"]
+    assert await service.values(gone) == [b"refused"]
+
+
+async def test_what_is_committed_is_promoted_once(service: Service) -> None:
+    topic, group = await service.topic(), unique("group")
+    ids = await asyncio.gather(
+        *[service.prepare(Message(topic, b"%d" % n, b"%d" % n), group=group) for n in range(60)]
+    )
+    await asyncio.gather(*[service.tell(id, "commit") for id in ids])
+    await service.restart()
+    for id in ids:
+        await service.reaches(id, "promoted")
+    values = await service.values(topic)
+    assert sorted(values, key=str) == sorted([b"%d" % n for n in range(60)], key=str)
+
+
+async def test_attempts_and_rounds_are_counted_on(service: Service) -> None:
+    group = await service.group(UNKNOWN, check_interval_s=NEVER_S, attempts_max=5, timeout_s=0.1)
+    counted = await service.prepare(Message(await service.topic(), b"k", b""), group=group)
+    parked = await service.group(UNKNOWN, attempts_max=1, timeout_s=0.1)
+    revived = await service.prepare(Message(await service.topic(), b"k", b""), group=parked)
+    await service.asked_times(group, 1)
+    await service.reaches(revived, "parked")
+    await service.tell(revived, "revive")
+    await service.reaches(revived, "parked")
+    await service.restart()
+    shown = await service.show(counted)
+    assert (shown["attempts"], shown["round"]) == (1, 1)
+    assert (await service.show(revived))["round"] == 2
+    await service.tell(counted, "check")
+    assert [call["attempt"] for call in await service.asked_times(group, 2)] == [1, 2]
+
+
+async def test_keys_decisions_and_groups_are_known(service: Service) -> None:
+    topic, key, group = await service.topic(), unique("key"), unique("group")
+    message = Message(topic, b"k", b"v")
+    id = await service.prepare(message, dedup_key=key, group=group, order_key="o")
+    url = "http://127.0.0.1:9/"
+    await service.call("PUT", f"/v1/groups/{group}", {"check_url": url})
+    await service.commit(id, reason="paid")
+    await service.restart()
+    status, answer = await service.send(message, dedup_key=key, group=group, order_key="o")
+    assert (status, answer["id"], answer["state"]) == (200, id, "promoted")
+    assert (await service.show(id))["reason"] == "paid"
+    assert (await service.call("GET", f"/v1/groups/{group}"))[1]["check_url"] == url
+    assert await service.values(topic) == [b"v"]
+
+
+async def test_final_content_survives(service: Service) -> None:
+    one, gone = await service.topic(), await service.topic()
+    id = await service.prepare(Message(one, b"k", b"draft"), Message(gone, b"k", b"draft"))
+    await service.delete_topic(gone)
+    final = [{"topic": one, "value": "final"}, {"topic": gone, "value": "final"}]
+    await service.tell(id, "commit", messages=final, wait="promoted")
+    await service.restart()
+    await service.create_again(gone)
+    await service.reaches(id, "promoted")
+    assert await service.values(one) == await service.values(gone) == [b"final"]
+
+
+async def test_a_producer_goes_on(service: Service) -> None:
+    topic, group = await service.topic(), unique("group")
+
+    async def check(request: CheckRequest) -> Decision:
+        return Decision.COMMIT
+
+    async with service.producer(group, check=check) as producer:
+        before = await producer.prepare(Message(topic, b"k", b"before"))
+        checked = await producer.prepare(Message(topic, b"k", b"checked"), check_after_s=NEVER_S)
+        await service.restart()
+        await producer.commit(before, wait="promoted")
+        async with producer.transaction(Message(topic, b"k", b"after")) as transaction:
+            pass
+        await service.reaches(transaction.id, "promoted")
+        await service.tell(checked, "check")
+        await service.reaches(checked, "promoted")
+    assert await service.values(topic) == [b"before", b"after", b"checked"]

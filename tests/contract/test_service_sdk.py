@@ -1,0 +1,195 @@
+"""What the SDK promises, through a whole proxy: in memory and on a real Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from service_world import Service, unique, until
+
+from txbroker.core.records import Message
+from txbroker.sdk import (
+    Answer,
+    BlockingTransactionalProducer,
+    CheckRequest,
+    Commit,
+    Decision,
+    Limits,
+    NotYet,
+    Rollback,
+    State,
+    Transaction,
+)
+
+NEVER_S = 3600.0
+SOON_S = 0.01
+
+
+class Checker:
+    """A check function that remembers what it was asked."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.requests: list[CheckRequest] = []
+        self._answers = list(answers)
+
+    async def __call__(self, request: CheckRequest) -> Answer:
+        self.requests.append(request)
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+async def test_leaving_a_block_commits(service: Service) -> None:
+    topic = await service.topic()
+    async with service.producer(unique("group")) as producer:
+        async with producer.transaction(Message(topic, b"k", b"v")) as transaction:
+            assert await service.state(transaction.id) == "pending"
+        assert transaction.outcome.decision is Decision.COMMIT
+    await service.reaches(transaction.id, "promoted")
+    assert await service.values(topic) == [b"v"]
+
+
+async def test_raising_rollback_rolls_back(service: Service) -> None:
+    topic = await service.topic()
+    async with service.producer(unique("group")) as producer:
+        async with producer.transaction(Message(topic, b"k", b"v")) as transaction:
+            raise Rollback("no money")
+        assert transaction.outcome.state is State.ROLLED_BACK
+    assert (await service.show(transaction.id))["reason"] == "no money"
+    assert await service.visible(topic) == []
+
+
+async def test_an_exception_proves_nothing_and_asks_early(service: Service) -> None:
+    topic, check = await service.topic(), Checker(Decision.COMMIT)
+    message = Message(topic, b"k", b"v")
+    async with service.producer(unique("group"), check=check) as producer:
+        with pytest.raises(OSError, match="disk full"):
+            async with producer.transaction(message, check_after_s=NEVER_S) as transaction:
+                raise OSError("disk full")
+        await service.reaches(transaction.id, "promoted")
+    (request,) = check.requests
+    assert (request.id, request.attempt, request.reason) == (transaction.id, 1, "asked")
+    assert request.messages == (Message(topic, b"k", b"v", partition=0),)
+    assert await service.values(topic) == [b"v"]
+
+
+def plainly(request: CheckRequest) -> Decision:
+    return Decision.COMMIT
+
+
+async def in_a_coroutine(request: CheckRequest) -> Decision:
+    await asyncio.sleep(0)
+    return Decision.COMMIT
+
+
+@pytest.mark.parametrize("check", [plainly, in_a_coroutine])
+async def test_checks_are_functions_or_coroutines(
+    service: Service, check: Callable[[CheckRequest], Answer]
+) -> None:
+    topic = await service.topic()
+    async with service.producer(unique("group"), check=check) as producer:
+        id = await producer.prepare(Message(topic, b"k", b"v"), check_after_s=SOON_S)
+        shown = await service.reaches(id, "promoted")
+    assert (shown["source"], shown["attempts"]) == ("check", 1)
+
+
+async def test_a_check_says_not_yet_and_then_commits_other_content(service: Service) -> None:
+    topic = await service.topic()
+    check = Checker(NotYet(1), Commit([Message(topic, b"k", b"final")]))
+    async with service.producer(unique("group"), check=check) as producer:
+        id = await producer.prepare(Message(topic, b"k", b"draft"), check_after_s=SOON_S)
+        shown = await service.reaches(id, "promoted")
+    assert shown["attempts"] == 1
+    assert [request.attempt for request in check.requests] == [1, 1]
+    assert await service.values(topic) == [b"final"]
+
+
+async def test_a_running_block_is_not_asked_about(service: Service) -> None:
+    topic, check = await service.topic(), Checker(Decision.ROLLBACK)
+    producer = service.producer(unique("group"), check=check, limits=Limits(running_again_s=1.0))
+    message = Message(topic, b"k", b"v")
+    async with producer, producer.transaction(message, check_after_s=SOON_S) as transaction:
+
+        async def put_off() -> bool:
+            checks = (await service.show(transaction.id)).get("checks", [])
+            return any(not each.get("counts", True) for each in checks)
+
+        await until(put_off)
+    assert check.requests == []
+    assert (await service.reaches(transaction.id, "promoted"))["attempts"] == 0
+
+
+async def test_content_is_replaced_in_the_block(service: Service) -> None:
+    topic = await service.topic()
+    async with (
+        service.producer(unique("group")) as producer,
+        producer.transaction(Message(topic, b"k", b"draft")) as transaction,
+    ):
+        transaction.replace(Message(topic, b"k", b"final"))
+    await service.reaches(transaction.id, "promoted")
+    assert await service.values(topic) == [b"final"]
+
+
+async def test_waiting_for_promoted_is_waiting_for_visible(service: Service) -> None:
+    topic = await service.topic()
+    async with service.producer(unique("group")) as producer:
+        for number in range(5):
+            async with producer.transaction(Message(topic, b"k", b"%d" % number)) as transaction:
+                outcome = await transaction.commit(wait="promoted")
+            assert outcome.state is State.PROMOTED
+            assert await service.values(topic) == [b"%d" % n for n in range(number + 1)]
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [(None, "promoted"), (Decision.COMMIT, "promoted"), (Decision.ROLLBACK, "rolled_back")],
+)
+async def test_a_function_decides(service: Service, said: Decision | None, state: str) -> None:
+    async def local(transaction: Transaction) -> Decision | None:
+        return said
+
+    message = Message(await service.topic(), b"k", b"v")
+    async with service.producer(unique("group")) as producer:
+        outcome = await producer.send_in_transaction(message, local, wait="promoted")
+    assert str(outcome.state) == await service.state(outcome.id) == state
+
+
+async def test_any_instance_of_a_group_answers(service: Service) -> None:
+    topic, group, check = await service.topic(), unique("group"), Checker(Decision.COMMIT)
+    async with service.producer(group) as leaving:
+        id = await leaving.prepare(Message(topic, b"k", b"v"), check_after_s=NEVER_S)
+    async with service.producer(group, check=check):
+        await service.tell(id, "check")
+        await service.reaches(id, "promoted")
+    assert [request.id for request in check.requests] == [id]
+
+
+async def test_the_blocking_producer_does_the_same(service: Service) -> None:
+    topic = await service.topic()
+    url = service.proxy.url
+
+    def blocking() -> None:
+        with BlockingTransactionalProducer(url, group=unique("group")) as producer:
+            with producer.transaction(Message(topic, b"k", b"commits")) as transaction:
+                transaction.commit(wait="promoted")
+            with producer.transaction(Message(topic, b"k", b"rolls back")):
+                raise Rollback
+
+    await asyncio.to_thread(blocking)
+    assert await service.values(topic) == [b"commits"]
+
+
+async def test_many_transactions_at_once_are_each_there_once(service: Service) -> None:
+    topic = await service.topic(partitions=3)
+
+    async with service.producer(unique("group")) as producer:
+
+        async def one(number: int) -> None:
+            message = Message(topic, b"%d" % (number % 7), b"%d" % number)
+            async with producer.transaction(message) as transaction:
+                if number % 3 == 0:
+                    raise Rollback
+                await transaction.commit(wait="promoted")
+
+        await asyncio.gather(*[one(number) for number in range(90)])
+    values = [value for p in range(3) for value in await service.values(topic, p)]
+    assert sorted(values, key=str) == sorted([b"%d" % n for n in range(90) if n % 3], key=str)

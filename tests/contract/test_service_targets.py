@@ -1,0 +1,84 @@
+"""What a proxy promises about targets that do not take what was committed, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from service_world import Service
+
+from txbroker.core.records import Message
+from txbroker.errors import AlreadyDecided, NotPending
+
+ROOM = 3000
+
+
+async def without_topic(service: Service) -> tuple[str, str]:
+    """Return a prepared transaction, and its topic, which is gone."""
+    topic = await service.topic()
+    id = await service.prepare(Message(topic, b"k", b"v"))
+    await service.delete_topic(topic)
+    return id, topic
+
+
+async def test_a_topic_that_is_gone_refuses_while_the_rest_flows(service: Service) -> None:
+    topic = await service.topic()
+    id = await service.prepare(Message(topic, b"k", b"v"))
+    await service.world.delete_topic(topic)  # and the proxy does not know it yet
+    healthy = await service.topic()
+    ids = [await service.prepare(Message(healthy, b"%d" % n, b"")) for n in range(20)]
+    answers = await asyncio.gather(*[service.commit(each) for each in [id, *ids]])
+    assert [answer["state"] for answer in answers] == ["refused"] + ["promoted"] * 20
+    shown = await service.show(id)
+    assert (shown["cause"]["code"], shown["cause"]["topic"]) == ("unknown_topic", topic)
+    assert shown["decision"] == "commit"
+    assert [each["id"] for each in await service.list(state="refused", topic=topic)] == [id]
+    assert await service.metric("refused", topic=topic) == 1
+
+
+async def test_a_refused_one_is_decided_and_stays_so(service: Service) -> None:
+    id, _ = await without_topic(service)
+    assert (await service.commit(id))["state"] == "refused"
+    assert (await service.tell(id, "commit"))["state"] == "refused"
+    with pytest.raises(AlreadyDecided):
+        await service.tell(id, "rollback")
+    with pytest.raises(NotPending):
+        await service.tell(id, "check")
+
+
+async def test_a_topic_that_comes_back_gets_what_it_missed(service: Service) -> None:
+    id, topic = await without_topic(service)
+    await service.commit(id)
+    await service.create_again(topic)
+    await service.reaches(id, "promoted")
+    assert await service.values(topic) == [b"v"]
+
+
+async def test_a_refused_one_is_revived_by_hand(service: Service) -> None:
+    topic = await service.topic()
+    id = await service.prepare(Message(topic, b"k", bytes(ROOM)))
+    await service.set_max_message_bytes(topic, ROOM // 2)
+    assert (await service.commit(id))["state"] == "refused"
+    assert (await service.show(id))["cause"]["code"] == "too_large"
+    small = await service.prepare(Message(topic, b"k", b"fits"))
+    await service.commit(small)
+    await service.set_max_message_bytes(topic, ROOM * 2)
+    await service.tell(id, "revive", reason="raised the limit")
+    await service.reaches(id, "promoted")
+    assert await service.values(topic) == [b"fits", bytes(ROOM)]
+
+
+async def test_one_bad_target_refuses_the_whole_transaction(service: Service) -> None:
+    good, bad = await service.topic(), await service.topic()
+    id = await service.prepare(
+        Message(good, b"k", b"1"), Message(bad, b"k", b"2"), Message(good, b"k", b"3")
+    )
+    await service.delete_topic(bad)
+    assert (await service.commit(id))["state"] == "refused"
+    after = await service.prepare(Message(good, b"k", b"after"))
+    await service.commit(after)
+    assert await service.values(good) == [b"after"]
+    await service.create_again(bad)
+    await service.reaches(id, "promoted")
+    assert await service.values(good) == [b"after", b"1", b"3"]
+    assert await service.values(bad) == [b"2"]
