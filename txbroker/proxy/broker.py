@@ -219,6 +219,13 @@ class Broker:
         """Return the clock by which ids are made, ms."""
         return self._clock.now_ms()
 
+    def clock_at_least(self, now_ms: int) -> None:
+        """The brokers' clock says so by now: a broker whose clock is put forward for tests tells
+        it, everybody else's is seen in append times."""
+        self._clock.at_least(now_ms)
+        for owner in self._owners.values():
+            owner.clock_at_least(now_ms)
+
     def readiness(self) -> Readiness:
         """Say whether calls can be taken: everything that is ours is caught up."""
         status = {p: self._status.get(p, "elsewhere") for p in range(self._door.partitions)}

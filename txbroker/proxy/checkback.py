@@ -90,6 +90,10 @@ class CheckBack:
         """Put a transaction to its next time, after anything that may have moved it."""
         self._set(transaction.id, due_ms(transaction))
 
+    def look_again(self) -> None:
+        """The clock has moved more than the time that passed: something may be due already."""
+        self._changed.set()
+
     def _set(self, id: str, at_ms: int | None) -> None:
         before_ms = self._schedule.next_ms()
         self._schedule.set(id, at_ms)

@@ -188,6 +188,11 @@ class Owner:
         """Return the time by the brokers' clock, ms."""
         return self._clock.now_ms()
 
+    def clock_at_least(self, now_ms: int) -> None:
+        """The brokers' clock says so by now; it is no earlier."""
+        self._clock.at_least(now_ms)
+        self.checks.look_again()
+
     async def _guard(self, loop: Callable[[], Awaitable[None]]) -> None:
         try:
             await loop()
