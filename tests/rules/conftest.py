@@ -1,0 +1,30 @@
+"""A world of its own for each test of a rule."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from rules_world import OwnersTime, World
+
+from txbroker.proxy import broker, clock, owner, promoter
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    """One partition in memory. What an owner does every second it does every few ms here."""
+    owners_time = OwnersTime()
+    monkeypatch.setattr(clock, "time", owners_time)
+    monkeypatch.setattr(owner, "IDLE_S", 0.005)
+    monkeypatch.setattr(owner, "CLAIM_PAUSE_S", 0.002)
+    monkeypatch.setattr(broker, "REOPEN_S", 0.002)
+    monkeypatch.setattr(promoter, "RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr(promoter, "RETRY_MAX_S", 0.01)
+    before = asyncio.all_tasks()
+    made = World(owners_time)
+    await made.start()
+    yield made
+    await made.close()
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not left, f"still running: {left}"

@@ -1,0 +1,317 @@
+"""Rules 1 to 5: who writes, what is applied when, and what answers follow from."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec import structs
+from rules_world import (
+    GROUP,
+    Gate,
+    World,
+    behind,
+    commit,
+    known,
+    lost_unanswered,
+    message,
+    roll_back,
+    settled,
+    stored_unanswered,
+    until,
+    without_offset,
+    without_time,
+)
+
+from txbroker.core.ledger import Effect
+from txbroker.core.records import MarkerKind, State
+from txbroker.errors import (
+    AlreadyDecided,
+    IdConflict,
+    NotFound,
+    OwnerUnavailable,
+    WrongGroup,
+)
+from txbroker.proxy import owner as owner_module
+
+# --- 1 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])
+async def test_a_prepare_without_an_answer_is_no_ack_and_can_be_sent_again(
+    world: World, fate: object
+) -> None:
+    owner = await world.owner()
+    half = world.half(message("once"))
+    world.partition.half.script.append(fate)  # type: ignore[arg-type]
+    with pytest.raises(OwnerUnavailable):
+        await owner.prepare(half)
+    assert (await owner.prepare(half)).id == half.id
+    await commit(owner, half.id)
+    await until(lambda: world.visible() == ["once"])
+    assert list(owner.ledger.transactions) == [half.id]
+
+
+@pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])
+async def test_a_decision_without_an_answer_is_no_ack_and_can_be_sent_again(
+    world: World, fate: object
+) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    world.partition.op.script.append(fate)  # type: ignore[arg-type]
+    with pytest.raises(OwnerUnavailable):
+        await commit(owner, id)
+    assert (await commit(owner, id)).decision == "commit"
+    await until(lambda: world.visible() == [id])
+
+
+# --- 2 -----------------------------------------------------------------------------------------
+
+
+async def test_a_gap_is_fetched_and_applied_before_our_own_marker(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    world.partition.op.script.append(
+        behind(lambda: world.zombie_mark(MarkerKind.ROLLBACK, id, group=GROUP))
+    )
+    with pytest.raises(AlreadyDecided) as raised:
+        await commit(owner, id)
+    assert raised.value.details["decision"] == "rollback"
+    assert owner.ledger.op_position == 2
+    assert (known(owner, id).state, known(owner, id).op_offset) == (State.ROLLED_BACK, 0)
+
+
+async def test_a_gap_in_half_is_fetched_and_applied_first(world: World) -> None:
+    owner = await world.owner()
+    half = world.half(message("mine"), dedup_key="d")
+    theirs = world.half(message("theirs"))
+    world.partition.half.script.append(behind(lambda: world.zombie_half(theirs)))
+    assert (await owner.prepare(half)).created
+    assert known(owner, theirs.id).offset == 0
+    assert known(owner, half.id).offset == 1
+
+
+async def test_without_an_offset_the_log_is_read_back(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    world.partition.op.script.append(without_offset)
+    assert (await commit(owner, id)).decision == "commit"
+    assert known(owner, id).op_offset == 0
+    half = world.half()
+    world.partition.half.script.append(without_offset)
+    assert (await owner.prepare(half)).created
+    assert known(owner, half.id).offset == 1
+
+
+async def test_without_an_offset_ours_is_not_taken_for_what_stood_before_it(world: World) -> None:
+    owner = await world.owner()
+    half = world.half(message("mine"), dedup_key="d")
+    theirs = world.half(message("theirs"))
+
+    async def hidden_behind_another(log: object, records: object) -> object:
+        world.zombie_half(theirs)
+        return await without_offset(log, records)  # type: ignore[arg-type]
+
+    world.partition.half.script.append(hidden_behind_another)  # type: ignore[arg-type]
+    assert (await owner.prepare(half)).id == half.id
+    assert [known(owner, each.id).offset for each in (theirs, half)] == [0, 1]
+
+
+async def test_without_an_append_time_the_log_is_read_back(world: World) -> None:
+    owner = await world.owner()
+    world.partition.half.script.append(without_time)
+    id = await world.prepared(owner)
+    world.partition.op.script.append(without_time)
+    await commit(owner, id)
+    transaction = known(owner, id)
+    assert transaction.prepared_at_ms == world.kafka.visible("txbroker.half")[0].timestamp_ms
+    assert transaction.decided_at_ms == world.kafka.visible("txbroker.op")[0].timestamp_ms
+
+
+async def test_what_is_contiguous_is_not_read_back(world: World) -> None:
+    owner = await world.owner()
+    calls = world.partition.calls
+    before = calls.count("half.read") + calls.count("op.read")
+    for _ in range(3):
+        await world.committed(owner)
+    assert calls.count("half.read") + calls.count("op.read") == before
+
+
+async def test_an_idle_owner_sees_what_others_wrote(world: World) -> None:
+    owner = await world.owner()
+    half = world.half(message("theirs"))
+    world.zombie_half(half)
+    world.zombie_mark(MarkerKind.COMMIT, half.id, group=GROUP)
+    await until(lambda: world.visible() == ["theirs"])
+    assert known(owner, half.id).state is State.PROMOTED
+
+
+def test_an_idle_owner_looks_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert owner_module.IDLE_S <= 1.0
+
+
+# --- 3 -----------------------------------------------------------------------------------------
+
+
+async def test_a_decision_is_answered_when_the_ledger_has_applied_its_marker(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    gate = Gate()
+    world.partition.op.script.append(gate.append_unheard)
+    deciding = asyncio.create_task(commit(owner, id))
+    await gate.reached.wait()
+    await settled()
+    assert not deciding.done()
+    assert known(owner, id).decision is None
+    gate.open()
+    assert (await deciding).decision == "commit"
+    assert known(owner, id).op_offset == 0
+
+
+async def test_a_decision_is_not_answered_before_the_gap_is_read(world: World) -> None:
+    owner = await world.owner(half_retention_ms=1 << 60)
+    id = await world.prepared(owner)
+    log = world.partition.op
+    log.script.append(behind(lambda: world.zombie_mark(MarkerKind.CHECK, id)))
+    log.bounds_gate.clear()
+    deciding = asyncio.create_task(commit(owner, id))
+    await until(lambda: log.script == type(log.script)())
+    await settled()
+    assert not deciding.done()
+    log.bounds_gate.set()
+    assert (await deciding).decision == "commit"
+
+
+async def test_standing_decisions_come_from_the_ledger_and_write_nothing(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    await commit(owner, id)
+    await until(lambda: world.told.promotions == [id])
+    assert (await commit(owner, id)).state is State.PROMOTED
+    with pytest.raises(AlreadyDecided):
+        await roll_back(owner, id)
+    with pytest.raises(WrongGroup):
+        await commit(owner, id, group="another")
+    assert world.kinds() == ["commit"]
+
+
+async def test_not_found_only_after_half_was_read_to_an_end_asked_for_now(world: World) -> None:
+    owner = await world.owner()
+    await owner.close()
+    theirs = world.half()
+    world.zombie_half(theirs)
+    assert (await owner.get(theirs.id)).offset == 0
+    calls = world.partition.calls
+    before = calls.count("half.bounds")
+    with pytest.raises(NotFound):
+        await owner.get(world.half().id)
+    assert calls.count("half.bounds") == before + 1
+
+
+async def test_not_found_waits_for_the_end_of_half(world: World) -> None:
+    owner = await world.owner()
+    log = world.partition.half
+    log.bounds_gate.clear()
+    half = world.half()
+    deciding = asyncio.create_task(commit(owner, half.id))
+    await settled()
+    assert not deciding.done()
+    world.zombie_half(half)
+    log.bounds_gate.set()
+    assert (await deciding).decision == "commit"
+
+
+async def test_not_found_is_not_said_while_kafka_is_silent(world: World) -> None:
+    owner = await world.owner()
+    world.kafka.go_down()
+    with pytest.raises(OwnerUnavailable):
+        await commit(owner, world.half().id)
+    world.kafka.come_up()
+
+
+# --- 4 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("commit", {"group": "another"}),
+        ("check", {"round": 2, "number": 1, "reason": "due"}),
+        ("check", {"round": 1, "number": 2, "reason": "due"}),
+        ("returned", {"round": 1, "number": 1}),
+        ("later", {"round": 1, "number": 1, "later_s": 9.0}),
+        ("park", {"round": 1}),
+        ("revive", {"round": 1}),
+    ],
+)
+async def test_an_illegal_marker_has_no_effect_and_is_counted(
+    world: World, kind: str, fields: dict[str, object]
+) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    before = structs.asdict(known(owner, id))
+    world.zombie_mark(kind, id, **fields)
+    await until(lambda: world.told.effects() == [Effect.ILLEGAL])
+    assert structs.asdict(known(owner, id)) == before
+
+
+async def test_the_second_marker_loses_and_the_conflict_is_counted(world: World) -> None:
+    owner = await world.owner()
+    id = await world.committed(owner)
+    world.zombie_mark(MarkerKind.ROLLBACK, id, group=GROUP)
+    await until(lambda: world.told.effects() == [Effect.CONFLICT])
+    await until(lambda: world.visible() == [id])
+    assert known(owner, id).decision == "commit"
+
+
+async def test_of_two_contrary_decisions_at_once_the_first_marker_wins(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    first, second = await asyncio.gather(
+        roll_back(owner, id), commit(owner, id), return_exceptions=True
+    )
+    assert not isinstance(first, BaseException)
+    assert isinstance(second, AlreadyDecided)
+    assert world.kinds() == ["rollback", "commit"]
+
+
+async def test_the_owner_checks_before_it_appends(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    with pytest.raises(WrongGroup):
+        await commit(owner, id, group="another")
+    with pytest.raises(NotFound):
+        await commit(owner, world.half().id)
+    assert world.kinds() == []
+
+
+# --- 5 -----------------------------------------------------------------------------------------
+
+
+async def test_a_marker_before_its_half_waits_for_it(world: World) -> None:
+    owner = await world.owner()
+    half = world.half(message("late"))
+    world.zombie_mark(MarkerKind.COMMIT, half.id, group=GROUP)
+    await until(lambda: owner.ledger.op_position == 1)
+    assert world.told.effects() == [Effect.WAITING]
+    assert (await owner.prepare(half)).state is State.COMMITTED
+    await until(lambda: world.visible() == ["late"])
+
+
+async def test_a_takeover_asks_for_the_end_of_op_before_that_of_half(world: World) -> None:
+    await (await world.owner()).close()
+    await world.owner()
+    asked = [call for call in world.partition.calls if call.endswith("bounds")]
+    assert asked[:2] == ["op.bounds", "half.bounds"]
+
+
+async def test_other_content_under_a_known_id_is_a_conflict_also_in_a_gap(world: World) -> None:
+    owner = await world.owner()
+    mine, theirs = world.half(message("mine")), message("theirs")
+    world.partition.half.script.append(
+        behind(lambda: world.zombie_half(structs.replace(mine, messages=(theirs,))))
+    )
+    with pytest.raises(IdConflict):
+        await owner.prepare(mine)
+    await commit(owner, mine.id)
+    await until(lambda: world.visible() == ["theirs"])
