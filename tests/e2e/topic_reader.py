@@ -1,0 +1,85 @@
+"""Reads whole topics with librdkafka, and makes them: another make of client than txbroker's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from confluent_kafka import Consumer, KafkaError, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+from judge import Rec, Topics
+
+_READ_TIMEOUT_S = 15.0
+
+
+def create_topic(bootstrap: str, name: str, partitions: int = 1, **configs: str) -> str:
+    """Create a topic with settings (`_` for `.`), and wait until it is there."""
+    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+    config = {key.replace("_", "."): value for key, value in configs.items()}
+    admin.create_topics([NewTopic(name, partitions, 1, config=config)])[name].result(15)
+    deadline = time.monotonic() + 15
+    # Created is decided by the controller; the broker hears of it a little later.
+    while name not in admin.list_topics(timeout=15).topics:
+        assert time.monotonic() < deadline, f"{name} does not appear"
+    return name
+
+
+def delete_topic(bootstrap: str, name: str) -> None:
+    """Delete a topic, and wait until it is gone."""
+    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+    admin.delete_topics([name])[name].result(15)
+    deadline = time.monotonic() + 15
+    while name in admin.list_topics(timeout=15).topics:
+        assert time.monotonic() < deadline, f"{name} does not go away"
+
+
+def read_topics(bootstrap: str, names: Iterable[str], *, committed: bool = True) -> list[Rec]:
+    """Return every record of these topics, from begin to end."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": "judge",
+            "isolation.level": "read_committed" if committed else "read_uncommitted",
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "auto.offset.reset": "earliest",
+            "fetch.wait.max.ms": 20,
+        }
+    )
+    try:
+        known = consumer.list_topics(timeout=_READ_TIMEOUT_S).topics
+        parts = [TopicPartition(name, p, 0) for name in names for p in known[name].partitions]
+        consumer.assign(parts)
+        return list(_poll_all(consumer, len(parts)))
+    finally:
+        consumer.close()
+
+
+def _poll_all(consumer: Consumer, open_partitions: int) -> Iterable[Rec]:
+    while open_partitions:
+        message = consumer.poll(_READ_TIMEOUT_S)
+        assert message is not None, "Kafka does not answer"
+        error = message.error()
+        if error is not None:
+            assert error.code() == KafkaError._PARTITION_EOF, error
+            open_partitions -= 1
+            continue
+        yield Rec(
+            str(message.topic()),
+            int(message.partition() or 0),
+            int(message.offset() or 0),
+            int(message.timestamp()[1]),
+            message.key(),
+            message.value(),
+            tuple(message.headers() or ()),
+        )
+
+
+def read_all(bootstrap: str, prefix: str, targets: Iterable[str]) -> Topics:
+    """Return what the judge needs of one installation."""
+    return Topics(
+        half=read_topics(bootstrap, [f"{prefix}.half"], committed=False),
+        op=read_topics(bootstrap, [f"{prefix}.op"], committed=False),
+        parked=read_topics(bootstrap, [f"{prefix}.parked"]),
+        targets=read_topics(bootstrap, targets),
+    )

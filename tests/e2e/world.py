@@ -1,0 +1,272 @@
+"""A proxy in a process of its own on a real Kafka: started, killed, asked, listened to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from judge import Rec
+from topic_reader import create_topic, delete_topic, read_topics
+
+from txbroker.errors import RequestError, request_errors
+
+HERE = Path(__file__).parent
+DEADLINE_S = 40.0
+"""How long a condition may take to come true, on a busy machine."""
+RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
+"""What must never be on the terminal of a proxy."""
+_POLL_S = 0.02
+_NUMBERS = itertools.count()
+
+Json = dict[str, Any]
+
+
+async def until(condition: Callable[[], Awaitable[Any]], deadline_s: float = DEADLINE_S) -> Any:
+    """Ask again and again until the answer is true; return it."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    while not (found := await condition()):
+        assert loop.time() < deadline, f"not true within {deadline_s:g} s: {condition}"
+        await asyncio.sleep(_POLL_S)
+    return found
+
+
+def unique(word: str) -> str:
+    """Return a name that no other test uses."""
+    return f"{word}-{os.getpid()}-{next(_NUMBERS)}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class World:
+    """One installation of txbroker on a Kafka: its proxy, its topics, the calls of a test.
+
+    Args:
+        bootstrap: of the Kafka.
+        door: changes to the door's settings.
+        settings: changes to the proxy's settings.
+    """
+
+    def __init__(
+        self, bootstrap: str, door: Json | None = None, settings: Json | None = None
+    ) -> None:
+        self.bootstrap = bootstrap
+        self.prefix = unique("e2e")
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        self._given = {
+            "door": {
+                "bootstrap_servers": [bootstrap],
+                "instance_id": "one",
+                "group_id": f"{self.prefix}.group",
+                **{f"{n}_topic": f"{self.prefix}.{n}" for n in _OWN},
+                "partitions": 4,
+                "facts_ttl_s": 0.3,
+                **(door or {}),
+            },
+            "settings": {
+                "kafka": bootstrap,
+                "listen": self.url.removeprefix("http://"),
+                "instance": "one",
+                "topic_prefix": self.prefix,
+                "check_timeout_s": 2.0,
+                **(settings or {}),
+            },
+        }
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: list[asyncio.Task[None]] = []
+        self.stdout: list[str] = []
+        self.stderr: list[str] = []
+
+    # --- life ----------------------------------------------------------------------------
+
+    async def launch(self) -> None:
+        """Start the proxy's process, without waiting for anything."""
+        assert self._process is None
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(HERE / "proxy_main.py"),
+            json.dumps(self._given),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=1 << 22,
+        )
+        self._process = process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._reading = [
+            asyncio.create_task(_collect(process.stdout, self.stdout)),
+            asyncio.create_task(_collect(process.stderr, self.stderr)),
+        ]
+
+    async def start(self) -> None:
+        """Start the proxy and wait until it is ready."""
+        await self.launch()
+        await self.ready()
+
+    async def ready(self) -> None:
+        """Wait until the proxy is ready."""
+        await until(self.is_ready)
+
+    async def is_ready(self) -> bool:
+        """Say whether the proxy answers that it is ready; the process must be alive."""
+        assert self._process is not None
+        assert self._process.returncode is None, "\n".join(self.stderr[-20:])
+        try:
+            status, answer = await self.request("GET", "/readyz")
+        except aiohttp.ClientError:
+            return False
+        return status == 200 and answer["ready"] is True
+
+    async def kill(self) -> None:
+        """End the proxy as kill -9 does."""
+        await self._end(signal.SIGKILL)
+
+    async def stop(self) -> int:
+        """End the proxy in an orderly way; return its exit code."""
+        return await self._end(signal.SIGTERM)
+
+    async def ended(self) -> int:
+        """Wait until the proxy ends by itself; return its exit code."""
+        assert self._process is not None
+        code = await asyncio.wait_for(self._process.wait(), DEADLINE_S)
+        await self._end(signal.SIGKILL)
+        return code
+
+    async def _end(self, how: signal.Signals) -> int:
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(how)
+        try:
+            code = await asyncio.wait_for(process.wait(), DEADLINE_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            raise
+        await asyncio.gather(*self._reading)
+        return code
+
+    async def close(self) -> None:
+        """End whatever runs; its terminal must be clean."""
+        code = await self.stop()
+        said = "\n".join(self.stderr)
+        assert code == 0, f"exit code {code}\n{said}"
+        for word in RUBBISH:
+            assert word not in said, said
+
+    # --- calls ---------------------------------------------------------------------------
+
+    async def request(
+        self, method: str, path: str, body: Any = None, **options: Any
+    ) -> tuple[int, Json]:
+        """Return status and answer, whatever they are."""
+        if body is not None:
+            options["json"] = body
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.request(method, self.url + path, **options) as response,
+        ):
+            return response.status, await response.json()
+
+    async def call(self, method: str, path: str, body: Any = None) -> Json:
+        """Return the answer to a call that works.
+
+        Raises:
+            RequestError: the one that the answer names.
+        """
+        status, answer = await self.request(method, path, body)
+        if "error" in answer:
+            raise error_of(status, answer)
+        return answer
+
+    async def prepare(self, *messages: Json, group: str = "orders", **fields: Any) -> str:
+        """Prepare over HTTP; return the id."""
+        body = {"group": group, "messages": list(messages), **fields}
+        return str((await self.call("POST", "/v1/transactions", body))["id"])
+
+    async def tell(self, id: str, what: str, **fields: Any) -> Json:
+        """POST `commit`, `rollback`, `check` or `revive`."""
+        return await self.call("POST", f"/v1/transactions/{id}/{what}", fields)
+
+    async def show(self, id: str) -> Json:
+        """Return all that is known of a transaction."""
+        return await self.call("GET", f"/v1/transactions/{id}")
+
+    async def reaches(self, id: str, state: str) -> Json:
+        """Wait until a transaction is in a state; return all that is known of it."""
+
+        async def there() -> Json | None:
+            shown = await self.show(id)
+            return shown if shown["state"] == state else None
+
+        return dict(await until(there))
+
+    async def unsettled(self) -> list[Json]:
+        """Return (the first thousand of) the transactions that are not settled."""
+        return list((await self.call("GET", "/v1/transactions?limit=1000"))["transactions"])
+
+    async def all_settled(self, deadline_s: float = DEADLINE_S) -> None:
+        """Wait until nothing is pending or committed and not yet visible."""
+
+        async def nothing() -> bool:
+            left = await self.unsettled()
+            return not [t for t in left if t["state"] not in ("parked", "refused")]
+
+        await until(nothing, deadline_s)
+
+    # --- topics --------------------------------------------------------------------------
+
+    async def topic(self, partitions: int = 1, **configs: str) -> str:
+        """Create a topic of the test's own."""
+        name = unique("topic")
+        return await asyncio.to_thread(create_topic, self.bootstrap, name, partitions, **configs)
+
+    async def create_again(self, name: str) -> None:
+        """Create a topic by its name."""
+        await asyncio.to_thread(create_topic, self.bootstrap, name)
+
+    async def delete_topic(self, name: str) -> None:
+        """Delete a topic."""
+        await asyncio.to_thread(delete_topic, self.bootstrap, name)
+
+    async def visible(self, *names: str) -> list[Rec]:
+        """Return what a read_committed consumer sees of topics."""
+        return await asyncio.to_thread(read_topics, self.bootstrap, names)
+
+    async def own(self, name: str) -> list[Rec]:
+        """Return what lies in one of txbroker's own topics."""
+        names = [f"{self.prefix}.{name}"]
+        return await asyncio.to_thread(read_topics, self.bootstrap, names, committed=False)
+
+
+_OWN = ("half", "op", "checkpoint", "parked", "groups")
+
+
+def error_of(status: int, answer: Json) -> RequestError:
+    """Return the error that an answer names; it must be a known one with its own status."""
+    fields = dict(answer["error"])
+    error = request_errors()[fields.pop("code")](fields.pop("message"), **fields)
+    assert status == error.status
+    return error
+
+
+async def _collect(stream: asyncio.StreamReader, lines: list[str]) -> None:
+    async for line in stream:
+        lines.append(line.decode(errors="replace").rstrip())
