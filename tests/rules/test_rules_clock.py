@@ -1,0 +1,201 @@
+"""Rules 6 and 7: what time it is, and which half messages count."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from rules_world import (
+    GROUP,
+    START_MS,
+    WINDOW_MS,
+    Gate,
+    World,
+    commit,
+    known,
+    message,
+    roll_back,
+    until,
+)
+
+from txbroker.core.ids import make_id, parse_id
+from txbroker.core.ledger import Effect
+from txbroker.core.records import Record, State
+from txbroker.errors import IdConflict, IdExpired
+
+WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
+"""1970 and 2100."""
+
+# --- 6 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
+async def test_the_wall_clock_plays_no_part(
+    world: World, monkeypatch: pytest.MonkeyPatch, wall_s: float
+) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    before_ms = owner.now_ms()
+    monkeypatch.setattr(time, "time", lambda: wall_s)
+    monkeypatch.setattr(time, "time_ns", lambda: round(wall_s * 1e9))
+    assert before_ms <= owner.now_ms() < before_ms + 60_000
+    await commit(owner, id)
+    later = await world.committed(owner)
+    await until(lambda: world.visible() == [id, later])
+    assert abs(known(owner, later).prepared_at_ms - START_MS) < 60_000
+    await owner.close()
+    again = await world.owner()
+    assert abs(again.now_ms() - world.clock.now_ms()) < 1000
+
+
+async def test_now_is_the_claims_append_time_and_runs_with_the_monotonic_clock(
+    world: World,
+) -> None:
+    owner = await world.owner()
+    stamp_ms = world.kafka.visible("txbroker.checkpoint")[0].timestamp_ms
+    assert 0 <= owner.now_ms() - stamp_ms < 1000
+    world.advance(100.0)
+    assert 100_000 <= owner.now_ms() - stamp_ms < 101_000
+
+
+async def test_now_is_never_behind_what_was_appended(world: World) -> None:
+    owner = await world.owner()
+    world.clock.advance(77.0)
+    id = await world.prepared(owner)
+    assert owner.now_ms() >= known(owner, id).prepared_at_ms
+
+
+async def test_a_restart_knows_the_time_from_its_claim_not_from_old_records(world: World) -> None:
+    owner = await world.owner()
+    await world.prepared(owner)
+    await owner.close()
+    world.advance(1000.0)
+    again = await world.owner()
+    assert abs(again.now_ms() - world.clock.now_ms()) < 1000
+
+
+async def test_ids_are_forgotten_by_the_log_clock_only(world: World) -> None:
+    owner = await world.owner(settled_max=0)
+    id = await world.committed(owner)
+    await until(lambda: world.told.promotions == [id])
+    # The owner's clock is far ahead, half's log clock is not: nothing may be forgotten.
+    world._owners_time.ahead_s += WINDOW_MS
+    assert owner.now_ms() > START_MS + WINDOW_MS
+    world.zombie_half(world.half())
+    await until(lambda: owner.ledger.half_position == 2)
+    assert owner.ledger.get(id) is not None
+    world.clock.advance(WINDOW_MS / 1000 + 1)
+    world.zombie_half(world.half())
+    await until(lambda: owner.ledger.half_position == 3)
+    assert owner.ledger.get(id) is None
+
+
+# --- 7 -----------------------------------------------------------------------------------------
+
+
+async def test_an_id_too_far_from_now_is_refused_before_it_is_written(world: World) -> None:
+    owner = await world.owner()
+    for away_ms in (-WINDOW_MS - 1000, WINDOW_MS + 1000):
+        id = make_id(0, world.clock.now_ms() + away_ms, 1)
+        with pytest.raises(IdExpired):
+            await owner.prepare(world.half(id=id))
+    assert world.kafka.visible("txbroker.half") == []
+
+
+async def test_a_half_message_that_is_appended_too_late_is_void(world: World) -> None:
+    owner = await world.owner()
+    half, gate = world.half(), Gate()
+    world.partition.half.script.append(gate.append)
+    preparing = asyncio.create_task(owner.prepare(half))
+    await gate.reached.wait()
+    world.advance(WINDOW_MS / 1000 + 1)
+    gate.open()
+    with pytest.raises(IdExpired):
+        await preparing
+    assert len(world.kafka.visible("txbroker.half")) == 1
+    assert owner.ledger.get(half.id) is None
+    await owner.close()
+    assert (await world.owner()).ledger.get(half.id) is None
+
+
+async def test_records_that_do_not_read_are_set_aside(world: World) -> None:
+    owner = await world.owner()
+    for topic in ("txbroker.half", "txbroker.op"):
+        partition = world.kafka.topics[topic].partitions[0]
+        partition.append([Record(b"\xff", b"{", (("txb-v", b"1"),))], world.clock.now_ms())
+        partition.append([Record(None, None)], world.clock.now_ms())
+    id = await world.committed(owner)
+    await until(lambda: world.visible() == [id])
+    assert world.told.effects() == [Effect.VOID] * 4
+    await owner.close()
+    assert known(await world.owner(), id).state is State.PROMOTED
+
+
+@pytest.mark.parametrize(
+    ("decide", "state"), [(commit, State.PROMOTED), (roll_back, State.ROLLED_BACK)]
+)
+async def test_a_retried_prepare_gets_the_standing_state(
+    world: World, decide: object, state: State
+) -> None:
+    owner = await world.owner()
+    half = world.half()
+    assert (await owner.prepare(half)).created
+    assert not (await owner.prepare(half)).created
+    await decide(owner, half.id)  # type: ignore[operator]
+    await until(lambda: known(owner, half.id).state is state)
+    again = await owner.prepare(half)
+    assert (again.state, again.created) == (state, False)
+    messages = half.messages
+    standing = owner.standing_prepare(half.id, GROUP, None, messages)
+    assert standing is not None
+    assert standing.state is state
+    assert world.visible() == ([half.id] if state is State.PROMOTED else [])
+
+
+async def test_of_two_prepares_with_one_key_at_once_one_counts(world: World) -> None:
+    owner = await world.owner()
+    halves = [world.half(message("same"), dedup_key="d") for _ in range(2)]
+    standings = await asyncio.gather(*[owner.prepare(half) for half in halves])
+    assert [standing.id for standing in standings] == [halves[0].id] * 2
+    assert [standing.created for standing in standings] == [True, False]
+    assert len(world.kafka.visible("txbroker.half")) == 2
+    await owner.close()
+    assert list((await world.owner()).ledger.transactions) == [halves[0].id]
+
+
+async def test_a_key_stands_while_its_transaction_is_unsettled_however_old(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, message("same"), dedup_key="d")
+    world.advance(10 * WINDOW_MS / 1000)
+    standing = owner.standing_prepare(None, GROUP, "d", (message("same"),))
+    assert standing is not None
+    assert standing.id == id
+    await roll_back(owner, id)
+    assert owner.standing_prepare(None, GROUP, "d", (message("same"),)) is None
+
+
+async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, message("one"), dedup_key="d")
+    other = (message("two"),)
+    for half_id, key in ((id, None), (None, "d")):
+        with pytest.raises(IdConflict):
+            owner.standing_prepare(half_id, GROUP, key, other)
+    with pytest.raises(IdConflict):
+        await owner.prepare(world.half(*other, id=id))
+    assert parse_id(id).partition == 0
+    assert known(owner, id).messages == (message("one"),)
+
+
+async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -> None:
+    owner = await world.owner(settled_max=0)
+    half = world.half()
+    await owner.prepare(half)
+    await commit(owner, half.id)
+    await until(lambda: world.told.promotions == [half.id])
+    for _ in range(20):
+        await world.committed(owner)
+    assert (await owner.prepare(half)).state is State.PROMOTED
+    await until(lambda: len(world.visible()) == 21)
+    assert world.visible().count(half.id) == 1
