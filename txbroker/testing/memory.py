@@ -267,7 +267,7 @@ class MemoryKafka:
             return Cause("unknown_topic", f"topic {name} does not exist", name, _ANY_PARTITION)
         if not topic.authorized:
             sentence = f"no right to topic {name}"
-            return Cause("not_authorized", sentence, name, _ANY_PARTITION, passing=True)
+            return Cause("not_authorized", sentence, name, _ANY_PARTITION)
         return TargetFacts(
             len(topic.partitions), topic.message_bytes_max, topic.log_append_time, topic.leaderless
         )
@@ -347,7 +347,7 @@ class MemoryKafka:
             return Cause("unknown_topic", sentence, name, number, passing=True)
         if not topic.authorized:
             sentence = f"{name}-{number} may not be written by this proxy"
-            return Cause("not_authorized", sentence, name, number, passing=True)
+            return Cause("not_authorized", sentence, name, number)
         latest_ms = self.clock.now_ms() + TIMESTAMP_AHEAD_MAX_MS
         for record in records:
             if batch_bytes([record]) > topic.message_bytes_max:
