@@ -11,9 +11,12 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 
 from msgspec import structs
 
+from txbroker.checkers.groups import Groups
+from txbroker.config import Settings
 from txbroker.contract import DecideRequest, Standing
 from txbroker.core.codec import decode_checkpoint, decode_marker, encode_half, encode_marker
 from txbroker.core.ids import make_id
@@ -34,6 +37,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
+from txbroker.proxy.broker import Broker
 from txbroker.proxy.checkback import CheckBack
 from txbroker.proxy.owner import Owner, OwnerSettings
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
@@ -222,7 +226,7 @@ class World:
 
     def __init__(self, owners_time: OwnersTime) -> None:
         began = time.monotonic()
-        self._owners_time = owners_time
+        self.owners_time = owners_time
         self.clock = Clock(lambda: START_MS + int((time.monotonic() - began) * 1000))
         self.kafka = MemoryKafka(self.clock)
         self.door = ScriptedDoor(self.kafka, half_partitions=1, facts_ttl_s=0.01)
@@ -231,6 +235,7 @@ class World:
         self.still_ours = True
         self.stops: list[Exception] = []
         self._owners: list[Owner] = []
+        self._brokers: list[tuple[Broker, ScriptedDoor]] = []
 
     async def start(self) -> None:
         """Make the topics: ours, and the targets `t` (two partitions) and `u`."""
@@ -240,6 +245,9 @@ class World:
 
     async def close(self) -> None:
         """Close every owner."""
+        for broker, door in self._brokers:
+            await broker.close()
+            await door.close()
         for owner in self._owners:
             await owner.close()
 
@@ -283,7 +291,19 @@ class World:
     def advance(self, seconds: float) -> None:
         """Put the brokers' clock and the owner's forward together."""
         self.clock.advance(seconds)
-        self._owners_time.ahead_s += seconds
+        self.owners_time.ahead_s += seconds
+
+    # --- a whole broker ----------------------------------------------------------------------
+
+    async def broker(self, door: ScriptedDoor) -> Broker:
+        """Return a broker at work on all partitions of a door of its own."""
+        settings = Settings(instance="one", advertise="http://127.0.0.1:1", data_dir=Path("unused"))
+        groups = Groups(door.groups)
+        await door.start()
+        broker = Broker(door, settings, groups, self.runner, self.told)
+        self._brokers.append((broker, door))
+        await broker.start()
+        return broker
 
     # --- as a client -------------------------------------------------------------------------
 

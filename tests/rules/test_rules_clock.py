@@ -80,7 +80,7 @@ async def test_ids_are_forgotten_by_the_log_clock_only(world: World) -> None:
     id = await world.committed(owner)
     await until(lambda: world.told.promotions == [id])
     # The owner's clock is far ahead, half's log clock is not: nothing may be forgotten.
-    world._owners_time.ahead_s += WINDOW_MS
+    world.owners_time.ahead_s += WINDOW_MS
     assert owner.now_ms() > START_MS + WINDOW_MS
     world.zombie_half(world.half())
     await until(lambda: owner.ledger.half_position == 2)

@@ -1,0 +1,458 @@
+"""Rules 8 to 12, 16, 26 and 27: how an owner begins, goes on after doubt, and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+from msgspec import structs
+from rules_world import (
+    GROUP,
+    ScriptedDoor,
+    ScriptedPartition,
+    World,
+    behind,
+    commit,
+    known,
+    marker,
+    message,
+    raising,
+    settled,
+    until,
+)
+
+from txbroker.contract import DecideRequest, PrepareRequest
+from txbroker.core.codec import decode_checkpoint, encode_half, encode_marker, encode_progress
+from txbroker.core.ids import make_id
+from txbroker.core.records import Claim, Decision, MarkerKind, Progress, Record, State
+from txbroker.door import Claimed, Fenced, LogTruncated, TurnLost
+from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
+from txbroker.proxy.broker import Broker
+from txbroker.testing.door import MemoryPartitionDoor
+from txbroker.testing.memory import Outcome
+
+_NUMBERS = itertools.count()
+
+# --- 8, 9 ----------------------------------------------------------------------------------------
+
+
+async def test_an_owner_claims_before_it_reads_and_writes_nothing_before(world: World) -> None:
+    await (await world.owner()).close()
+    await world.owner()
+    calls = world.partition.calls
+    assert calls[0] == "claim"
+    assert "half.append" not in calls
+    assert "op.append" not in calls
+
+
+async def test_a_lost_claim_is_tried_again_while_the_partition_is_ours(world: World) -> None:
+    owner = world.make()
+    world.partition.claims.extend([_fenced, _fenced])
+    await owner.open()
+    assert world.partition.calls.count("claim") == 3
+    id = await world.committed(owner)
+    await until(lambda: world.visible() == [id])
+
+
+async def test_a_lost_claim_of_a_partition_that_moved_is_given_up(world: World) -> None:
+    owner = world.make()
+    world.still_ours = False
+    world.partition.claims.append(_fenced)
+    with pytest.raises(Fenced):
+        await owner.open()
+    assert world.partition.calls == ["claim"]
+
+
+async def test_each_claim_has_a_name_of_its_own(world: World) -> None:
+    for _ in range(2):
+        await (await world.owner()).close()
+    records = world.kafka.visible("txbroker.checkpoint")
+    claims = [each for each in map(decode_checkpoint, records) if isinstance(each, Claim)]
+    assert len({each.claim for each in claims}) == 2
+
+
+async def test_a_hanging_claim_is_shown_and_tried_again(world: World) -> None:
+    hangs = True
+
+    async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
+        if hangs:
+            raise KafkaUnavailable("a hanging transaction hides the progress")
+        return await inner.claim(claim)
+
+    def script(partition: ScriptedPartition) -> None:
+        partition.claims.append(claim)
+
+    broker = await broker_on(world, 2, script)
+    await until(lambda: 0 in broker._owners or broker.readiness().partitions[0] == "claiming")
+    assert not broker.readiness().ready
+    hangs = False
+    await until(lambda: broker.readiness().ready)
+
+
+# --- 10, 12 --------------------------------------------------------------------------------------
+
+
+async def test_every_turn_carries_the_progress(world: World) -> None:
+    owner = await world.owner()
+    for count in (1, 2, 3):
+        id = await world.committed(owner)
+        await until(lambda: id in world.told.promotions)  # noqa: B023
+        progress = world.progress()
+        assert (progress.op, progress.half) == (count, count)
+        assert progress.op_anchor is not None
+        assert progress.op_anchor.offset == count - 1
+        assert progress.half_anchor is not None
+        assert progress.half_anchor.timestamp_ms == known(owner, id).prepared_at_ms
+        assert progress.claim == world.markers()[-1].claim
+
+
+async def test_what_lies_below_progress_has_no_effect_again(world: World) -> None:
+    owner = await world.owner()
+    ids = [await world.committed(owner) for _ in range(3)]
+    await until(lambda: world.told.promotions == ids)
+    await owner.close()
+    again = await world.owner()
+    later = await world.committed(again)
+    await until(lambda: later in world.told.promotions)
+    assert world.visible() == [*ids, later]
+    assert world.told.promotions == [*ids, later]
+    assert [known(again, id).state for id in ids] == [State.PROMOTED] * 3
+    assert world.runner.due_now == []
+
+
+async def test_what_was_committed_and_not_promoted_is_promoted_by_the_next_owner(
+    world: World,
+) -> None:
+    owner = await world.owner()
+    world.kafka.set_leaderless("t", 0)
+    id = await world.committed(owner)
+    await settled()
+    await owner.close()
+    world.kafka.set_leaderless("t")
+    again = await world.owner()
+    await until(lambda: world.visible() == [id])
+    assert known(again, id).state is State.PROMOTED
+
+
+async def test_attempts_count_over_a_restart(world: World) -> None:
+    owner = await world.owner()
+    half = world.half()
+    await owner.prepare(half)
+    for number in (1, 2):
+        world.advance(40.0)
+        world.zombie_mark(MarkerKind.CHECK, half.id, round=1, number=number, reason="due")
+    await until(lambda: known(owner, half.id).number == 2)
+    before = list(known(owner, half.id).counted_ms)
+    await owner.close()
+    again = await world.owner()
+    assert known(again, half.id).counted_ms == before
+    assert known(again, half.id).number == 2
+
+
+async def test_a_truncated_or_recreated_topic_stops_its_partition_and_no_other(
+    world: World,
+) -> None:
+    broker = await broker_on(world, 2)
+    await until(lambda: broker.readiness().ready)
+    for partition in (0, 1):
+        await through(broker, world, partition)
+    await until(lambda: len(world.told.promotions) == 2)
+    await broker.close()
+    world.kafka.truncate("x.op", 0, end=0)
+    broker = await broker_on(world, 2)
+    await until(lambda: broker.readiness().partitions[1] == "owned")
+    await until(lambda: broker.readiness().partitions[0].startswith("stopped"))
+    assert not broker.readiness().ready
+    assert any("truncated or recreated" in problem for problem in broker.readiness().problems)
+    await through(broker, world, 1)
+    with pytest.raises(OwnerUnavailable):
+        await through(broker, world, 0)
+
+
+@pytest.mark.parametrize("topic", ["half", "op"])
+async def test_a_log_that_ends_before_progress_is_refused(world: World, topic: str) -> None:
+    owner = await world.owner()
+    for _ in range(3):
+        await world.committed(owner)
+    await until(lambda: len(world.visible()) == 3)
+    await owner.close()
+    world.kafka.truncate(f"txbroker.{topic}", end=2)
+    with pytest.raises(LogTruncated):
+        await world.owner()
+
+
+@pytest.mark.parametrize("topic", ["half", "op"])
+async def test_a_recreated_log_that_has_grown_past_progress_is_refused(
+    world: World, topic: str
+) -> None:
+    owner = await world.owner()
+    for _ in range(3):
+        await world.committed(owner)
+    await until(lambda: len(world.visible()) == 3)
+    await owner.close()
+    old = world.kafka.visible(f"txbroker.{topic}")
+    world.kafka.truncate(f"txbroker.{topic}", end=0)
+    world.advance(10.0)
+    log = world.kafka.topics[f"txbroker.{topic}"].partitions[0]
+    bare = [structs.replace(record, timestamp_ms=-1) for record in old * 2]
+    log.append(bare, world.clock.now_ms())
+    with pytest.raises(LogTruncated):
+        await world.owner()
+
+
+@pytest.mark.parametrize("topic", ["half", "op"])
+async def test_a_log_that_ends_before_the_last_record_that_was_read_is_refused(
+    world: World, topic: str
+) -> None:
+    """Progress can lie below what was read when it was written: the rest must be there too."""
+    owner = await world.owner()
+    ids = [await world.committed(owner) for _ in range(2)]
+    await until(lambda: world.visible() == ids)
+    await owner.close()
+    # As a turn says that had no room for the second transaction, though it was read.
+    _commit_progress(world, structs.replace(world.progress(), op=1, half=1))
+    world.kafka.truncate(f"txbroker.{topic}", end=1)
+    with pytest.raises(LogTruncated):
+        await world.owner()
+
+
+async def test_a_partition_that_was_truncated_while_it_is_owned_stops(world: World) -> None:
+    owner = await world.owner()
+    await world.prepared(owner)
+    world.kafka.truncate("txbroker.half", before=1)
+    world.zombie_half(world.half())
+    world.kafka.truncate("txbroker.half", before=2)
+    await until(lambda: world.stops)
+    assert isinstance(world.stops[0], LogTruncated)
+
+
+async def test_refused_ones_and_their_cause_survive_a_restart(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, message("big" * 100))
+    world.kafka.set_message_bytes_max("t", 100)
+    await commit(owner, id)
+    await until(lambda: world.told.refusals == [id])
+    decided_at_ms = known(owner, id).decided_at_ms
+    await owner.close()
+    again = await world.owner()
+    assert known(again, id).state is State.REFUSED
+    cause = known(again, id).cause
+    assert cause is not None
+    assert (cause.code, cause.topic, cause.partition) == ("too_large", "t", 0)
+    assert known(again, id).decided_at_ms == decided_at_ms
+    assert world.visible() == []
+
+
+async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, message("big" * 100))
+    world.kafka.set_message_bytes_max("t", 100)
+    await commit(owner, id)
+    await until(lambda: world.told.refusals == [id])
+    owner._promoter._retries.set(id, None)
+    assert (await owner.revive(id, "ops", "again")).state is State.REFUSED
+    assert known(owner, id).round == 1
+    world.kafka.set_message_bytes_max("t", 1000)
+    await owner.revive(id, "ops", "raised")
+    await until(lambda: world.visible() == ["big" * 100])
+    await until(lambda: world.parked()[-1] == (f"{id}/0".encode(), False))
+    await owner.close()
+    assert known(await world.owner(), id).state is State.PROMOTED
+
+
+# --- 16 ------------------------------------------------------------------------------------------
+
+
+async def test_a_fenced_owner_whose_partition_moved_drops_it(world: World) -> None:
+    owner = await world.owner()
+    world.still_ours = False
+    world.partition.writes.append(raising(Fenced()))
+    id = await world.committed(owner)
+    await until(lambda: world.stops)
+    assert isinstance(world.stops[0], Fenced)
+    assert world.partition.calls.count("claim") == 1
+    assert world.visible() == []
+    assert known(owner, id).state is State.COMMITTED
+
+
+@pytest.mark.parametrize("error", [Fenced(), TurnLost(), KafkaUnavailable()])
+async def test_an_owner_in_doubt_claims_again_and_goes_on(world: World, error: Exception) -> None:
+    owner = await world.owner()
+    world.partition.writes.append(raising(error))
+    ids = [await world.committed(owner) for _ in range(2)]
+    await until(lambda: world.visible() == ids)
+    assert world.partition.calls.count("claim") == 2
+    later = await world.committed(owner)
+    await until(lambda: world.visible() == [*ids, later])
+    assert world.stops == []
+
+
+@pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.NOT_DONE])
+async def test_a_turn_of_unknown_outcome_is_promoted_exactly_once(
+    world: World, outcome: Outcome
+) -> None:
+    owner = await world.owner()
+    world.kafka.lose_answer_of_next_commit(outcome)
+    waiting = asyncio.create_task(world.committed(owner))
+    id = await waiting
+    await until(lambda: world.told.promotions == [id])
+    later = await world.committed(owner)
+    await until(lambda: world.told.promotions == [id, later])
+    assert world.visible() == [id, later]
+    assert world.partition.calls.count("claim") == 2
+
+
+async def test_a_fresh_heartbeat_comes_before_the_claim(world: World) -> None:
+    owner = await world.owner()
+    asked: list[int] = []
+
+    async def still_ours() -> bool:
+        asked.append(world.partition.calls.count("claim"))
+        return True
+
+    owner._still_ours = still_ours
+    world.partition.writes.append(raising(TurnLost()))
+    id = await world.committed(owner)
+    await until(lambda: world.visible() == [id])
+    assert asked == [1]
+
+
+async def test_a_zombies_answer_is_right_and_its_turns_are_not_seen(world: World) -> None:
+    zombie = await world.owner()
+    id = await world.prepared(zombie)
+    heir = await world.owner()
+    await commit(heir, id)
+    await until(lambda: world.visible() == [id])
+    world.still_ours = False
+    assert (await commit(zombie, id)).decision == "commit"
+    mine = await world.committed(zombie)
+    await until(lambda: len(world.visible()) == 2)
+    await until(lambda: world.stops)
+    assert isinstance(world.stops[0], Fenced)
+    assert world.visible() == [id, mine]
+
+
+# --- 26 ------------------------------------------------------------------------------------------
+
+
+async def test_assignments_are_taken_at_once_and_recovery_runs_beside(world: World) -> None:
+    async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
+        await opened.wait()
+        return await inner.claim(claim)
+
+    opened = asyncio.Event()
+    broker = await broker_on(world, 2, lambda partition: partition.claims.append(claim))
+    assert set(broker.readiness().partitions.values()) == {"claiming"}
+    started = time.monotonic()
+    broker._assigned(frozenset())
+    assert set(broker.readiness().partitions.values()) == {"elsewhere"}
+    broker._assigned(frozenset({0, 1}))
+    assert time.monotonic() - started < 1.0
+    opened.set()
+    await until(lambda: set(broker.readiness().partitions.values()) == {"owned"})
+
+
+async def test_a_call_to_an_owner_that_has_closed_fails_at_once(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    await owner.close()
+    async with asyncio.timeout(1.0):
+        with pytest.raises(OwnerUnavailable):
+            await owner.prepare(world.half())
+        with pytest.raises(OwnerUnavailable):
+            await commit(owner, id)
+
+
+# --- 27 ------------------------------------------------------------------------------------------
+
+
+def newer_marker(world: World, id: str, kind: str = "commit") -> Record:
+    """Return a marker of a version that does not exist yet."""
+    record = encode_marker(structs.replace(marker(MarkerKind.COMMIT, id), v=2, group=GROUP))
+    assert record.value is not None
+    return structs.replace(record, value=record.value.replace(b'"commit"', f'"{kind}"'.encode()))
+
+
+@pytest.mark.parametrize("kind", ["commit", "annul"])
+async def test_a_newer_marker_stops_the_partition_and_no_other(world: World, kind: str) -> None:
+    broker = await broker_on(world, 2)
+    await until(lambda: broker.readiness().ready)
+    id = await _prepare(broker, world, 0)
+    op = world.kafka.topics["x.op"].partitions[0]
+    op.append([newer_marker(world, id, kind)], world.clock.now_ms())
+    await until(lambda: broker.readiness().partitions[0].startswith("stopped"))
+    assert "newer txbroker" in broker.readiness().partitions[0]
+    assert not broker.readiness().ready
+    await through(broker, world, 1)
+    await broker.close()
+    again = await broker_on(world, 2)
+    await until(lambda: again.readiness().partitions[1] == "owned")
+    await until(lambda: again.readiness().partitions[0].startswith("stopped"))
+
+
+async def test_a_newer_half_message_stops_the_partition_whoever_reads_it(world: World) -> None:
+    owner = await world.owner()
+    owner._tasks[4].cancel()  # the watch, so that the call below is the first to read it
+    await settled()
+    (record,) = encode_half(world.half())
+    headers = (("txb-v", b"2" + (record.headers[0][1] or b"")[1:]), *record.headers[1:])
+    half = world.kafka.topics["txbroker.half"].partitions[0]
+    half.append([structs.replace(record, headers=headers)], world.clock.now_ms())
+    with pytest.raises(OwnerUnavailable):
+        await commit(owner, world.half().id)
+    await until(lambda: world.stops)
+    assert isinstance(world.stops[0], InvariantBroken)
+
+
+async def test_a_newer_marker_in_a_gap_stops_before_our_own_is_answered(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    world.partition.op.script.append(behind(lambda: world.zombie_op(newer_marker(world, id))))
+    with pytest.raises(OwnerUnavailable):
+        await commit(owner, id)
+    await until(lambda: world.stops)
+    assert isinstance(world.stops[0], InvariantBroken)
+    assert world.visible() == []
+
+
+# --- helpers -------------------------------------------------------------------------------------
+
+
+async def _fenced(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
+    raise Fenced
+
+
+async def broker_on(
+    world: World, partitions: int, script: Callable[[ScriptedPartition], None] | None = None
+) -> Broker:
+    """Return a broker on topics of its own, the same ones each time."""
+    door = ScriptedDoor(world.kafka, topic_prefix="x", half_partitions=partitions, facts_ttl_s=0.01)
+    if script is not None:
+        door.prepare_partition = script
+    return await world.broker(door)
+
+
+async def _prepare(broker: Broker, world: World, partition: int) -> str:
+    id = id_in(world, partition)
+    await broker.prepare(PrepareRequest(GROUP, (message(id, key=None),), id=id))
+    return id
+
+
+def id_in(world: World, partition: int) -> str:
+    """Return an id of now in a half partition."""
+    return make_id(partition, world.clock.now_ms(), next(_NUMBERS))
+
+
+async def through(broker: Broker, world: World, partition: int) -> None:
+    """Commit a transaction of a partition, and see it promoted."""
+    id = await _prepare(broker, world, partition)
+    await broker.decide(DecideRequest(id, Decision.COMMIT, wait=True))
+
+
+def _commit_progress(world: World, progress: Progress) -> None:
+    world.kafka.topics["txbroker.checkpoint"].partitions[0].append(
+        [encode_progress(progress)], world.clock.now_ms()
+    )
