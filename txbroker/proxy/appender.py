@@ -49,6 +49,7 @@ class Appender:
         self._queue: deque[_Entry] = deque()
         self._queued_bytes = 0
         self._wake = asyncio.Event()
+        self._ended = False
         # Held from sending a batch until it is applied, and while reading what others wrote.
         self._lock = asyncio.Lock()
 
@@ -60,6 +61,9 @@ class Appender:
             Overloaded: too much is waiting already.
             OwnerUnavailable: Kafka did not answer; the records may or may not be stored.
         """
+        if self._ended:
+            # Nobody would ever take it from the queue.
+            raise OwnerUnavailable("the partition is moving to another owner")
         size = sum([record_bytes(record) for record in records])
         if size + BATCH_OVERHEAD_BYTES > self._log.batch_bytes_max:
             raise TooLarge(
@@ -96,6 +100,7 @@ class Appender:
                     async with self._lock:
                         await self._send(self._take())
         finally:
+            self._ended = True
             for entry in self._queue:
                 _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
             self._queue.clear()
