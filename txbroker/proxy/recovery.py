@@ -38,7 +38,14 @@ def _join_kept(found: dict[int, KeptPart]) -> Kept | None:
             return None
         halves.append(part.part)
     facts = first.facts
-    return Kept(join_parts(halves), facts.half, facts.at_ms, State(facts.state), facts.cause)
+    return Kept(
+        join_parts(halves),
+        facts.half,
+        facts.at_ms,
+        State(facts.state),
+        facts.cause,
+        facts.decided_ms,
+    )
 
 
 async def claim_and_replay(door: PartitionDoor, claim: Claim, applier: Applier) -> LogTime:
@@ -58,7 +65,10 @@ async def claim_and_replay(door: PartitionDoor, claim: Claim, applier: Applier) 
     op_start, op_end = await door.op.bounds()
     half_start, half_end = await door.half.bounds()
     progress = claimed.progress
-    if progress is not None and (op_end < progress.op or half_end < progress.half):
+    if progress is not None and (
+        op_end < _needed(progress.op, progress.op_anchor)
+        or half_end < _needed(progress.half, progress.half_anchor)
+    ):
         raise LogTruncated(
             f"partition {door.partition}: progress is at half {progress.half}, op {progress.op}, "
             f"but the topics end at {half_end} and {op_end}: they were truncated or recreated"
@@ -72,6 +82,12 @@ async def claim_and_replay(door: PartitionDoor, claim: Claim, applier: Applier) 
     await _replay(halves, markers, applier)
     ledger.reconcile(progress, kept)
     return clock
+
+
+def _needed(position: int, anchor: Anchor | None) -> int:
+    """Return where a log ends at least: behind what progress counts, and behind the last record
+    that was read when it was written, which may be further."""
+    return position if anchor is None else max(position, anchor.offset + 1)
 
 
 async def _replay(
