@@ -27,12 +27,13 @@ from txbroker.core.records import (
 )
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction, fingerprint
-from txbroker.door import Fenced, PartitionDoor, Targets
+from txbroker.door import Fenced, LogTruncated, PartitionDoor, Targets
 from txbroker.errors import (
     AlreadyDecided,
     BadRequest,
     IdConflict,
     IdExpired,
+    InvariantBroken,
     KafkaUnavailable,
     NotFound,
     NotPending,
@@ -353,6 +354,10 @@ class Owner:
             try:
                 await self._half.catch_up()
             except KafkaUnavailable as error:
+                raise OwnerUnavailable(str(error), id=id) from None
+            except (InvariantBroken, LogTruncated) as error:
+                # The record that cannot be applied is behind us now: nobody else would meet it.
+                self._stopped(error)
                 raise OwnerUnavailable(str(error), id=id) from None
             transaction = self.ledger.get(id)
         return transaction or await self._settled_before(id)
