@@ -253,6 +253,11 @@ class CheckRunner:
         """How many checks wait or run."""
         return len(self._items)
 
+    @property
+    def running(self) -> int:
+        """How many checks are being carried out now."""
+        return len(self._tasks)
+
     async def close(self) -> None:
         """Stop everything; returns once no call is under way."""
         self._closed = True

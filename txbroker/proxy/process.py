@@ -26,6 +26,7 @@ class Proxy(Struct, frozen=True):
     groups: Groups
     sessions: SessionRegistry
     metrics: Metrics
+    checks: CheckRunner
 
 
 @asynccontextmanager
@@ -65,7 +66,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
             broker.url = settings.advertise
         stack.push_async_callback(broker.close)
         await broker.start()
-        yield Proxy(broker.url, broker, groups, sessions, metrics)
+        yield Proxy(broker.url, broker, groups, sessions, metrics, runner)
 
 
 def _parallel(groups: Groups, name: str) -> int | None:

