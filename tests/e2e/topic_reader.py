@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
-from judge import Rec, Topics
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from judge import Header, Rec, Topics
 
 _READ_TIMEOUT_S = 15.0
 
@@ -71,8 +73,13 @@ def _poll_all(consumer: Consumer, open_partitions: int) -> Iterable[Rec]:
             int(message.timestamp()[1]),
             message.key(),
             message.value(),
-            tuple(message.headers() or ()),
+            _headers(message.headers()),
         )
+
+
+def _headers(found: Any) -> tuple[Header, ...]:
+    """What librdkafka gives, which its types describe too widely."""
+    return tuple((name, value) for name, value in found or ())
 
 
 def read_all(bootstrap: str, prefix: str, targets: Iterable[str]) -> Topics:
