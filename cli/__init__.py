@@ -1,1 +1,1 @@
-
+"""The `txbroker` command."""

@@ -1,0 +1,76 @@
+"""A group of commands that imports a command's module only when that command is called.
+
+`txbroker --help` and the completion of a shell so need none of what a proxy needs.
+"""
+
+import difflib
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import click
+
+from txbroker import __version__
+
+
+class Command(NamedTuple):
+    """A command: its name, the module below `txbroker.cli` whose `command` it is, one sentence."""
+
+    name: str
+    module: str
+    summary: str
+
+
+class SuggestingGroup(click.Group):
+    """A group that answers a mistyped command with the likely one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments begin with."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            known = self.list_commands(ctx)
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known)}."
+            ctx.fail(f"There is no command {name!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(SuggestingGroup):
+    """The top level: commands by name, imported when they are called."""
+
+    def __init__(self, name: str, commands: Sequence[Command], **options: Any) -> None:
+        super().__init__(
+            name,
+            params=[
+                click.Option(
+                    ["--debug"],
+                    is_flag=True,
+                    envvar="TXBROKER_DEBUG",
+                    help="Show where in the code an unexpected error came up.",
+                ),
+            ],
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+            **options,
+        )
+        click.version_option(__version__, prog_name="txbroker")(self)
+        self._lazy = {command.name: command for command in commands}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, in the order of the help."""
+        return list(self._lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command."""
+        command = self._lazy.get(cmd_name)
+        if command is None:
+            return None
+        found = importlib.import_module(f"txbroker.cli.{command.module}").command
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(one.name, one.summary) for one in self._lazy.values()])

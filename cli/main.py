@@ -1,0 +1,29 @@
+"""The `txbroker` command: which commands there are, and how every one of them ends."""
+
+import sys
+
+from txbroker.cli.lazy import Command, LazyGroup
+from txbroker.cli.run import run
+
+COMMANDS = (
+    Command("demo", "demo.command", "Watch an order service and Kafka agree, whatever is killed."),
+    Command("dev", "dev", "Run a proxy with a real Kafka of its own, for development."),
+    Command("proxy", "proxy", "Run a proxy on your Kafka."),
+    Command("topics", "topics", "Plan and make txbroker's own topics."),
+    Command("tx", "tx", "Look at transactions and resolve them."),
+    Command("groups", "groups", "Look at producer groups and register them."),
+    Command("send", "send", "Send a whole transaction from the command line."),
+)
+
+cli = LazyGroup(
+    "txbroker",
+    COMMANDS,
+    help="Transactional messages for Apache Kafka.\n\n"
+    "Data goes to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, "
+    "3 partly done. Every option is also an environment variable, TXBROKER_ and its name.",
+)
+
+
+def main() -> None:
+    """Run the command that the command line names, and end the process."""
+    sys.exit(run(cli, sys.argv[1:]))

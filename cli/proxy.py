@@ -1,0 +1,29 @@
+"""`txbroker proxy`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from txbroker.cli.serving import named, run_async, serve, until_signal
+from txbroker.cli.setting_options import setting_options, settings_from
+from txbroker.config import Settings
+from txbroker.proxy.logging import configure_logging
+
+
+@click.command("proxy")
+@setting_options(Settings.model_fields)
+def command(config: Path | None, **options: Any) -> None:
+    """Run a proxy on your Kafka, until SIGINT or SIGTERM.
+
+    It makes its own topics where they are missing, shares the half partitions with the other
+    proxies of the same --topic-prefix, and prints `ready URL kafka SERVERS` on stdout once it can
+    take calls. Everything else goes to stderr.
+    """
+    settings = named(settings_from(config, options))
+    configure_logging(settings.log_format, settings.log_level)
+    run_async(
+        until_signal(
+            serve(settings, lambda proxy: proxy.broker.readiness().ready, lambda: None),
+        )
+    )

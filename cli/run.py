@@ -1,0 +1,72 @@
+"""How every command ends: its exit code, and one sentence in place of a traceback."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+FAILED, USAGE, PARTLY = 1, 2, 3
+INTERRUPTED = 130
+"""What shells expect of a command that Ctrl-C ended."""
+
+
+class Failed(click.ClickException):
+    """The command could not do what it was asked; the sentence says what to do."""
+
+    exit_code = FAILED
+
+
+class PartlyDone(click.ClickException):
+    """Some of what was asked is done, some is not."""
+
+    exit_code = PARTLY
+
+
+def run(cli: click.Command, arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; never raises."""
+    debug = "--debug" in arguments or bool(os.environ.get("TXBROKER_DEBUG"))
+    try:
+        cli.main(args=list(arguments), prog_name="txbroker", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        _say(error)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Stopped.", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; the interpreter's own flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        return _failed(error, debug)
+    return 0
+
+
+def _say(error: click.ClickException) -> None:
+    """Show an error of ours or of click's, in at most a few lines."""
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        click.echo(f"Try '{error.ctx.command_path} --help'.", err=True)
+    click.echo(f"Error: {error.format_message()}", err=True)
+
+
+def _failed(error: Exception, debug: bool) -> int:
+    from txbroker.embedded.errors import EmbeddedKafkaError
+    from txbroker.errors import TxbrokerError
+
+    if debug:
+        click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
+    if isinstance(error, TxbrokerError | EmbeddedKafkaError):
+        click.echo(f"Error: {error}", err=True)
+    elif not debug:
+        what = str(error).partition("\n")[0] or type(error).__name__
+        click.echo(
+            f"Error: {what} ({type(error).__name__}); "
+            "`txbroker --debug ...` shows where it came up",
+            err=True,
+        )
+    return FAILED

@@ -1,0 +1,131 @@
+"""Running a proxy in the foreground: until a signal, with everything it started taken down."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from txbroker.cli.run import Failed
+from txbroker.config import Settings
+from txbroker.kafka.wiring import door_from
+from txbroker.proxy.process import Proxy, run_proxy
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NAME_BYTES = 4
+_LOOK_AT_START_S, _LOOK_S = 0.02, 0.5
+
+
+def run_async(main: Coroutine[None, None, None]) -> None:
+    """Run `main` to its end, on uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+@contextmanager
+def stop_event() -> Iterator[asyncio.Event]:
+    """Give an event that the first SIGINT or SIGTERM sets; a second one ends the process at once.
+
+    What an embedded Kafka is then left with, its own watcher ends.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        stop.set()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def until_signal(work: Coroutine[None, None, None]) -> None:
+    """Do `work` until it ends or a signal comes; then it is cancelled, and cleans up after itself.
+
+    Raises whatever `work` raises.
+    """
+    with stop_event() as stop:
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def named(settings: Settings) -> Settings:
+    """Return the settings with an instance name that is the same after a restart.
+
+    Raises:
+        Failed: it cannot be kept in the data directory.
+    """
+    if settings.instance:
+        return settings
+    path = settings.data_dir / "instance"
+    try:
+        name = _kept_name(path)
+    except OSError as error:
+        raise Failed(
+            f"the proxy's name cannot be kept in {path}: {error.strerror}. "
+            "Give another --data-dir, or the name itself as --instance"
+        ) from None
+    return settings.model_copy(update={"instance": name})
+
+
+def _kept_name(path: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        name = path.read_text(encoding="utf-8").strip()
+        if name:
+            return name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = f"proxy-{secrets.token_hex(_NAME_BYTES)}"
+    path.write_text(f"{name}\n", encoding="utf-8")
+    return name
+
+
+async def serve(
+    settings: Settings, ready: Callable[[Proxy], bool], lost: Callable[[], str | None]
+) -> NoReturn:
+    """Run a proxy until this is cancelled, and say in one line of stdout when it is ready.
+
+    `lost` is asked now and then for what went missing that the proxy cannot do without.
+
+    Raises:
+        KafkaUnavailable, ConfigurationError: the proxy cannot start.
+        Failed: `lost` has named something.
+    """
+    announced = False
+    async with run_proxy(door_from(settings), settings) as proxy:
+        while True:
+            if (what := lost()) is not None:
+                raise Failed(what)
+            if not announced and ready(proxy):
+                announced = True
+                click.echo(f"ready {proxy.url} kafka {settings.kafka}")
+                sys.stdout.flush()
+            await asyncio.sleep(_LOOK_S if announced else _LOOK_AT_START_S)
+
+
+def owns_all(proxy: Proxy) -> bool:
+    """Whether every half partition is owned by this proxy, and caught up."""
+    return set(proxy.broker.readiness().partitions.values()) == {"owned"}

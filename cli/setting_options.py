@@ -1,0 +1,99 @@
+"""Options of the command line, made from the settings that a proxy has."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import click
+from pydantic.fields import FieldInfo
+
+from txbroker.config import CONFIG_VARIABLE, ENV_PREFIX, Settings, load_settings
+from txbroker.errors import ConfigurationError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+KAFKA_SETTINGS = tuple(name for name in Settings.model_fields if name.startswith("kafka"))
+TOPIC_SETTINGS = (
+    *KAFKA_SETTINGS,
+    "topic_prefix",
+    "partitions",
+    "half_retention_s",
+    "check_after_s",
+    "check_interval_s",
+    "check_attempts_max",
+    "check_timeout_s",
+    "dedup_window_s",
+)
+
+
+def setting_options(names: Collection[str]) -> Callable[[F], F]:
+    """Give a command `--config` and an option for each of these settings."""
+
+    def decorate(function: F) -> F:
+        for name in reversed([field for field in Settings.model_fields if field in names]):
+            function = _option(name, Settings.model_fields[name])(function)
+        return click.option(
+            "--config",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE",
+            help=f"Read settings from this TOML file, one key for each. [env: {CONFIG_VARIABLE}]",
+        )(function)
+
+    return decorate
+
+
+def settings_from(config: Path | None, options: dict[str, Any]) -> Settings:
+    """Return the settings from a command's options, environment and config file.
+
+    Raises:
+        click.UsageError: a setting is unknown, malformed or contradicts another.
+    """
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    try:
+        return load_settings(given, config=config)
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
+    dashed = name.replace("_", "-")
+    declaration = f"--{dashed}/--no-{dashed}" if field.annotation is bool else f"--{dashed}"
+    kind = field.annotation
+    options: dict[str, Any] = {}
+    if get_origin(kind) is Literal:
+        options["type"] = click.Choice([str(choice) for choice in get_args(kind)])
+    elif get_origin(kind) is tuple:
+        options["multiple"] = True
+        options["metavar"] = "NAME"
+    elif kind is not bool:
+        options["metavar"] = _metavar(name)
+    return click.option(
+        declaration,
+        name,
+        default=None,
+        help=f"{field.description} [env: {ENV_PREFIX}{name.upper()}{_default(field)}]",
+        **options,
+    )
+
+
+def _metavar(name: str) -> str:
+    ends = {
+        "_s": "SECONDS",
+        "_bytes_max": "BYTES",
+        "_max": "N",
+        "_file": "FILE",
+        "_dir": "DIR",
+        "partitions": "N",
+        "listen": "HOST:PORT",
+        "kafka": "HOST:PORT",
+        "advertise": "URL",
+    }
+    return next((shown for end, shown in ends.items() if name.endswith(end)), "TEXT")
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if value in (None, "", ()) or isinstance(value, bool):
+        return "; default: on" if value is True else ""
+    shown = f"{value:g}" if isinstance(value, float) and value < 1e6 else str(value)
+    return f"; default: {shown.removesuffix('.0')}"
