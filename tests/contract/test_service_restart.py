@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 
-from service_world import Service, unique
+import pytest
+from service_world import Service, unique, until
 
 from txbroker.core.records import Message
 from txbroker.sdk import CheckRequest, Decision
@@ -52,6 +54,34 @@ async def test_what_is_committed_is_promoted_once(service: Service) -> None:
         await service.reaches(id, "promoted")
     values = await service.values(topic)
     assert sorted(values, key=str) == sorted([b"%d" % n for n in range(60)], key=str)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_mixture_comes_out_as_decided(service: Service, seed: int) -> None:
+    random, group = Random(seed), unique("group")
+    topics = [await service.topic() for _ in range(3)]
+    expected: list[tuple[str, bytes]] = []
+
+    async def one(number: int) -> None:
+        chosen = [random.choice(topics) for _ in range(random.randint(1, 4))]
+        wanted = [(topic, b"%d.%d" % (number, n)) for n, topic in enumerate(chosen)]
+        messages = [Message(topic, b"%d" % (number % 5), value) for topic, value in wanted]
+        id = await service.prepare(*messages, group=group)
+        decision = random.choice(["commit", "commit", "rollback", "check"])
+        if decision == "commit":
+            expected.extend(wanted)
+        await service.tell(id, decision)
+
+    for start in (0, 20, 40):
+        await asyncio.gather(*[one(number) for number in range(start, start + 20)])
+        await service.restart()
+    await until(lambda: nothing_committed(service, group))
+    found = [(topic, value) for topic in topics for value in await service.values(topic)]
+    assert sorted(found, key=str) == sorted(expected, key=str)
+
+
+async def nothing_committed(service: Service, group: str) -> bool:
+    return await service.list(group=group, state="committed") == []
 
 
 async def test_attempts_and_rounds_are_counted_on(service: Service) -> None:

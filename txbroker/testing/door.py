@@ -2,8 +2,8 @@
 
 Beyond what `txbroker.testing.memory` leaves out: an append whose answer is lost is stored at once
 or never, not a little later; of two claims at the same time the later one always wins; a member
-that falls silent keeps its partitions until somebody with its name, or `forget_member`, takes
-them, because no session times out.
+that falls silent keeps its partitions until somebody with its name joins, or `Coordinator.forget`
+takes them away, because no session times out.
 """
 
 import asyncio

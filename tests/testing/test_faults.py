@@ -1,0 +1,198 @@
+"""What a proxy does when Kafka is in trouble that a real one can hardly be brought into."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+from memory_world import MemoryWorld
+from service_world import Desk, Service, until
+
+from txbroker.config import Settings
+from txbroker.contract import DecideRequest
+from txbroker.core.records import Decision, Message, State
+from txbroker.errors import OwnerUnavailable
+from txbroker.proxy.process import Proxy, run_proxy
+from txbroker.testing.memory import Outcome
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    """A proxy on a Kafka of the test's own."""
+    world = MemoryWorld()
+    async with Desk().serve() as desk:
+        running = Service(world, desk)
+        await running.start()
+        yield running
+        await running.stop()
+        await world.close()
+
+
+def memory(service: Service) -> MemoryWorld:
+    assert isinstance(service.world, MemoryWorld)
+    return service.world
+
+
+# --- targets ---------------------------------------------------------------------------------
+
+
+async def test_a_target_without_a_leader_defers_its_key_and_nothing_else(service: Service) -> None:
+    topic, other, kafka = await service.topic(2), await service.topic(), memory(service).kafka
+    kafka.set_leaderless(topic, 0)
+    service.door.targets.forget(topic)
+    waiting = [
+        await service.prepare(Message(topic, b"k", b"%d" % n, partition=0), order_key="o")
+        for n in range(3)
+    ]
+    along = await service.prepare(
+        Message(other, b"x", b"1"), Message(topic, b"y", b"", partition=1)
+    )
+    for id in waiting:
+        await service.tell(id, "commit")
+    await service.commit(along)
+    assert {await service.state(id) for id in waiting} == {"committed"}
+    assert (await service.show(waiting[0]))["cause"]["code"] == "no_leader"
+    kafka.set_leaderless(topic)
+    for id in waiting:
+        await service.reaches(id, "promoted")
+    assert await service.values(topic, 0) == [b"0", b"1", b"2"]
+
+
+async def test_deferred_ones_survive_a_restart(service: Service) -> None:
+    topic, kafka = await service.topic(), memory(service).kafka
+    kafka.set_leaderless(topic, 0)
+    id = await service.prepare(Message(topic, b"k", b"v"))
+    await service.tell(id, "commit")
+    await service.restart()
+    assert await service.state(id) == "committed"
+    kafka.set_leaderless(topic)
+    await service.reaches(id, "promoted")
+    assert await service.values(topic) == [b"v"]
+
+
+async def test_a_right_that_comes_back_promotes(service: Service) -> None:
+    topic, other, kafka = await service.topic(), await service.topic(), memory(service).kafka
+    id = await service.prepare(Message(topic, b"k", b"v"), Message(other, b"k", b"v"))
+    kafka.set_authorized(topic, authorized=False)
+    service.door.targets.forget(topic)
+    await service.tell(id, "commit")
+    await until(lambda: has_cause(service, id, "not_authorized"))
+    assert await service.values(other) == []
+    kafka.set_authorized(topic, authorized=True)
+    await service.reaches(id, "promoted")
+    assert await service.values(topic) == await service.values(other) == [b"v"]
+
+
+async def has_cause(service: Service, id: str, code: str) -> bool:
+    cause = (await service.show(id)).get("cause")
+    return cause is not None and cause["code"] == code
+
+
+# --- answers that never come -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+async def test_a_commit_without_an_answer_is_promoted_once(
+    service: Service, outcome: Outcome
+) -> None:
+    topic, kafka = await service.topic(), memory(service).kafka
+    ids = [await service.prepare(Message(topic, b"%d" % n, b"%d" % n)) for n in range(12)]
+    kafka.lose_answer_of_next_commit(outcome)
+    await asyncio.gather(*[service.commit(id) for id in ids])
+    assert sorted(await service.values(topic), key=str) == sorted(
+        [b"%d" % n for n in range(12)], key=str
+    )
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+async def test_a_prepare_without_an_answer_is_repeated(service: Service, outcome: Outcome) -> None:
+    topic = await service.topic()
+    message = Message(topic, b"k", b"v")
+    memory(service).kafka.lose_answer_of_next_append(outcome)
+    with pytest.raises(OwnerUnavailable) as error:
+        await service.send(message)
+    id = error.value.details["id"]
+    status, answer = await service.send(message, id=id)
+    assert (status, answer["id"]) == (201 if outcome is Outcome.NOT_DONE else 200, id)
+    await service.commit(id)
+    assert await service.values(topic) == [b"v"]
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+async def test_a_decision_without_an_answer_is_never_an_ack(
+    service: Service, outcome: Outcome
+) -> None:
+    topic = await service.topic()
+    id = await service.prepare(Message(topic, b"k", b"v"))
+    memory(service).kafka.lose_answer_of_next_append(outcome)
+    with pytest.raises(OwnerUnavailable):
+        await service.tell(id, "commit")
+    assert (await service.commit(id))["state"] == "promoted"
+    assert await service.values(topic) == [b"v"]
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+async def test_kafka_gone_for_a_while(service: Service, outcome: Outcome) -> None:
+    topic, kafka = await service.topic(), memory(service).kafka
+    ids = [await service.prepare(Message(topic, b"%d" % n, b"%d" % n)) for n in range(20)]
+    await service.commit(ids[0])
+    kafka.go_down(outcome)
+    results = await asyncio.gather(
+        *[service.tell(id, "commit") for id in ids[1:]], return_exceptions=True
+    )
+    assert all(isinstance(result, OwnerUnavailable) for result in results)
+    kafka.come_up()
+    await asyncio.gather(*[service.commit(id) for id in ids])
+    assert sorted(await service.values(topic), key=str) == sorted(
+        [b"%d" % n for n in range(20)], key=str
+    )
+
+
+# --- several proxies, and what was lost ------------------------------------------------------
+
+
+def proxy(service: Service, instance: str) -> AbstractAsyncContextManager[Proxy]:
+    """Another proxy on the same Kafka."""
+    door = memory(service).closed_door(instance, half_partitions=2)
+    return run_proxy(door, Settings(listen="127.0.0.1:0", instance=instance))
+
+
+async def test_another_proxy_takes_over(service: Service) -> None:
+    topic = await service.topic()
+    ids = [await service.prepare(Message(topic, b"%d" % n, b"%d" % n)) for n in range(10)]
+    async with proxy(service, "two") as other:
+        await until(lambda: owns(other, 1))
+        assert service.proxy.broker.owned == 1
+        await service.stop()
+        await until(lambda: owns(other, 2))
+        for id in ids:
+            request = DecideRequest(id, Decision.COMMIT, wait=True)
+            assert (await other.broker.decide(request)).state is State.PROMOTED
+    assert sorted(await service.values(topic), key=str) == sorted(
+        [b"%d" % n for n in range(10)], key=str
+    )
+
+
+async def owns(proxy: Proxy, count: int) -> bool:
+    return proxy.broker.owned == count
+
+
+@pytest.mark.parametrize("lost", ["half", "op"])
+async def test_a_topic_that_lost_its_end_stops_the_partition(service: Service, lost: str) -> None:
+    topic, world = await service.topic(), memory(service)
+    await service.commit(await service.prepare(Message(topic, None, b"v"), order_key="o"))
+    await service.stop()
+    for number in range(2):
+        world.kafka.truncate(world.name(lost), number, end=0)
+    async with proxy(service, "one") as again:
+        await until(lambda: stopped(again))
+        (problem,) = again.broker.readiness().problems
+        assert "truncated or recreated" in problem
+        assert again.broker.owned == 1  # the partition that had nothing to lose
+
+
+async def stopped(proxy: Proxy) -> bool:
+    states = proxy.broker.readiness().partitions.values()
+    return not any(state == "claiming" for state in states)
