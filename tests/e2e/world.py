@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import signal
 import socket
@@ -57,34 +56,21 @@ class World:
 
     Args:
         bootstrap: of the Kafka.
-        door: changes to the door's settings.
         settings: changes to the proxy's settings.
     """
 
-    def __init__(
-        self, bootstrap: str, door: Json | None = None, settings: Json | None = None
-    ) -> None:
+    def __init__(self, bootstrap: str, **settings: Any) -> None:
         self.bootstrap = bootstrap
         self.prefix = unique("e2e")
         self.url = f"http://127.0.0.1:{_free_port()}"
-        self._given = {
-            "door": {
-                "bootstrap_servers": [bootstrap],
-                "instance_id": "one",
-                "group_id": f"{self.prefix}.group",
-                **{f"{n}_topic": f"{self.prefix}.{n}" for n in _OWN},
-                "partitions": 4,
-                "facts_ttl_s": 0.3,
-                **(door or {}),
-            },
-            "settings": {
-                "kafka": bootstrap,
-                "listen": self.url.removeprefix("http://"),
-                "instance": "one",
-                "topic_prefix": self.prefix,
-                "check_timeout_s": 2.0,
-                **(settings or {}),
-            },
+        self._settings = {
+            "kafka": bootstrap,
+            "listen": self.url.removeprefix("http://"),
+            "instance": "one",
+            "topic_prefix": self.prefix,
+            "check_timeout_s": 2.0,
+            "log_format": "console",
+            **settings,
         }
         self._process: asyncio.subprocess.Process | None = None
         self._reading: list[asyncio.Task[None]] = []
@@ -96,10 +82,12 @@ class World:
     async def launch(self) -> None:
         """Start the proxy's process, without waiting for anything."""
         assert self._process is None
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
+        given = {f"TXBROKER_{k.upper()}": str(v) for k, v in self._settings.items()}
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(HERE / "proxy_main.py"),
-            json.dumps(self._given),
+            str(Path(sys.executable).with_name("txbroker")),
+            "proxy",
+            env={**inherited, **given},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -124,13 +112,20 @@ class World:
 
     async def is_ready(self) -> bool:
         """Say whether the proxy answers that it is ready; the process must be alive."""
+        return await self._says("/readyz")
+
+    async def is_alive(self) -> bool:
+        """Say whether the proxy answers that it is alive, ready or not."""
+        return await self._says("/healthz")
+
+    async def _says(self, path: str) -> bool:
         assert self._process is not None
         assert self._process.returncode is None, "\n".join(self.stderr[-20:])
         try:
-            status, answer = await self.request("GET", "/readyz")
+            status, _ = await self.request("GET", path)
         except aiohttp.ClientError:
             return False
-        return status == 200 and answer["ready"] is True
+        return status == 200
 
     async def kill(self) -> None:
         """End the proxy as kill -9 does."""
@@ -254,9 +249,6 @@ class World:
         """Return what lies in one of txbroker's own topics."""
         names = [f"{self.prefix}.{name}"]
         return await asyncio.to_thread(read_topics, self.bootstrap, names, committed=False)
-
-
-_OWN = ("half", "op", "checkpoint", "parked", "groups")
 
 
 def error_of(status: int, answer: Json) -> RequestError:
