@@ -95,6 +95,15 @@ def plan_turn(
     plan = Plan([], [], {}, op_position)
     blocked: dict[tuple[int, str, int | None], Cause] = {}
     size = 0
+    # First, so that one that is suspected of spoiling turns is alone in a turn for one.
+    for transaction in retried:
+        bytes_more = transaction_bytes(transaction)
+        count = len(plan.promote) + len(plan.refuse)
+        if count and (count >= limits.transactions_max or size + bytes_more > limits.bytes_max):
+            break
+        if transaction.id not in in_flight and _cause(transaction, examine, {}) is None:
+            size += bytes_more
+            plan.promote.append(transaction)
     queue = sorted(
         [transaction for transaction in ready if transaction.id not in in_flight],
         key=lambda t: t.op_offset,
@@ -119,14 +128,6 @@ def plan_turn(
             plan.promote.append(transaction)
         else:
             plan.refuse.append((transaction, cause))
-    for transaction in retried:
-        bytes_more = transaction_bytes(transaction)
-        count = len(plan.promote) + len(plan.refuse)
-        if count and (count >= limits.transactions_max or size + bytes_more > limits.bytes_max):
-            break
-        if transaction.id not in in_flight and _cause(transaction, examine, {}) is None:
-            size += bytes_more
-            plan.promote.append(transaction)
     return plan
 
 

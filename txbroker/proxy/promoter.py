@@ -231,6 +231,7 @@ class Promoter:
     async def _plan(self) -> Plan:
         """Plan with what is known of the targets, asking Kafka about those that are not."""
         retried = self._retried()
+        limits = self._limits_now(retried)
         while True:
             unknown: set[str] = set()
 
@@ -248,7 +249,7 @@ class Promoter:
                 self._ledger.ready.values(),
                 self._ledger.op_whole,
                 examine,
-                self._limits_now(),
+                limits,
                 in_flight=self._in_flight,
                 retried=retried,
                 tried=self._tried,
@@ -259,13 +260,18 @@ class Promoter:
             for topic in unknown:
                 await self._targets.examine(topic)
 
-    def _limits_now(self) -> TurnLimits:
+    def _limits_now(self, retried: Iterable[Transaction]) -> TurnLimits:
         """Smaller turns while one of the transactions is known to spoil the turn that it is in."""
-        if self._suspects and self._suspects.isdisjoint(self._ledger.ready):
-            self._suspects = frozenset()
         if not self._suspects:
             return self._limits
+        self._suspects = frozenset([id for id in self._suspects if self._may_be_tried(id)])
+        in_this_turn = self._ledger.ready.keys() | {transaction.id for transaction in retried}
+        if self._suspects.isdisjoint(in_this_turn):
+            return self._limits
         return TurnLimits(self._suspects_limit, self._limits.bytes_max, self._limits.deferred_max)
+
+    def _may_be_tried(self, id: str) -> bool:
+        return id in self._ledger.ready or (id in self._ledger.refused and id not in self._tried)
 
     def _retried(self) -> list[Transaction]:
         """Refused transactions whose time has come to be tried again."""
