@@ -10,6 +10,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Programs that some tests call, each named like its Debian package.
 TOOLS := curl kcat openssl
 PYTEST := $(BIN)/python -m pytest
 
@@ -68,15 +69,18 @@ docs: $(VENV)/.dev ## Renew the reference pages that are generated from the code
 .PHONY: tools
 tools: ## Install the system tools that some tests need (Debian, as root)
 	@missing=; for tool in $(TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
-	if [ -n "$$missing" ]; then apt-get update -qq && \
-		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing >/dev/null; fi
+	test -n "$$missing" || exit 0; \
+	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
+		echo "make tools needs Debian and root; install these yourself:$$missing" >&2; exit 1; fi; \
+	echo "installing$$missing" >&2; apt-get update -qq; \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null
 
 .PHONY: lock
 lock: ## Renew constraints.txt with the newest versions that setup.cfg allows
 	@rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
 	@$(VENV)-lock/bin/python -m pip install --quiet '.[embedded,dev]'
 	@{ echo "# Every version that the tests ran with. Renewed by: make lock"; \
-		$(VENV)-lock/bin/python -m pip freeze --exclude txbroker --exclude pip --exclude setuptools; \
+		$(VENV)-lock/bin/python -m pip freeze --exclude txbroker --exclude pip --all; \
 		} > constraints.txt
 	@rm -rf $(VENV)-lock
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
+
+_LEFT_OUT: dict[str, list[str]] = {}
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +19,33 @@ def kafka() -> Iterator[EmbeddedKafka]:
     version = os.environ.get("TXBROKER_TEST_KAFKA_VERSION", DEFAULT_VERSION)
     with EmbeddedKafka(version=version) as server:
         yield server
+
+
+# --- tests that need a program which pip does not bring --------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker."""
+    config.addinivalue_line(
+        "markers", "needs_tool(name): calls a program that `make tools` installs"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out a test whose program is missing; in CI nothing may be left out unseen."""
+    for marker in item.iter_markers("needs_tool"):
+        tool = str(marker.args[0])
+        if shutil.which(tool) is not None:
+            continue
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{tool} is missing: run `make tools`", pytrace=False)
+        _LEFT_OUT.setdefault(tool, []).append(item.nodeid)
+        pytest.skip(f"{tool} is missing: `make tools` installs it")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name what was left out."""
+    for tool, tests in _LEFT_OUT.items():
+        terminalreporter.section(f"{tool} is missing (`make tools` installs it); left out")
+        for test in tests:
+            terminalreporter.line(test)
