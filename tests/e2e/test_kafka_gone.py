@@ -1,0 +1,167 @@
+"""Kafka hangs, or is killed, under load and comes back: nothing lost, nothing doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judge import Body, History, Judge
+from topic_reader import read_all
+from workload import Recorder, Shop, answering, work
+from world import World, until
+
+from txbroker.embedded import EmbeddedKafka
+from txbroker.errors import OwnerUnavailable
+from txbroker.sdk import Limits, TransactionalProducer
+
+GONE_S = 60.0 if os.environ.get("TXBROKER_TEST_LONG") else 12.0
+"""How long Kafka hangs: longer than a write is tried, so that calls do fail."""
+TRANSACTIONS = 1500
+
+
+@pytest.fixture(scope="module")
+def own_kafka() -> Iterator[EmbeddedKafka]:
+    """A Kafka that may be stopped: the shared one serves other tests."""
+    with EmbeddedKafka() as server:
+        yield server
+
+
+@pytest.fixture
+async def world(own_kafka: EmbeddedKafka) -> AsyncIterator[World]:
+    made = World(own_kafka.bootstrap, check_after_s=2.0, check_interval_s=2.0)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+@contextmanager
+def stopped(kafka: EmbeddedKafka) -> Iterator[None]:
+    """Stop Kafka's process, as a machine that hangs does."""
+    assert kafka.pid is not None
+    os.kill(kafka.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(kafka.pid, signal.SIGCONT)
+
+
+async def http_calls(world: World, topic: str, recorder: Recorder, over: asyncio.Event) -> None:
+    """Prepare and commit over plain HTTP, one after the other, each repeated until it works."""
+    for number in itertools.count():
+        if over.is_set():
+            return
+        token = f"http/{number}"
+        body = Body(topic, None, token.encode(), (("token", token.encode()),))
+        recorder.history.sent[token] = (body,)
+        message = {"topic": topic, "value": token, "headers": {"token": token}}
+        id: str | None = None
+        while True:
+            given = {} if id is None else {"id": id}
+            try:
+                with recorder.call("prepare", token) as call:
+                    call.id = id = await world.prepare(message, group="plain", **given)
+            except OwnerUnavailable as error:
+                # With the same id it counts once, whatever became of the first.
+                id = error.details.get("id", id)
+            else:
+                break
+        while True:
+            with suppress(OwnerUnavailable), recorder.call("commit", token, id):
+                await world.tell(id, "commit", group="plain")
+                break
+
+
+async def work_through(world: World, shop: Shop, trouble: Callable[[], Any]) -> History:
+    """Work, run into `trouble` in the middle of it, work on to the end, and be judged."""
+    topics = [await world.topic(2), await world.topic(1)]
+    plain = await world.topic()
+    recorder = Recorder()
+    check = answering(shop, recorder)
+    over = asyncio.Event()
+    patient = Limits(retry_s=20.0 + 2 * GONE_S)
+    async with contextlib.AsyncExitStack() as stack:
+        producers = [
+            await stack.enter_async_context(
+                TransactionalProducer(world.url, group=group, check=check, limits=patient)
+            )
+            for group in ("orders", "bills")
+        ]
+        working = asyncio.create_task(
+            work(producers, shop, recorder, topics, seed=1, lanes=30, transactions=TRANSACTIONS)
+        )
+        calling = asyncio.create_task(http_calls(world, plain, recorder, over))
+        try:
+            await until(lambda: some(recorder.finished > TRANSACTIONS // 5))
+            await trouble()
+            await world.ready()
+            await working
+            over.set()
+            await calling
+        finally:
+            working.cancel()
+            calling.cancel()
+        await world.all_settled()
+    topics.append(plain)
+    read = await asyncio.to_thread(read_all, world.bootstrap, world.prefix, topics)
+    found = Judge(recorder.history, read, shop.rows()).judge()
+    assert not found, "\n".join(map(str, found[:5]))
+    assert recorder.finished == TRANSACTIONS
+    codes = {call.code for call in recorder.history.calls}
+    assert codes <= {"", "owner_unavailable", "overloaded", "already_decided"}
+    return recorder.history
+
+
+async def some(truth: bool) -> bool:
+    return truth
+
+
+async def test_kafka_hangs_under_load_and_comes_back(
+    world: World, own_kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async def hang() -> None:
+        with stopped(own_kafka):
+            # How long is what this test is about.
+            await asyncio.sleep(GONE_S)
+            status, _ = await world.request("GET", "/healthz")
+            assert status == 200
+
+    history = await work_through(world, Shop(tmp_path / "shop.db"), hang)
+    assert "owner_unavailable" in {call.code for call in history.calls}
+
+
+async def test_kafka_is_killed_under_load_and_starts_again_on_its_data(
+    world: World, own_kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    before = own_kafka.bootstrap
+
+    async def die() -> None:
+        await asyncio.to_thread(own_kafka.kill)
+        try:
+            await until(lambda: some(not own_kafka.running))
+        finally:
+            await asyncio.to_thread(own_kafka.start)
+        assert own_kafka.bootstrap == before
+
+    await work_through(world, Shop(tmp_path / "shop.db"), die)
+
+
+async def test_a_proxy_without_kafka_says_so_and_ends() -> None:
+    world = World("127.0.0.1:1")
+    await world.launch()
+    code = await world.ended()
+    said = "\n".join(world.stderr)
+    assert code == 1
+    assert "127.0.0.1:1" in said
+    assert "Error: " in said
+    assert "Traceback" not in said
+    assert world.stdout == []
