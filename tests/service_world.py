@@ -183,7 +183,7 @@ class Service:
 
         return dict(await until(there))
 
-    async def list(self, **query: Any) -> list[Json]:
+    async def listed(self, **query: Any) -> list[Json]:
         """Return one page of transactions."""
         return list((await self.page(**query))["transactions"])
 

@@ -7,7 +7,7 @@ import asyncio
 import time
 
 import pytest
-from service_world import Client, Service, unique, until
+from service_world import Client, Json, Service, unique, until
 
 from txbroker.core.ids import make_id, parse_id
 from txbroker.core.records import Header, Message
@@ -380,7 +380,7 @@ async def test_one_bad_message_refuses_the_whole_prepare(service: Service) -> No
     bad = Message(topic, b"k", b"v", partition=7)
     with pytest.raises(BadTarget):
         await service.send(Message(topic, b"k", b"v"), bad, group=group)
-    assert await service.list(group=group) == []
+    assert await service.listed(group=group) == []
 
 
 async def test_checks_that_outlast_retention_are_refused(service: Service) -> None:
@@ -425,7 +425,7 @@ async def test_show_tells_a_life(service: Service) -> None:
 async def test_bodies_are_shown_only_where_asked_for(service: Service) -> None:
     id = await service.prepare(Message(await service.topic(), b"k", b"secret"))
     assert "value" not in (await service.show(id))["messages"][0]
-    (listed,) = [each for each in await service.list(limit=1000) if each["id"] == id]
+    (listed,) = [each for each in await service.listed(limit=1000) if each["id"] == id]
     assert "value" not in listed["messages"][0]
 
 
@@ -437,7 +437,7 @@ async def test_lists_are_filtered(service: Service) -> None:
     await service.commit(second)
 
     async def ids(**query: str | float) -> list[str]:
-        return [each["id"] for each in await service.list(**query)]
+        return [each["id"] for each in await service.listed(**query)]
 
     assert await ids(group=group) == [first]
     assert await ids(group=group, state="promoted") == [second]
@@ -450,7 +450,8 @@ async def test_lists_are_filtered(service: Service) -> None:
 async def test_lists_are_paged_oldest_first(service: Service) -> None:
     topic, group = await service.topic(), unique("group")
     ids = {await service.prepare(Message(topic, b"%d" % n, b""), group=group) for n in range(7)}
-    found, cursor = [], ""
+    found: list[Json] = []
+    cursor: str | None = None
     for size in (3, 3, 1):
         query = {"cursor": cursor} if cursor else {}
         page = await service.page(group=group, limit=3, **query)

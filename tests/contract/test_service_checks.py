@@ -115,7 +115,7 @@ async def test_fifteen_unknowns_park(service: Service) -> None:
     shown = await service.reaches(id, "parked")
     assert [call["attempt"] for call in service.asked(group)] == list(range(1, 16))
     assert shown["attempts"] == shown["attempts_max"] == 15
-    assert [each["id"] for each in await service.list(state="parked", group=group)] == [id]
+    assert [each["id"] for each in await service.listed(state="parked", group=group)] == [id]
     assert await service.metric("parked", group=group) == 1
     with pytest.raises(NotPending):
         await service.tell(id, "check")

@@ -81,7 +81,7 @@ async def test_any_mixture_comes_out_as_decided(service: Service, seed: int) -> 
 
 
 async def nothing_committed(service: Service, group: str) -> bool:
-    return await service.list(group=group, state="committed") == []
+    return await service.listed(group=group, state="committed") == []
 
 
 async def test_attempts_and_rounds_are_counted_on(service: Service) -> None:

@@ -32,7 +32,7 @@ async def test_a_topic_that_is_gone_refuses_while_the_rest_flows(service: Servic
     shown = await service.show(id)
     assert (shown["cause"]["code"], shown["cause"]["topic"]) == ("unknown_topic", topic)
     assert shown["decision"] == "commit"
-    assert [each["id"] for each in await service.list(state="refused", topic=topic)] == [id]
+    assert [each["id"] for each in await service.listed(state="refused", topic=topic)] == [id]
     assert await service.metric("refused", topic=topic) == 1
 
 

@@ -173,7 +173,7 @@ def test_http_works_as_well(txbroker: InMemoryBroker) -> None:
 
 
 async def test_async_services_are_checked_too(txbroker: InMemoryBroker) -> None:
-    answers = [NotYet(60), Decision.COMMIT]
+    answers: list[NotYet | Decision] = [NotYet(60), Decision.COMMIT]
 
     async def check(request: CheckRequest) -> NotYet | Decision:
         return answers.pop(0)

@@ -273,7 +273,10 @@ class InMemoryBroker:
             return not self._proxy.checks.running and all(at > now_ms for at in self._due_ms())
 
         if not await _until(over, SETTLED_TIMEOUT_S):
-            raise NotSettled("a check that was due is not over: does its function answer?")
+            raise NotSettled(
+                "a check that was due is not over: its function does not answer, or it needs the "
+                "event loop that waits here (await async_advance in async tests)"
+            )
 
     # --- the thread ----------------------------------------------------------------------
 
