@@ -11,6 +11,7 @@ from rules_world import (
     START_MS,
     WINDOW_MS,
     Gate,
+    ScriptedDoor,
     World,
     commit,
     known,
@@ -19,9 +20,10 @@ from rules_world import (
     until,
 )
 
+from txbroker.contract import DecideRequest, PrepareRequest
 from txbroker.core.ids import make_id, parse_id
 from txbroker.core.ledger import Effect
-from txbroker.core.records import Record, State
+from txbroker.core.records import Decision, Record, State
 from txbroker.errors import IdConflict, IdExpired
 
 WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
@@ -47,6 +49,20 @@ async def test_the_wall_clock_plays_no_part(
     await owner.close()
     again = await world.owner()
     assert abs(again.now_ms() - world.clock.now_ms()) < 1000
+
+
+@pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
+async def test_ids_are_made_by_the_brokers_clock(
+    world: World, monkeypatch: pytest.MonkeyPatch, wall_s: float
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: wall_s)
+    broker = await world.broker(ScriptedDoor(world.kafka, topic_prefix="x", half_partitions=1))
+    await until(lambda: broker.readiness().ready)
+    assert abs(broker.now_ms() - world.clock.now_ms()) < 1000
+    made = await broker.prepare(PrepareRequest(GROUP, (message("v"),)))
+    assert abs(parse_id(made.id).time_ms - world.clock.now_ms()) < 1000
+    await broker.decide(DecideRequest(made.id, Decision.COMMIT, wait=True))
+    assert world.visible() == ["v"]
 
 
 async def test_now_is_the_claims_append_time_and_runs_with_the_monotonic_clock(

@@ -1,0 +1,332 @@
+"""Rules 21 to 23: what goes before a question, and what its answer costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from msgspec import structs
+from rules_world import (
+    GROUP,
+    QUICK,
+    Gate,
+    World,
+    behind,
+    commit,
+    known,
+    lost_unanswered,
+    roll_back,
+    settled,
+    until,
+)
+
+from txbroker.checkers.base import Answered, Channel, CheckCall, CheckResult, Unclear, Unreached
+from txbroker.checkers.runner import CheckRunner
+from txbroker.core.records import (
+    CheckPolicy,
+    CheckReason,
+    Decision,
+    State,
+)
+from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
+from txbroker.errors import NotPending, OwnerUnavailable
+from txbroker.proxy.owner import Owner
+
+DUE, ASKED = CheckReason.DUE, CheckReason.ASKED
+NOW = CheckPolicy(after_s=0.0)
+THREE = CheckPolicy(after_s=0.0, attempts_max=3)
+
+
+class Group:
+    """A group that is always there: it answers as it is told, and remembers what was so then."""
+
+    endpoint = "http://group"
+
+    def __init__(self, world: World, answer: Callable[[CheckCall], CheckResult]) -> None:
+        self.asked: list[CheckCall] = []
+        self.markers_at_call: list[list[tuple[str, int]]] = []
+        self.numbers_at_call: list[int] = []
+        self._world = world
+        self._answer = answer
+        self.owner: Owner | None = None
+
+    async def acquire(self, group: str, prefer: str) -> Channel:
+        """Return itself as the channel."""
+        return self
+
+    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+        """Answer."""
+        self.asked.append(call)
+        self.markers_at_call.append([(str(m.kind), m.number) for m in self._world.markers()])
+        assert self.owner is not None
+        self.numbers_at_call.append(known(self.owner, call.id).number)
+        return self._answer(call)
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
+        """Nothing is counted here."""
+
+
+async def asking(
+    world: World, answer: Callable[[CheckCall], CheckResult]
+) -> tuple[Owner, Group, CheckRunner]:
+    """Return an owner whose checks go out to a group that answers so."""
+    group = Group(world, answer)
+    runner = CheckRunner(group, group, jitter=lambda: 0.0)
+    world.runner = runner  # type: ignore[assignment]
+    group.owner = await world.owner()
+    return group.owner, group, runner
+
+
+def silent(_: CheckCall) -> CheckResult:
+    return Unclear("timeout")
+
+
+# --- 21 ------------------------------------------------------------------------------------------
+
+
+async def test_the_question_goes_out_behind_its_marker(world: World) -> None:
+    owner, group, runner = await asking(world, lambda _: Answered(Decision.COMMIT))
+    gate = Gate()
+    world.partition.op.script.append(gate.append_unheard)
+    id = await world.prepared(owner, policy=QUICK)
+    await gate.reached.wait()
+    await settled()
+    assert group.asked == []
+    gate.open()
+    await until(lambda: world.visible() == [id])
+    assert group.markers_at_call == [[("check", 1)]]
+    assert group.numbers_at_call == [1]
+    check, decided = world.markers()
+    assert (check.round, check.number, check.reason) == (1, 1, "due")
+    assert (check.endpoint, check.half) == ("http://group", 0)
+    assert (decided.kind, decided.source, decided.by) == ("commit", "check", "http://group")
+    await runner.close()
+
+
+async def test_an_attempt_that_another_owner_made_first_is_not_asked(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=NOW)
+    first = behind(lambda: world.zombie_mark("check", id, round=1, number=1, reason="due"))
+    world.partition.op.script.append(first)
+    assert await owner.checks.attempt(id, DUE, "http://group") is None
+    assert world.kinds() == ["check", "check"]
+    assert len(known(owner, id).counted_ms) == 1
+
+
+@pytest.mark.parametrize("kind", ["commit", "rollback"])
+async def test_an_attempt_behind_a_decision_is_not_asked(world: World, kind: str) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=NOW)
+    world.partition.op.script.append(behind(lambda: world.zombie_mark(kind, id, group=GROUP)))
+    assert await owner.checks.attempt(id, DUE, "http://group") is None
+    assert known(owner, id).attempts == []
+
+
+async def test_an_attempt_that_is_decided_in_its_own_batch_is_not_asked(world: World) -> None:
+    owner = await world.owner()
+    other, id = await world.prepared(owner), await world.prepared(owner, policy=NOW)
+    gate = Gate()
+    world.partition.op.script.append(gate.append)
+    first = asyncio.create_task(commit(owner, other))
+    await gate.reached.wait()
+    attempt = asyncio.create_task(owner.checks.attempt(id, DUE, "http://group"))
+    await settled()
+    deciding = asyncio.create_task(roll_back(owner, id))
+    await settled()
+    gate.open()
+    assert await attempt is None
+    await asyncio.gather(first, deciding)
+    assert world.kinds() == ["commit", "check", "rollback"]
+    offsets = [world.kafka.visible("txbroker.op")[n].timestamp_ms for n in (1, 2)]
+    assert offsets[0] == offsets[1]
+
+
+async def test_an_attempt_before_its_time_is_neither_written_nor_asked(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    assert await owner.checks.attempt(id, DUE, "http://group") is None
+    await commit(owner, id)
+    assert await owner.checks.attempt(id, ASKED, "http://group") is None
+    assert world.kinds() == ["commit"]
+
+
+async def test_an_attempt_whose_marker_was_not_answered_is_not_asked(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=NOW)
+    world.partition.op.script.append(lost_unanswered)
+    with pytest.raises(OwnerUnavailable):
+        await owner.checks.attempt(id, DUE, "http://group")
+    call = await owner.checks.attempt(id, DUE, "http://group")
+    assert call is not None
+    assert call.number == 1
+
+
+async def test_a_marker_tells_what_came_of_the_attempt_before(world: World) -> None:
+    owner, group, runner = await asking(world, lambda call: Unclear(f"no answer {call.number}"))
+    await world.prepared(owner, policy=QUICK)
+    await until(lambda: len(group.asked) == 3)
+    checks = [each for each in world.markers() if each.kind == "check"]
+    assert [each.previous for each in checks] == ["", "no answer 1", "no answer 2"]
+    await runner.close()
+
+
+# --- 22 ------------------------------------------------------------------------------------------
+
+
+async def test_who_was_not_reached_does_not_count_and_the_number_is_not_used_again(
+    world: World,
+) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=NOW)
+    for number in (1, 2, 3):
+        call = await owner.checks.attempt(id, DUE, "http://group")
+        assert call is not None
+        assert (call.number, call.attempt) == (number, 1)
+        await owner.checks.answered(call, "http://group", Unreached("refused"))
+        assert known(owner, id).counted_ms == []
+    marks = [(each.kind, each.number) for each in world.markers()]
+    assert marks == [(kind, n) for n in (1, 2, 3) for kind in ("check", "returned")]
+
+
+async def test_what_is_unclear_counts(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=NOW)
+    call = await owner.checks.attempt(id, DUE, "http://group")
+    assert call is not None
+    await owner.checks.answered(call, "http://group", Unclear("timeout"))
+    assert world.kinds() == ["check"]
+    assert len(known(owner, id).counted_ms) == 1
+    await owner.checks.answered(call, "http://group", Answered(Decision.UNKNOWN))
+    assert world.kinds() == ["check"]
+
+
+async def test_it_is_parked_after_the_last_attempt_and_its_timeout(world: World) -> None:
+    owner, group, runner = await asking(world, silent)
+    id = await world.prepared(owner, policy=QUICK)
+    await until(lambda: known(owner, id).state is State.PARKED)
+    assert world.kinds() == ["check", "check", "check", "park"]
+    at_ms = [record.timestamp_ms for record in world.kafka.visible("txbroker.op")]
+    assert at_ms[1] - at_ms[0] >= 20
+    assert at_ms[2] - at_ms[1] >= 20
+    assert at_ms[3] - at_ms[2] >= 20
+    assert [call.attempt for call in group.asked] == [1, 2, 3]
+    assert world.markers()[-1].round == 1
+    await until(lambda: world.parked() == [(f"{id}/0".encode(), True)])
+    await until(lambda: runner.queued == 0)
+    await runner.close()
+
+
+async def test_a_parked_one_is_decided_by_hand_and_answers_in_flight_are_ignored(
+    world: World,
+) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
+    call = await owner.checks.attempt(id, DUE, "http://group")
+    assert call is not None
+    await until(lambda: known(owner, id).state is State.PARKED)
+    await owner.checks.answered(call, "http://group", Answered(Decision.COMMIT))
+    assert known(owner, id).state is State.PARKED
+    await commit(owner, id, by="ops")
+    await until(lambda: world.visible() == [id])
+
+
+async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored(
+    world: World,
+) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
+    old = await owner.checks.attempt(id, DUE, "http://group")
+    assert old is not None
+    await until(lambda: known(owner, id).state is State.PARKED)
+    with pytest.raises(NotPending):
+        owner.checks.ask(known(owner, id))
+    assert (await owner.revive(id, "ops", "fixed")).state is State.PENDING
+    assert (world.markers()[-1].kind, world.markers()[-1].round) == ("revive", 1)
+    for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
+        await owner.checks.answered(old, "http://group", result)
+    assert known(owner, id).state is State.PENDING
+    new = await owner.checks.attempt(id, DUE, "http://group")
+    assert new is not None
+    assert (new.round, new.number, new.attempt) == (2, 1, 1)
+
+
+async def test_an_answer_behind_a_decision_is_ignored(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=NOW)
+    call = await owner.checks.attempt(id, DUE, "http://group")
+    assert call is not None
+    await roll_back(owner, id)
+    for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
+        await owner.checks.answered(call, "http://group", result)
+    assert world.kinds() == ["check", "rollback"]
+    assert known(owner, id).decision is Decision.ROLLBACK
+
+
+# --- 23 ------------------------------------------------------------------------------------------
+
+
+async def test_asked_for_it_comes_at_once_counts_and_keeps_a_second(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=THREE)
+    handed = world.runner.due_now
+    await until(lambda: handed == [(id, DUE)])
+    call = await owner.checks.attempt(id, DUE, "http://group")
+    assert call is not None
+    await owner.checks.answered(call, "http://group", Unclear("timeout"))
+    owner.checks.ask(known(owner, id))
+    await settled()
+    assert handed == [(id, DUE)]
+    assert await owner.checks.attempt(id, ASKED, "http://group") is None
+    world.advance(ASK_SPACING_MS / 1000)
+    owner.checks.ask(known(owner, id))
+    await until(lambda: handed == [(id, DUE), (id, ASKED)])
+    second = await owner.checks.attempt(id, ASKED, "http://group")
+    assert second is not None
+    assert (second.attempt, second.reason) == (2, ASKED)
+    assert len(known(owner, id).counted_ms) == 2
+
+
+async def test_the_last_attempt_of_a_round_is_never_pulled_forward(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=2))
+    call = await owner.checks.attempt(id, DUE, "http://group")
+    assert call is not None
+    world.advance(2.0)
+    with pytest.raises(NotPending):
+        owner.checks.ask(known(owner, id))
+    assert await owner.checks.attempt(id, ASKED, "http://group") is None
+    assert len(known(owner, id).counted_ms) == 1
+
+
+async def test_not_yet_costs_nothing_and_is_kept_to(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=NOW)
+    call = await owner.checks.attempt(id, DUE, "http://group")
+    assert call is not None
+    await owner.checks.answered(call, "http://group", Answered(Decision.UNKNOWN, 60.0))
+    transaction, marker = known(owner, id), world.markers()[-1]
+    assert (marker.kind, marker.round, marker.number, marker.later_s) == ("later", 1, 1, 60.0)
+    assert transaction.counted_ms == []
+    at_ms = world.kafka.visible("txbroker.op")[-1].timestamp_ms
+    assert transaction.next_check_ms() == at_ms + 60_000
+    assert await owner.checks.attempt(id, DUE, "http://group") is None
+    world.advance(60.1)
+    again = await owner.checks.attempt(id, DUE, "http://group")
+    assert again is not None
+    assert (again.number, again.attempt) == (2, 1)
+    await owner.checks.answered(again, "http://group", Answered(Decision.UNKNOWN, 1e9))
+    assert transaction.next_check_ms() - world.clock.now_ms() <= LATER_MAX_S * 1000
+
+
+async def test_the_instance_that_prepared_is_preferred(world: World) -> None:
+    owner = await world.owner()
+    half = world.half()
+    await owner.prepare(half, "instance-7")
+    world.advance(6.1)
+    owner.checks.look_again()
+    await until(lambda: world.runner.due_now == [(half.id, DUE)])
+    assert world.runner.prefers == ["instance-7"]
