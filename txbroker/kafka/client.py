@@ -178,7 +178,10 @@ class Client:
                 **self.settings.security,
             )
         except (OSError, KafkaError, TimeoutError) as error:
-            raise NotSent(f"no connection to {host}:{port} ({error!r})") from None
+            raise NotSent(
+                f"no connection to Kafka at {host}:{port} ({_in_words(error)}): is it running, and "
+                "is this its address?"
+            ) from None
 
     def _drop(self, node: int, lane: str, connection: Connection) -> None:
         if self._connections.get((node, lane)) is connection:
@@ -339,6 +342,13 @@ def may_pass(error: KafkaUnavailable) -> bool:
 def coordinator_moved(error: KafkaUnavailable) -> bool:
     """Say whether the coordinator has to be looked up again."""
     return not isinstance(error, KafkaRefused) or error.code in COORDINATOR_MOVED
+
+
+def _in_words(error: Exception) -> str:
+    """Why there is no connection: as the system says it, else at least the kind of error."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 class Patience:
