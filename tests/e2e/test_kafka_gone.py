@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from judge import Body, History, Judge
 from topic_reader import read_all
@@ -161,7 +162,28 @@ async def test_a_proxy_without_kafka_says_so_and_ends() -> None:
     code = await world.ended()
     said = "\n".join(world.stderr)
     assert code == 1
-    assert "127.0.0.1:1" in said
-    assert "Error: " in said
+    assert "Error: no connection to Kafka at 127.0.0.1:1 (" in said
+    assert "is it running" in said
     assert "Traceback" not in said
     assert world.stdout == []
+
+
+async def test_a_proxy_ends_in_bounded_time_while_kafka_hangs(
+    world: World, own_kafka: EmbeddedKafka
+) -> None:
+    """One that runs ends on SIGTERM; one that starts says what is wrong and ends by itself."""
+    topic = await world.topic()
+    id = await world.prepare({"topic": topic, "value": "x"})
+    starting = World(own_kafka.bootstrap)
+    with stopped(own_kafka):
+        committing = asyncio.create_task(world.tell(id, "commit"))
+        await starting.launch()
+        assert await world.stop() == 0
+        with pytest.raises((OwnerUnavailable, aiohttp.ClientError)):
+            await committing
+        assert await starting.ended() == 1
+    assert "Kafka" in starting.stderr[-1]
+    assert "Traceback" not in "\n".join(starting.stderr)
+    await world.start()
+    assert (await world.tell(id, "commit", wait="promoted"))["state"] == "promoted"
+    assert [record.value for record in await world.visible(topic)] == [b"x"]
