@@ -1,0 +1,142 @@
+"""What goes to stdout: one list of rows as a table, wide table, JSON or YAML."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+Row = dict[str, Any]
+
+_PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+# Words that YAML readers of one version or another take for something else than text.
+_WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_WIDTH_OF_FILES = 100_000
+"""A table that no terminal shows is not cut: whatever reads it wants whole values."""
+
+
+class Column(NamedTuple):
+    """A column of a table: its title, how a row fills it, and whether only `wide` shows it."""
+
+    title: str
+    value: Callable[[Row], object]
+    wide: bool = False
+
+
+def output_option(function: F) -> F:
+    """Give a command `-o`."""
+    return click.option(
+        "-o",
+        "--output",
+        type=click.Choice(["table", "wide", "json", "yaml"]),
+        default="table",
+        envvar="TXBROKER_OUTPUT",
+        help="How to show it. [env: TXBROKER_OUTPUT; default: table]",
+    )(function)
+
+
+def show_rows(rows: Sequence[Row], columns: Sequence[Column], output: str, empty: str) -> None:
+    """Write rows to stdout; where a table would be empty, say so on stderr."""
+    if output in ("json", "yaml"):
+        show_data(list(rows), output)
+    elif not rows:
+        click.echo(empty, err=True)
+    else:
+        shown = [column for column in columns if output == "wide" or not column.wide]
+        _table(rows, shown)
+
+
+def show_data(data: Any, output: str) -> None:
+    """Write anything to stdout, as JSON or YAML."""
+    if output == "yaml":
+        click.echo("\n".join(yaml_lines(data)))
+    else:
+        click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.title, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(Text(_cell(column.value(row))) for column in columns))
+    console = Console(soft_wrap=False)
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        console.width = _WIDTH_OF_FILES
+    with console.capture() as capture:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _cell(value: object) -> str:
+    if value is None or value == "":
+        return "-"
+    return printable(str(value))
+
+
+def printable(text: str) -> str:
+    """Return text without what could move a terminal's cursor or change its colours."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
+def clock(at_ms: int | None) -> str:
+    """Return a time in milliseconds since 1970 as people read it, UTC."""
+    if at_ms is None:
+        return ""
+    try:
+        moment = datetime.fromtimestamp(at_ms / 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"{at_ms} ms"
+    return f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03}Z"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in its one or two largest units, such as `2m05s`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+
+
+def yaml_lines(data: Any, indent: str = "") -> Iterator[str]:
+    """Yield the lines of a YAML document with block lists and maps. `data` is what JSON holds."""
+    if isinstance(data, dict) and data:
+        for key, value in data.items():
+            if _is_block(value):
+                yield f"{indent}{_scalar(key)}:"
+                yield from yaml_lines(value, f"{indent}  ")
+            else:
+                yield f"{indent}{_scalar(key)}: {_scalar(value)}"
+    elif isinstance(data, list) and data:
+        for value in data:
+            first, *rest = yaml_lines(value, f"{indent}  ")
+            yield f"{indent}- {first[len(indent) + 2 :]}"
+            yield from rest
+    else:
+        yield indent + _scalar(data)
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, dict | list) and bool(value)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    # YAML takes JSON's scalars, and its empty list and map, but no pairs of surrogates.
+    text = json.dumps(value, ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
