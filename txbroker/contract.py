@@ -166,7 +166,10 @@ class Service(Protocol):
         ...
 
     async def list(self, request: ListRequest) -> Page:
-        """Return transactions that are not settled, or settled but still in the window."""
+        """Return transactions that are not settled, or settled but still in the window.
+
+        Each without its checks and timeline; `find` has those.
+        """
         ...
 
     def readiness(self) -> Readiness:

@@ -38,7 +38,7 @@ from txbroker.proxy.checkback import Runner, placed_like
 from txbroker.proxy.clock import LogTime
 from txbroker.proxy.owner import Owner, OwnerEvents, OwnerSettings, standing
 from txbroker.proxy.targets import check_timestamps, examine_all, place, verdict
-from txbroker.proxy.views import view
+from txbroker.proxy.views import summary, view
 
 REOPEN_S = 1.0
 """A partition that could not be opened is tried again after this, seconds."""
@@ -433,7 +433,7 @@ class Broker:
         page = chosen[: request.limit]
         more = len(chosen) > len(page)
         return Page(
-            tuple([view(transaction) for transaction in page]),
+            tuple([summary(transaction) for transaction in page]),
             f"{page[-1].prepared_at_ms}.{page[-1].id}" if more else None,
         )
 

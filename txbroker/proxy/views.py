@@ -1,5 +1,7 @@
 """How a transaction is shown: its messages, its checks and its life, line by line."""
 
+from msgspec import structs
+
 from txbroker.contract import Event, PlacedMessage, TransactionView
 from txbroker.core.ids import parse_id
 from txbroker.core.records import Attempt, Message, State
@@ -8,8 +10,18 @@ from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 
 
+def summary(transaction: Transaction) -> TransactionView:
+    """Return a transaction as a list shows it: without its checks and its life line by line."""
+    return structs.replace(_view(transaction, bodies=False), checks=())
+
+
 def view(transaction: Transaction, *, bodies: bool = False) -> TransactionView:
     """Return all that is known of a transaction; bodies only where asked for and still held."""
+    whole = _view(transaction, bodies=bodies)
+    return structs.replace(whole, timeline=_timeline(transaction))
+
+
+def _view(transaction: Transaction, *, bodies: bool) -> TransactionView:
     half = transaction.half
     decided = transaction.decision is not None
     return TransactionView(
@@ -33,7 +45,6 @@ def view(transaction: Transaction, *, bodies: bool = False) -> TransactionView:
         next_check_at_ms=due_ms(transaction),
         cause=transaction.cause,
         checks=tuple(transaction.attempts),
-        timeline=_timeline(transaction),
     )
 
 
