@@ -133,8 +133,8 @@ async def test_what_was_committed_and_not_promoted_is_promoted_by_the_next_owner
     await owner.close()
     world.kafka.set_leaderless("t")
     again = await world.owner()
-    await until(lambda: world.visible() == [id])
-    assert known(again, id).state is State.PROMOTED
+    await until(lambda: known(again, id).state is State.PROMOTED)
+    assert world.visible() == [id]
 
 
 async def test_attempts_count_over_a_restart(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from rules_world import (
@@ -25,6 +26,8 @@ from txbroker.core.ids import make_id, parse_id
 from txbroker.core.ledger import Effect
 from txbroker.core.records import Decision, Record, State
 from txbroker.errors import IdConflict, IdExpired
+from txbroker.proxy import clock
+from txbroker.proxy.clock import LogTime
 
 WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
 """1970 and 2100."""
@@ -80,6 +83,19 @@ async def test_now_is_never_behind_what_was_appended(world: World) -> None:
     world.clock.advance(77.0)
     id = await world.prepared(owner)
     assert owner.now_ms() >= known(owner, id).prepared_at_ms
+
+
+def test_now_never_runs_ahead_of_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monotonic_s = 0.0
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: monotonic_s))
+    now = LogTime(1000)
+    monotonic_s = 0.0009
+    now.at_least(1005)
+    monotonic_s = 0.0012
+    assert now.now_ms() == 1005
+    now.at_least(1003)
+    monotonic_s = 0.0021
+    assert now.now_ms() == 1006
 
 
 async def test_a_restart_knows_the_time_from_its_claim_not_from_old_records(world: World) -> None:

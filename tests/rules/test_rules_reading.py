@@ -142,8 +142,8 @@ async def test_an_idle_owner_sees_what_others_wrote(world: World) -> None:
     half = world.half(message("theirs"))
     world.zombie_half(half)
     world.zombie_mark(MarkerKind.COMMIT, half.id, group=GROUP)
-    await until(lambda: world.visible() == ["theirs"])
-    assert known(owner, half.id).state is State.PROMOTED
+    await until(lambda: world.told.promotions == [half.id])
+    assert world.visible() == ["theirs"]
 
 
 def test_an_idle_owner_looks_every_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,11 @@ class LogTime:
 
     def at_least(self, timestamp_ms: int) -> None:
         """A record was appended at this time just now or earlier, so it is that late at least."""
-        behind_ms = timestamp_ms - self.now_ms()
-        if behind_ms > 0:
-            self._base_ms += behind_ms
+        if timestamp_ms > self.now_ms():
+            # Anew from here: with the fraction of a millisecond that had passed before it would
+            # run ahead of the brokers, and what comes before its time is not accepted.
+            self._base_ms = timestamp_ms
+            self._base = time.monotonic()
 
     def now_ms(self) -> int:
         """Return the time, ms since 1970."""
