@@ -61,10 +61,12 @@ async def test_a_target_without_a_leader_defers_its_key_and_nothing_else(service
 
 
 async def test_deferred_ones_survive_a_restart(service: Service) -> None:
-    topic, kafka = await service.topic(), memory(service).kafka
+    topic, other, kafka = await service.topic(), await service.topic(), memory(service).kafka
     kafka.set_leaderless(topic, 0)
-    id = await service.prepare(Message(topic, b"k", b"v"))
+    id = await service.prepare(Message(topic, b"k", b"v"), order_key="o")
     await service.tell(id, "commit")
+    # Promotion of the same half partition goes past it.
+    await service.commit(await service.prepare(Message(other, b"k", b"v"), order_key="o"))
     await service.restart()
     assert await service.state(id) == "committed"
     kafka.set_leaderless(topic)
