@@ -236,6 +236,16 @@ async def test_a_check_can_be_pulled_forward(service: Service) -> None:
     assert [call["reason"] for call in service.asked(group)] == ["asked"]
 
 
+async def test_checks_asked_for_keep_a_second_apart(service: Service) -> None:
+    group = await service.group(UNKNOWN, check_interval_s=NEVER_S)
+    id = await pending(service, group, check_after_s=NEVER_S)
+    for count in (1, 2):
+        await service.tell(id, "check")
+        await service.asked_times(group, count)
+    first, second = (await service.show(id))["checks"]
+    assert second["at_ms"] - first["at_ms"] >= 1000
+
+
 async def test_the_last_check_is_never_pulled_forward(service: Service) -> None:
     group = await service.group(UNKNOWN, attempts_max=2, check_interval_s=NEVER_S)
     id = await pending(service, group, check_after_s=NEVER_S)
