@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import click
 
@@ -17,19 +17,20 @@ from txbroker.config import Settings
 from txbroker.kafka.wiring import door_from
 from txbroker.proxy.process import Proxy, run_proxy
 
+T = TypeVar("T")
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NAME_BYTES = 4
 _LOOK_AT_START_S, _LOOK_S = 0.02, 0.5
 
 
-def run_async(main: Coroutine[None, None, None]) -> None:
+def run_async(main: Coroutine[None, None, T]) -> T:
     """Run `main` to its end, on uvloop where there is one."""
     try:
         import uvloop
     except ImportError:
-        asyncio.run(main)
-    else:
-        uvloop.run(main)
+        return asyncio.run(main)
+    return uvloop.run(main)
 
 
 @contextmanager
@@ -56,10 +57,10 @@ def stop_event() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-async def until_signal(work: Coroutine[None, None, None]) -> None:
+async def until_signal(work: Coroutine[None, None, None]) -> bool:
     """Do `work` until it ends or a signal comes; then it is cancelled, and cleans up after itself.
 
-    Raises whatever `work` raises.
+    Returns False where a signal came. Raises whatever `work` raises.
     """
     with stop_event() as stop:
         task = asyncio.ensure_future(work)
@@ -71,6 +72,7 @@ async def until_signal(work: Coroutine[None, None, None]) -> None:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        return not stop.is_set()
 
 
 def named(settings: Settings) -> Settings:
@@ -129,3 +131,12 @@ async def serve(
 def owns_all(proxy: Proxy) -> bool:
     """Whether every half partition is owned by this proxy, and caught up."""
     return set(proxy.broker.readiness().partitions.values()) == {"owned"}
+
+
+async def until_owned(proxy: Proxy) -> None:
+    """Wait until every half partition is owned by this proxy, and caught up."""
+    changed = asyncio.Event()
+    proxy.broker.on_owners(changed.set)
+    while not owns_all(proxy):
+        changed.clear()
+        await changed.wait()

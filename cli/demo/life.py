@@ -1,0 +1,71 @@
+"""Shows the life of every order as it happens, one line a step."""
+
+from datetime import datetime
+
+from rich.console import Console
+from rich.text import Text
+
+from txbroker.contract import TransactionView
+
+_STYLES = {
+    "prepared": "cyan",
+    "check": "yellow",
+    "commit": "green",
+    "promoted": "bold green",
+    "rollback": "magenta",
+    "killed": "bold red",
+    "database": "blue",
+}
+_WHO_WIDTH, _EVENT_WIDTH = 7, 9
+
+
+class Life:
+    """Prints steps; knows which ones it has told of each transaction."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._orders: dict[str, str] = {}
+        self._told: dict[str, set[tuple[int, str, str]]] = {}
+
+    @property
+    def ids(self) -> list[str]:
+        """The transactions that there are so far."""
+        return list(self._orders)
+
+    def order_of(self, id: str) -> str:
+        """Return the order that a transaction is about."""
+        return self._orders[id]
+
+    def title(self, text: str) -> None:
+        """Begin a scene."""
+        self._console.print()
+        self._console.print(Text(text, "bold"))
+
+    def begin(self, id: str, order: str) -> None:
+        """Say that an order is prepared under this id."""
+        self._orders[id] = order
+        self._told[id] = set()
+
+    def say(self, who: str, event: str, text: str, at: datetime | None = None) -> None:
+        """Tell one step."""
+        moment = at or datetime.now()
+        line = Text()
+        line.append(f"{moment:%H:%M:%S}.{moment.microsecond // 1000:03}  ", "dim")
+        line.append(f"{who:<{_WHO_WIDTH}} ", "bold")
+        line.append(f"{event:<{_EVENT_WIDTH}} ", _STYLES.get(event, ""))
+        line.append(text)
+        self._console.print(line, soft_wrap=True)
+
+    def follow(self, view: TransactionView) -> None:
+        """Tell what is new in a transaction's life."""
+        told = self._told[view.id]
+        asked = {check.at_ms for check in view.checks if not check.outcome}
+        for event in view.timeline:
+            is_check = event.event == "check"
+            if is_check and event.at_ms in asked and view.decision is None:
+                continue  # the answer is still to come: told together with it
+            step = (event.at_ms, event.event, "" if is_check else event.text)
+            if step not in told:
+                told.add(step)
+                at = datetime.fromtimestamp(event.at_ms / 1000)
+                self.say(self._orders[view.id], event.event, event.text, at)

@@ -1,0 +1,225 @@
+"""What the demo plays on: Kafka, a proxy, the database, and workers that can be killed."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from txbroker.cli.demo.life import Life
+from txbroker.cli.demo.shop import Order, create_tables
+from txbroker.cli.run import Failed
+from txbroker.cli.serving import until_owned
+from txbroker.config import load_settings
+from txbroker.core.records import State
+from txbroker.embedded import BarProgress, EmbeddedKafka
+from txbroker.errors import RequestError
+from txbroker.kafka.wiring import door_from
+from txbroker.proxy.process import Proxy, run_proxy
+
+STEP_TIMEOUT_S = 30.0
+SETTLE_TIMEOUT_S = 60.0
+_LOOK_S = 0.05
+
+SETTINGS = {
+    "listen": "127.0.0.1:0",
+    "instance": "demo",
+    "partitions": 2,
+    "create_target_topics": True,
+    "check_after_s": 1.0,
+    "check_interval_s": 1.0,
+    "check_timeout_s": 3.0,
+}
+"""Checks come after a second instead of six, so that the demo is over in some."""
+_SETTLED = (State.PROMOTED, State.ROLLED_BACK)
+
+
+class Worker:
+    """A process of the order service."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, stage: "Stage") -> None:
+        self.name = name
+        self._process = process
+        self._stage = stage
+        self._seen: set[tuple[str, str]] = set()
+        self._changed = asyncio.Condition()
+        self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def place(self, order: Order, stop_at: str = "") -> None:
+        """Hand an order to it; it stops and waits at the step `stop_at`."""
+        await self._write({**asdict(order), "stop_at": stop_at})
+
+    async def go_on(self) -> None:
+        """Let it go on from where it stopped."""
+        await self._write({})
+
+    async def until(self, step: str, order: str = "") -> None:
+        """Wait until it has come to a step.
+
+        Raises:
+            Failed: it has ended before, or takes longer than half a minute.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STEP_TIMEOUT_S), self._changed:
+                await self._changed.wait_for(
+                    lambda: (order, step) in self._seen or self._listening.done()
+                )
+        if (order, step) not in self._seen:
+            raise Failed(f"{self.name} did not come to {step!r} {order}".rstrip())
+
+    async def kill(self) -> None:
+        """Kill it as kill -9 does, and wait until it is gone."""
+        self._process.kill()
+        await self.gone()
+
+    async def kill_if_alive(self) -> None:
+        """Kill it unless it has ended."""
+        if self._process.returncode is None:
+            await self.kill()
+
+    async def finish(self) -> None:
+        """Let it end by itself."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self.gone()
+
+    async def gone(self) -> None:
+        """Wait until it has ended, by force after half a minute."""
+        try:
+            async with asyncio.timeout(STEP_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        await self._listening
+
+    async def _write(self, wish: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(f"{json.dumps(wish)}\n".encode())
+            await self._process.stdin.drain()
+
+    async def _listen(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            async for line in self._process.stdout:
+                event = json.loads(line)
+                await self._tell(event)
+                async with self._changed:
+                    self._seen.add((event.get("order", ""), event["step"]))
+                    self._changed.notify_all()
+        finally:
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _tell(self, event: dict[str, str]) -> None:
+        order, life = event.get("order", ""), self._stage.life
+        if event["step"] == "prepared":
+            life.begin(event["id"], order)
+        await self._stage.look()  # what came before is told before
+        if event["step"] == "before the local commit":
+            life.say(order, "database", "row inserted, not committed")
+        elif event["step"] == "after the local commit":
+            life.say(order, "database", "committed: the order exists")
+
+
+class Stage:
+    """Everything that runs. Made by `set_up`."""
+
+    def __init__(self, folder: Path, proxy: Proxy, kafka: str, life: Life) -> None:
+        self.database = folder / "shop.db"
+        self.kafka = kafka
+        self.life = life
+        self._proxy = proxy
+        self._settled: set[str] = set()
+        self._all_settled = asyncio.Event()
+        self._workers: list[Worker] = []
+
+    async def worker(self, name: str) -> Worker:
+        """Start a process of the order service, connected to the proxy."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "txbroker.cli.demo.worker", self._proxy.url, str(self.database), name),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the demo, which ends its workers in order
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        worker = Worker(name, process, self)
+        self._workers.append(worker)
+        await worker.until("ready")
+        self.life.say(name, "started", f"process {worker.pid}, an instance of group shop")
+        return worker
+
+    async def follow(self) -> None:
+        """Tell the steps of all transactions as they happen, until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """Tell the steps that have happened since the last look."""
+        for id in self.life.ids:
+            if id in self._settled:
+                continue
+            with contextlib.suppress(RequestError):
+                view = await self._proxy.broker.find(id)
+                self.life.follow(view)
+                if view.state in _SETTLED:
+                    self._settled.add(id)
+        if len(self._settled) == len(self.life.ids):
+            self._all_settled.set()
+        else:
+            self._all_settled.clear()
+
+    async def settled(self) -> None:
+        """Wait until every transaction is promoted or rolled back.
+
+        Raises:
+            Failed: it takes longer than a minute.
+        """
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self._all_settled.wait()
+        except TimeoutError:
+            left = set(self.life.ids) - self._settled
+            raise Failed(f"not settled after {SETTLE_TIMEOUT_S:g} s: {', '.join(left)}") from None
+
+    async def close(self) -> None:
+        """End every worker that is left."""
+        await asyncio.gather(*(worker.kill_if_alive() for worker in self._workers))
+
+
+@asynccontextmanager
+async def set_up(folder: Path, life: Life) -> AsyncIterator[Stage]:
+    """Run Kafka and a proxy on it, with a database beside them.
+
+    Raises:
+        EmbeddedKafkaError, KafkaUnavailable, ConfigurationError
+    """
+    kafka = EmbeddedKafka(folder / "kafka", progress=BarProgress())
+    try:
+        await asyncio.to_thread(kafka.start)
+        settings = load_settings(
+            {**SETTINGS, "kafka": kafka.bootstrap, "data_dir": folder}, environ={}
+        )
+        async with run_proxy(door_from(settings), settings) as proxy:
+            await until_owned(proxy)
+            stage = Stage(folder, proxy, kafka.bootstrap, life)
+            create_tables(stage.database)
+            try:
+                yield stage
+            finally:
+                await stage.close()
+    finally:
+        kafka.kill()  # what is thrown away need not be closed well
