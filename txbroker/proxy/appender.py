@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 from txbroker.core.ledger import Effect, Outcome
 from txbroker.core.promotion import BATCH_OVERHEAD_BYTES, RECORD_OVERHEAD_BYTES
 from txbroker.core.records import Record
-from txbroker.door import AppendRefused, AppendUnknown, Log
+from txbroker.door import AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import KafkaUnavailable, Overloaded, OwnerUnavailable, TooLarge
 
 QUEUE_BYTES_MAX = 64 * 1024 * 1024
@@ -52,6 +52,8 @@ class Appender:
         self._ended = False
         # Held from sending a batch until it is applied, and while reading what others wrote.
         self._lock = asyncio.Lock()
+        self._asked = 0
+        self._answered = 0
 
     async def append(self, records: Sequence[Record]) -> Outcome:
         """Append records that belong together, and return what applying the last one did.
@@ -83,8 +85,16 @@ class Appender:
         Raises:
             KafkaUnavailable, LogTruncated: as the log says.
         """
+        self._asked += 1
+        mine = self._asked
         async with self._lock:
+            if self._answered >= mine:
+                # Whoever looked last asked for the end after we came: appends would wait behind
+                # a crowd that asks for unknown ids.
+                return
+            asked = self._asked
             await self._catch_up()
+            self._answered = asked
 
     async def run(self) -> None:
         """Write what is queued, batch after batch, until cancelled.
@@ -126,8 +136,7 @@ class Appender:
                 _fail(entries[0], TooLarge(f"Kafka does not take this transaction: {error}"))
                 return
             # One of them spoils the batch: alone, each shows what it is.
-            for entry in entries:
-                await self._send([entry])
+            await self._send_each(entries)
         except (AppendUnknown, KafkaUnavailable) as error:
             for entry in entries:
                 _fail(entry, OwnerUnavailable(f"Kafka did not answer: {error}"))
@@ -136,10 +145,24 @@ class Appender:
                 _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
             raise
 
+    async def _send_each(self, entries: list[_Entry]) -> None:
+        try:
+            for entry in entries:
+                await self._send([entry])
+        finally:
+            # Given up half-way: nobody else knows of those that were not sent any more.
+            for entry in entries:
+                _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
+
     async def _settle(
         self, entries: list[_Entry], records: list[Record], base_offset: int, timestamp_ms: int
     ) -> None:
         position = self._position()
+        if 0 <= base_offset < position:
+            raise LogTruncated(
+                f"records were appended at offset {base_offset}, but {position} were read before: "
+                "the topic was truncated or recreated"
+            )
         if base_offset == position and timestamp_ms >= 0:
             outcomes = [
                 self._apply(structs.replace(record, timestamp_ms=timestamp_ms, offset=offset))
@@ -160,8 +183,12 @@ class Appender:
         where it is not (the same prepare twice), the first one is the one that counts.
         """
         wanted: dict[tuple[object, ...], int] = {}
-        for index, record in enumerate(records):
+        places = [
             wanted.setdefault((record.key, record.value, record.headers), index)
+            for index, record in enumerate(records)
+        ]
+        if base_offset >= 0:
+            places = list(range(len(records)))
         found: dict[int, Outcome] = {}
 
         def note(record: Record, outcome: Outcome) -> None:
@@ -173,7 +200,7 @@ class Appender:
 
         await self._catch_up(note)
         missing = Outcome(Effect.VOID, why="not found where the broker put it")
-        return [found.get(index, missing) for index in range(len(records))]
+        return [found.get(place, missing) for place in places]
 
     async def _catch_up(self, note: Callable[[Record, Outcome], None] | None = None) -> None:
         _, end = await self._log.bounds()
