@@ -180,6 +180,12 @@ class World:
         ):
             return response.status, await response.json()
 
+    async def text(self, path: str) -> str:
+        """Return the answer to a GET that is no JSON."""
+        async with aiohttp.ClientSession() as http, http.get(self.url + path) as response:
+            assert response.status == 200
+            return await response.text()
+
     async def call(self, method: str, path: str, body: Any = None) -> Json:
         """Return the answer to a call that works.
 
@@ -213,18 +219,19 @@ class World:
 
         return dict(await until(there))
 
-    async def unsettled(self) -> list[Json]:
+    async def unsettled(self, group: str = "") -> list[Json]:
         """Return (the first thousand of) the transactions that are not settled."""
-        return list((await self.call("GET", "/v1/transactions?limit=1000"))["transactions"])
+        query = "limit=1000" + (f"&group={group}" if group else "")
+        return list((await self.call("GET", f"/v1/transactions?{query}"))["transactions"])
 
-    async def all_settled(self, deadline_s: float = DEADLINE_S) -> None:
+    async def all_settled(self, group: str = "") -> None:
         """Wait until nothing is pending or committed and not yet visible."""
 
         async def nothing() -> bool:
-            left = await self.unsettled()
+            left = await self.unsettled(group)
             return not [t for t in left if t["state"] not in ("parked", "refused")]
 
-        await until(nothing, deadline_s)
+        await until(nothing)
 
     # --- topics --------------------------------------------------------------------------
 

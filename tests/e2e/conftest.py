@@ -1,0 +1,30 @@
+"""What the end-to-end tests share: one proxy in its own process, and endpoints of groups."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from service_world import Desk
+from world import World
+
+from txbroker.embedded import EmbeddedKafka
+
+
+@pytest.fixture(scope="module")
+async def shared(kafka: EmbeddedKafka) -> AsyncIterator[World]:
+    """A proxy for the tests of a module, which use topics and groups of their own. A test may
+    kill it if it starts it again."""
+    made = World(kafka.bootstrap)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.fixture(scope="session")
+async def desk() -> AsyncIterator[Desk]:
+    """The check endpoints of all groups."""
+    async with Desk().serve() as running:
+        yield running
