@@ -36,6 +36,9 @@ Partition: TypeAlias = tuple[str, int]
 
 _ACKS_ALL = -1
 _SEQUENCE_MASK = (1 << 31) - 1
+# A topic made just now is known everywhere within this; one that was deleted never is, and what
+# is for other topics must not wait for it.
+_MISSING_S = 0.3
 _REQUEST_BYTES_MAX = 32 << 20  # brokers take 100 MiB; less keeps one request from being long
 
 
@@ -253,6 +256,7 @@ class Producer:
         request = AddPartitionsToTxnRequest(
             self._id, self._producer_id, self._epoch, list(topics.items())
         )
+        missing_until_s = patience.left_s - _MISSING_S
         while True:
             code, partition = await self._add_once(request, new[0])
             if code == Code.NONE:
@@ -260,6 +264,9 @@ class Producer:
                 return
             if code in FENCED:
                 raise ProducerFenced
+            missing = code == Code.UNKNOWN_TOPIC_OR_PARTITION
+            if missing and patience.left_s < missing_until_s:
+                raise BatchRefused(partition, code, None)
             if code in RETRIABLE and await patience.pause():
                 continue
             raise BatchRefused(partition, code, None)
