@@ -81,14 +81,20 @@ class CheckBack:
         self._decide = decide
         self._schedule = Schedule()
         self._changed = asyncio.Event()
-        self._asked: set[str] = set()
+        # Since when a check may be made that somebody has asked for, until it is.
+        self._asked_ms: dict[str, int] = {}
         self._parking: set[asyncio.Task[None]] = set()
 
     # --- the schedule ----------------------------------------------------------------------
 
     def touch(self, transaction: Transaction) -> None:
         """Put a transaction to its next time, after anything that may have moved it."""
-        self._set(transaction.id, due_ms(transaction))
+        at_ms = due_ms(transaction)
+        if at_ms is None or transaction.park_ms() is not None:
+            self._asked_ms.pop(transaction.id, None)
+        else:
+            at_ms = min(at_ms, self._asked_ms.get(transaction.id, at_ms))
+        self._set(transaction.id, at_ms)
 
     def look_again(self) -> None:
         """The clock has moved more than the time that passed: something may be due already."""
@@ -119,9 +125,8 @@ class CheckBack:
     def _attend(self, id: str) -> None:
         """Do what is due for a transaction."""
         transaction = self._ledger.get(id)
-        asked = id in self._asked
-        self._asked.discard(id)
         if transaction is None or transaction.state is not State.PENDING:
+            self._asked_ms.pop(id, None)
             return
         if transaction.park_ms() is not None:
             task = asyncio.create_task(self._park(transaction))
@@ -129,7 +134,7 @@ class CheckBack:
             task.add_done_callback(self._parking.discard)
             return
         half = transaction.half
-        reason = CheckReason.ASKED if asked else CheckReason.DUE
+        reason = CheckReason.ASKED if id in self._asked_ms else CheckReason.DUE
         taken = self._runner.due(self, id, half.group, transaction.instance, reason)
         self._set(id, self._now_ms() + (HANDED_OUT_MS if taken else AGAIN_MS))
 
@@ -170,7 +175,7 @@ class CheckBack:
         due = due_ms(transaction)
         at_ms = max(self._now_ms(), transaction.last_check_ms + ASK_SPACING_MS)
         if due is None or at_ms < due:
-            self._asked.add(transaction.id)
+            self._asked_ms[transaction.id] = at_ms
             self._set(transaction.id, at_ms)
 
     # --- for the runner --------------------------------------------------------------------
@@ -184,9 +189,15 @@ class CheckBack:
         transaction = self._ledger.get(id)
         if transaction is None or transaction.state is not State.PENDING:
             return None
-        if reason is CheckReason.DUE and self._now_ms() < transaction.next_check_ms():
-            self.touch(transaction)
-            return None
+        next_ms = transaction.next_check_ms()
+        if self._now_ms() >= next_ms:
+            reason = CheckReason.DUE
+        elif reason is CheckReason.DUE:
+            if self._now_ms() < self._asked_ms.get(id, next_ms):
+                self.touch(transaction)
+                return None
+            # Asked for while the runner held an attempt already.
+            reason = CheckReason.ASKED
         self._set(id, self._now_ms() + HANDED_OUT_MS)
         turn, number = transaction.round, transaction.number + 1
         last = transaction.attempts[-1] if transaction.attempts else None
@@ -205,9 +216,11 @@ class CheckBack:
             raise
         if outcome.effect is not Effect.APPLIED:
             log.info("attempt not accepted", id=id, why=outcome.why)
+            self._asked_ms.pop(id, None)
             early_ms = transaction.next_check_ms() - self._ledger.op_clock_ms
             self._set(id, self._now_ms() + max(early_ms, 50))
             return None
+        self._asked_ms.pop(id, None)
         if not self.still_pending(id) or (transaction.round, transaction.number) != (turn, number):
             return None
         # The answer may still be on its way when the next attempt would be due.
