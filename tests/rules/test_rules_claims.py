@@ -30,6 +30,8 @@ from txbroker.core.ids import make_id
 from txbroker.core.records import Claim, Decision, MarkerKind, Progress, Record, State
 from txbroker.door import Claimed, Fenced, LogTruncated, TurnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
+from txbroker.kafka.batch import encode_batch
+from txbroker.kafka.reader import _Unpacked
 from txbroker.proxy.broker import Broker
 from txbroker.testing.door import MemoryPartitionDoor
 from txbroker.testing.memory import Outcome
@@ -135,6 +137,21 @@ async def test_what_was_committed_and_not_promoted_is_promoted_by_the_next_owner
     again = await world.owner()
     await until(lambda: known(again, id).state is State.PROMOTED)
     assert world.visible() == [id]
+
+
+async def test_a_marker_below_progress_whose_half_came_later_is_not_done(world: World) -> None:
+    owner = await world.owner()
+    late = world.half(message("late"))
+    world.zombie_mark(MarkerKind.COMMIT, late.id, group=GROUP)
+    await until(lambda: owner.ledger.op_position == 1)
+    first = await world.committed(owner)
+    await until(lambda: world.told.promotions == [first])
+    assert (world.progress().op, world.progress().half) == (2, 1)
+    await owner.close()
+    world.zombie_half(late)
+    await world.owner()
+    await until(lambda: world.told.promotions == [first, late.id])
+    assert world.visible() == [first, "late"]
 
 
 async def test_attempts_count_over_a_restart(world: World) -> None:
@@ -416,6 +433,17 @@ async def test_a_newer_marker_in_a_gap_stops_before_our_own_is_answered(world: W
     await until(lambda: world.stops)
     assert isinstance(world.stops[0], InvariantBroken)
     assert world.visible() == []
+
+
+# --- section 6 -----------------------------------------------------------------------------------
+
+
+def test_a_record_without_the_brokers_append_time_stops_the_partition() -> None:
+    data = encode_batch([Record(b"k", b"v", (), 5)], producer_id=1, epoch=0, sequence=0)
+    ours, theirs = (_Unpacked("x-0", [], 0, append_time=own) for own in (True, False))
+    assert [record.value for record in theirs.records(data)] == [b"v"]
+    with pytest.raises(InvariantBroken, match="LogAppendTime"):
+        list(ours.records(data))
 
 
 # --- helpers -------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ async def test_what_is_contiguous_is_not_read_back(world: World) -> None:
 
 
 async def test_an_idle_owner_sees_what_others_wrote(world: World) -> None:
-    owner = await world.owner()
+    await world.owner()
     half = world.half(message("theirs"))
     world.zombie_half(half)
     world.zombie_mark(MarkerKind.COMMIT, half.id, group=GROUP)
