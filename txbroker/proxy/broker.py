@@ -134,7 +134,8 @@ class Broker:
                 await owner.open()
             except Fenced:
                 await owner.close()
-                self._status[partition] = "elsewhere"
+                if self._opens(partition):
+                    self._status[partition] = "elsewhere"
                 return
             except KafkaUnavailable as error:
                 log.warning("partition not opened", partition=partition, why=str(error))
@@ -142,7 +143,8 @@ class Broker:
                 await asyncio.sleep(REOPEN_S * (0.5 + random.random()))
             except Exception as error:
                 await owner.close()
-                self._stopped(partition, error)
+                if self._opens(partition):
+                    self._stopped(partition, error)
                 return
             except BaseException:
                 await asyncio.shield(owner.close())
@@ -162,9 +164,14 @@ class Broker:
         )
         self._tell()
 
+    def _opens(self, partition: int) -> bool:
+        """Say whether it is for this task to open a partition: it may have been taken away by the
+        very call that asked whether it is still ours, and given back since."""
+        return self._opening.get(partition) is asyncio.current_task()
+
     def _make_owner(self, partition: int) -> Owner:
         settings = self._settings
-        return Owner(
+        owner = Owner(
             self._door.partition(partition),
             self._door.targets,
             self._runner,
@@ -177,14 +184,17 @@ class Broker:
             ),
             (settings.instance, self.url),
             lambda: self._door.membership.still_ours(partition),
-            lambda error: self._owner_stopped(partition, error),
+            lambda error: self._owner_stopped(owner, error),
         )
+        return owner
 
-    def _owner_stopped(self, partition: int, error: Exception) -> None:
+    def _owner_stopped(self, owner: Owner, error: Exception) -> None:
         """An owner cannot go on: give the partition up, or begin anew where that can help."""
-        owner = self._owners.pop(partition, None)
-        if owner is None:
+        partition = owner.partition
+        if self._owners.get(partition) is not owner:
+            # It was closed before, and the partition may have another owner object by now.
             return
+        del self._owners[partition]
         closing = asyncio.create_task(owner.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
