@@ -56,15 +56,17 @@ class World:
 
     Args:
         bootstrap: of the Kafka.
+        command: `proxy`, or `dev`, which brings its own Kafka.
         settings: changes to the proxy's settings.
     """
 
-    def __init__(self, bootstrap: str, **settings: Any) -> None:
+    def __init__(self, bootstrap: str, *, command: str = "proxy", **settings: Any) -> None:
+        self._command = command
         self.bootstrap = bootstrap
         self.prefix = unique("e2e")
         self.url = f"http://127.0.0.1:{_free_port()}"
         self._settings = {
-            "kafka": bootstrap,
+            **({"kafka": bootstrap} if bootstrap else {}),
             "listen": self.url.removeprefix("http://"),
             "instance": "one",
             "topic_prefix": self.prefix,
@@ -86,7 +88,7 @@ class World:
         given = {f"TXBROKER_{k.upper()}": str(v) for k, v in self._settings.items()}
         process = await asyncio.create_subprocess_exec(
             str(Path(sys.executable).with_name("txbroker")),
-            "proxy",
+            self._command,
             env={**inherited, **given},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

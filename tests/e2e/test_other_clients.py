@@ -1,0 +1,235 @@
+"""Clients of another make: librdkafka and kcat read, plain HTTP and curl produce."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from service_world import Desk
+from topic_reader import read_topics
+from world import World, until
+
+from txbroker.sdk import Message, TransactionalProducer
+
+Json = dict[str, Any]
+
+HEADERS: tuple[tuple[str, bytes | None], ...] = (
+    ("same", b"1"),
+    ("other", b"\x00\xff\xfe"),
+    ("same", b"2"),
+    ("null", None),
+    ("empty", b""),
+    ("txb-id", b"the user's own"),
+)
+
+
+async def send_one_of_each(world: World) -> tuple[str, str]:
+    """Promote a message with everything, and a tombstone, of one transaction; return the id."""
+    topic = await world.topic(message_timestamp_type="CreateTime")
+    async with TransactionalProducer(world.url, group="orders") as producer:
+        id = await producer.prepare(
+            Message(topic, b"k\xff", b"v\x00\xff", HEADERS, timestamp_ms=1_600_000_000_123),
+            Message(topic, b"gone", None),
+        )
+        await producer.commit(id, wait="promoted")
+    return topic, id
+
+
+async def test_librdkafka_reads_everything_as_it_was_sent(shared: World) -> None:
+    topic, id = await send_one_of_each(shared)
+    first, tombstone = await shared.visible(topic)
+    assert (first.key, first.value) == (b"k\xff", b"v\x00\xff")
+    assert first.timestamp_ms == 1_600_000_000_123
+    ours = (("txb-id", id.encode()), ("txb-seq", b"0/2"))
+    assert first.headers == (*ours, *HEADERS)
+    assert (tombstone.key, tombstone.value) == (b"gone", None)
+    assert tombstone.headers == (("txb-id", id.encode()), ("txb-seq", b"1/2"))
+    decided = (await shared.show(id))["decided_at_ms"]
+    assert tombstone.timestamp_ms == decided
+
+
+@pytest.mark.needs_tool("kcat")
+async def test_kcat_reads_everything_as_it_was_sent(shared: World) -> None:
+    topic, id = await send_one_of_each(shared)
+    line = "%t %o %T %K %k %S %s %h\\n"
+    command = ["kcat", "-b", shared.bootstrap, "-C", "-t", topic, "-e", "-q", "-f", line]
+    command += ["-X", "isolation.level=read_committed"]
+    read = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60)
+    first, tombstone = read.stdout.splitlines()
+    stamp = b"1600000000123"
+    assert first.startswith(f"{topic} 0 ".encode() + stamp + b" 2 k\xff 3 v\x00\xff txb-id=")
+    assert f"txb-id={id},txb-seq=0/2,same=1,".encode() in first
+    assert b"same=2,null=NULL,empty=,txb-id=the user's own" in first
+    # kcat shows a tombstone as a value of length -1.
+    assert f" 4 gone -1  txb-id={id},txb-seq=1/2".encode() in tombstone
+
+
+# --- a service without the SDK ---------------------------------------------------------------
+
+
+@asynccontextmanager
+async def service_of(answer: Callable[[web.Request, bytes], Json]) -> AsyncIterator[str]:
+    """Run a web service that answers check-backs; yields its check URL."""
+
+    async def check(request: web.Request) -> web.Response:
+        return web.json_response(answer(request, await request.read()))
+
+    app = web.Application()
+    app.router.add_post("/check", check)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/check"
+    finally:
+        await runner.cleanup()
+
+
+def signature(secret: bytes, request: web.Request, body: bytes) -> str:
+    """What Standard Webhooks says that the signature is."""
+    id, stamp = request.headers["webhook-id"], request.headers["webhook-timestamp"]
+    digest = hmac.new(secret, f"{id}.{stamp}.".encode() + body, hashlib.sha256).digest()
+    return "v1," + base64.b64encode(digest).decode()
+
+
+async def test_a_service_with_nothing_but_http_is_asked_with_a_signature(
+    shared: World, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a shared secret\n")
+    asked: list[Json] = []
+    signed: list[bool] = []
+
+    def answer(request: web.Request, body: bytes) -> Json:
+        question = json.loads(body)
+        right = signature(b"a shared secret", request, body)
+        asked.append(question)
+        signed.append(hmac.compare_digest(right, request.headers["webhook-signature"]))
+        # First a deliberate "not yet", then the truth with the final content.
+        if len(asked) == 1:
+            return {"decision": "unknown", "ask_again_s": 1}
+        final = [{**message, "value": "final"} for message in question["messages"]]
+        return {"decision": "commit", "messages": final}
+
+    topic = await shared.topic()
+    async with service_of(answer) as url:
+        group = {"check_url": url, "secret_ref": f"file:{secret}", "check_after_s": 0}
+        await shared.call("PUT", "/v1/groups/plain-http", group)
+        message = {"topic": topic, "key": "k", "value": "draft", "headers": {"a": "b"}}
+        id = await shared.prepare(message, group="plain-http")
+        shown = await shared.reaches(id, "promoted")
+    assert signed == [True, True]
+    assert [question["id"] for question in asked] == [id, id]
+    assert (asked[0]["group"], asked[0]["attempts_max"]) == ("plain-http", 15)
+    assert asked[0]["messages"][0]["value"] == "draft"
+    assert (shown["source"], shown["attempts"]) == ("check", 1)
+    (record,) = await shared.visible(topic)
+    assert (record.key, record.value) == (b"k", b"final")
+    assert record.headers == (("txb-id", id.encode()), ("a", b"b"))
+
+
+# --- with curl only --------------------------------------------------------------------------
+
+
+class Curl:
+    """Calls a proxy with curl."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def __call__(self, method: str, path: str, body: Json | None = None) -> tuple[int, Json]:
+        """Return status and answer."""
+        command = ["curl", "-sS", "-w", "\n%{http_code}", "-X", method, self._url + path]
+        if body is not None:
+            command += ["-H", "content-type: application/json", "-d", json.dumps(body)]
+        run = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, check=True, timeout=60
+        )
+        answer, _, status = run.stdout.decode().rpartition("\n")
+        return int(status), json.loads(answer)
+
+    async def prepare(self, group: str, value: str, **fields: Any) -> str:
+        """Prepare one message and return the id."""
+        messages = [{"topic": "payments", "value": value}]
+        body = {"group": group, "messages": messages, **fields}
+        status, answer = await self("POST", "/v1/transactions", body)
+        assert (status, answer["state"]) == (201, "pending")
+        return str(answer["id"])
+
+    async def reaches(self, id: str, state: str) -> Json:
+        """Wait until a transaction is in a state."""
+
+        async def there() -> Json | None:
+            _, shown = await self("GET", f"/v1/transactions/{id}")
+            return shown if shown["state"] == state else None
+
+        return dict(await until(there))
+
+
+@pytest.fixture
+async def dev(tmp_path: Path) -> AsyncIterator[World]:
+    """`txbroker dev`, as a new user starts it."""
+    made = World("", command="dev", data_dir=tmp_path)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.mark.needs_tool("curl")
+async def test_a_walk_through_txbroker_dev_with_curl_only(dev: World, desk: Desk) -> None:
+    (line,) = dev.stdout
+    ready, url, kafka, servers = line.split()
+    assert (ready, url, kafka) == ("ready", dev.url, "kafka")
+    curl = Curl(url)
+    for group, decision in (("shop", "commit"), ("mute", "unknown")):
+        desk.answers[group] = [{"decision": decision}]
+        check = {"check_url": f"{desk.url}/check/{group}", "check_after_s": 0.2}
+        policy = {"check_interval_s": 0.1, "timeout_s": 0.5} if group == "mute" else {}
+        status, _ = await curl("PUT", f"/v1/groups/{group}", {**check, **policy})
+        assert status == 200
+
+    said = await curl.prepare("shop", "committed", check_after_s=60)
+    status, answer = await curl("POST", f"/v1/transactions/{said}/commit", {"group": "shop"})
+    assert (status, answer["decision"]) == (200, "commit")
+    status, _ = await curl("POST", f"/v1/transactions/{said}/commit", {"group": "shop"})
+    assert status == 200
+    await curl.reaches(said, "promoted")
+
+    silent = await curl.prepare("shop", "checked")
+    shown = await curl.reaches(silent, "promoted")
+    assert (shown["source"], shown["attempts"]) == ("check", 1)
+
+    never = await curl.prepare("shop", "rolled back", check_after_s=60)
+    status, _ = await curl("POST", f"/v1/transactions/{never}/rollback", {"group": "shop"})
+    assert status == 200
+    status, answer = await curl("POST", f"/v1/transactions/{never}/commit", {"group": "shop"})
+    assert (status, answer["error"]["code"]) == (409, "already_decided")
+
+    unknown = await curl.prepare("mute", "parked")
+    shown = await curl.reaches(unknown, "parked")
+    assert (shown["attempts"], len(shown["checks"])) == (15, 15)
+    _, page = await curl("GET", "/v1/transactions?state=parked")
+    assert [each["id"] for each in page["transactions"]] == [unknown]
+    desk.answers["mute"] = [{"decision": "commit"}]
+    status, _ = await curl("POST", f"/v1/transactions/{unknown}/revive", {"reason": "fixed"})
+    assert status == 200
+    await curl.reaches(unknown, "promoted")
+
+    visible = await asyncio.to_thread(read_topics, servers, ["payments"])
+    assert sorted(str(record.value) for record in visible) == [
+        "b'checked'",
+        "b'committed'",
+        "b'parked'",
+    ]
