@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import os
 import signal
@@ -25,6 +26,8 @@ DEADLINE_S = 40.0
 RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
 """What must never be on the terminal of a proxy."""
 _POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 _NUMBERS = itertools.count()
 
 Json = dict[str, Any]
@@ -94,6 +97,7 @@ class World:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=1 << 22,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
         self._process = process
         assert process.stdout is not None
@@ -266,6 +270,11 @@ def error_of(status: int, answer: Json) -> RequestError:
     error = request_errors()[fields.pop("code")](fields.pop("message"), **fields)
     assert status == error.status
     return error
+
+
+def _die_with_parent() -> None:
+    """Be killed when the tests' process ends, however that happens."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def _collect(stream: asyncio.StreamReader, lines: list[str]) -> None:

@@ -1,0 +1,192 @@
+"""Bad input, end to end: a typed error that says what to do, and a proxy that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from world import World, error_of, unique
+
+from txbroker import wire
+from txbroker.core.records import Message
+from txbroker.sdk import TransactionalProducer
+
+Json = dict[str, Any]
+NOWHERE = "00000000000000000000000000"
+GOOD: Json = {"group": "g", "messages": [{"topic": "t", "value": "v"}]}
+
+
+def good(**changes: Any) -> Json:
+    return {**GOOD, **changes}
+
+
+def message(**changes: Any) -> Json:
+    return good(messages=[{"topic": "t", "value": "v", **changes}])
+
+
+PREPARE = "/v1/transactions"
+CALLS: dict[str, tuple[str, str, Any, str, str]] = {
+    # what: (method, path, body, code, a word of the message)
+    "no JSON": ("POST", PREPARE, b"{", "bad_request", "JSON"),
+    "bytes that are no text": ("POST", PREPARE, b"\xff\xfe{}", "bad_request", ""),
+    "nested without end": ("POST", PREPARE, b"[" * 100_000, "bad_request", ""),
+    "an array": ("POST", PREPARE, [], "bad_request", ""),
+    "no group": ("POST", PREPARE, {"messages": GOOD["messages"]}, "bad_request", "group"),
+    "an empty group": ("POST", PREPARE, good(group=""), "bad_request", "group"),
+    "no messages": ("POST", PREPARE, good(messages=[]), "bad_request", "message"),
+    "a field too many": ("POST", PREPARE, good(colour="red"), "bad_request", "colour"),
+    "a number for a value": ("POST", PREPARE, message(value=1), "bad_request", "value"),
+    "two values": ("POST", PREPARE, message(value_base64="AA=="), "bad_request", "value"),
+    "broken base64": ("POST", PREPARE, message(key_base64="?"), "bad_request", "key_base64"),
+    "a partition below 0": ("POST", PREPARE, message(partition=-1), "bad_request", "partition"),
+    "an id that is none": ("POST", PREPARE, good(id="x" * 26), "bad_id", ""),
+    "checks for years": (
+        "POST",
+        PREPARE,
+        message(topic="TOPIC") | {"check_interval_s": 86400 * 365},
+        "bad_schedule",
+        "",
+    ),
+    "a topic that is not there": ("POST", PREPARE, message(topic="no-such"), "unknown_topic", ""),
+    "a topic's name that cannot be": ("POST", PREPARE, message(topic="a b/c"), "", "topic"),
+    "a partition that is not there": (
+        "POST",
+        PREPARE,
+        message(topic="TOPIC", partition=7),
+        "bad_target",
+        "partition",
+    ),
+    "an hour from now": (
+        "POST",
+        PREPARE,
+        message(topic="TOPIC", timestamp_ms=4_000_000_000_000),
+        "bad_target",
+        "",
+    ),
+    "too large a message": (
+        "POST",
+        PREPARE,
+        message(topic="TOPIC", value="x" * 5_000_000),
+        "too_large",
+        "",
+    ),
+    "too large a body": ("POST", PREPARE, b"x" * 17_000_000, "too_large", ""),
+    "commit of nothing": ("POST", f"{PREPARE}/{NOWHERE}/commit", {}, "", ""),
+    "commit of no id": ("POST", f"{PREPARE}/rubbish/commit", {}, "bad_id", ""),
+    "another partition's id": ("POST", f"{PREPARE}/7ZZZ{NOWHERE[4:]}/commit", {}, "bad_id", ""),
+    "a limit of 0": ("GET", f"{PREPARE}?limit=0", None, "bad_request", "limit"),
+    "a cursor of nobody": ("GET", f"{PREPARE}?cursor=x", None, "bad_request", "cursor"),
+    "an unknown state": ("GET", f"{PREPARE}?state=lost", None, "bad_request", "state"),
+    "another method": ("DELETE", PREPARE, None, "method_not_allowed", ""),
+    "another path": ("GET", "/v2", None, "not_found", ""),
+    "a group that nobody knows": ("GET", "/v1/groups/nobody", None, "unknown_group", ""),
+    "a check URL that is none": ("PUT", "/v1/groups/x", {"check_url": "ftp://a"}, "", "check_url"),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+async def test_bad_calls_get_a_typed_error(shared: World, what: str, topic: str) -> None:
+    method, path, body, code, word = CALLS[what]
+    body = body if isinstance(body, bytes) else with_topic(body, topic)
+    headers = {"content-type": "application/json"}
+    options = {"data": body, "headers": headers} if isinstance(body, bytes) else {"body": body}
+    status, answer = await shared.request(method, path, **options)
+    assert 400 <= status < 500, answer
+    error = error_of(status, answer)
+    assert code in ("", error.code), answer
+    assert word in str(error)
+    assert len(str(error)) > 10
+    assert "Traceback" not in str(answer)
+    assert await shared.is_ready()
+
+
+@pytest.fixture(scope="module")
+async def topic(shared: World) -> str:
+    """A topic that is there."""
+    return await shared.topic()
+
+
+def with_topic(body: Any, topic: str) -> Any:
+    """Put the name of the real topic where a call asks for it."""
+    if isinstance(body, dict) and body.get("messages"):
+        messages = [
+            {**each, "topic": topic if each["topic"] == "TOPIC" else each["topic"]}
+            for each in body["messages"]
+        ]
+        return {**body, "messages": messages}
+    return body
+
+
+async def test_another_groups_transaction_cannot_be_decided(shared: World, topic: str) -> None:
+    mine, other = unique("mine"), unique("other")
+    id = await shared.prepare({"topic": topic, "value": "v"}, group=mine)
+    status, answer = await shared.request("POST", f"{PREPARE}/{id}/commit", {"group": other})
+    assert (status, answer["error"]["code"]) == (403, "wrong_group")
+    async with TransactionalProducer(shared.url, group=other) as thief:
+        for deciding in (thief.commit(id), thief.rollback(id)):
+            with pytest.raises(Exception, match=mine) as raised:
+                await deciding
+            assert getattr(raised.value, "code", "") == "wrong_group"
+    assert (await shared.show(id))["state"] == "pending"
+    await shared.tell(id, "rollback", group=mine)
+
+
+async def test_an_id_used_for_other_content_conflicts(shared: World, topic: str) -> None:
+    group = unique("group")
+    first = {"topic": topic, "value": "first"}
+    id = await shared.prepare(first, group=group, dedup_key="k")
+    assert await shared.prepare(first, group=group, dedup_key="k") == id
+    for given in ({"dedup_key": "k"}, {"id": id}):
+        body = {"group": group, "messages": [{"topic": topic, "value": "second"}], **given}
+        status, answer = await shared.request("POST", PREPARE, body)
+        assert (status, answer["error"]["code"]) == (409, "id_conflict"), answer
+    await shared.tell(id, "rollback")
+
+
+HELLO = wire.encode_frame([wire.Hello(1, "orders", "worker")])
+FRAMES = {
+    "no msgpack": b"\xc1\xff",
+    "another operation": msgspec.msgpack.encode([["steal", 1]]),
+    "wrong types": msgspec.msgpack.encode([["prepare", "one", 2, 3]]),
+    "cut short": HELLO[:-3],
+    "nested": b"\x91" * 200_000 + b"\xc0",
+    "four thousand millions": b"\xdd\xff\xff\xff\xff",
+    "hello again": HELLO,
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+async def test_rubbish_frames_end_that_session_only(shared: World, topic: str, name: str) -> None:
+    group = unique("group")
+    async with (
+        TransactionalProducer(shared.url, group=group) as producer,
+        aiohttp.ClientSession() as http,
+        http.ws_connect(f"{shared.url}/v1/session") as socket,
+    ):
+        await socket.send_bytes(HELLO)
+        welcome = wire.decode_from_proxy(await asyncio.wait_for(socket.receive_bytes(), 10))
+        assert isinstance(welcome[0], wire.Welcome)
+        await socket.send_bytes(FRAMES[name])
+        (failure,) = wire.decode_from_proxy(await asyncio.wait_for(socket.receive_bytes(), 10))
+        assert isinstance(failure, wire.Failure)
+        assert failure.code == "bad_request"
+        closing = await asyncio.wait_for(socket.receive(), 10)
+        assert closing.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+        # A neighbour's session has not noticed.
+        id = await producer.prepare(Message(topic, value=b"v"))
+        await producer.rollback(id)
+
+
+async def test_a_target_that_grows_too_small_is_said_at_prepare(shared: World) -> None:
+    small = await shared.topic(max_message_bytes="1000")
+    body = {"group": "g", "messages": [{"topic": small, "value": "x" * 2000}]}
+    status, answer = await shared.request("POST", PREPARE, body)
+    assert (status, answer["error"]["code"]) == (413, "too_large")
+    assert small in answer["error"]["message"]
+    async with TransactionalProducer(shared.url, group="g") as producer:
+        with pytest.raises(Exception, match=small) as raised:
+            await producer.prepare(Message(small, value=b"x" * 2000))
+    assert getattr(raised.value, "code", "") == "too_large"
