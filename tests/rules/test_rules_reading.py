@@ -8,6 +8,7 @@ import pytest
 from msgspec import structs
 from rules_world import (
     GROUP,
+    WINDOW_MS,
     Gate,
     World,
     behind,
@@ -23,6 +24,7 @@ from rules_world import (
     without_time,
 )
 
+from txbroker.core import ledger
 from txbroker.core.ledger import Effect
 from txbroker.core.records import MarkerKind, State
 from txbroker.errors import (
@@ -236,8 +238,8 @@ async def test_not_found_is_not_said_while_kafka_is_silent(world: World) -> None
     ("kind", "fields"),
     [
         ("commit", {"group": "another"}),
-        ("check", {"round": 2, "number": 1, "reason": "due"}),
-        ("check", {"round": 1, "number": 2, "reason": "due"}),
+        ("check", {"round": 2, "number": 1, "reason": "asked"}),
+        ("check", {"round": 1, "number": 2, "reason": "asked"}),
         ("returned", {"round": 1, "number": 1}),
         ("later", {"round": 1, "number": 1, "later_s": 9.0}),
         ("park", {"round": 1}),
@@ -295,6 +297,23 @@ async def test_a_marker_before_its_half_waits_for_it(world: World) -> None:
     await until(lambda: owner.ledger.op_position == 1)
     assert world.told.effects() == [Effect.WAITING]
     assert (await owner.prepare(half)).state is State.COMMITTED
+    await until(lambda: world.visible() == ["late"])
+
+
+async def test_a_waiting_marker_is_kept_by_halfs_log_clock(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "WAITING_SWEEP_MIN", 0)
+    owner = await world.owner()
+    late = world.half(message("late"))
+    world.zombie_mark(MarkerKind.COMMIT, late.id, group=GROUP)
+    # Op's log clock runs far ahead of half's, and then another half message comes.
+    world.clock.advance(10 * WINDOW_MS / 1000)
+    world.zombie_mark(MarkerKind.PARK, world.half().id, round=1)
+    world.clock.advance(-10 * WINDOW_MS / 1000)
+    await until(lambda: owner.ledger.op_position == 2)
+    world.zombie_half(world.half())
+    world.zombie_half(late)
     await until(lambda: world.visible() == ["late"])
 
 
