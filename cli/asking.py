@@ -50,7 +50,13 @@ def confirm(question: str, yes: bool) -> None:
 
 
 def each(names: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Do something to several things; one that fails is told on stderr and stops no other."""
+    """Do something to several things; one that fails is told on stderr and stops no other.
+
+    Raises:
+        ApiError: there is only one, and it fails.
+    """
+    if len(names) == 1:
+        return [act(names[0])]
     done = []
     for name in names:
         try:
@@ -69,5 +75,5 @@ def conclude(done: int, wanted: int, what: str) -> None:
     if done == wanted:
         return
     if done == 0:
-        raise Failed(f"none of {wanted} {what}" if wanted > 1 else f"not {what}")
+        raise Failed(f"none of {wanted} {what}")
     raise PartlyDone(f"{done} of {wanted} {what}")

@@ -1,14 +1,16 @@
 """`txbroker dev`: everything that it takes, in one process and one Java beside it."""
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
 import click
 
+from txbroker.cli.run import Failed
 from txbroker.cli.serving import named, owns_all, run_async, serve, until_signal
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
-from txbroker.config import Settings
+from txbroker.config import Address, Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka
 from txbroker.proxy.logging import configure_logging
 
@@ -36,10 +38,29 @@ def command(kafka_version: str, config: Path | None, **options: Any) -> None:
     if "create_target_topics" not in settings.model_fields_set:
         settings = settings.model_copy(update={"create_target_topics": True})
     configure_logging(settings.log_format, settings.log_level)
+    require_free(settings.listen_address)
     kafka = EmbeddedKafka(
         settings.data_dir / "kafka", version=kafka_version, progress=BarProgress()
     )
     run_async(until_signal(develop(kafka, settings)))
+
+
+def require_free(address: Address) -> None:
+    """Refuse an address that cannot be listened on before anything is started for it.
+
+    Raises:
+        Failed: it is taken, or not this machine's.
+    """
+    try:
+        # Whoever takes it from here on is found when the proxy listens.
+        with socket.create_server(address[:2]):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise Failed(
+            f"cannot listen on {address.host}:{address.port}: {reason}. "
+            "Choose another address with --listen"
+        ) from None
 
 
 async def develop(kafka: EmbeddedKafka, settings: Settings) -> None:

@@ -108,9 +108,9 @@ def show_command(client: Client, output: str, ids: tuple[str, ...], bodies: bool
     found = each(ids, lambda id: dict(client.get("transactions", id, bodies=flag)))
     if output in ("json", "yaml"):
         show_data(found[0] if len(ids) == 1 and found else found, output)
-    else:
+    elif found:
         click.echo("\n\n".join("\n".join(_story(row)) for row in found))
-    conclude(len(found), len(ids), "found")
+    conclude(len(found), len(ids), "shown")
 
 
 @command.command("commit")

@@ -1,0 +1,80 @@
+"""`txbroker dev`: its one line, its end, and what outlives kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import Call, Dev, until_gone
+
+
+@pytest.mark.needs_tool("curl")
+def test_it_takes_transactions_from_curl(dev: Dev) -> None:
+    body = '{"group": "curl", "messages": [{"topic": "curl", "key": "k", "value": "v"}]}'
+    curl = ["curl", "--silent", "--fail", "-H", "content-type: application/json"]
+    done = subprocess.run(
+        [*curl, "-d", body, f"{dev.url}/v1/transactions"], capture_output=True, check=True
+    )
+    assert b'"state":"pending"' in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_its_whole_life(tmp_path: Path, call: Call, number: int) -> None:
+    """Start, kill -9 everything, start again on the same data, end in order."""
+    dev = Dev(tmp_path / "data")
+    dev.start()
+    sent = call("send", "life", "v", "--decision", "none", "--url", dev.url)
+    first = [dev.process.pid, *dev.children()]
+    assert len(first) == 3  # itself, and Java with its watcher
+    for pid in first:
+        os.kill(pid, signal.SIGKILL)
+    dev.process.communicate()
+    until_gone(first)
+
+    dev.start()
+    second = dev.children()
+    found = call("tx", "list", "-o", "json", "--url", dev.url)
+    assert [row["id"] for row in found.json] == [sent.out.strip()]
+    done = call("tx", "commit", sent.out.strip(), "--wait", "--yes", "--url", dev.url, "-o", "json")
+    assert done.json[0]["state"] == "promoted"
+    assert dev.end(number) == (0, "")
+    until_gone(second)
+    assert "Traceback" not in dev.stderr
+
+
+def test_a_port_that_is_taken(tmp_path: Path, call: Call) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = call("dev", "--data-dir", tmp_path, "--listen", listen)
+    assert (done.code, done.out) == (1, "")
+    assert f"Error: cannot listen on {listen}: address already in use" in done.err
+
+
+def test_a_data_directory_that_is_in_use(dev: Dev, call: Call) -> None:
+    result = call("dev", "--data-dir", dev.data_dir, "--listen", "127.0.0.1:0")
+    assert (result.code, result.out) == (1, "")
+    assert "is in use by a Kafka of process" in result.err
+
+
+def test_a_data_directory_that_cannot_be(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "file").touch()
+    result = call("dev", "--data-dir", tmp_path / "file")
+    assert (result.code, result.out) == (1, "")
+    assert "Give another --data-dir" in result.err
+
+
+def test_the_loss_of_kafka_ends_it(tmp_path: Path) -> None:
+    dev = Dev(tmp_path / "data")
+    dev.start()
+    below = dev.children()
+    java = next(pid for pid in below if "java" in Path(f"/proc/{pid}/comm").read_text())
+    os.kill(java, signal.SIGKILL)
+    out, _ = dev.process.communicate(timeout=60)
+    assert (dev.process.returncode, out) == (1, b"")
+    assert "Error: the embedded Kafka has ended" in dev.stderr
+    assert "Traceback" not in dev.stderr
+    until_gone(below)

@@ -1,0 +1,41 @@
+"""`txbroker topics plan` and `apply` on a real Kafka."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from conftest import Call, Dev
+
+NAMES = ["plan.half", "plan.op", "plan.checkpoint", "plan.parked", "plan.groups"]
+
+
+def test_plan_apply_and_nothing_left_to_do(call: Call, dev: Dev) -> None:
+    where = ("--kafka", dev.kafka, "--topic-prefix", "plan", "--partitions", "3")
+    planned = call("topics", "plan", *where, "-o", "json").json
+    assert [(row["action"], row["topic"]) for row in planned] == [("create", n) for n in NAMES]
+    assert planned[0]["what"] == "3 partitions, 1 copies"
+    applied = call("topics", "apply", *where, "--yes", "-o", "json").json
+    assert applied == planned
+    again = call("topics", "plan", *where)
+    assert again == (0, "", "All topics are as they should be.\n")
+    assert call("topics", "apply", *where, "--yes", "-o", "json").json == []
+
+
+def test_settings_that_differ_are_mended(call: Call, dev: Dev) -> None:
+    where = ("--kafka", dev.kafka, "--topic-prefix", "mend")
+    call("topics", "apply", *where, "--half-retention-s", "86400", "--yes")
+    planned = call("topics", "plan", *where, "--partitions", "9")
+    assert planned.out.splitlines()[1].split()[:3] == ["change", "mend.half", "retention.ms:"]
+    call("topics", "apply", *where, "--yes")
+    assert call("topics", "plan", *where).out == ""
+
+
+@pytest.mark.needs_tool("kcat")
+def test_the_topics_are_really_there(call: Call, dev: Dev) -> None:
+    call("topics", "apply", "--kafka", dev.kafka, "--topic-prefix", "there", "--yes")
+    listed = subprocess.run(
+        ["kcat", "-b", dev.kafka, "-L"], capture_output=True, text=True, check=True
+    ).stdout
+    assert 'topic "there.half" with 4 partitions' in listed
+    assert 'topic "there.groups" with 1 partitions' in listed

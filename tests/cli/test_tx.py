@@ -1,0 +1,141 @@
+"""`txbroker tx`: transactions are shown and resolved, with questions, reasons and exit codes."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+from conftest import Call
+
+ID = re.compile(r"[0-9A-Z]{26}")
+STRANGER = "00000000000000000000000000"
+
+
+@pytest.fixture
+def prepared(ask: Call) -> str:
+    """A pending transaction of the group `cli`."""
+    sent = ask("send", "tx", "v", "--key", "k", "-H", "a=1", "--decision", "none")
+    assert sent.code == 0
+    return sent.out.strip()
+
+
+class Terminal(io.StringIO):
+    """Stdin with somebody there."""
+
+    def isatty(self) -> bool:
+        """Say so."""
+        return True
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> object:
+    """Answer the next question."""
+
+    def answering(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", Terminal(f"{text}\n"))
+
+    return answering
+
+
+def test_list(ask: Call, prepared: str) -> None:
+    table = ask("tx", "list", "--state", "pending", "--topic", "tx", "--all")
+    header, *rows = table.out.splitlines()
+    assert header.split() == ["ID", "GROUP", "STATE", "AGE", "MESSAGES", "TOPICS", "ATTEMPTS"]
+    row = next(row for row in rows if row.startswith(prepared))
+    assert row.split()[1:3] + row.split()[4:] == ["cli", "pending", "1", "tx", "0/15"]
+    wide = ask("tx", "list", "-o", "wide", "--all")
+    assert "NEXT CHECK" in wide.out
+    assert prepared in [row["id"] for row in ask("tx", "list", "-o", "json", "--all").json]
+    assert f"id: {prepared}" in ask("tx", "list", "-o", "yaml", "--all").out.replace('"', "")
+
+
+def test_list_of_nothing(ask: Call) -> None:
+    empty = ask("tx", "list", "--group", "nobody")
+    assert empty == (0, "", "There are no such transactions.\n")
+    assert ask("tx", "list", "--group", "nobody", "-o", "json").json == []
+    assert ask("tx", "list", "--group", "nobody", "-o", "yaml").out == "[]\n"
+
+
+def test_list_says_when_it_is_cut(ask: Call) -> None:
+    for _ in range(3):
+        ask("send", "cut", "v", "--group", "cut", "--decision", "none")
+    cut = ask("tx", "list", "--group", "cut", "--limit", "2", "-o", "json")
+    assert len(cut.json) == 2
+    assert cut.err == "Only the first 2; --limit or --all shows more.\n"
+    assert len(ask("tx", "list", "--group", "cut", "--limit", "3", "-o", "json").json) == 3
+    assert len(ask("tx", "list", "--group", "cut", "--all", "-o", "json").json) == 3
+
+
+def test_show(ask: Call, prepared: str) -> None:
+    story = ask("tx", "show", prepared, "--bodies").out
+    assert story.startswith(f"{prepared}  pending\n")
+    assert "key='k'  value='v'  headers=[['a', '1']]" in story
+    assert "prepared  by group cli" in story
+    both = ask("tx", "show", prepared, STRANGER, "-o", "json")
+    assert (both.code, [row["id"] for row in both.json]) == (3, [prepared])
+    assert f"{STRANGER}: " in both.err
+    assert "(not_found)" in both.err
+    assert ask("tx", "show", prepared, "-o", "json").json["group"] == "cli"
+    assert ask("tx", "show", "rubbish").code == 1
+    assert ask("tx", "show", "../groups").err.endswith("(bad_id)\n")
+
+
+def test_commit_and_its_reason(ask: Call, prepared: str) -> None:
+    done = ask("tx", "commit", prepared, "--yes", "--reason", "seen by hand", "--wait")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.split()[-3:] == [prepared, "promoted", "commit"]
+    found = ask("tx", "show", prepared, "-o", "json").json
+    assert (found["source"], found["reason"]) == ("operator", "seen by hand")
+    again = ask("tx", "commit", prepared, "--yes", "-o", "json")
+    assert (again.code, again.json[0]["decision"]) == (0, "commit")
+    contrary = ask("tx", "rollback", prepared, "--yes")
+    assert (contrary.code, contrary.out) == (1, "")
+    assert "(already_decided). Nothing was changed" in contrary.err
+
+
+def test_another_groups_decision(ask: Call, prepared: str) -> None:
+    refused = ask("tx", "commit", prepared, "--yes", "--group", "thieves")
+    assert (refused.code, "(wrong_group)" in refused.err) == (1, True)
+    assert ask("tx", "show", prepared, "-o", "json").json["state"] == "pending"
+
+
+def test_several_of_which_some_fail(ask: Call, prepared: str) -> None:
+    partly = ask("tx", "rollback", prepared, STRANGER, prepared, "--yes", "-o", "json")
+    assert (partly.code, [row["state"] for row in partly.json]) == (3, ["rolled_back"])
+    assert partly.err.endswith("Error: 1 of 2 rolled back\n")
+    none = ask("tx", "rollback", STRANGER, "rubbish", "--yes", "-o", "json")
+    assert (none.code, none.out) == (1, "")
+
+
+def test_a_question_that_is_answered_no(ask: Call, prepared: str, answer: Call) -> None:
+    answer("n")
+    refused = ask("tx", "commit", prepared)
+    assert (refused.code, refused.out) == (1, "")
+    assert f"{prepared}  pending" in refused.err
+    assert "nothing was done" in refused.err
+    assert ask("tx", "show", prepared, "-o", "json").json["state"] == "pending"
+
+
+def test_a_question_that_is_answered_yes(ask: Call, prepared: str, answer: Call) -> None:
+    answer("y")
+    done = ask("tx", "rollback", prepared, "-o", "json")
+    assert (done.code, done.json[0]["state"]) == (0, "rolled_back")
+
+
+def test_check_and_revive_say_why_not(ask: Call, prepared: str) -> None:
+    assert ask("tx", "check", prepared, "--yes", "-o", "json").json[0]["state"] == "pending"
+    pending = ask("tx", "revive", prepared, "--yes")
+    assert (pending.code, "(not_pending)" in pending.err) == (1, True)
+    ask("tx", "rollback", prepared, "--yes")
+    settled = ask("tx", "check", prepared, "--yes")
+    assert (settled.code, "(not_pending)" in settled.err) == (1, True)
+
+
+def test_nothing_of_a_transaction_moves_the_terminal(ask: Call) -> None:
+    evil = "\x1b[2J"
+    sent = ask("send", "tx", evil, "--key", evil, "--order-key", evil, "--decision", "none")
+    shown = ask("tx", "show", sent.out.strip(), "--bodies").out
+    assert "\x1b" not in shown
+    assert "2J" in shown

@@ -1,0 +1,201 @@
+"""Help, wrong usage, rubbish: always an exit code and a sentence, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import click
+import pytest
+from conftest import TXBROKER, Call
+
+from txbroker import __version__
+from txbroker.cli.main import COMMANDS, cli
+from txbroker.cli.reference import commands, page
+from txbroker.cli.run import run
+from txbroker.config import Settings
+
+PATHS = [context.command_path for _, context in commands()]
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_command_explains_itself(call: Call, path: str) -> None:
+    help_text = call(*path.split()[1:], "--help")
+    assert (help_text.code, help_text.err) == (0, "")
+    assert help_text.out.startswith(f"Usage: {path} ")
+    assert call(*path.split()[1:], "-h") == help_text
+
+
+def test_the_summaries_are_those_of_the_commands(call: Call) -> None:
+    assert [command.name for command in COMMANDS] == cli.list_commands(click.Context(cli))
+    listed = call("--help").out
+    assert all(f"{command.name} " in listed and command.summary in listed for command in COMMANDS)
+
+
+def test_version(call: Call) -> None:
+    assert call("--version").out == f"txbroker, version {__version__}\n"
+
+
+def test_the_reference_is_current() -> None:
+    assert (DOCS / "reference" / "cli.md").read_text() == page()
+
+
+def test_every_setting_is_an_option_of_the_proxy(call: Call) -> None:
+    listed = call("proxy", "--help").out
+    missing = [
+        name for name in Settings.model_fields if f"--{name.replace('_', '-')}" not in listed
+    ]
+    assert missing == []
+
+
+def test_help_imports_nothing_of_a_proxy() -> None:
+    code = (
+        "import sys; from txbroker.cli.main import cli; from txbroker.cli.run import run;"
+        "run(cli, ['--help']); run(cli, ['tx', 'list', '--help']);"
+        "print([m for m in ('aiokafka', 'aiohttp', 'pydantic', 'asyncio') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["demmo"], "There is no command 'demmo'. Did you mean 'demo'?"),
+        (["xyzzy"], "There are demo, dev, proxy, topics, tx, groups, send."),
+        (["tx", "lst"], "There is no command 'lst'. Did you mean 'list'?"),
+        (["tx", "rolback", "x"], "Did you mean 'rollback'?"),
+        (["tx"], ""),
+        (["tx", "show"], "Missing argument 'ID...'"),
+        (["tx", "list", "--state", "lost"], "'lost' is not one of 'pending'"),
+        (["tx", "list", "--limit", "0"], "0 is not in the range"),
+        (["tx", "list", "--older-than-s", "-1"], "-1.0 is not in the range"),
+        (["tx", "list", "--stat", "parked"], "Did you mean '--state'?"),
+        (["tx", "list", "-o", "xml"], "'xml' is not one of 'table', 'wide', 'json', 'yaml'"),
+        (["tx", "list", "--url", "ftp://x"], "is no URL like http://127.0.0.1:8470"),
+        (["tx", "list", "--url", "http://x:y"], "is no URL"),
+        (["tx", "list", "--token-file", "/no/such"], "/no/such: No such file or directory"),
+        (["tx", "commit", "x"], "nobody is there to ask: say --yes to do it"),
+        (["groups", "remove", "x"], "nobody is there to ask: say --yes to do it"),
+        (["topics", "apply"], "nobody is there to ask: say --yes to do it"),
+        (["send", "t", "v", "--header", "a"], "--header 'a': expected NAME=TEXT"),
+        (["send", "t", "--file", "/no/such"], "--file /no/such: No such file or directory"),
+        (["send", "t", "--file", "/dev/null", "--lines"], "there is no value to send"),
+        (["dev", "--kafka", "x:1"], "No such option '--kafka'"),
+        (["dev", "--listen", "nowhere"], "'nowhere' is not an address: expected host:port"),
+        (["proxy", "--listen", "0.0.0.0:1"], "set token_file, or insecure"),
+        (["proxy", "--partitions", "many"], "partitions (option --partitions)"),
+        (["proxy", "--check-interval-s", "1e9"], "longer than half of half_retention_s"),
+        (["proxy", "--config", "/no/such"], "the config file /no/such: No such file"),
+        (["proxy", "--log-level", "loud"], "'loud' is not one of 'debug'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage(call: Call, arguments: list[str], says: str) -> None:
+    result = call(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert says in result.err
+
+
+def test_a_config_file_is_read_and_its_slips_are_named(call: Call, tmp_path: Path) -> None:
+    config = tmp_path / "txbroker.toml"
+    config.write_text("partitons = 3\n")
+    result = call("topics", "plan", "--config", config)
+    assert result.code == 2
+    assert "there is no setting 'partitons'; did you mean 'partitions'?" in result.err
+
+
+@pytest.mark.parametrize("command", ["tx list", "tx show x", "groups list", "send t v"])
+def test_no_proxy(call: Call, command: str) -> None:
+    result = call(*command.split(), "--url", "http://127.0.0.1:9")
+    assert (result.code, result.out) == (1, "")
+    assert "nothing listens at http://127.0.0.1:9. Start a proxy" in result.err
+
+
+def test_no_kafka(call: Call) -> None:
+    result = call("topics", "plan", "--kafka", "127.0.0.1:9")
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("Error: no connection to Kafka at 127.0.0.1:9")
+    assert len(result.err.splitlines()) == 1
+
+
+def test_a_proxy_without_kafka(tmp_path: Path) -> None:
+    command = [TXBROKER, "proxy", "--kafka", "127.0.0.1:9", "--data-dir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Error: no connection to Kafka at 127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """A web server that is no proxy."""
+
+    def do_GET(self) -> None:
+        """Answer with a page, or with JSON of another kind."""
+        body = b"[]" if "groups" in self.path else b"<html>"
+        self.send_response(404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """The URL of a web server that is no proxy."""
+    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("command", ["tx list", "groups list"])
+def test_not_a_proxy(call: Call, stranger: str, command: str) -> None:
+    result = call(*command.split(), "--url", stranger)
+    assert (result.code, result.out) == (1, "")
+    assert "is it a txbroker proxy?" in result.err
+
+
+def test_an_unexpected_error_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    @click.option("--debug", is_flag=True)
+    def broken(debug: bool) -> None:
+        raise RuntimeError("the flux is off\nby two")
+
+    assert run(broken, []) == 1
+    assert re.fullmatch(
+        r"Error: the flux is off \(RuntimeError\); `txbroker --debug \.\.\.` .*\n",
+        capsys.readouterr().err,
+    )
+    assert run(broken, ["--debug"]) == 1
+    assert "raise RuntimeError" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert run(interrupted, []) == 130
+    assert capsys.readouterr().err.strip() == "Stopped."
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [TXBROKER, "--help"], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
