@@ -31,7 +31,14 @@ class Fenced(TxbrokerError):
 
 
 class TurnLost(TxbrokerError):
-    """A turn's outcome is unknown or its producers are unusable: only a new claim tells."""
+    """A turn's outcome is unknown or its producers are unusable: only a new claim tells.
+
+    `cause` names the target partition that did not answer, where it was one of those.
+    """
+
+    def __init__(self, message: str | None = None, cause: Cause | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class TurnRefused(TxbrokerError):

@@ -86,7 +86,7 @@ def test_a_refused_batch_becomes_a_cause(code: int, cause: str, passing: bool) -
 @pytest.mark.parametrize(
     "error",
     [
-        BatchUnknown("no answer"),
+        BatchUnknown(("t", 0), "no answer"),
         BatchRefused(("target", 0), Code.OUT_OF_ORDER_SEQUENCE, None),
         BatchRefused(("target", 0), Code.INVALID_TXN_STATE, None),
     ],

@@ -65,7 +65,15 @@ class BatchRefused(TxbrokerError):
 
 
 class BatchUnknown(TxbrokerError):
-    """A batch may or may not have been stored."""
+    """A batch may or may not have been stored.
+
+    Attributes:
+        partition: topic and partition of the batch, of the first one if there are several.
+    """
+
+    def __init__(self, partition: Partition, message: str) -> None:
+        super().__init__(message)
+        self.partition = partition
 
 
 class ProducerFenced(TxbrokerError):
@@ -171,13 +179,13 @@ class Producer:
                     unsure.add(partition)
                 elif code not in RETRIABLE:
                     if partition in unsure:
-                        raise BatchUnknown(f"{partition[0]}-{partition[1]}: {reason}")
+                        raise BatchUnknown(partition, f"{partition[0]}-{partition[1]}: {reason}")
                     raise BatchRefused(partition, code, message)
                 elif code in (Code.REQUEST_TIMED_OUT, Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND):
                     unsure.add(partition)
             if waiting and not await patience.pause():
                 names = ", ".join(f"{topic}-{number}" for topic, number in waiting)
-                raise BatchUnknown(f"{names}: {reason}")
+                raise BatchUnknown(next(iter(waiting)), f"{names}: {reason}")
         return stored
 
     def _encode(self, partition: Partition, records: Sequence[Record]) -> bytes:

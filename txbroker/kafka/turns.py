@@ -151,5 +151,9 @@ def translated() -> Iterator[None]:
         if error.code in _PRODUCER_LOST:
             raise TurnLost(str(error)) from None
         raise TurnRefused(cause_of(error)) from None
-    except (BatchUnknown, KafkaUnavailable) as error:
+    except BatchUnknown as error:
+        topic, number = error.partition
+        cause = Cause("no_answer", f"no answer from its leader: {error}", topic, number, passing=True)
+        raise TurnLost(str(error), cause) from None
+    except KafkaUnavailable as error:
         raise TurnLost(str(error)) from None

@@ -31,13 +31,14 @@ from txbroker.door import (
     Fenced,
     PartitionDoor,
     Target,
+    TargetFacts,
     Targets,
     Turn,
     TurnHandle,
     TurnLost,
     TurnRefused,
 )
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.proxy.targets import verdict
 
 RETRY_FIRST_S = 0.5
@@ -189,12 +190,7 @@ class Promoter:
         """Plan and write one turn; say whether there may be another one at once."""
         if self._lost:
             await self._recover()
-        try:
-            plan = await self._plan()
-        except KafkaUnavailable as error:
-            log.warning("targets unknown", partition=self._door.partition, why=str(error))
-            self._defer_again(waiting=True)
-            return False
+        plan = await self._plan()
         self._note_deferred(plan)
         flight = _Flight(
             plan,
@@ -215,6 +211,9 @@ class Promoter:
             self._lost = True
         except (TurnLost, Fenced, KafkaUnavailable) as error:
             log.warning("turn lost", partition=self._door.partition, why=str(error))
+            if isinstance(error, TurnLost) and error.cause is not None:
+                # Or every turn from now on would be lost with it.
+                self._avoid(error.cause)
             self._lost = True
         else:
             for transaction in flight.keep:
@@ -232,6 +231,9 @@ class Promoter:
         """Plan with what is known of the targets, asking Kafka about those that are not."""
         retried = self._retried()
         limits = self._limits_now(retried)
+        # What was asked for this plan counts to its end: with many targets the facts of the first
+        # would be out of date before the last was asked about, and no plan would ever be made.
+        found: dict[str, TargetFacts | Cause] = {}
         while True:
             unknown: set[str] = set()
 
@@ -239,7 +241,7 @@ class Promoter:
                 avoided = self._avoided.get((message.topic, message.partition))
                 if avoided is not None and avoided.retry.at > time.monotonic():
                     return avoided.cause
-                facts = self._targets.known(message.topic)
+                facts = found.get(message.topic) or self._targets.known(message.topic)
                 if facts is None:
                     unknown.add(message.topic)
                     return Cause("unexamined", "", message.topic, -1, passing=True)
@@ -257,8 +259,16 @@ class Promoter:
             )
             if not unknown:
                 return plan
-            for topic in unknown:
-                await self._targets.examine(topic)
+            asked = await asyncio.gather(*[self._examined(topic) for topic in unknown])
+            found.update(zip(unknown, asked, strict=True))
+
+    async def _examined(self, topic: str) -> TargetFacts | Cause:
+        """Ask about a target; of one that cannot be asked about the others know nothing."""
+        try:
+            return await self._targets.examine(topic)
+        except KafkaUnavailable as error:
+            log.warning("target unknown", partition=self._door.partition, why=str(error))
+            return Cause("no_answer", str(error), topic, -1, passing=True)
 
     def _limits_now(self, retried: Iterable[Transaction]) -> TurnLimits:
         """Smaller turns while one of the transactions is known to spoil the turn that it is in."""
@@ -395,8 +405,16 @@ class Promoter:
     # --- trouble ---------------------------------------------------------------------------
 
     def _isolate(self, plan: Plan, cause: Cause) -> None:
-        """A record spoiled its turn: try again in halves, until one transaction fails alone."""
+        """A record spoiled its turn: try again in halves, until one transaction fails alone.
+
+        Raises:
+            InvariantBroken: it was a record of our own.
+        """
         transactions = plan.promote
+        ours = not any(m.topic == cause.topic for t in transactions for m in t.messages)
+        if ours and not cause.passing:
+            # No transaction is to blame, and none could be set aside: that is written there too.
+            raise InvariantBroken(f"a turn cannot be written: {cause.message}")
         if cause.passing:
             self._avoid(cause)
         elif len(transactions) == 1:
