@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
@@ -208,6 +209,7 @@ async def test_a_turn_behind_one_that_is_aborted_is_never_committed(world: World
     twins.b.produce_error = KafkaUnavailable("no answer")
     with pytest.raises(TurnLost):
         await twins.write(2)
+    twins.b.produce_error = None
     with pytest.raises(TurnLost):
         await twins.write(3)
     assert twins.log.count("a begins") == 1
@@ -339,8 +341,14 @@ async def test_one_poison_among_refused_ones_does_not_hold_back_the_others(world
     world.kafka.delete_topic("t")
     await asyncio.gather(commit(owner, poison), commit(owner, good))
     await until(lambda: set(world.told.refusals) == {poison, good})
+    promoter, now_ms = owner._promoter, round(time.monotonic() * 1000)
+    for id in (poison, good):
+        promoter._retry_pauses_s.pop(id, None)
+        promoter._retries.set(id, now_ms)
     world.kafka.topics["t"] = facts
+    promoter.wake()
     await until(lambda: world.visible() == ["good"])
+    assert world.partition.calls.count("claim") <= 6
     await until(lambda: known(owner, good).state is State.PROMOTED)
     assert known(owner, poison).state is State.REFUSED
 
