@@ -7,8 +7,9 @@ import contextlib
 import os
 import random
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from judge import Judge
@@ -17,7 +18,7 @@ from workload import Recorder, Shop, answering, work
 from world import HERE, World, until
 
 from txbroker.embedded import EmbeddedKafka
-from txbroker.sdk import TransactionalProducer
+from txbroker.sdk import Limits, TransactionalProducer
 
 SEED_VARIABLE = "TXBROKER_TEST_SEED"
 TRANSACTIONS = 3000
@@ -41,14 +42,19 @@ def shop(tmp_path: Path) -> Shop:
     return Shop(tmp_path / "shop.db")
 
 
+async def reached(recorder: Recorder, finished: int) -> None:
+    """Wait until so many transactions are finished."""
+
+    async def enough() -> bool:
+        return recorder.finished >= finished
+
+    await until(enough)
+
+
 async def kill_now_and_then(world: World, recorder: Recorder, fate: random.Random) -> None:
     """Kill the proxy at random moments of the work, sometimes again while it recovers."""
     for moment in sorted(fate.sample(range(TRANSACTIONS // 10, TRANSACTIONS * 9 // 10), KILLS)):
-
-        async def reached(moment: int = moment) -> bool:
-            return recorder.finished >= moment
-
-        await until(reached)
+        await reached(recorder, moment)
         await world.kill()
         await world.launch()
         if fate.random() < 0.5:
@@ -59,35 +65,69 @@ async def kill_now_and_then(world: World, recorder: Recorder, fate: random.Rando
         print(f"killed at {moment}")
 
 
-async def test_kill_9_of_the_proxy_loses_and_doubles_nothing(world: World, shop: Shop) -> None:
+async def judged(
+    world: World,
+    urls: list[str],
+    shop: Shop,
+    disturb: Callable[[World, Recorder, random.Random], Coroutine[Any, Any, None]],
+    transactions: int,
+) -> Recorder:
+    """Work while the proxy is disturbed, until all is settled; the judge must find nothing."""
     seed = int(os.environ.get(SEED_VARIABLE, random.randrange(1 << 32)))
     print(f"{SEED_VARIABLE}={seed}")
-    fate = random.Random(seed)
     topics = [await world.topic(3), await world.topic(1)]
     recorder = Recorder()
     check = answering(shop, recorder)
+    limits = Limits(answer_timeout_s=3, heartbeat_s=3)
     async with contextlib.AsyncExitStack() as stack:
         producers = [
             await stack.enter_async_context(
-                TransactionalProducer(world.url, group=group, check=check)
+                TransactionalProducer(urls, group=group, check=check, limits=limits)
             )
             for group in ("orders", "orders", "bills")
         ]
-        killing = asyncio.create_task(kill_now_and_then(world, recorder, fate))
+        disturbing = asyncio.create_task(disturb(world, recorder, random.Random(seed)))
         try:
             await work(
-                producers, shop, recorder, topics, seed=seed, lanes=60, transactions=TRANSACTIONS
+                producers, shop, recorder, topics, seed=seed, lanes=60, transactions=transactions
             )
-            await killing
+            await disturbing
         finally:
-            killing.cancel()
+            disturbing.cancel()
         await world.all_settled()
     read = await asyncio.to_thread(read_all, world.bootstrap, world.prefix, topics)
     found = Judge(recorder.history, read, shop.rows()).judge()
     assert not found, "\n".join(map(str, found[:5]))
-    assert recorder.finished == TRANSACTIONS
-    assert len({record.header("txb-id") for record in read.targets}) > TRANSACTIONS / 2
+    assert recorder.finished == transactions
+    assert len({record.header("txb-id") for record in read.targets}) > transactions / 2
     assert recorder.history.asked
+    return recorder
+
+
+async def test_kill_9_of_the_proxy_loses_and_doubles_nothing(world: World, shop: Shop) -> None:
+    await judged(world, [world.url], shop, kill_now_and_then, TRANSACTIONS)
+
+
+async def test_a_proxy_that_hung_wakes_up_behind_its_successor_and_spoils_nothing(
+    world: World, shop: Shop
+) -> None:
+    """It still believes that it owns everything, with requests half done."""
+    hung = world.twin()
+    await world.stop()
+    await hung.start()
+
+    async def hang(world: World, recorder: Recorder, fate: random.Random) -> None:
+        await reached(recorder, fate.randint(100, 400))
+        hung.pause()
+        await world.start()
+        await reached(recorder, recorder.finished + fate.randint(50, 300))
+        hung.resume()
+
+    try:
+        await judged(world, [hung.url, world.url], shop, hang, 1200)
+        assert await hung.is_alive()
+    finally:
+        await hung.close()
 
 
 @pytest.mark.parametrize("killed", ["before", "after"])

@@ -161,6 +161,9 @@ class Lane:
 
     async def _inside(self, transaction: Transaction, token: str, *, business: bool) -> None:
         draw = self._fate.random()
+        if draw > 0.98:
+            # A business that takes longer than the first check has patience.
+            await asyncio.sleep(self._fate.uniform(0.5, 2.5))
         if draw < 0.06 and business:
             raise LocalFailure("before its local transaction")
         if draw < 0.16:

@@ -66,7 +66,7 @@ class World:
     def __init__(self, bootstrap: str, *, command: str = "proxy", **settings: Any) -> None:
         self._command = command
         self.bootstrap = bootstrap
-        self.prefix = unique("e2e")
+        self.prefix = str(settings.get("topic_prefix") or unique("e2e"))
         self.url = f"http://127.0.0.1:{_free_port()}"
         self._settings = {
             **({"kafka": bootstrap} if bootstrap else {}),
@@ -81,6 +81,10 @@ class World:
         self._reading: list[asyncio.Task[None]] = []
         self.stdout: list[str] = []
         self.stderr: list[str] = []
+
+    def twin(self, **settings: Any) -> World:
+        """Return another proxy on the same topics, not started yet."""
+        return World(self.bootstrap, **{"topic_prefix": self.prefix, **settings})
 
     # --- life ----------------------------------------------------------------------------
 
@@ -137,6 +141,16 @@ class World:
         """End the proxy as kill -9 does."""
         await self._end(signal.SIGKILL)
 
+    def pause(self) -> None:
+        """Let the proxy hang, as a machine does that swaps or migrates."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a hanging proxy go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     async def stop(self) -> int:
         """End the proxy in an orderly way; return its exit code."""
         return await self._end(signal.SIGTERM)
@@ -154,6 +168,7 @@ class World:
             return 0
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(how)
+            process.send_signal(signal.SIGCONT)
         try:
             code = await asyncio.wait_for(process.wait(), DEADLINE_S)
         except TimeoutError:
