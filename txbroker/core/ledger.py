@@ -7,7 +7,7 @@ test or an audit, comes to the same answer.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 
 from msgspec import Struct
@@ -377,15 +377,19 @@ class Ledger:
         self.ready.pop(id, None)
         self.refused[id] = transaction
 
-    def reconcile(self, progress: Progress | None, kept: Iterable[Kept]) -> list[Transaction]:
+    def reconcile(
+        self, progress: Progress | None, kept: Iterable[Kept], unseen: Collection[str] = ()
+    ) -> list[Transaction]:
         """After a claim, take over what earlier turns have committed.
 
         `kept` is what the parked topic holds: all of it, whatever lost turns meant to write
-        there. Returns the transactions that turned out to be promoted.
+        there. `unseen` are those whose turn is known to be committed and whose visibility is still
+        waited for. Returns the others that turned out to be promoted.
         """
         self._take_copies({copy.half.id: copy for copy in kept})
         self.op_progress = 0 if progress is None else progress.op
         done = [] if progress is None else self._done(progress)
+        done = [transaction for transaction in done if transaction.id not in unseen]
         for transaction in done:
             if transaction.kept:
                 self.to_release[transaction.id] = transaction

@@ -153,7 +153,7 @@ def translated() -> Iterator[None]:
         raise TurnRefused(cause_of(error)) from None
     except BatchUnknown as error:
         topic, number = error.partition
-        cause = Cause("no_answer", f"no answer from its leader: {error}", topic, number, passing=True)
+        cause = Cause("no_answer", f"its leader is silent: {error}", topic, number, passing=True)
         raise TurnLost(str(error), cause) from None
     except KafkaUnavailable as error:
         raise TurnLost(str(error)) from None

@@ -146,6 +146,7 @@ class Owner:
         )
         self._searching = asyncio.Semaphore()
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
 
     # --- life ------------------------------------------------------------------------------
 
@@ -174,6 +175,7 @@ class Owner:
 
     async def close(self) -> None:
         """Stop working; what is on its way may or may not be stored."""
+        self._closed = True
         self.checks.close()
         for task in self._tasks:
             task.cancel()
@@ -216,7 +218,7 @@ class Owner:
         """At half of half's retention the bodies of what is not settled are copied out."""
         before_ms = self.now_ms() - self._settings.half_retention_ms // 2
         for transaction in self.ledger.unsettled_before(before_ms):
-            if not transaction.kept:
+            if not transaction.kept and transaction.id not in self.ledger.to_keep:
                 log.warning("half retention near, body copied", id=transaction.id)
                 self.ledger.to_keep[transaction.id] = transaction
                 self._promoter.wake()
@@ -237,8 +239,11 @@ class Owner:
             raise Fenced(f"partition {self.partition} has another owner")
         return min(pause_s * 2, CLAIM_PAUSE_MAX_S)
 
-    async def _reclaim(self) -> None:
-        """Claim again after a lost turn, and take over what turned out to be committed."""
+    async def _reclaim(self, unseen: frozenset[str]) -> None:
+        """Claim again after a lost turn, and take over what turned out to be committed.
+
+        `unseen`: what is known to be committed already, and will be visible.
+        """
         pause_s = CLAIM_PAUSE_S
         while True:
             try:
@@ -253,10 +258,13 @@ class Owner:
                 pause_s = min(pause_s * 2, CLAIM_PAUSE_MAX_S)
             except Fenced:
                 pause_s = await self._claim_again(pause_s)
-        done = self.ledger.reconcile(claimed.progress, kept)
+        done = self.ledger.reconcile(claimed.progress, kept, unseen)
         log.info("claimed again", partition=self.partition, committed_meanwhile=len(done))
         if done:
             self.promoted(done)
+        # The lost turns may have refused some.
+        waited_for = [self.ledger.transactions.get(id) for id in self._visible]
+        self._release_waiting([t for t in waited_for if t and t.state is not State.COMMITTED])
 
     # --- what changed ----------------------------------------------------------------------
 
@@ -437,9 +445,19 @@ class Owner:
         return records
 
     async def _wait_visible(self, id: str) -> None:
+        if self._closed:
+            raise OwnerUnavailable(id=id)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._visible.setdefault(id, []).append(future)
-        await future
+        try:
+            await future
+        finally:
+            # Whoever gave up and asks again must not be remembered each time.
+            waiting = self._visible.get(id, [])
+            if future in waiting:
+                waiting.remove(future)
+            if not waiting:
+                self._visible.pop(id, None)
 
     async def revive(self, id: str, by: str, reason: str) -> Standing:
         """Begin a new round for a parked transaction, or try a refused one again now.

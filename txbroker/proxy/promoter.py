@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Protocol
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 
 from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
 from txbroker.core.ledger import Ledger
@@ -84,6 +84,8 @@ class _Flight(Struct, eq=False):
     plan: Plan
     keep: list[Transaction]
     release: list[Transaction]
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it is known whether the turn was committed."""
 
     def ids(self) -> Iterable[str]:
         """The transactions whose fate the turn decides."""
@@ -100,8 +102,9 @@ class Promoter:
         targets: what is known of target topics.
         now_ms: the brokers' clock.
         claim: the name of the owner's present claim, for the progress.
-        reclaim: claims the partition again and reconciles the ledger with what it finds; raises
-            if the partition is lost.
+        reclaim: claims the partition again and reconciles the ledger with what it finds, all but
+            the transactions that it is told, whose turn is committed; raises if the partition is
+            lost.
         events: told of every turn.
         limits: how much goes into one turn.
     """
@@ -113,7 +116,7 @@ class Promoter:
         targets: Targets,
         now_ms: Callable[[], int],
         claim: Callable[[], str],
-        reclaim: Callable[[], Awaitable[None]],
+        reclaim: Callable[[frozenset[str]], Awaitable[None]],
         events: PromotionEvents,
         limits: TurnLimits,
     ) -> None:
@@ -127,6 +130,10 @@ class Promoter:
         self._limits = limits
         self._wake = asyncio.Event()
         self._in_flight: set[str] = set()
+        # Of those the ones whose turn is committed; readers may not see it yet.
+        self._unseen: set[str] = set()
+        self._flights: set[_Flight] = set()
+        self._failure: BaseException | None = None
         self._finishing: set[asyncio.Task[None]] = set()
         self._lost = False
         self._avoided: dict[tuple[str, int | None], _Avoided] = {}
@@ -188,6 +195,8 @@ class Promoter:
 
     async def _turn(self) -> bool:
         """Plan and write one turn; say whether there may be another one at once."""
+        if self._failure is not None:
+            raise self._failure
         if self._lost:
             await self._recover()
         plan = await self._plan()
@@ -222,7 +231,8 @@ class Promoter:
                 self._ledger.to_release.pop(transaction.id, None)
             task = asyncio.create_task(self._finish(flight, handle))
             self._finishing.add(task)
-            task.add_done_callback(self._finishing.discard)
+            self._flights.add(flight)
+            task.add_done_callback(self._finished)
         return True
 
     # --- planning --------------------------------------------------------------------------
@@ -355,6 +365,13 @@ class Promoter:
             deferred=tuple(plan.deferred),
         )
 
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._finishing.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # What must not happen did: its transactions would wait for ever, and nobody knew.
+            self._failure = task.exception()
+            self._wake.set()
+
     async def _finish(self, flight: _Flight, handle: TurnHandle) -> None:
         """See a turn to its end: committed, then visible."""
         plan, ledger = flight.plan, self._ledger
@@ -365,6 +382,11 @@ class Promoter:
             self._lost = True
             self._wake.set()
             return
+        finally:
+            self._flights.discard(flight)
+            flight.ended.set()
+        promoted = [transaction.id for transaction in plan.promote]
+        self._unseen.update(promoted)
         for transaction, cause in plan.refuse:
             ledger.refuse(transaction.id, cause)
             self._retry_later(transaction.id)
@@ -382,7 +404,8 @@ class Promoter:
             self._refused_alone.discard(transaction.id)
             self._retry_pauses_s.pop(transaction.id, None)
             taken += count
-            self._in_flight.discard(transaction.id)
+        self._in_flight.difference_update(promoted)
+        self._unseen.difference_update(promoted)
         if plan.promote:
             self._events.promoted(plan.promote)
             self._avoided = {
@@ -438,10 +461,11 @@ class Promoter:
 
     async def _recover(self) -> None:
         """Claim again; what the turns on their way have done is in the progress it finds."""
-        if self._finishing:
-            await asyncio.wait(self._finishing)
-        await self._reclaim()
-        self._in_flight.clear()
+        # Not until they are visible: that can take as long as a stranger's transaction in a target.
+        for flight in list(self._flights):
+            await flight.ended.wait()
+        await self._reclaim(frozenset(self._unseen))
+        self._in_flight = set(self._unseen)
         self._lost = False
         self._retry_all()
 
