@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import select
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import pytest
+from cli_world import Call, Dev, Result
 
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
-
-TXBROKER = Path(sys.executable).with_name("txbroker")
-START_TIMEOUT_S = 90.0
-
-
-class Result(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """What it wrote to stdout, which is JSON."""
-        assert self.out, self.err
-        return json.loads(self.out)
-
-
-Call = Callable[..., Result]
 
 
 @pytest.fixture
@@ -55,72 +27,6 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         return Result(code, out, err)
 
     return calling
-
-
-class Dev:
-    """A `txbroker dev` in a process of its own."""
-
-    def __init__(self, data_dir: Path, *options: str) -> None:
-        self._command = [TXBROKER, "dev", "--data-dir", data_dir, "--listen", "127.0.0.1:0"]
-        self._command += options
-        self.data_dir = data_dir
-        self._log = data_dir.with_suffix(".log")
-        self.url = self.kafka = ""
-
-    def start(self) -> None:
-        """Start it, and wait for its line on stdout."""
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=inherited,
-            )
-        assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], START_TIMEOUT_S)
-        line = self.process.stdout.readline().decode() if readable else ""
-        match = re.fullmatch(r"ready (http://127\.0\.0\.1:\d+) kafka (127\.0\.0\.1:\d+)\n", line)
-        assert match is not None, (line, self._log.read_text())
-        self.url, self.kafka = match[1], match[2]
-
-    @property
-    def stderr(self) -> str:
-        """What it has said beside its data."""
-        return self._log.read_text()
-
-    def children(self) -> list[int]:
-        """Its children and theirs, by process id."""
-        found, todo = [], [self.process.pid]
-        while todo:
-            path = Path(f"/proc/{todo.pop()}/task")
-            for task in path.glob("*/children"):
-                below = [int(pid) for pid in task.read_text().split()]
-                found += below
-                todo += below
-        return found
-
-    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Send it a signal; return its exit code and what else it wrote to stdout."""
-        self.process.send_signal(number)
-        out, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, out.decode()
-
-
-def until_gone(pids: list[int], deadline_s: float = 20.0) -> None:
-    """Wait until none of these processes runs."""
-    deadline = time.monotonic() + deadline_s
-    while alive := [pid for pid in pids if _runs(pid)]:
-        assert time.monotonic() < deadline, f"still there: {alive}"
-        time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.fixture(scope="session")

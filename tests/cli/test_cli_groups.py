@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import Call
+from cli_world import Call
 
 
 def test_register_show_list_and_remove(ask: Call) -> None:

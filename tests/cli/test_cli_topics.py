@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from conftest import Call, Dev
+from cli_world import Call, Dev
 
 NAMES = ["plan.half", "plan.op", "plan.checkpoint", "plan.parked", "plan.groups"]
 

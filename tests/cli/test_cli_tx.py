@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from conftest import Call
+from cli_world import Call
 
 ID = re.compile(r"[0-9A-Z]{26}")
 STRANGER = "00000000000000000000000000"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
-from conftest import TXBROKER, Call
+from cli_world import TXBROKER, Call
 
 from txbroker import __version__
 from txbroker.cli.main import COMMANDS, cli

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import Call, Dev
+from cli_world import Call, Dev
 
 
 def kcat(dev: Dev, topic: str) -> list[dict[str, object]]:

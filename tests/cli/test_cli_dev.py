@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import Call, Dev, until_gone
+from cli_world import Call, Dev, until_gone
 
 
 @pytest.mark.needs_tool("curl")
@@ -22,8 +22,7 @@ def test_it_takes_transactions_from_curl(dev: Dev) -> None:
     assert b'"state":"pending"' in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_its_whole_life(tmp_path: Path, call: Call, number: int) -> None:
+def test_its_whole_life(tmp_path: Path, call: Call) -> None:
     """Start, kill -9 everything, start again on the same data, end in order."""
     dev = Dev(tmp_path / "data")
     dev.start()
@@ -41,8 +40,20 @@ def test_its_whole_life(tmp_path: Path, call: Call, number: int) -> None:
     assert [row["id"] for row in found.json] == [sent.out.strip()]
     done = call("tx", "commit", sent.out.strip(), "--wait", "--yes", "--url", dev.url, "-o", "json")
     assert done.json[0]["state"] == "promoted"
-    assert dev.end(number) == (0, "")
+    assert dev.end(signal.SIGTERM) == (0, "")
     until_gone(second)
+    assert "Traceback" not in dev.stderr
+
+
+def test_ctrl_c_while_it_starts(tmp_path: Path) -> None:
+    dev = Dev(tmp_path / "data")
+    dev.launch()
+    below: list[int] = []
+    while len(below) < 2:
+        assert dev.process.poll() is None
+        below = dev.children()
+    assert dev.end(signal.SIGINT) == (0, "")
+    until_gone(below)
     assert "Traceback" not in dev.stderr
 
 
