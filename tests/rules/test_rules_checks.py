@@ -23,10 +23,12 @@ from rules_world import (
 
 from txbroker.checkers.base import Answered, Channel, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.runner import CheckRunner
+from txbroker.core.ledger import Effect
 from txbroker.core.records import (
     CheckPolicy,
     CheckReason,
     Decision,
+    MarkerKind,
     State,
 )
 from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
@@ -218,6 +220,16 @@ async def test_it_is_parked_after_the_last_attempt_and_its_timeout(world: World)
     await until(lambda: world.parked() == [(f"{id}/0".encode(), True)])
     await until(lambda: runner.queued == 0)
     await runner.close()
+
+
+async def test_no_attempt_is_accepted_beyond_the_last(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=CheckPolicy(0.0, 0.0, 2, 60.0))
+    for number in (1, 2, 3):
+        world.zombie_mark(MarkerKind.CHECK, id, round=1, number=number, reason="due")
+    await until(lambda: world.told.effects() == [Effect.ILLEGAL])
+    assert (known(owner, id).state, known(owner, id).number) == (State.PENDING, 2)
+    assert len(known(owner, id).counted_ms) == 2
 
 
 async def test_a_parked_one_is_decided_by_hand_and_answers_in_flight_are_ignored(
