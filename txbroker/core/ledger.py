@@ -81,6 +81,9 @@ class _Entry(Struct, frozen=True):
     marker: Marker
     offset: int
     at_ms: int
+    """The log clock, by which checks are judged."""
+    stamp_ms: int
+    """The append time itself, which brokers do not find in the future even if their clock was."""
     contents: tuple[Message, ...] | None = None
 
 
@@ -273,7 +276,7 @@ class Ledger:
             # Marker and replaced messages are one batch: they take effect together.
             self._batch = _Batch(marker, record.offset, [])
             return Outcome(Effect.PARTIAL)
-        return self._entry(_Entry(marker, record.offset, self.op_clock_ms))
+        return self._entry(_Entry(marker, record.offset, self.op_clock_ms, record.timestamp_ms))
 
     def _content(self, record: Record) -> Outcome:
         batch = self._batch
@@ -296,7 +299,8 @@ class Ledger:
             return Outcome(Effect.PARTIAL)
         self._batch = None
         contents = tuple([part.message for part in batch.parts])
-        return self._entry(_Entry(batch.marker, batch.offset, self.op_clock_ms, contents))
+        stamp_ms = record.timestamp_ms
+        return self._entry(_Entry(batch.marker, batch.offset, self.op_clock_ms, stamp_ms, contents))
 
     def _entry(self, entry: _Entry) -> Outcome:
         marker = entry.marker
@@ -341,7 +345,7 @@ class Ledger:
             return Outcome(Effect.REPEATED if same else Effect.CONFLICT, transaction)
         if entry.contents is not None and not fits(transaction.half, entry.contents):
             return Outcome(Effect.ILLEGAL, transaction, "replaced content for other topics")
-        transaction.decide(marker, entry.offset, entry.at_ms, decision)
+        transaction.decide(marker, entry.offset, entry.stamp_ms, decision)
         self.undecided_count -= 1
         self.to_keep.pop(transaction.id, None)
         if decision is Decision.COMMIT:

@@ -5,6 +5,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median_low
 
 import structlog
 from msgspec import structs
@@ -30,6 +31,7 @@ from txbroker.errors import (
     BadId,
     BadRequest,
     BadSchedule,
+    IdExpired,
     KafkaUnavailable,
     OwnerUnavailable,
     TooLarge,
@@ -154,7 +156,7 @@ class Broker:
         self._owners[partition] = owner
         self._status[partition] = "owned"
         self._opening.pop(partition, None)
-        self._clock = LogTime(owner.now_ms())
+        self._clock = LogTime(owner.id_ms())
         log.info(
             "owned",
             partition=partition,
@@ -226,8 +228,11 @@ class Broker:
         return tuple([self.url if p in self._owners else "" for p in range(self._door.partitions)])
 
     def now_ms(self) -> int:
-        """Return the clock by which ids are made, ms."""
-        return self._clock.now_ms()
+        """Return the clock by which sessions make ids, ms: of all partitions the middle one, so
+        that one broker whose clock is astray misleads nobody else's ids."""
+        if not self._owners:
+            return self._clock.now_ms()
+        return median_low([owner.id_ms() for owner in self._owners.values()])
 
     def clock_at_least(self, now_ms: int) -> None:
         """The brokers' clock says so by now: a broker whose clock is put forward for tests tells
@@ -297,7 +302,14 @@ class Broker:
             policy,
         )
         try:
-            return await owner.prepare(half, request.instance)
+            try:
+                return await owner.prepare(half, request.instance)
+            except IdExpired:
+                if request.id is not None:
+                    raise
+                # The id was ours, by a clock that the half topic's broker has left: now we know.
+                id = self._new_id(owner, request)
+                return await owner.prepare(structs.replace(half, id=id), request.instance)
         except OwnerUnavailable as error:
             # The id goes back to the caller, who sends it again and so never counts twice.
             error.details.setdefault("id", id)
@@ -335,7 +347,7 @@ class Broker:
             randomness = secrets.randbits(64)
         else:
             randomness = dedup_randomness(request.group, request.dedup_key)
-        return make_id(owner.partition, owner.now_ms(), randomness)
+        return make_id(owner.partition, owner.id_ms(), randomness)
 
     def _policy(self, request: PrepareRequest) -> CheckPolicy:
         """Return when this transaction is checked: the request's word, else its group's.

@@ -2,6 +2,9 @@
 
 import time
 
+CLOCKS_APART_MS = 1000
+"""How far the clocks of two brokers may be apart; `txbroker doctor` alarms beyond that."""
+
 
 class LogTime:
     """The append time of a record, plus the monotonic time since it was read.
@@ -12,6 +15,14 @@ class LogTime:
     def __init__(self, timestamp_ms: int) -> None:
         self._base_ms = timestamp_ms
         self._base = time.monotonic()
+
+    def follow(self, log_clock_ms: int) -> None:
+        """A record was appended just now, and the log clock stands here: so it is that late, give
+        or take how far brokers' clocks may be apart, also where this one says later."""
+        if self.now_ms() - log_clock_ms > CLOCKS_APART_MS:
+            self._base_ms, self._base = log_clock_ms, time.monotonic()
+        else:
+            self.at_least(log_clock_ms)
 
     def at_least(self, timestamp_ms: int) -> None:
         """A record was appended at this time just now or earlier, so it is that late at least."""

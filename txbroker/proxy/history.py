@@ -7,9 +7,7 @@ from txbroker.core.records import Record, State
 from txbroker.core.transaction import Transaction
 from txbroker.door import Log, LogTruncated
 from txbroker.errors import NotFound, TooOld
-
-CLOCKS_APART_MS = 1000
-"""How far the clocks of two brokers may be apart; `txbroker doctor` alarms beyond that."""
+from txbroker.proxy.clock import CLOCKS_APART_MS
 
 
 async def search(half: Log, op: Log, id: str, dedup_window_ms: int) -> Transaction:

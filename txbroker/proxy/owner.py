@@ -129,6 +129,8 @@ class Owner:
         self._visible: dict[str, list[asyncio.Future[None]]] = {}
         self._claim = ""
         self._clock = LogTime(0)
+        # The half topic's own: ids are void by its log clock alone, wherever the others stand.
+        self._id_clock = LogTime(0)
         self._half = Appender(door.half, self._applier.half, lambda: self.ledger.half_position)
         self._op = Appender(door.op, self._applier.op, lambda: self.ledger.op_position)
         self._promoter = Promoter(
@@ -167,6 +169,8 @@ class Owner:
                 pause_s = await self._claim_again(pause_s)
         self._clock = clock
         self._clock.at_least(max(self.ledger.half_clock_ms, self.ledger.op_clock_ms))
+        self._id_clock = LogTime(clock.now_ms())
+        self._id_clock.at_least(self.ledger.half_clock_ms)
         for transaction in self.ledger:
             self.checks.touch(transaction)
         loops = (self._half.run, self._op.run, self._promoter.run, self.checks.run, self._watch)
@@ -191,9 +195,19 @@ class Owner:
         """Return the time by the brokers' clock, ms."""
         return self._clock.now_ms()
 
+    def id_ms(self) -> int:
+        """Return the time by which ids are made and judged: where the half topic's log clock will
+        stand when a record is appended now, ms.
+
+        If that broker's clock is put back the log clock stands still, and ids by any other clock
+        would soon be void.
+        """
+        return self._id_clock.now_ms()
+
     def clock_at_least(self, now_ms: int) -> None:
         """The brokers' clock says so by now; it is no earlier."""
         self._clock.at_least(now_ms)
+        self._id_clock.at_least(now_ms)
         self.checks.look_again()
 
     async def _guard(self, loop: Callable[[], Awaitable[None]]) -> None:
@@ -306,7 +320,7 @@ class Owner:
         if transaction is None and dedup_key is not None:
             transaction = self.ledger.by_dedup_key(group, dedup_key)
             if transaction is not None and transaction.state in SETTLED:
-                age_ms = self.now_ms() - transaction.prepared_at_ms
+                age_ms = self.id_ms() - transaction.prepared_at_ms
                 if age_ms > self._settings.dedup_window_ms:
                     return None
         if transaction is None:
@@ -322,7 +336,7 @@ class Owner:
             IdExpired, IdConflict, TooLarge, Overloaded: it was not stored.
             OwnerUnavailable: it may or may not be stored; the same again is safe.
         """
-        age_ms = abs(self.now_ms() - parse_id(half.id).time_ms)
+        age_ms = abs(self.id_ms() - parse_id(half.id).time_ms)
         if age_ms > self._settings.dedup_window_ms:
             raise IdExpired(f"the id is {age_ms // 1000} s away from Kafka's clock", id=half.id)
         if self.ledger.undecided_count >= self._settings.pending_max:
@@ -334,6 +348,7 @@ class Owner:
         if self._promoter.full:
             raise Overloaded("too many transactions wait for target partitions without a leader")
         outcome = await self._half.append(encode_half(half))
+        self._id_clock.follow(self.ledger.half_clock_ms)
         transaction = outcome.transaction
         if outcome.effect is Effect.APPLIED and transaction is not None:
             transaction.instance = instance
@@ -373,7 +388,7 @@ class Owner:
     async def _settled_before(self, id: str) -> Transaction:
         """Find a transaction that was settled before what the ledger remembers."""
         window_ms = self._settings.dedup_window_ms
-        if abs(self.now_ms() - parse_id(id).time_ms) <= window_ms:
+        if abs(self.id_ms() - parse_id(id).time_ms) <= window_ms:
             raise NotFound(id=id)
         if self._searching.locked():
             raise Overloaded("another transaction is being looked up in the log", id=id)
