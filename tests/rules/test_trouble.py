@@ -1,0 +1,334 @@
+"""Schedules that once lost an answer, a check or a whole partition."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rules_world import QUICK, Gate, ScriptedDoor, World, commit, known, message, settled, until
+
+from txbroker.checkers.base import Answered
+from txbroker.contract import DecideRequest, PrepareRequest
+from txbroker.core.ids import parse_id
+from txbroker.core.records import (
+    Cause,
+    CheckPolicy,
+    CheckReason,
+    Decision,
+    MarkerKind,
+    Message,
+    Record,
+    State,
+)
+from txbroker.door import (
+    Appended,
+    AppendRefused,
+    Fenced,
+    Log,
+    TargetFacts,
+    Turn,
+    TurnHandle,
+    TurnLost,
+)
+from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
+from txbroker.testing.door import MemoryPartitionDoor
+
+# --- appending -----------------------------------------------------------------------------------
+
+
+async def refused(_log: Log, _records: Sequence[Record]) -> Appended:
+    raise AppendRefused("one of them is poison")
+
+
+async def test_a_batch_that_is_split_as_the_owner_closes_leaves_nobody_waiting(
+    world: World,
+) -> None:
+    owner = await world.owner()
+    before, gate = Gate(), Gate()
+    world.partition.half.script.extend([before.append, refused, gate.append])
+    first = asyncio.create_task(world.prepared(owner))
+    await before.reached.wait()
+    batch = [asyncio.create_task(world.prepared(owner)) for _ in range(3)]
+    await settled()
+    before.open()
+    await gate.reached.wait()
+    await owner.close()
+    done, waiting = await asyncio.wait([first, *batch], timeout=1)
+    for task in waiting:
+        task.cancel()
+    assert not waiting
+    assert [type(task.exception()) for task in batch] == [OwnerUnavailable] * 3
+    assert first in done
+
+
+async def test_look_ups_of_unknown_ids_share_a_look_at_the_end_of_half(world: World) -> None:
+    owner = await world.owner()
+    half = world.partition.half
+    gate = Gate()
+    half.script.append(gate.append)
+    writing = asyncio.create_task(world.prepared(owner))
+    await gate.reached.wait()
+    unknown = [world.half().id for _ in range(100)]
+    looks = [asyncio.create_task(owner.get(id)) for id in unknown]
+    await settled()
+    before = world.partition.calls.count("half.bounds")
+    gate.open()
+    await asyncio.wait(looks)
+    assert world.partition.calls.count("half.bounds") - before <= 3
+    assert {type(look.exception()).__name__ for look in looks} == {"NotFound"}
+    await writing
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+async def test_a_check_asked_for_is_not_forgotten_when_the_last_answer_comes(world: World) -> None:
+    owner = await world.owner()
+    policy = CheckPolicy(after_s=0.0, interval_s=30.0, attempts_max=5, timeout_s=5.0)
+    id = await world.prepared(owner, policy=policy)
+    await until(lambda: world.runner.due_now)
+    call = await owner.checks.attempt(id, CheckReason.DUE, "here")
+    assert call is not None
+    owner.checks.ask(known(owner, id))
+    # The answer to the attempt before comes now, and moves the transaction to its regular time.
+
+    await owner.checks.answered(call, "here", Answered(Decision.UNKNOWN))
+    world.runner.due_now.clear()
+    world.advance(1.1)
+    owner.clock_at_least(owner.now_ms())
+    await until(lambda: world.runner.due_now, 2)
+    assert await owner.checks.attempt(id, CheckReason.DUE, "here") is not None
+    assert [m.reason for m in world.markers() if m.kind is MarkerKind.CHECK] == ["due", "asked"]
+
+
+# --- promotion -----------------------------------------------------------------------------------
+
+
+class SlowTargets:
+    """Facts that are out of date as soon as the next topic was asked about."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.last = ""
+        self.broken: set[str] = set()
+
+    def known(self, topic: str) -> TargetFacts | Cause | None:
+        return self.inner.known(topic) if topic == self.last else None
+
+    async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
+        self.last = topic
+        if topic in self.broken:
+            raise KafkaUnavailable(f"nobody tells about {topic}")
+        found: TargetFacts | Cause = await self.inner.examine(topic, create=create)
+        return found
+
+    def forget(self, topic: str) -> None:
+        self.inner.forget(topic)
+
+
+async def test_more_targets_than_can_be_examined_before_facts_expire(world: World) -> None:
+    owner = world.make()
+    owner._promoter._targets = SlowTargets(world.door.targets)  # type: ignore[assignment]
+    await owner.open()
+    id = await world.committed(owner, message("a"), message("b", "u"))
+    await until(lambda: known(owner, id).state is State.PROMOTED, 2)
+
+
+async def test_a_target_that_cannot_be_examined_holds_back_only_its_own(world: World) -> None:
+    owner = world.make()
+    targets = SlowTargets(world.door.targets)
+    targets.broken.add("u")
+    owner._promoter._targets = targets  # type: ignore[assignment]
+    await owner.open()
+    stuck = await world.committed(owner, message("stuck", "u", b"x"))
+    id = await world.committed(owner, message("a"))
+    await until(lambda: known(owner, id).state is State.PROMOTED, 2)
+    assert known(owner, stuck).state is State.COMMITTED
+    targets.broken.clear()
+    await until(lambda: known(owner, stuck).state is State.PROMOTED, 2)
+
+
+async def test_a_turn_that_is_not_visible_yet_does_not_stop_the_partition(world: World) -> None:
+    """Somebody else's transaction is open in a target, and a later turn is lost."""
+    owner = await world.owner()
+    await world.committed(owner)
+    hanging = hold_back(world, "u")
+    unseen = await world.committed(owner, message("unseen", "u", b"x"))
+
+    async def lost(_inner: MemoryPartitionDoor, _turn: Turn) -> TurnHandle:
+        raise TurnLost("silence")
+
+    await settled()
+    world.partition.writes.append(lost)
+    id = await world.committed(owner, message("a"))
+    await until(lambda: known(owner, id).state is State.PROMOTED, 2)
+    assert known(owner, unseen).state is State.COMMITTED
+    world.kafka.end(hanging, committed=False)
+    await until(lambda: known(owner, unseen).state is State.PROMOTED, 2)
+    assert world.visible("u") == ["unseen"]
+
+
+def hold_back(world: World, topic: str) -> Any:
+    """Open a stranger's transaction in a target; return it."""
+    stranger = object()
+    world.kafka.fence("stranger", stranger)
+    transaction = world.kafka.begin("stranger")
+    world.kafka.write(topic, 0, [Record(None, b"strange")], transaction)
+    return transaction
+
+
+async def test_a_target_whose_leader_is_silent_holds_back_only_its_own(world: World) -> None:
+    owner = await world.owner()
+    silent = True
+
+    async def write(inner: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+        world.partition.writes.append(write)
+        if silent and any(target.topic == "u" for target in turn.promoted):
+            cause = Cause("no_answer", "u-0 does not answer", "u", 0, passing=True)
+            raise TurnLost("u-0 does not answer", cause)
+        return await inner.write(turn)
+
+    world.partition.writes.append(write)
+    stuck = await world.committed(owner, message("stuck", "u", b"x"))
+    await until(lambda: known(owner, stuck).cause is not None, 2)
+    id = await world.committed(owner, message("a"))
+    await until(lambda: known(owner, id).state is State.PROMOTED, 2)
+    silent = False
+    await until(lambda: known(owner, stuck).state is State.PROMOTED, 2)
+
+
+async def test_own_topics_that_refuse_stop_the_partition_and_refuse_nobody(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=QUICK)
+    world.kafka.topics["txbroker.parked"].authorized = False
+    for number in range(3):
+        await until(lambda n=number: len(world.runner.due_now) > n)  # type: ignore[misc]
+        await until(lambda: owner.now_ms() >= known(owner, id).next_check_ms())
+        while await owner.checks.attempt(id, CheckReason.DUE, "here") is None:
+            await asyncio.sleep(0.001)
+        owner.checks.touch(known(owner, id))
+    await until(lambda: world.stops, 2)
+    assert isinstance(world.stops[0], InvariantBroken)
+    assert "txbroker.parked" in str(world.stops[0])
+
+
+async def test_waiting_for_promotion_ends_when_a_claim_finds_it_refused(world: World) -> None:
+    owner = await world.owner()
+    world.kafka.topics["t"].authorized = False
+    id = await world.prepared(owner)
+
+    async def unheard(inner: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+        await (await inner.write(turn)).committed()
+        raise TurnLost("the answer was lost")
+
+    world.partition.writes.append(unheard)
+    async with asyncio.timeout(2):
+        standing = await commit(owner, id, wait=True)
+    assert standing.state is State.REFUSED
+
+
+async def test_a_client_that_stops_waiting_for_promotion_is_forgotten(world: World) -> None:
+    owner = await world.owner()
+    world.kafka.topics["t"].leaderless = frozenset({0})
+    id = await world.committed(owner)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await commit(owner, id, wait=True)
+    assert not owner._visible
+
+
+async def test_nobody_waits_for_promotion_at_an_owner_that_is_closed(world: World) -> None:
+    owner = await world.owner()
+    world.kafka.topics["t"].leaderless = frozenset({0})
+    id = await world.committed(owner)
+    await owner.close()
+    with pytest.raises(OwnerUnavailable):
+        async with asyncio.timeout(1):
+            await commit(owner, id, wait=True)
+
+
+# --- clocks --------------------------------------------------------------------------------------
+
+
+async def test_prepares_go_on_when_the_brokers_clock_jumps_back(world: World) -> None:
+    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
+    broker = await world.broker(door)
+    await until(lambda: broker.owned == 1)
+    request = PrepareRequest("g", (Message("t", b"k", b"v"),))
+    await broker.prepare(request)
+    world.clock.advance(-3600)
+    for _ in range(5):
+        world.owners_time.ahead_s += 100
+        world.clock.advance(100)
+        await broker.prepare(request)
+
+
+@pytest.mark.parametrize("topic", ["txbroker.half", "txbroker.op"])
+async def test_prepares_go_on_when_one_brokers_clock_jumps_forward(
+    world: World, topic: str
+) -> None:
+    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
+    broker = await world.broker(door)
+    await until(lambda: broker.owned == 1)
+    request = PrepareRequest("g", (Message("t", b"k", b"v"),))
+    await broker.prepare(request)
+    appends = world.kafka.topics[topic].partitions[0].append
+
+    def a_day_ahead(records: Sequence[Record], now_ms: int, *rest: Any) -> int:
+        return appends(records, now_ms + 86_400_000, *rest)
+
+    world.kafka.topics[topic].partitions[0].append = a_day_ahead  # type: ignore[method-assign]
+    # What an append says of the time is what the log says.
+    inner = world.kafka.append
+
+    async def append(name: str, partition: int, records: Sequence[Record]) -> Appended:
+        where = await inner(name, partition, records)
+        ahead_ms = 86_400_000 if name == topic else 0
+        return Appended(where.base_offset, where.timestamp_ms + ahead_ms)
+
+    world.kafka.append = append  # type: ignore[method-assign]
+    for _ in range(3):
+        standing = await broker.prepare(request)
+        await broker.decide(DecideRequest(standing.id, Decision.COMMIT, wait=True))
+    # And what sessions make their ids by is what the half topic's broker says.
+    last = parse_id(standing.id).time_ms
+    assert abs(broker.now_ms() - last) < 60_000
+
+
+# --- the broker ----------------------------------------------------------------------------------
+
+
+async def test_a_partition_that_was_lost_while_it_was_claimed_is_opened_when_it_comes_back(
+    world: World,
+) -> None:
+    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
+    told: list[Any] = []
+    join = door.membership.join
+
+    async def joined(assigned: Any) -> None:
+        told.append(assigned)
+        await join(assigned)
+
+    async def still_ours(_partition: int) -> bool:
+        # As on Kafka: the group has forgotten us, which is told before the answer is no.
+        told[0](frozenset())
+        return False
+
+    async def fenced(_inner: MemoryPartitionDoor, _claim: Any) -> Any:
+        raise Fenced("a timeout")
+
+    def script(partition: Any) -> None:
+        partition.claims.append(fenced)
+        door.prepare_partition = lambda _: None
+
+    door.membership.join = joined  # type: ignore[method-assign]
+    door.membership.still_ours = still_ours  # type: ignore[method-assign]
+    door.prepare_partition = script
+    broker = await world.broker(door)
+    await until(lambda: not broker._status or broker._status.get(0) == "elsewhere", 2)
+    await settled()
+    told[0](frozenset({0}))
+    await until(lambda: broker.owned == 1, 2)
