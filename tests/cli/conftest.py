@@ -32,7 +32,8 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture(scope="session")
 def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
     """One `txbroker dev` for all tests that need a proxy."""
-    running = Dev(tmp_path_factory.mktemp("dev") / "data")
+    data = tmp_path_factory.mktemp("dev") / "data"
+    running = Dev(data, "--check-after-s", "1", "--check-interval-s", "1")
     running.start()
     yield running
     running.process.kill()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from cli_world import Call
@@ -131,6 +134,43 @@ def test_check_and_revive_say_why_not(ask: Call, prepared: str) -> None:
     ask("tx", "rollback", prepared, "--yes")
     settled = ask("tx", "check", prepared, "--yes")
     assert (settled.code, "(not_pending)" in settled.err) == (1, True)
+
+
+class Unsure(BaseHTTPRequestHandler):
+    """An instance of a group that never knows."""
+
+    def do_POST(self) -> None:
+        """Say that it is unknown."""
+        body = b'{"decision": "unknown"}'
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_what_nobody_knows_is_parked_listed_and_revived(ask: Call) -> None:
+    with HTTPServer(("127.0.0.1", 0), Unsure) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        policy = ("--attempts-max", 2, "--check-after-s", 0.1, "--check-interval-s", 0.1)
+        ask("groups", "register", "unsure", "--check-url", url, *policy, "--timeout-s", 0.2, "-y")
+        id = ask("send", "tx", "v", "--group", "unsure", "--decision", "none").out.strip()
+        listing = ("tx", "list", "--state", "parked", "--group", "unsure", "-o", "json")
+        deadline = time.monotonic() + 30
+        while not (parked := ask(*listing).json):
+            assert time.monotonic() < deadline
+        server.shutdown()
+        thread.join()
+    assert [(row["id"], row["attempts"]) for row in parked] == [(id, 2)]
+    assert "undecided after the last attempt" in ask("tx", "show", id).out
+    revived = ask("tx", "revive", id, "--yes", "--reason", "asked the shop", "-o", "json").json
+    assert [row["state"] for row in revived] == ["pending"]
+    assert ask("tx", "show", id, "-o", "json").json["round"] == 2
+    ask("groups", "remove", "unsure", "--yes")
 
 
 def test_nothing_of_a_transaction_moves_the_terminal(ask: Call) -> None:

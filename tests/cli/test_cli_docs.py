@@ -1,0 +1,84 @@
+"""The README and the tutorial, as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import Call, Dev
+
+ROOT = Path(__file__).parents[2]
+
+
+def block(page: str, language: str) -> str:
+    """Return the one block of a language in a page."""
+    (found,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return str(found)
+
+
+def until(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
+    """Ask again and again until the answer is true; return it."""
+    deadline = time.monotonic() + deadline_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, condition
+    return found
+
+
+@pytest.mark.needs_tool("curl")
+def test_the_curl_commands(dev: Dev) -> None:
+    script = block("README.md", "bash").replace("http://127.0.0.1:8470", dev.url)
+    done = subprocess.run(["bash", "-eu"], input=script, capture_output=True, text=True, check=True)
+    answers = [json.loads(part) for part in re.split(r"(?<=\})(?=\{\")", done.stdout.strip())]
+    prepared, committed, again, refused, life = answers
+    assert prepared["state"] == "pending"
+    assert committed == again == {"id": prepared["id"], "state": "promoted", "decision": "commit"}
+    assert refused["error"]["code"] == "already_decided"
+    assert [event["event"] for event in life["timeline"]] == ["prepared", "commit", "promoted"]
+
+
+def test_the_python_example(dev: Dev, ask: Call, tmp_path: Path) -> None:
+    script = block("README.md", "python").replace("http://127.0.0.1:8470", dev.url)
+    script += "\nprint(tx.id)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    shown = ask("tx", "show", done.stdout.strip(), "-o", "json").json
+    assert (shown["decision"], shown["source"]) == ("commit", "producer")
+
+
+def test_the_check_back_of_the_tutorial(dev: Dev, ask: Call, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    script = tmp_path / "answer.py"
+    script.write_text(block("docs/start.md", "python").replace("8471", str(port)))
+    said = tmp_path / "said"
+    with said.open("w") as out:
+        answering = subprocess.Popen(
+            [sys.executable, "-u", script], stdout=out, stderr=subprocess.DEVNULL, env=os.environ
+        )
+    try:
+        url = f"http://127.0.0.1:{port}/"
+        assert ask("groups", "register", "asked", "--check-url", url, "--yes").code == 0
+        sent = ask("send", "asked", "20 EUR", "--group", "asked", "--decision", "none")
+        id = sent.out.strip()
+        state = until(lambda: _state(ask, id) == "promoted")
+        assert state
+        assert ask("tx", "show", id, "-o", "json").json["source"] == "check"
+        assert f'"id":"{id}"' in said.read_text()
+    finally:
+        answering.kill()
+        answering.wait()
+        ask("groups", "remove", "asked", "--yes")
+
+
+def _state(ask: Call, id: str) -> str:
+    return str(ask("tx", "show", id, "-o", "json").json["state"])
