@@ -7,6 +7,7 @@ ledger, before the question goes out, so no crash and no second owner ever makes
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from typing import Protocol
 
 import structlog
@@ -34,6 +35,8 @@ AGAIN_MS = 1000
 """What could not be done now is tried again after this."""
 HANDED_OUT_MS = 60_000
 """A check that the runner holds comes back by itself; this is for one that got lost."""
+HAND_OUT_MAX = 500
+"""Checks that are handed out without a pause for everything else."""
 
 log = structlog.get_logger()
 
@@ -113,8 +116,10 @@ class CheckBack:
             next_ms = self._schedule.next_ms()
             wait_s = None if next_ms is None else (next_ms - self._now_ms()) / 1000
             if wait_s is not None and wait_s <= 0:
-                for id in list(self._schedule.pop_due(self._now_ms())):
+                for id in list(islice(self._schedule.pop_due(self._now_ms()), HAND_OUT_MAX)):
                     self._attend(id)
+                # After an outage a hundred thousand may be due at once: others want their turn.
+                await asyncio.sleep(0)
                 continue
             try:
                 async with asyncio.timeout(wait_s):
