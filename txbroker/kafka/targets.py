@@ -20,6 +20,9 @@ _BATCH_BYTES_MAX = 4 << 20
 _CAUSE_TTL_S = 1.0
 """Somebody may be creating the topic just now."""
 
+_KNOWN_MAX = 1000
+"""Topics remembered before those out of date are dropped."""
+
 _BY_DEFAULT = -1
 _ANY_PARTITION = -1
 
@@ -68,7 +71,11 @@ class KafkaTargets(Targets):
         if isinstance(facts, TargetFacts):
             self._bytes_max[topic] = facts.message_bytes_max
         ttl_s = min(self._ttl_s, _CAUSE_TTL_S) if isinstance(facts, Cause) else self._ttl_s
-        self._known[topic] = (self._loop.time() + ttl_s, facts)
+        now = self._loop.time()
+        if len(self._known) >= _KNOWN_MAX:
+            # Clients may name any topic, and what was never asked about again stayed here.
+            self._known = {name: known for name, known in self._known.items() if known[0] > now}
+        self._known[topic] = (now + ttl_s, facts)
 
     async def _ask(self, topic: str) -> TargetFacts | Cause:
         found = (await self._admin.topics([topic])).get(topic)
