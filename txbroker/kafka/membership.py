@@ -126,11 +126,14 @@ class KafkaMembership(Membership):
                     self._lose(str(error))
                 await asyncio.sleep(_PAUSE_S)
             except Exception as error:
-                # Without this a waiting `join` would wait for ever.
-                if not first.done():
-                    first.set_exception(error)
                 self._lose(repr(error))
-                raise
+                if not first.done():
+                    # Without this a waiting `join` would wait for ever.
+                    first.set_exception(error)
+                    return
+                # A proxy that stopped here would stay alive without a partition, for ever.
+                _log.exception("the membership failed, it is begun anew")
+                await asyncio.sleep(self._session_s / _BEATS_A_SESSION)
 
     def _survives(self, error: KafkaRefused, first: asyncio.Future[None]) -> bool:
         """Say whether to join again after the coordinator's error."""
