@@ -27,6 +27,7 @@ from txbroker.door import (
     AppendRefused,
     Fenced,
     Log,
+    LogTruncated,
     TargetFacts,
     Turn,
     TurnHandle,
@@ -79,6 +80,22 @@ async def test_look_ups_of_unknown_ids_share_a_look_at_the_end_of_half(world: Wo
     assert world.partition.calls.count("half.bounds") - before <= 3
     assert {type(look.exception()).__name__ for look in looks} == {"NotFound"}
     await writing
+
+
+async def test_a_log_that_lost_its_end_stops_the_partition_at_the_next_append(world: World) -> None:
+    owner = await world.owner()
+    for _ in range(3):
+        await world.prepared(owner)
+
+    async def from_the_start(log: Log, records: Sequence[Record]) -> Appended:
+        stored = await log.append(records)
+        return Appended(0, stored.timestamp_ms)
+
+    world.partition.half.script.append(from_the_start)
+    with pytest.raises(OwnerUnavailable):
+        await world.prepared(owner)
+    await until(lambda: world.stops)
+    assert isinstance(world.stops[0], LogTruncated)
 
 
 # --- checks --------------------------------------------------------------------------------------
