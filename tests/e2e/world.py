@@ -65,6 +65,7 @@ class World:
 
     def __init__(self, bootstrap: str, *, command: str = "proxy", **settings: Any) -> None:
         self._command = command
+        self._given = settings
         self.bootstrap = bootstrap
         self.prefix = str(settings.get("topic_prefix") or unique("e2e"))
         self.url = f"http://127.0.0.1:{_free_port()}"
@@ -82,9 +83,11 @@ class World:
         self.stdout: list[str] = []
         self.stderr: list[str] = []
 
-    def twin(self, **settings: Any) -> World:
-        """Return another proxy on the same topics, not started yet."""
-        return World(self.bootstrap, **{"topic_prefix": self.prefix, **settings})
+    def twin(self) -> World:
+        """Return another proxy with the same settings, not started yet, at an URL of its own."""
+        return World(
+            self.bootstrap, command=self._command, **{**self._given, "topic_prefix": self.prefix}
+        )
 
     # --- life ----------------------------------------------------------------------------
 
@@ -259,6 +262,8 @@ class World:
     async def topic(self, partitions: int = 1, **configs: str) -> str:
         """Create a topic of the test's own."""
         name = unique("topic")
+        # Kafka deletes what is older than a topic's retention by the timestamps that users give.
+        configs = {"retention_ms": "-1", **configs}
         return await asyncio.to_thread(create_topic, self.bootstrap, name, partitions, **configs)
 
     async def create_again(self, name: str) -> None:
