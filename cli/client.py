@@ -18,6 +18,7 @@ DEFAULT_URL = "http://127.0.0.1:8470"
 TIMEOUT_S = 60.0
 """Longer than a proxy takes for any call; who has not answered by then will not."""
 _PAGE = 1000
+_TOKEN_CHARS_MAX = 4096
 
 _REMEDIES = {
     "unauthorized": "Name the file that holds the token with --token-file.",
@@ -84,7 +85,7 @@ class Client:
             ApiError: says why not, and what to do.
         """
         given = {name: value for name, value in (body or {}).items() if value is not None}
-        return self._call(method, path, body=json.dumps(given).encode())
+        return self._call(method, path, body=given)
 
     def transactions(self, limit: int | None, **query: Any) -> Iterator[dict[str, Any]]:
         """Yield transactions page by page, at most `limit`.
@@ -107,12 +108,16 @@ class Client:
         method: str,
         path: tuple[str, ...],
         query: dict[str, Any] | None = None,
-        body: bytes | None = None,
+        body: dict[str, Any] | None = None,
     ) -> Any:
-        target = "/".join((f"{self._base}/v1", *(quote(part, safe="") for part in path)))
-        if query:
-            target += f"?{urlencode(query)}"
-        status, raw = self._exchange(method, target, body)
+        try:
+            target = "/".join((f"{self._base}/v1", *(quote(part, safe="") for part in path)))
+            if query:
+                target += f"?{urlencode(query)}"
+            sent = None if body is None else _json(body)
+        except UnicodeEncodeError:
+            raise click.UsageError("what is sent has to be UTF-8; --file sends any bytes") from None
+        status, raw = self._exchange(method, target, sent)
         try:
             answer = json.loads(raw)
         except ValueError:
@@ -187,9 +192,19 @@ def client_options(function: F) -> F:
     return result
 
 
+def _json(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise
+    except ValueError:
+        raise click.UsageError("a number has to be finite") from None
+
+
 def _read_token(path: Path) -> str:
     try:
-        token = path.read_text(encoding="utf-8").strip()
+        with path.open(encoding="utf-8") as file:
+            token = file.read(_TOKEN_CHARS_MAX).strip()
     except (OSError, UnicodeDecodeError) as error:
         what = getattr(error, "strerror", None) or "is not text"
         raise click.UsageError(f"--token-file {path}: {what}") from None

@@ -49,6 +49,9 @@ def run(cli: click.Command, arguments: Sequence[str]) -> int:
 
 def _say(error: click.ClickException) -> None:
     """Show an error of ours or of click's, in at most a few lines."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.format_message(), err=True)
+        return
     if isinstance(error, click.UsageError) and error.ctx is not None:
         click.echo(f"Try '{error.ctx.command_path} --help'.", err=True)
     click.echo(f"Error: {error.format_message()}", err=True)
