@@ -183,5 +183,3 @@ class Service(Protocol):
     def now_ms(self) -> int:
         """Return the clock by which ids are made: that of the brokers, as far as known."""
         ...
-
-
