@@ -183,6 +183,8 @@ class World:
 
     async def close(self) -> None:
         """End whatever runs; its terminal must be clean."""
+        # Shown where the test fails.
+        print(f"--- {self.url}", *self.stderr[-200:], sep="\n")
         code = await self.stop()
         said = "\n".join(self.stderr)
         assert code == 0, f"exit code {code}\n{said}"
