@@ -30,13 +30,13 @@ from txbroker.core.ids import make_id
 from txbroker.core.records import Claim, Decision, MarkerKind, Progress, Record, State
 from txbroker.door import Claimed, Fenced, LogTruncated, TurnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
-from txbroker.kafka import partition as kafka_partition
 from txbroker.kafka.batch import encode_batch
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.producer import Partition, Producer, Stored
 from txbroker.kafka.reader import _Unpacked
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.visible import StableEnds
 from txbroker.proxy.broker import Broker
 from txbroker.testing.door import MemoryPartitionDoor
 from txbroker.testing.memory import Outcome
@@ -135,11 +135,11 @@ async def test_a_claim_reads_when_its_own_record_is_visible(
     door = WatchedDoor(Client(settings), 0, lambda _: 1000, lambda _: None)
     door.steps = []
 
-    async def wait_visible(_: Client, last: Mapping[Partition, int], seconds: float) -> None:
+    async def pass_by(_: StableEnds, last: Mapping[Partition, int], seconds: float) -> None:
         assert 0 < seconds <= 30.0
         door.steps.append(f"visible behind {last[settings.checkpoint_topic, 0]}")
 
-    monkeypatch.setattr(kafka_partition, "wait_visible", wait_visible)
+    monkeypatch.setattr(StableEnds, "pass_by", pass_by)
     await door.claim(Claim(1, "c", "one", ""))
     assert door.steps[2:] == ["start a", "start b", "claim record", "visible behind 7", "read"]
 

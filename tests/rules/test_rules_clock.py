@@ -25,7 +25,7 @@ from txbroker.contract import DecideRequest, PrepareRequest
 from txbroker.core.ids import make_id, parse_id
 from txbroker.core.ledger import Effect
 from txbroker.core.records import Decision, Record, State
-from txbroker.errors import IdConflict, IdExpired
+from txbroker.errors import IdConflict, IdExpired, Overloaded
 from txbroker.proxy import clock
 from txbroker.proxy.clock import LogTime
 
@@ -221,13 +221,30 @@ async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -
 
 
 async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -> None:
-    owner = await world.owner(settled_max=0)
-    half = world.half()
-    await owner.prepare(half)
-    await commit(owner, half.id)
-    await until(lambda: world.told.promotions == [half.id])
-    for _ in range(20):
+    owner = await world.owner(settled_max=5)
+    ids = [await world.prepared(owner) for _ in range(20)]
+    for id in ids:
+        await commit(owner, id)
+    await until(lambda: len(world.told.promotions) == 20)
+    assert [known(owner, id).state for id in ids] == [State.PROMOTED] * 20
+
+
+async def test_prepares_wait_while_the_settled_window_is_full(world: World) -> None:
+    owner = await world.owner(settled_max=2)
+    for _ in range(2):
         await world.committed(owner)
-    assert (await owner.prepare(half)).state is State.PROMOTED
-    await until(lambda: len(world.visible()) == 21)
-    assert world.visible().count(half.id) == 1
+    await until(lambda: len(world.told.promotions) == 2)
+    with pytest.raises(Overloaded):
+        await owner.prepare(world.half())
+    # Half's log clock stands still now; if it decided alone, this would never end.
+    world.advance(WINDOW_MS / 1000 + 1)
+    await owner.prepare(world.half())
+
+
+async def test_what_waits_to_be_promoted_counts_as_held(world: World) -> None:
+    owner = await world.owner(pending_max=2)
+    world.kafka.set_leaderless("t", 0)
+    for _ in range(2):
+        await world.committed(owner, message("one"))
+    with pytest.raises(Overloaded):
+        await owner.prepare(world.half())

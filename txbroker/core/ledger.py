@@ -450,13 +450,24 @@ class Ledger:
         self._settled.append(transaction.id)
         self._forget()
 
+    @property
+    def settled_count(self) -> int:
+        """How many settled transactions are remembered."""
+        return len(self._settled)
+
+    def oldest_settled_ms(self) -> int:
+        """Return the later of the id's time and the append time of the transaction that was
+        settled first among those remembered; 0 if there is none."""
+        if not self._settled:
+            return 0
+        transaction = self.transactions[self._settled[0]]
+        return max(parse_id(transaction.id).time_ms, transaction.prepared_at_ms)
+
     def _forget(self) -> None:
         """Forget settled transactions, by the log clock: a repeat of theirs would be void."""
         while len(self._settled) > self.settled_max:
             transaction = self.transactions[self._settled[0]]
-            id_time_ms = parse_id(transaction.id).time_ms
-            newest_ms = max(id_time_ms, transaction.prepared_at_ms)
-            if self.half_clock_ms - newest_ms <= self.dedup_window_ms:
+            if self.half_clock_ms - self.oldest_settled_ms() <= self.dedup_window_ms:
                 break
             if transaction.id in self.to_release:
                 # A copy that nobody remembers would come back to life one day.

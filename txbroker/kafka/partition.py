@@ -28,8 +28,9 @@ from txbroker.kafka.producer import (
     Stored,
 )
 from txbroker.kafka.reader import Reader
-from txbroker.kafka.turns import TurnWritten, wait_visible
+from txbroker.kafka.turns import TurnWritten
 from txbroker.kafka.twin import TwinWriter
+from txbroker.kafka.visible import StableEnds
 
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.1
@@ -92,10 +93,8 @@ class KafkaPartitionDoor(PartitionDoor):
             raise Fenced("another owner claimed at the same time") from None
         except (BatchRefused, BatchUnknown) as error:
             raise KafkaUnavailable(f"the claim of partition {self.partition}: {error}") from None
-        await wait_visible(
-            self._client,
-            {self._checkpoint_at: stored.base_offset},
-            self._settings.claim_timeout_s,
+        await StableEnds(self._client).pass_by(
+            {self._checkpoint_at: stored.base_offset}, self._settings.claim_timeout_s
         )
         claimed = await self._read_progress(claim)
         self._writer = TwinWriter(self._client, self.partition, producers, self._bytes_max)

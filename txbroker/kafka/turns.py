@@ -9,13 +9,9 @@ from contextlib import contextmanager
 from txbroker.core.records import Cause
 from txbroker.door import Fenced, TurnHandle, TurnLost, TurnRefused
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.codes import RETRIABLE, Code, describe
-from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.producer import BatchRefused, BatchUnknown, Partition, ProducerFenced
-
-_POLL_S = 0.001
-_POLL_MAX_S = 0.1
+from txbroker.kafka.visible import StableEnds
 
 
 class TurnWritten(TurnHandle):
@@ -23,13 +19,15 @@ class TurnWritten(TurnHandle):
 
     def __init__(
         self,
-        client: Client,
+        stable: StableEnds,
         offsets: Sequence[int],
         last: Mapping[Partition, int],
         commit: asyncio.Task[None],
+        visible_timeout_s: float,
     ) -> None:
         self.offsets = offsets
-        self._client = client
+        self._stable = stable
+        self._visible_timeout_s = visible_timeout_s
         self._last = last
         self._commit = commit
 
@@ -49,7 +47,7 @@ class TurnWritten(TurnHandle):
             KafkaUnavailable: not visible in time; the partitions are named.
         """
         await self.committed()
-        await wait_visible(self._client, self._last, self._client.settings.visible_timeout_s)
+        await self._stable.pass_by(self._last, self._visible_timeout_s)
 
 
 async def outcome(commit: asyncio.Task[None]) -> None:
@@ -64,34 +62,6 @@ async def outcome(commit: asyncio.Task[None]) -> None:
         if commit.cancelled():
             raise TurnLost("the partition's door was closed") from None
         raise
-
-
-async def wait_visible(client: Client, last: Mapping[Partition, int], seconds: float) -> None:
-    """Wait until the last stable offset of every partition is behind the offset given for it.
-
-    An offset of -1 stands for the partition's end as it is now.
-
-    Raises:
-        KafkaUnavailable: the time is up; the partitions are named.
-    """
-    patience = Patience(seconds, _POLL_S, _POLL_MAX_S)
-    wanted = {partition: offset + 1 for partition, offset in last.items() if offset >= 0}
-    unknown = {partition for partition, offset in last.items() if offset < 0}
-    while True:
-        if unknown:
-            found = await ends(client, unknown, READ_UNCOMMITTED, "visible")
-            wanted.update(found)
-            unknown -= found.keys()
-        stable = await ends(client, wanted, READ_COMMITTED, "visible")
-        wanted = {p: end for p, end in wanted.items() if stable.get(p, -1) < end}
-        if not wanted and not unknown:
-            return
-        if not await patience.pause():
-            names = ", ".join(sorted(f"{topic}-{n}" for topic, n in {*wanted, *unknown}))
-            raise KafkaUnavailable(
-                f"written and committed {seconds:g} s ago, but not visible in {names}: "
-                "see whether a transaction hangs there"
-            )
 
 
 # The producer's state is lost, or the coordinator's; the record is not to blame.

@@ -20,6 +20,7 @@ from txbroker.kafka.batch import split_by_bytes
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.producer import Partition, Producer, ProducerFenced, Stored
 from txbroker.kafka.turns import TurnWritten, outcome, translated
+from txbroker.kafka.visible import StableEnds
 
 # The markers of the turn before on the same transactional id take milliseconds.
 _PAUSE_S = 0.001
@@ -39,7 +40,7 @@ class TwinWriter:
         bytes_max: Callable[[str], int],
     ) -> None:
         settings = client.settings
-        self._client = client
+        self._stable = StableEnds(client)
         self._settings = settings
         self._producers = producers
         self._bytes_max = bytes_max
@@ -74,7 +75,7 @@ class TwinWriter:
         # Whoever does not wait for it meets a failed commit at the next write.
         commit.add_done_callback(_retrieve)
         self._commits[side] = commit
-        return TurnWritten(self._client, offsets, last, commit)
+        return TurnWritten(self._stable, offsets, last, commit, self._settings.visible_timeout_s)
 
     async def close(self) -> None:
         """Give up what is still open; the next claim, or Kafka, aborts it."""

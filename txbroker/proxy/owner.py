@@ -339,14 +339,7 @@ class Owner:
         age_ms = abs(self.id_ms() - parse_id(half.id).time_ms)
         if age_ms > self._settings.dedup_window_ms:
             raise IdExpired(f"the id is {age_ms // 1000} s away from Kafka's clock", id=half.id)
-        if self.ledger.undecided_count >= self._settings.pending_max:
-            raise Overloaded(
-                f"partition {self.partition} holds {self.ledger.undecided_count} undecided "
-                "transactions, its limit: decide some, or wait",
-                id=half.id,
-            )
-        if self._promoter.full:
-            raise Overloaded("too many transactions wait for target partitions without a leader")
+        self._check_room(half.id)
         outcome = await self._half.append(encode_half(half))
         self._id_clock.follow(self.ledger.half_clock_ms)
         transaction = outcome.transaction
@@ -361,6 +354,33 @@ class Owner:
         if outcome.effect is Effect.EXPIRED:
             raise IdExpired(id=half.id)
         raise BadRequest(f"the half message is void: {outcome.why}", id=half.id)
+
+    def _check_room(self, id: str) -> None:
+        """Refuse a prepare that would make the partition hold more than it can.
+
+        Raises:
+            Overloaded: with what has to happen first.
+        """
+        ledger, settings = self.ledger, self._settings
+        held = ledger.undecided_count + len(ledger.ready)
+        if held >= settings.pending_max:
+            raise Overloaded(
+                f"partition {self.partition} holds {held} transactions that are undecided or wait "
+                "to be promoted, its limit: decide some, or wait",
+                id=id,
+            )
+        if self._promoter.full:
+            raise Overloaded(
+                "too many transactions wait for target partitions without a leader", id=id
+            )
+        # By our time, not the log's clock: that stands still while prepares are refused.
+        remembered_until_ms = ledger.oldest_settled_ms() + settings.dedup_window_ms
+        if ledger.settled_count >= settings.settled_max and self.id_ms() <= remembered_until_ms:
+            raise Overloaded(
+                f"partition {self.partition} remembers {ledger.settled_count} settled "
+                "transactions of the dedup window, its limit: wait",
+                id=id,
+            )
 
     # --- decide ----------------------------------------------------------------------------
 

@@ -1,0 +1,113 @@
+"""When `read_committed` readers see what was written: the last stable offset has passed it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
+from txbroker.kafka.producer import Partition
+
+_LANE = "visible"
+_POLL_S = 0.001
+_POLL_MAX_S = 0.1
+
+
+class StableEnds:
+    """Waits for last stable offsets: one question at a time, however many turns wait.
+
+    While somebody's open transaction holds a partition back, turns pile up behind it; if each
+    asked for itself, the brokers would be asked ever more often.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._waiting: dict[Partition, list[tuple[int, asyncio.Future[None]]]] = {}
+        self._more = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def pass_by(self, last: Mapping[Partition, int], seconds: float) -> None:
+        """Wait until the last stable offset of every partition is behind the offset given.
+
+        An offset of -1 stands for the partition's end as it is now.
+
+        Raises:
+            KafkaUnavailable: the time is up; the partitions are named.
+        """
+        patience = Patience(seconds, _POLL_S, _POLL_MAX_S)
+        wanted = await self._wanted(last, patience)
+        futures = {partition: self._wait(partition, end) for partition, end in wanted.items()}
+        try:
+            async with asyncio.timeout(max(patience.left_s, 0.0)):
+                await asyncio.gather(*futures.values())
+        except TimeoutError:
+            raise _invisible(
+                [partition for partition, future in futures.items() if future.cancelled()], seconds
+            ) from None
+
+    async def _wanted(
+        self, last: Mapping[Partition, int], patience: Patience
+    ) -> dict[Partition, int]:
+        """Return where each partition must be stable up to."""
+        wanted = {partition: offset + 1 for partition, offset in last.items() if offset >= 0}
+        unknown = last.keys() - wanted.keys()
+        while unknown:
+            found = await ends(self._client, unknown, READ_UNCOMMITTED, _LANE)
+            wanted.update(found)
+            unknown -= found.keys()
+            if unknown and not await patience.pause():
+                raise _invisible(list(unknown), 0.0)
+        return wanted
+
+    def _wait(self, partition: Partition, end: int) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(partition, []).append((end, future))
+        self._more.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._poll(), name="txbroker visible")
+        return future
+
+    async def _poll(self) -> None:
+        """Ask for as long as anybody waits; less often while nothing moves."""
+        pause_s = _POLL_S
+        while self._waiting:
+            self._more.clear()
+            moved = self._release(await ends(self._client, self._waiting, READ_COMMITTED, _LANE))
+            if not self._waiting:
+                return
+            pause_s = _POLL_S if moved else min(pause_s * 2, _POLL_MAX_S)
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._more.wait()
+                pause_s = _POLL_S
+            except TimeoutError:
+                continue
+
+    def _release(self, stable: Mapping[Partition, int]) -> bool:
+        """Let go whoever has waited long enough; say whether there was anybody."""
+        moved = False
+        for partition, waiting in list(self._waiting.items()):
+            left = []
+            for end, future in waiting:
+                if future.done():
+                    continue
+                if stable.get(partition, -1) >= end:
+                    future.set_result(None)
+                    moved = True
+                else:
+                    left.append((end, future))
+            if left:
+                self._waiting[partition] = left
+            else:
+                del self._waiting[partition]
+        return moved
+
+
+def _invisible(partitions: list[Partition], seconds: float) -> KafkaUnavailable:
+    names = ", ".join(sorted(f"{topic}-{number}" for topic, number in partitions))
+    return KafkaUnavailable(
+        f"written and committed {seconds:g} s ago, but not visible in {names}: "
+        "see whether a transaction hangs there"
+    )
