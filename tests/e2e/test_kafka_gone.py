@@ -25,7 +25,7 @@ from txbroker.sdk import Limits, TransactionalProducer
 
 GONE_S = 60.0 if os.environ.get("TXBROKER_TEST_LONG") else 12.0
 """How long Kafka hangs: longer than a write is tried, so that calls do fail."""
-TRANSACTIONS = 800
+TRANSACTIONS = 900
 
 
 @pytest.fixture(scope="module")
