@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from rules_world import OwnersTime, World
 
-from txbroker.proxy import broker, clock, owner, promoter
+from txbroker.proxy import broker, clock, owner, trouble
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(owner, "IDLE_S", 0.005)
     monkeypatch.setattr(owner, "CLAIM_PAUSE_S", 0.002)
     monkeypatch.setattr(broker, "REOPEN_S", 0.002)
-    monkeypatch.setattr(promoter, "RETRY_FIRST_S", 0.005)
-    monkeypatch.setattr(promoter, "RETRY_MAX_S", 0.01)
+    monkeypatch.setattr(trouble, "RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr(trouble, "RETRY_MAX_S", 0.01)
     before = asyncio.all_tasks()
     made = World(owners_time)
     await made.start()

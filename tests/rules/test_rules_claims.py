@@ -319,7 +319,7 @@ async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: 
     world.kafka.set_message_bytes_max("t", 100)
     await commit(owner, id)
     await until(lambda: world.told.refusals == [id])
-    owner._promoter._retries.set(id, None)
+    owner._promoter._trouble._retries.set(id, None)
     assert (await owner.revive(id, "ops", "again")).state is State.REFUSED
     assert known(owner, id).round == 1
     world.kafka.set_message_bytes_max("t", 1000)

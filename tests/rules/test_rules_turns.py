@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
@@ -341,12 +340,10 @@ async def test_one_poison_among_refused_ones_does_not_hold_back_the_others(world
     world.kafka.delete_topic("t")
     await asyncio.gather(commit(owner, poison), commit(owner, good))
     await until(lambda: set(world.told.refusals) == {poison, good})
-    promoter, now_ms = owner._promoter, round(time.monotonic() * 1000)
     for id in (poison, good):
-        promoter._retry_pauses_s.pop(id, None)
-        promoter._retries.set(id, now_ms)
+        owner._promoter._trouble.retry_now(id)
     world.kafka.topics["t"] = facts
-    promoter.wake()
+    owner._promoter.wake()
     await until(lambda: world.visible() == ["good"])
     assert world.partition.calls.count("claim") <= 6
     await until(lambda: known(owner, good).state is State.PROMOTED)

@@ -3,10 +3,11 @@
 A turn is one Kafka transaction that holds the promoted records, copies of what is refused or
 parked, and the progress. What a turn did is known when its commit is acknowledged, or from the
 progress that the next claim finds; never from anything else.
+
+This file tells how turns are written; `txbroker.proxy.trouble` keeps what is kept away from them.
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 from typing import Protocol
@@ -25,7 +26,6 @@ from txbroker.core.records import (
     Record,
     State,
 )
-from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
 from txbroker.door import (
     Fenced,
@@ -38,13 +38,10 @@ from txbroker.door import (
     TurnLost,
     TurnRefused,
 )
-from txbroker.errors import InvariantBroken, KafkaUnavailable
+from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.targets import verdict
+from txbroker.proxy.trouble import Trouble
 
-RETRY_FIRST_S = 0.5
-RETRY_MAX_S = 30.0
-"""Deferred and refused transactions are tried again after the first pause, then after twice the
-last one, up to the longest."""
 COPIES_MAX = 100
 """Whole transactions that one turn copies into the parked topic, or removes from it, beside those
 that it refuses. Parking comes in waves; a turn stays small."""
@@ -62,20 +59,6 @@ class PromotionEvents(Protocol):
     def refused(self, transactions: list[Transaction]) -> None:
         """These were set aside: a target does not take them."""
         ...
-
-
-class _Retry(Struct, frozen=True):
-    """When to try again, and how long to wait after that."""
-
-    at: float
-    pause_s: float
-
-
-class _Avoided(Struct, frozen=True):
-    """A target partition that could not be written, though its facts look well."""
-
-    cause: Cause
-    retry: _Retry
 
 
 class _Flight(Struct, eq=False):
@@ -127,7 +110,7 @@ class Promoter:
         self._claim = claim
         self._reclaim = reclaim
         self._events = events
-        self._limits = limits
+        self._trouble = Trouble(ledger, limits)
         self._wake = asyncio.Event()
         self._in_flight: set[str] = set()
         # Of those the ones whose turn is committed; readers may not see it yet.
@@ -136,14 +119,6 @@ class Promoter:
         self._failure: BaseException | None = None
         self._finishing: set[asyncio.Task[None]] = set()
         self._lost = False
-        self._avoided: dict[tuple[str, int | None], _Avoided] = {}
-        self._refused_alone: set[str] = set()
-        self._tried: dict[str, Cause] = {}
-        self._suspects: frozenset[str] = frozenset()
-        self._suspects_limit = 0
-        self._retries = Schedule()
-        self._retry_pauses_s: dict[str, float] = {}
-        self._deferred_retry: _Retry | None = None
         self.full = False
         """Whether the list of deferred ones is full, so that promotion stands still."""
 
@@ -153,14 +128,11 @@ class Promoter:
 
     def retry_refused(self, id: str) -> None:
         """Try a refused transaction again now, whatever was found out about it before."""
-        self._tried.pop(id, None)
-        self._refused_alone.discard(id)
+        self._trouble.retry_now(id)
         transaction = self._ledger.refused.get(id)
         if transaction is not None:
             for message in transaction.messages:
                 self._targets.forget(message.topic)
-            self._retry_pauses_s.pop(id, None)
-            self._retries.set(id, _monotonic_ms())
         self._wake.set()
 
     async def run(self) -> None:
@@ -169,7 +141,7 @@ class Promoter:
         Raises:
             Fenced: the partition has another owner.
         """
-        self._retry_all()
+        self._trouble.retry_all()
         try:
             while True:
                 await self._pause()
@@ -181,13 +153,8 @@ class Promoter:
 
     async def _pause(self) -> None:
         """Wait until woken, or until something is to be tried again."""
-        times = [] if self._deferred_retry is None else [self._deferred_retry.at]
-        retry_ms = self._retries.next_ms()
-        if retry_ms is not None:
-            times.append(retry_ms / 1000)
-        wait_s = max(0.0, min(times) - time.monotonic()) if times else None
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(self._trouble.wait_s()):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -216,13 +183,15 @@ class Promoter:
         try:
             handle = await self._door.write(self._encode(flight))
         except TurnRefused as error:
-            self._isolate(plan, error.cause)
+            self._trouble.isolate(plan.promote, error.cause)
+            self._targets.forget(error.cause.topic)
+            log.warning("turn refused", partition=self._door.partition, why=error.cause.message)
             self._lost = True
         except (TurnLost, Fenced, KafkaUnavailable) as error:
             log.warning("turn lost", partition=self._door.partition, why=str(error))
             if isinstance(error, TurnLost) and error.cause is not None:
                 # Or every turn from now on would be lost with it.
-                self._avoid(error.cause)
+                self._trouble.avoid(error.cause)
             self._lost = True
         else:
             for transaction in flight.keep:
@@ -239,8 +208,8 @@ class Promoter:
 
     async def _plan(self) -> Plan:
         """Plan with what is known of the targets, asking Kafka about those that are not."""
-        retried = self._retried()
-        limits = self._limits_now(retried)
+        retried = self._trouble.take_due(self._in_flight)
+        limits = self._trouble.limits(retried)
         # What was asked for this plan counts to its end: with many targets the facts of the first
         # would be out of date before the last was asked about, and no plan would ever be made.
         found: dict[str, TargetFacts | Cause] = {}
@@ -248,9 +217,9 @@ class Promoter:
             unknown: set[str] = set()
 
             def examine(message: Message, unknown: set[str] = unknown) -> Verdict:
-                avoided = self._avoided.get((message.topic, message.partition))
-                if avoided is not None and avoided.retry.at > time.monotonic():
-                    return avoided.cause
+                cause = self._trouble.avoided(message)
+                if cause is not None:
+                    return cause
                 facts = found.get(message.topic) or self._targets.known(message.topic)
                 if facts is None:
                     unknown.add(message.topic)
@@ -264,7 +233,7 @@ class Promoter:
                 limits,
                 in_flight=self._in_flight,
                 retried=retried,
-                tried=self._tried,
+                tried=self._trouble.tried,
                 progressed=self._ledger.op_progress,
             )
             if not unknown:
@@ -280,60 +249,13 @@ class Promoter:
             log.warning("target unknown", partition=self._door.partition, why=str(error))
             return Cause("no_answer", str(error), topic, -1, passing=True)
 
-    def _limits_now(self, retried: Iterable[Transaction]) -> TurnLimits:
-        """Smaller turns while one of the transactions is known to spoil the turn that it is in."""
-        if not self._suspects:
-            return self._limits
-        self._suspects = frozenset([id for id in self._suspects if self._may_be_tried(id)])
-        in_this_turn = self._ledger.ready.keys() | {transaction.id for transaction in retried}
-        if self._suspects.isdisjoint(in_this_turn):
-            return self._limits
-        return TurnLimits(self._suspects_limit, self._limits.bytes_max, self._limits.deferred_max)
-
-    def _may_be_tried(self, id: str) -> bool:
-        return id in self._ledger.ready or (id in self._ledger.refused and id not in self._tried)
-
-    def _retried(self) -> list[Transaction]:
-        """Refused transactions whose time has come to be tried again."""
-        due = []
-        for id in list(self._retries.pop_due(_monotonic_ms())):
-            transaction = self._ledger.refused.get(id)
-            if transaction is None:
-                self._retry_pauses_s.pop(id, None)
-                continue
-            self._retry_later(id)
-            if id not in self._in_flight and id not in self._tried:
-                due.append(transaction)
-        return due
-
-    def _retry_later(self, id: str) -> None:
-        """Put a refused transaction to its next time, unless only an operator can tell when."""
-        if id not in self._tried:
-            pause_s = self._retry_pauses_s.get(id, RETRY_FIRST_S)
-            self._retries.set(id, _monotonic_ms() + round(pause_s * 1000))
-            self._retry_pauses_s[id] = min(pause_s * 2, RETRY_MAX_S)
-
-    def _retry_all(self) -> None:
-        """After recovery: whatever is refused is tried again, each after the first pause."""
-        for id in self._ledger.refused:
-            if id not in self._retry_pauses_s:
-                self._retry_later(id)
-
     def _note_deferred(self, plan: Plan) -> None:
         for id, cause in plan.deferred.items():
             transaction = self._ledger.ready.get(id)
             if transaction is not None:
                 transaction.cause = cause
         self.full = plan.full
-        self._defer_again(waiting=bool(plan.deferred))
-
-    def _defer_again(self, *, waiting: bool) -> None:
-        """Come back later for what has to wait, after a pause that grows."""
-        now = time.monotonic()
-        if not waiting:
-            self._deferred_retry = None
-        elif self._deferred_retry is None or self._deferred_retry.at <= now:
-            self._deferred_retry = _later(self._deferred_retry)
+        self._trouble.note_deferred(waiting=bool(plan.deferred))
 
     # --- writing ---------------------------------------------------------------------------
 
@@ -389,7 +311,7 @@ class Promoter:
         self._unseen.update(promoted)
         for transaction, cause in plan.refuse:
             ledger.refuse(transaction.id, cause)
-            self._retry_later(transaction.id)
+            self._trouble.retry_later(transaction.id)
             self._in_flight.discard(transaction.id)
             log.warning("refused", id=transaction.id, cause=cause.code, why=cause.message)
         if plan.refuse:
@@ -401,18 +323,12 @@ class Promoter:
             count = len(transaction.messages)
             ledger.promote(transaction.id, tuple(handle.offsets[taken : taken + count]))
             transaction.promoted_at_ms = now_ms
-            self._refused_alone.discard(transaction.id)
-            self._retry_pauses_s.pop(transaction.id, None)
             taken += count
         self._in_flight.difference_update(promoted)
         self._unseen.difference_update(promoted)
         if plan.promote:
+            self._trouble.promoted(plan.promote)
             self._events.promoted(plan.promote)
-            self._avoided = {
-                place: avoided
-                for place, avoided in self._avoided.items()
-                if avoided.retry.at > time.monotonic() - RETRY_MAX_S
-            }
         self._wake.set()
 
     async def _visible(self, handle: TurnHandle) -> None:
@@ -425,39 +341,7 @@ class Promoter:
             else:
                 return
 
-    # --- trouble ---------------------------------------------------------------------------
-
-    def _isolate(self, plan: Plan, cause: Cause) -> None:
-        """A record spoiled its turn: try again in halves, until one transaction fails alone.
-
-        Raises:
-            InvariantBroken: it was a record of our own.
-        """
-        transactions = plan.promote
-        ours = not any(m.topic == cause.topic for t in transactions for m in t.messages)
-        if ours and not cause.passing:
-            # No transaction is to blame, and none could be set aside: that is written there too.
-            raise InvariantBroken(f"a turn cannot be written: {cause.message}")
-        if cause.passing:
-            self._avoid(cause)
-        elif len(transactions) == 1:
-            id = transactions[0].id
-            if id in self._refused_alone:
-                self._tried[id] = cause
-            # Once more first: examined anew, the target may show what is wrong, and then the
-            # transaction is tried again by itself when that has passed.
-            self._refused_alone.add(id)
-        else:
-            self._suspects = frozenset(transaction.id for transaction in transactions)
-            self._suspects_limit = max(1, len(transactions) // 2)
-        self._targets.forget(cause.topic)
-        log.warning("turn refused", partition=self._door.partition, why=cause.message)
-
-    def _avoid(self, cause: Cause) -> None:
-        """Keep off a target partition for a while; what is for it is deferred."""
-        place = (cause.topic, cause.partition)
-        known = self._avoided.get(place)
-        self._avoided[place] = _Avoided(cause, _later(known.retry if known else None))
+    # --- recovering ------------------------------------------------------------------------
 
     async def _recover(self) -> None:
         """Claim again; what the turns on their way have done is in the progress it finds."""
@@ -467,17 +351,7 @@ class Promoter:
         await self._reclaim(frozenset(self._unseen))
         self._in_flight = set(self._unseen)
         self._lost = False
-        self._retry_all()
-
-
-def _monotonic_ms() -> int:
-    return int(time.monotonic() * 1000)
-
-
-def _later(retry: _Retry | None) -> _Retry:
-    """Return when to try again: after the first pause, then after twice the last one."""
-    pause_s = RETRY_FIRST_S if retry is None else min(retry.pause_s * 2, RETRY_MAX_S)
-    return _Retry(time.monotonic() + pause_s, pause_s)
+        self._trouble.retry_all()
 
 
 def _targets(transaction: Transaction) -> Iterable[Target]:
