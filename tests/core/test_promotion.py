@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from txbroker.core.ledger import Ledger
-from txbroker.core.promotion import Plan, TurnLimits, Verdict, message_bytes, plan_turn
+from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn
 from txbroker.core.records import Cause, Half, Kept, Message, Progress, State
+from txbroker.core.sizes import bytes_in_batch
 from txbroker.core.transaction import Transaction
 
 ROOMY = TurnLimits()
@@ -109,7 +110,7 @@ def test_a_turn_ends_before_a_transaction_that_does_not_fit() -> None:
     ledger = committed(*[simple(n) for n in range(1, 6)])
     plan = plan_of(ledger, limits=TurnLimits(transactions_max=2))
     assert (numbers(plan.promote), plan.op) == ([1, 2], 2)
-    size = message_bytes(message("1"))
+    size = bytes_in_batch(message("1"))
     plan = plan_of(ledger, limits=TurnLimits(bytes_max=3 * size))
     assert (numbers(plan.promote), plan.op) == ([1, 2, 3], 3)
     plan = plan_of(ledger, limits=TurnLimits(bytes_max=1))
@@ -138,7 +139,7 @@ def test_progress_does_not_go_back_when_deferred_ones_come_in_pieces() -> None:
 def test_retried_ones_keep_the_limits() -> None:
     ledger = committed(*[simple(n) for n in range(1, 5)])
     retried = list(ledger.ready.values())
-    size = message_bytes(message("1"))
+    size = bytes_in_batch(message("1"))
     plan = plan_turn([], 4, well, TurnLimits(bytes_max=2 * size), retried=retried)
     assert numbers(plan.promote) == [1, 2]
     plan = plan_turn([], 4, sick(t=PASSING), ROOMY, retried=retried)
@@ -154,7 +155,7 @@ def test_a_message_is_never_larger_than_its_bound() -> None:
         builder = DefaultRecordBatchBuilder(2, 0, 0, -1, -1, -1, 1 << 30)
         ours = [("txb-id", id.encode()), ("txb-seq", b"999/1000")]
         builder.append(0, 2**40, each.key, each.value, [*ours, *headers])
-        assert len(builder.build()) - 61 <= message_bytes(each)
+        assert len(builder.build()) - 61 <= bytes_in_batch(each)
 
 
 # --- exactly once, whatever breaks -----------------------------------------------------------

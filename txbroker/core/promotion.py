@@ -14,12 +14,8 @@ from msgspec import Struct
 
 from txbroker.core.placement import order_hash
 from txbroker.core.records import Cause, Message
+from txbroker.core.sizes import bytes_in_batch
 from txbroker.core.transaction import Transaction
-
-RECORD_OVERHEAD_BYTES = 96
-"""More than a record costs in a batch beside its key, value and headers."""
-BATCH_OVERHEAD_BYTES = 61
-"""The header of a record batch."""
 
 Verdict: TypeAlias = Cause | None
 """None: the target takes it; a Cause: it does not, for good or (`passing`) for a while."""
@@ -53,18 +49,9 @@ class Plan(Struct):
         return not self.promote and not self.refuse
 
 
-def message_bytes(message: Message) -> int:
-    """Return an upper bound of a message's size in a batch, bytes."""
-    size = RECORD_OVERHEAD_BYTES + len(message.key or b"") + len(message.value or b"")
-    for name, value in message.headers:
-        name_bytes = len(name) if name.isascii() else len(name.encode())
-        size += 10 + name_bytes + len(value or b"")
-    return size
-
-
 def transaction_bytes(transaction: Transaction) -> int:
     """Return an upper bound of a transaction's size in a turn, bytes."""
-    return sum([message_bytes(message) for message in transaction.messages])
+    return sum([bytes_in_batch(message) for message in transaction.messages])
 
 
 def plan_turn(

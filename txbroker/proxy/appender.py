@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct, structs
 
 from txbroker.core.ledger import Effect, Outcome
-from txbroker.core.promotion import BATCH_OVERHEAD_BYTES, RECORD_OVERHEAD_BYTES
 from txbroker.core.records import Record
+from txbroker.core.sizes import BATCH_OVERHEAD_BYTES, bytes_in_batch
 from txbroker.door import AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import KafkaUnavailable, Overloaded, OwnerUnavailable, TooLarge
 
@@ -66,7 +66,7 @@ class Appender:
         if self._ended:
             # Nobody would ever take it from the queue.
             raise OwnerUnavailable("the partition is moving to another owner")
-        size = sum([record_bytes(record) for record in records])
+        size = sum([bytes_in_batch(record) for record in records])
         if size + BATCH_OVERHEAD_BYTES > self._log.batch_bytes_max:
             raise TooLarge(
                 f"the transaction takes {size} bytes; {self._log.batch_bytes_max} fit a batch"
@@ -212,14 +212,6 @@ class Appender:
                 outcome = self._apply(record)
                 if note is not None:
                     note(record, outcome)
-
-
-def record_bytes(record: Record) -> int:
-    """Return an upper bound of a record's size in a batch, bytes."""
-    size = RECORD_OVERHEAD_BYTES + len(record.key or b"") + len(record.value or b"")
-    for name, value in record.headers:
-        size += 10 + len(name) + len(value or b"")
-    return size
 
 
 def _fail(entry: _Entry, error: Exception) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from msgspec import structs
 
 from txbroker.core.placement import murmur2
-from txbroker.core.promotion import BATCH_OVERHEAD_BYTES, Verdict, message_bytes
+from txbroker.core.promotion import Verdict
 from txbroker.core.records import Cause, Message
+from txbroker.core.sizes import BATCH_OVERHEAD_BYTES, bytes_in_batch
 from txbroker.door import TargetFacts, Targets
 from txbroker.errors import BadTarget, RequestError, TooLarge, UnknownTopic
 
@@ -28,7 +29,7 @@ def verdict(message: Message, facts: TargetFacts | Cause) -> Verdict:
             message.topic,
             -1 if partition is None else partition,
         )
-    size = message_bytes(message) + BATCH_OVERHEAD_BYTES
+    size = bytes_in_batch(message) + BATCH_OVERHEAD_BYTES
     if size > facts.message_bytes_max:
         return Cause(
             "too_large",
