@@ -275,6 +275,11 @@ class Settings(BaseSettings):
         """Return the full name of one of txbroker's own topics, such as `half`."""
         return f"{self.topic_prefix}.{name}"
 
+    @property
+    def own_topics(self) -> frozenset[str]:
+        """The full names of all of txbroker's own topics."""
+        return frozenset(map(self.topic, ("half", "op", "checkpoint", "parked", "groups")))
+
     def read_kafka_password(self) -> str:
         """Return the password for Kafka, "" where there is none.
 

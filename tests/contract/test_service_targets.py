@@ -8,7 +8,7 @@ import pytest
 from service_world import Service
 
 from txbroker.core.records import Message
-from txbroker.errors import AlreadyDecided, NotPending
+from txbroker.errors import AlreadyDecided, BadTarget, NotPending
 
 ROOM = 3000
 
@@ -82,3 +82,17 @@ async def test_one_bad_target_refuses_the_whole_transaction(service: Service) ->
     await service.reaches(id, "promoted")
     assert await service.values(good) == [b"after", b"1", b"3"]
     assert await service.values(bad) == [b"2"]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [f"txbroker.{name}" for name in ("half", "op", "checkpoint", "parked", "groups")]
+    + ["__consumer_offsets", "__transaction_state"],
+)
+async def test_our_own_topics_and_kafkas_are_no_targets(service: Service, own: str) -> None:
+    topic = await service.topic()
+    with pytest.raises(BadTarget, match="own: it is no target"):
+        await service.prepare(Message(topic, b"k", b"v"), Message(own, b"k", b"v"))
+    id = await service.prepare(Message(topic, b"k", b"next"))
+    await service.commit(id)
+    assert await service.values(topic) == [b"next"]

@@ -31,6 +31,7 @@ from txbroker.errors import (
     BadId,
     BadRequest,
     BadSchedule,
+    BadTarget,
     IdExpired,
     KafkaUnavailable,
     OwnerUnavailable,
@@ -44,6 +45,11 @@ from txbroker.proxy.views import summary, view
 
 REOPEN_S = 1.0
 """A partition that could not be opened is tried again after this, seconds."""
+
+KAFKA_TOPICS = frozenset(
+    {"__consumer_offsets", "__transaction_state", "__share_group_state", "__cluster_metadata"}
+)
+"""What Kafka keeps for itself."""
 
 log = structlog.get_logger()
 
@@ -277,6 +283,7 @@ class Broker:
         """Store a half message; see `txbroker.contract.Service`."""
         if not request.messages:
             raise BadRequest("a transaction holds at least one message")
+        self._check_free(request.messages)
         owner = self._prepare_owner(request)
         known = owner.standing_prepare(
             request.id, request.group, request.dedup_key, request.messages
@@ -377,6 +384,17 @@ class Broker:
         return policy
 
     # --- decide, check, revive -------------------------------------------------------------
+
+    def _check_free(self, messages: Sequence[Message]) -> None:
+        """Refuse topics in which a client's message would be taken for one of our records.
+
+        Raises:
+            BadTarget: a target is one of txbroker's own topics, or of Kafka's.
+        """
+        for message in messages:
+            if message.topic in self._settings.own_topics | KAFKA_TOPICS:
+                keeper = "Kafka" if message.topic in KAFKA_TOPICS else "txbroker"
+                raise BadTarget(f"topic {message.topic} is {keeper}'s own: it is no target")
 
     async def decide(self, request: DecideRequest) -> Standing:
         """Write a deciding marker; see `txbroker.contract.Service`."""
