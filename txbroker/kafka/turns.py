@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from txbroker.commits import outcome
 from txbroker.core.records import Cause
 from txbroker.door import Fenced, TurnHandle, TurnLost, TurnRefused
 from txbroker.errors import KafkaUnavailable
@@ -48,20 +49,6 @@ class TurnWritten(TurnHandle):
         """
         await self.committed()
         await self._stable.pass_by(self._last, self._visible_timeout_s)
-
-
-async def outcome(commit: asyncio.Task[None]) -> None:
-    """Wait for a commit. Several may wait, and one that gives up does not stop the commit.
-
-    Raises:
-        Fenced, TurnLost
-    """
-    try:
-        await asyncio.shield(commit)
-    except asyncio.CancelledError:
-        if commit.cancelled():
-            raise TurnLost("the partition's door was closed") from None
-        raise
 
 
 # The producer's state is lost, or the coordinator's; the record is not to blame.

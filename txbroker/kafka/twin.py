@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
+from txbroker.commits import again, begin, outcome
 from txbroker.core.codec import encode_progress
 from txbroker.core.records import Record
 from txbroker.door import Fenced, Turn, TurnLost, TurnRefused
@@ -19,7 +20,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.batch import split_by_bytes
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.producer import Partition, Producer, ProducerFenced, Stored
-from txbroker.kafka.turns import TurnWritten, outcome, translated
+from txbroker.kafka.turns import TurnWritten, translated
 from txbroker.kafka.visible import StableEnds
 
 # The markers of the turn before on the same transactional id take milliseconds.
@@ -71,9 +72,7 @@ class TwinWriter:
         finally:
             self._writing = False
         self._turns += 1
-        commit = asyncio.create_task(self._commit(producer, self._commits[1 - side]))
-        # Whoever does not wait for it meets a failed commit at the next write.
-        commit.add_done_callback(_retrieve)
+        commit = begin(self._commit(producer, self._commits[1 - side]))
         self._commits[side] = commit
         return TurnWritten(self._stable, offsets, last, commit, self._settings.visible_timeout_s)
 
@@ -159,7 +158,7 @@ class TwinWriter:
             if before is not None and before.done() and _failed(before):
                 # Its predecessor may not be committed, so this one must not be.
                 await self._abort(producer, error)
-            raise _again(error) from None
+            raise again(error) from None
 
     async def _abort(self, producer: Producer, error: Exception) -> None:
         """Free the readers of the targets early; the next claim aborts it for certain."""
@@ -171,27 +170,15 @@ class TwinWriter:
 
     def _check(self) -> None:
         if self._broken is not None:
-            raise _again(self._broken)
+            raise again(self._broken)
 
     def _break(self, error: Fenced | TurnLost | TurnRefused) -> None:
         if self._broken is None:
             self._broken = error
 
 
-def _again(error: Fenced | TurnLost | TurnRefused) -> Exception:
-    """Return an equal exception: one that is raised twice would collect tracebacks."""
-    if isinstance(error, TurnRefused):
-        return TurnRefused(error.cause)
-    return type(error)(str(error))
-
-
 def _failed(task: asyncio.Task[None]) -> bool:
     return task.cancelled() or task.exception() is not None
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _offsets(where: Stored, count: int) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
+from txbroker.commits import again, begin, outcome
 from txbroker.core.codec import decode_checkpoint, encode_claim, encode_progress
 from txbroker.core.records import Cause, Claim, Progress, Record
 from txbroker.door import (
@@ -275,9 +276,7 @@ class _Writer:
             except (TurnRefused, TurnLost):
                 self._kafka.end(transaction, committed=False)
                 raise
-        self._before = asyncio.create_task(self._commit(transaction, self._before))
-        # Whoever does not wait for it meets a failed commit at the next write.
-        self._before.add_done_callback(_retrieve)
+        self._before = begin(self._commit(transaction, self._before))
         return MemoryTurn(self._kafka, offsets, ends, self._before)
 
     def _write_all(
@@ -300,7 +299,7 @@ class _Writer:
     async def _commit(self, transaction: Transaction, before: asyncio.Task[None] | None) -> None:
         with self._breaking():
             if before is not None:
-                await _outcome(before)
+                await outcome(before)
             with _translated():
                 await asyncio.sleep(0)
                 if not self._kafka.holds(self._id, self):
@@ -326,11 +325,8 @@ class _Writer:
             self._broken = error
 
     def _check(self) -> None:
-        error = self._broken
-        if isinstance(error, TurnRefused):
-            raise TurnRefused(error.cause)
-        if error is not None:
-            raise type(error)(str(error))
+        if self._broken is not None:
+            raise again(self._broken)
 
 
 class MemoryTurn:
@@ -354,7 +350,7 @@ class MemoryTurn:
         Raises:
             Fenced, TurnLost: claim again; the claim's progress tells whether it was committed.
         """
-        await _outcome(self._commit)
+        await outcome(self._commit)
 
     async def visible(self) -> None:
         """Wait until every `read_committed` reader can see the turn.
@@ -381,25 +377,6 @@ def _translated() -> Iterator[None]:
         raise TurnRefused(error.cause) from None
     except KafkaUnavailable as error:
         raise TurnLost(str(error)) from None
-
-
-async def _outcome(commit: asyncio.Task[None]) -> None:
-    """Wait for a commit. Several may wait, and one that gives up does not stop it.
-
-    Raises:
-        Fenced, TurnLost
-    """
-    try:
-        await asyncio.shield(commit)
-    except asyncio.CancelledError:
-        if commit.cancelled():
-            raise TurnLost("the partition's door was closed") from None
-        raise
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 class MemoryTargets:
