@@ -401,7 +401,8 @@ class CheckRunner:
     def _failed(self, group: _Group, era: int, detail: str) -> None:
         """Nobody was reached: let the group rest, each time twice as long."""
         group.detail = detail
-        if era != group.era or self._closed:
+        # A call that was handed out before the rest began may start within it.
+        if era != group.era or group.resting or self._closed:
             return
         group.era += 1
         group.failures += 1

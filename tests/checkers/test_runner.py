@@ -368,6 +368,22 @@ async def test_an_unreachable_group_rests_and_spends_no_attempt(
     assert runner.queued == 3
 
 
+async def test_a_call_that_starts_within_the_rest_begins_no_other(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.gone["g"] = "nobody"
+    world.pending |= {"a", "b"}
+    assert runner.due(owner, "a", "g", "", DUE)
+    await asyncio.sleep(0)
+    # Handed out while the first is under way, it starts when that has failed.
+    assert runner.due(owner, "b", "g", "", DUE)
+    await until(lambda: world.count("no channel to g") == 2)
+    assert [timer.cancelled for timer in world.timers] == [False]
+    world.gone.clear()
+    world.fire()
+    await until(lambda: runner.queued == 0)
+
+
 async def test_jitter_makes_a_rest_up_to_twice_as_long(
     owner: FakeOwner, world: World, until: Until
 ) -> None:

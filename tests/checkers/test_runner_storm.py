@@ -1,0 +1,134 @@
+"""The runner under a storm: whatever it was given it still has, or it has dealt with it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
+from txbroker.checkers.runner import CheckRunner
+from txbroker.core.records import CheckReason, Decision
+from txbroker.errors import OwnerUnavailable
+
+GROUPS = 4
+STEPS = 300
+
+
+class Dice:
+    """Chance, and pauses of a few turns of the loop: no clock is involved."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    async def pause(self) -> None:
+        for _ in range(self.random.randrange(4)):
+            await asyncio.sleep(0)
+
+
+class Timer:
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Storm:
+    """Finder, channel and metrics in one."""
+
+    endpoint = "somewhere"
+
+    def __init__(self, seed: int) -> None:
+        self.dice = Dice(seed)
+        self.timers: list[Timer] = []
+
+    def later(self, delay_s: float, then: Callable[[], None]) -> Timer:
+        self.timers.append(Timer(then))
+        return self.timers[-1]
+
+    def fire(self) -> None:
+        """Let some of the back-offs end, in any order."""
+        self.dice.random.shuffle(self.timers)
+        for timer in [self.timers.pop() for _ in range(len(self.timers) // 2 + 1) if self.timers]:
+            if not timer.cancelled:
+                timer.then()
+
+    async def acquire(self, group: str, prefer: str) -> Storm | Unreached:
+        await self.dice.pause()
+        return Unreached("nobody") if self.dice.random.random() < 0.3 else self
+
+    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+        await self.dice.pause()
+        return self.dice.random.choice(
+            [Answered(Decision.COMMIT), Unreached("busy"), Unclear("no answer")]
+        )
+
+    def release(self) -> None:
+        pass
+
+    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
+        pass
+
+
+class Owner:
+    """An owner, until it is forgotten and another takes its place."""
+
+    def __init__(self, dice: Dice) -> None:
+        self.dice = dice
+        self.pending: set[str] = set()
+
+    async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
+        await self.dice.pause()
+        chance = self.dice.random.random()
+        if chance < 0.05:
+            raise OwnerUnavailable
+        return None if chance < 0.15 else CheckCall(id, "g", 1, 15, reason, 0, ())
+
+    def still_pending(self, id: str) -> bool:
+        return id in self.pending
+
+    async def answered(self, call: CheckCall, endpoint: str, result: CheckResult) -> None:
+        await self.dice.pause()
+        if isinstance(result, Answered):
+            self.pending.discard(call.id)
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_no_check_is_mislaid(seed: int) -> None:
+    storm = Storm(seed)
+    chance = storm.dice.random
+    runner = CheckRunner(
+        storm,
+        storm,
+        parallel_total_max=chance.choice([2, 4, 256]),
+        first_calls_max=chance.choice([2, 8, 1024]),
+        later=storm.later,
+    )
+    owners = [Owner(storm.dice) for _ in range(3)]
+    for number in range(STEPS):
+        owner = chance.choice(owners)
+        if chance.random() < 0.6:
+            owner.pending.add(str(number))
+            runner.due(owner, str(number), f"g{chance.randrange(GROUPS)}", "", CheckReason.DUE)
+        if chance.random() < 0.2 and owner.pending:
+            owner.pending.discard(chance.choice(sorted(owner.pending)))
+        if chance.random() < 0.2:
+            runner.wake(f"g{chance.randrange(GROUPS)}")
+        if chance.random() < 0.3:
+            storm.fire()
+        if chance.random() < 0.03:
+            runner.forget(owner)
+            owners[owners.index(owner)] = Owner(storm.dice)
+        await storm.dice.pause()
+    # From now on all is well again, and every check must come to its end by itself.
+    for _ in range(10_000):
+        if not runner.queued:
+            break
+        storm.fire()
+        await asyncio.sleep(0)
+    assert runner.queued == 0
+    await runner.close()
