@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 
@@ -19,6 +21,17 @@ def kafka() -> Iterator[EmbeddedKafka]:
     version = os.environ.get("TXBROKER_TEST_KAFKA_VERSION", DEFAULT_VERSION)
     with EmbeddedKafka(version=version) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """A test that sets logging up writes to its own stderr; the next test has another one."""
+    root, settings = logging.getLogger(), structlog.get_config()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.configure(**settings)
 
 
 # --- tests that need a program which pip does not bring --------------------------------------

@@ -7,13 +7,14 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from kafka_world import KafkaWorld
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import AppendUnknown, Target, Turn, TurnLost
-from txbroker.embedded import EmbeddedKafka
+from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.errors import KafkaUnavailable
 
 SHORT = {
@@ -25,15 +26,34 @@ SHORT = {
 BOUND_S = 5.0
 
 
+@pytest.fixture(scope="module")
+def kafka() -> Iterator[EmbeddedKafka]:
+    """A Kafka of these tests' own: others could not do without theirs."""
+    version = os.environ.get("TXBROKER_TEST_KAFKA_VERSION", DEFAULT_VERSION)
+    with EmbeddedKafka(version=version) as server:
+        yield server
+
+
 @contextmanager
 def stopped(kafka: EmbeddedKafka) -> Iterator[None]:
     """Stop Kafka's process, as a machine that hangs does."""
     assert kafka.pid is not None
     os.kill(kafka.pid, signal.SIGSTOP)
     try:
+        while not _is_stopped(kafka.pid):
+            pass  # another processor may still run one of its threads
         yield
     finally:
         os.kill(kafka.pid, signal.SIGCONT)
+
+
+def _is_stopped(pid: int) -> bool:
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in _threads(pid)]
+    return set(states) == {"T"}
+
+
+def _threads(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").glob("*/stat"))
 
 
 def claim(name: str) -> Claim:

@@ -92,7 +92,7 @@ def test_all_checks_on_the_way_are_made(txbroker: InMemoryBroker) -> None:
         txbroker.advance(6 + 7 * 30)
         assert txbroker.transaction(id).attempts == 8
         txbroker.advance(7 * 30 + 5)
-    (parked,) = txbroker.pending()
+    parked = txbroker.transaction(id)
     assert (parked.state, parked.attempts) == (State.PARKED, 15)
     spaces_ms = {b.at_ms - a.at_ms for a, b in itertools.pairwise(parked.checks)}
     assert min(spaces_ms) >= 30_000
