@@ -116,6 +116,25 @@ def test_only_the_door_imports_aiokafka() -> None:
     assert culprits == set()
 
 
+def test_the_picture_of_the_rooms_is_the_code() -> None:
+    drawn: set[tuple[str, str]] = set()
+    picture = (ROOT / "docs/design.md").read_text().partition("```mermaid")[2].partition("```")[0]
+    for line in picture.splitlines():
+        room, arrow, others = line.partition("-->")
+        drawn |= {(room.strip(), other.strip()) for other in others.split("&") if arrow}
+    found = {
+        (module.split(".")[1], name.split(".")[1])
+        for module, path in MODULES.items()
+        for name in imports(path)
+        if module.count(".") and name.startswith("txbroker.") and name in MODULES
+    }
+    everybodys = {"core", "errors"}
+    assert {pair for pair in drawn if pair[1] not in everybodys} == {
+        (room, other) for room, other in found if room != other and other not in everybodys
+    }
+    assert {other for room, other in found if room in everybodys} <= everybodys
+
+
 @pytest.mark.parametrize("module", ["txbroker.sdk", "txbroker.core.ledger", "txbroker.errors"])
 def test_clients_load_neither_aiokafka_nor_pyspark(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('aiokafka', 'pyspark') if m in sys.modules])"

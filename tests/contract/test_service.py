@@ -480,3 +480,5 @@ async def test_metrics_move(service: Service) -> None:
     assert await service.metric("pending", group=group) == 1
     after = await service.metric("decisions_total", decision="commit", source="operator")
     assert after == before + 1
+    owned = await service.metric("owned_partitions")
+    assert await service.metric("recovery_seconds_count") >= owned > 0

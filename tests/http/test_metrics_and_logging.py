@@ -31,7 +31,6 @@ def test_what_happens_is_counted() -> None:
     metrics.conflict()
     metrics.fenced()
     metrics.overloaded("prepare")
-    metrics.lost_undecided(2)
     metrics.kafka_error("append")
     found = samples(metrics)
 
@@ -45,7 +44,6 @@ def test_what_happens_is_counted() -> None:
     assert found["txbroker_conflicts_total", ()] == 1
     assert found["txbroker_fenced_total", ()] == 1
     assert found["txbroker_overloaded_total", (("operation", "prepare"),)] == 1
-    assert found["txbroker_lost_undecided_total", ()] == 2
     assert found["txbroker_kafka_errors_total", (("operation", "append"),)] == 1
 
 

@@ -181,6 +181,7 @@ class Told:
         self.refusals: list[str] = []
         self.decisions: list[str] = []
         self.prepares: list[str] = []
+        self.failures: list[str] = []
 
     def outcome(self, outcome: Outcome) -> None:
         """A record changed nothing."""
@@ -201,6 +202,16 @@ class Told:
     def refused(self, transactions: list[Transaction]) -> None:
         """These were set aside."""
         self.refusals.extend(transaction.id for transaction in transactions)
+
+    def recovered(self, seconds: float) -> None:
+        """A partition was gained."""
+
+    def fenced(self) -> None:
+        """A partition was taken."""
+
+    def kafka_failed(self, operation: str) -> None:
+        """Kafka did not do what was asked."""
+        self.failures.append(operation)
 
     def effects(self) -> list[Effect]:
         """What the records did that changed nothing."""

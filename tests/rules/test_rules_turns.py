@@ -74,6 +74,7 @@ async def test_a_turn_is_seen_whole_or_not_at_all(world: World) -> None:
     id = await world.committed(owner, message("a"), message("b", topic="u"))
     await until(lambda: world.told.promotions == [id])
     assert (world.visible("t"), world.visible("u")) == (["a"], ["b"])
+    assert world.told.failures == ["turn"]
     refused, kept = await _batch(world, owner)
     assert world.visible("u") == ["b", kept]
     assert known(owner, refused).state is State.REFUSED

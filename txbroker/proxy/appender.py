@@ -35,6 +35,7 @@ class Appender:
         log: one partition of the half or operation topic.
         apply: applies one record to the ledger; gets every record of the log, in order.
         position: the next offset that `apply` expects.
+        unanswered: told whenever Kafka did not answer an append.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class Appender:
         log: Log,
         apply: Callable[[Record], Outcome],
         position: Callable[[], int],
+        unanswered: Callable[[], None],
     ) -> None:
         self._log = log
         self._apply = apply
         self._position = position
+        self._unanswered = unanswered
         self._queue: deque[_Entry] = deque()
         self._queued_bytes = 0
         self._wake = asyncio.Event()
@@ -138,6 +141,7 @@ class Appender:
             # One of them spoils the batch: alone, each shows what it is.
             await self._send_each(entries)
         except (AppendUnknown, KafkaUnavailable) as error:
+            self._unanswered()
             for entry in entries:
                 _fail(entry, OwnerUnavailable(f"Kafka did not answer: {error}"))
         except BaseException:

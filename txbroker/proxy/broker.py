@@ -141,12 +141,14 @@ class Broker:
             try:
                 await owner.open()
             except Fenced:
+                self._events.fenced()
                 await owner.close()
                 if self._opens(partition):
                     self._status[partition] = "elsewhere"
                 return
             except KafkaUnavailable as error:
                 log.warning("partition not opened", partition=partition, why=str(error))
+                self._events.kafka_failed("claim")
                 await owner.close()
                 await asyncio.sleep(REOPEN_S * (0.5 + random.random()))
             except Exception as error:
@@ -163,12 +165,14 @@ class Broker:
         self._status[partition] = "owned"
         self._opening.pop(partition, None)
         self._clock = LogTime(owner.id_ms())
+        took_s = time.monotonic() - started
+        self._events.recovered(took_s)
         log.info(
             "owned",
             partition=partition,
             transactions=len(owner.ledger.transactions),
             undecided=owner.ledger.undecided_count,
-            seconds=round(time.monotonic() - started, 3),
+            seconds=round(took_s, 3),
         )
         self._tell()
 
@@ -211,6 +215,7 @@ class Broker:
             self._status[partition] = "claiming"
             self._opening[partition] = asyncio.create_task(self._open(partition))
         elif isinstance(error, Fenced):
+            self._events.fenced()
             self._status[partition] = "elsewhere"
         else:
             self._stopped(partition, error)

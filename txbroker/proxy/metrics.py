@@ -158,7 +158,6 @@ class Metrics:
         self._conflicts = counter("conflicts_total", "Decisions contrary to the standing one.")
         self._fenced = counter("fenced_total", "Times that another owner took a partition.")
         self._overloaded = counter("overloaded_total", "Calls turned away.", "operation")
-        self._lost = counter("lost_undecided_total", "Undecided half messages that vanished.")
         self._kafka_errors = counter("kafka_errors_total", "Errors of Kafka.", "operation")
 
     def _make_histograms(self) -> None:
@@ -224,10 +223,6 @@ class Metrics:
     def overloaded(self, operation: str) -> None:
         """Count a call that was turned away because a limit is reached."""
         self._count(self._overloaded, 1, operation)
-
-    def lost_undecided(self, count: int) -> None:
-        """Count undecided half messages that vanished from the log."""
-        self._lost.inc(count)
 
     def kafka_error(self, operation: str) -> None:
         """Count an error of Kafka."""

@@ -55,6 +55,18 @@ class Observer:
     def refused(self, transactions: list[Transaction]) -> None:
         """These were set aside; the gauge shows them."""
 
+    def recovered(self, seconds: float) -> None:
+        """A partition was gained and caught up on."""
+        self._metrics.recovery_took(seconds)
+
+    def fenced(self) -> None:
+        """Another owner has taken a partition."""
+        self._metrics.fenced()
+
+    def kafka_failed(self, operation: str) -> None:
+        """Kafka did not do what was asked."""
+        self._metrics.kafka_error(operation)
+
     # --- at a scrape -----------------------------------------------------------------------
 
     def _gauges(self, broker: Broker) -> Gauges:

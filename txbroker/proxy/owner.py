@@ -91,6 +91,18 @@ class OwnerEvents(Protocol):
         """These were set aside: a target does not take them."""
         ...
 
+    def recovered(self, seconds: float) -> None:
+        """A partition was gained and caught up on, in so many seconds."""
+        ...
+
+    def fenced(self) -> None:
+        """Another owner has taken a partition."""
+        ...
+
+    def kafka_failed(self, operation: str) -> None:
+        """Kafka did not do what was asked: an `append`, a `turn` or a `claim`."""
+        ...
+
 
 class Owner:
     """One half partition, from its claim until it moves away.
@@ -131,8 +143,12 @@ class Owner:
         self._clock = LogTime(0)
         # The half topic's own: ids are void by its log clock alone, wherever the others stand.
         self._id_clock = LogTime(0)
-        self._half = Appender(door.half, self._applier.half, lambda: self.ledger.half_position)
-        self._op = Appender(door.op, self._applier.op, lambda: self.ledger.op_position)
+        self._half = Appender(
+            door.half, self._applier.half, lambda: self.ledger.half_position, self._append_failed
+        )
+        self._op = Appender(
+            door.op, self._applier.op, lambda: self.ledger.op_position, self._append_failed
+        )
         self._promoter = Promoter(
             door,
             self.ledger,
@@ -268,6 +284,7 @@ class Owner:
                 break
             except KafkaUnavailable as error:
                 log.warning("claim failed", partition=self.partition, why=str(error))
+                self._events.kafka_failed("claim")
                 await asyncio.sleep(pause_s * random.random())
                 pause_s = min(pause_s * 2, CLAIM_PAUSE_MAX_S)
             except Fenced:
@@ -298,6 +315,13 @@ class Owner:
         """Tell whoever waits that these will not become visible by themselves."""
         self._events.refused(transactions)
         self._release_waiting(transactions)
+
+    def turn_lost(self) -> None:
+        """Count that a turn's outcome is unknown."""
+        self._events.kafka_failed("turn")
+
+    def _append_failed(self) -> None:
+        self._events.kafka_failed("append")
 
     def _release_waiting(self, transactions: list[Transaction]) -> None:
         if self._visible:

@@ -60,6 +60,10 @@ class PromotionEvents(Protocol):
         """These were set aside: a target does not take them."""
         ...
 
+    def turn_lost(self) -> None:
+        """A turn's outcome is unknown until the next claim."""
+        ...
+
 
 class _Flight(Struct, eq=False):
     """A turn on its way: what it holds, and what has to be copied or removed with it."""
@@ -188,11 +192,10 @@ class Promoter:
             log.warning("turn refused", partition=self._door.partition, why=error.cause.message)
             self._lost = True
         except (TurnLost, Fenced, KafkaUnavailable) as error:
-            log.warning("turn lost", partition=self._door.partition, why=str(error))
+            self._note_lost(error)
             if isinstance(error, TurnLost) and error.cause is not None:
                 # Or every turn from now on would be lost with it.
                 self._trouble.avoid(error.cause)
-            self._lost = True
         else:
             for transaction in flight.keep:
                 self._ledger.to_keep.pop(transaction.id, None)
@@ -300,8 +303,7 @@ class Promoter:
         try:
             await handle.committed()
         except (TurnLost, Fenced, KafkaUnavailable) as error:
-            log.warning("turn lost", partition=self._door.partition, why=str(error))
-            self._lost = True
+            self._note_lost(error)
             self._wake.set()
             return
         finally:
@@ -330,6 +332,11 @@ class Promoter:
             self._trouble.promoted(plan.promote)
             self._events.promoted(plan.promote)
         self._wake.set()
+
+    def _note_lost(self, error: Exception) -> None:
+        log.warning("turn lost", partition=self._door.partition, why=str(error))
+        self._events.turn_lost()
+        self._lost = True
 
     async def _visible(self, handle: TurnHandle) -> None:
         """Wait for as long as it takes: the turn is committed, so it will be seen."""
