@@ -53,9 +53,9 @@ async def desk() -> AsyncIterator[Desk]:
         yield running
 
 
-@pytest.fixture(scope="session", params=WORLDS)
+@pytest.fixture(scope="module", params=WORLDS)
 async def service(request: pytest.FixtureRequest, desk: Desk) -> AsyncIterator[Service]:
-    """A running proxy, shared by the whole suite: tests use topics and groups of their own."""
+    """A running proxy, shared by a module: its tests use topics and groups of their own."""
     made = WORLDS[request.param](request)
     running = Service(made, desk)
     await running.start()
