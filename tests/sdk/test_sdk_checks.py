@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -79,6 +80,16 @@ async def test_the_question_says_everything(proxy: FakeProxy) -> None:
     assert asked == [CheckRequest(ID, "g", 3, 15, CheckReason.DUE, 1_700_000_000.5, (M,))]
 
 
+async def cancelled(request: CheckRequest) -> Answer:
+    """A check function of which something inside was cancelled."""
+    raise asyncio.CancelledError
+
+
+async def leaving(request: CheckRequest) -> Answer:
+    """A check function that means to end the process."""
+    sys.exit(3)
+
+
 @pytest.mark.parametrize(
     ("wrong", "detail"),
     [
@@ -88,6 +99,10 @@ async def test_the_question_says_everything(proxy: FakeProxy) -> None:
         (lambda r: Commit([M, M]), "as many"),
         (lambda r: Commit([]), "at least one"),
         (lambda r: 1 / 0, "ZeroDivisionError"),
+        (lambda r: next(iter(())), "StopIteration"),
+        (lambda r: sys.exit(3), "SystemExit"),
+        (leaving, "SystemExit"),
+        (cancelled, "CancelledError"),
         (lambda r: Commit([Message("payments", value=bytes(17 * 1024 * 1024))]), "frame holds"),
     ],
 )
@@ -111,6 +126,8 @@ async def test_a_failure_is_logged_once(proxy: FakeProxy, caplog: pytest.LogCapt
             await session.check(ID)
     (record,) = caplog.records
     assert ID in record.getMessage()
+    assert "RuntimeError: database down" in record.getMessage()
+    assert record.exc_info is None, "a trace would be seen on a terminal"
 
 
 async def test_a_running_block_is_not_yet_without_asking(

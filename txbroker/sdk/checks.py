@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from txbroker.core.records import Decision
@@ -89,10 +89,13 @@ class CheckDesk:
         )
         try:
             return _in_frame(await self._run(function, request), check, "the check function")
-        except Exception as error:
-            _log.exception("the check of %s failed: answered as unknown", check.id)
-            detail = f"{type(error).__name__}: {error}"
-            return CheckAnswer(check.call, Decision.UNKNOWN, detail=detail[:DETAIL_LENGTH_MAX])
+        except (Exception, SystemExit) as error:
+            return _failed(check, error)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return _failed(check, error)  # the function's own, nobody stops us
 
     async def _run(self, function: CheckFunction, request: CheckRequest) -> Answer:
         if is_coroutine_function(function):
@@ -103,7 +106,7 @@ class CheckDesk:
                     self._limits.check_threads_max, thread_name_prefix="txbroker-check"
                 )
             loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._threads, function, request)
+            result = await loop.run_in_executor(self._threads, _call, function, request)
         return await result if inspect.isawaitable(result) else result
 
 
@@ -112,6 +115,23 @@ def is_coroutine_function(function: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - not asked whether it is callable
     )
+
+
+def _call(function: CheckFunction, request: CheckRequest) -> Answer | Awaitable[Answer]:
+    """Ask a plain function. No future carries its StopIteration: the answer would never come."""
+    try:
+        return function(request)
+    except StopIteration as error:
+        raise RuntimeError("the check function raised StopIteration") from error
+
+
+def _failed(check: Check, error: BaseException) -> CheckAnswer:
+    """Return an unknown that names the error, and log it: in a sentence, with its trace at the
+    level `debug`, as no trace belongs on a terminal."""
+    detail = f"{type(error).__name__}: {error}"[:DETAIL_LENGTH_MAX]
+    _log.error("the check of %s failed: answered as unknown: %s", check.id, detail)
+    _log.debug("where the check of %s failed", check.id, exc_info=error)
+    return CheckAnswer(check.call, Decision.UNKNOWN, detail=detail)
 
 
 async def _pass_on(asked: "asyncio.Task[CheckAnswer]", session: Session, check: Check) -> None:
