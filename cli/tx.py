@@ -89,7 +89,10 @@ def command() -> None:
 @output_option
 @client_options
 def list_command(client: Client, output: str, limit: int, everything: bool, **query: Any) -> None:
-    """List transactions, oldest first."""
+    """List transactions, oldest first.
+
+    Without --state: all that are not settled, so none that are promoted or rolled back.
+    """
     rows = list(client.transactions(None if everything else limit + 1, **query))
     if not everything and len(rows) > limit:
         rows = rows[:limit]

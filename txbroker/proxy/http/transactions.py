@@ -194,7 +194,7 @@ OPERATIONS = (
         "list",
         "GET",
         "/v1/transactions",
-        "List transactions, oldest first",
+        "List transactions, oldest first: those in `state`, else all that are not settled",
         list_all,
         {200: PageBody},
         query=ListQuery,
