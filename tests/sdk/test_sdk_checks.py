@@ -12,7 +12,7 @@ import pytest
 
 from tests.sdk.fake_proxy import QUICK, AnswerAfter, FakeCluster, FakeProxy, FakeSession
 from txbroker.core.records import CheckReason, Decision, Message
-from txbroker.errors import BadRequest
+from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.sdk import (
     Answer,
     CheckFunction,
@@ -179,6 +179,11 @@ async def test_without_a_check_function_the_question_is_given_back(proxy: FakePr
         answer = await session.check(ID)
         assert answer.decision is None
         assert "no check function" in answer.detail
+
+
+async def test_what_is_no_function_is_refused_before_it_is_asked(proxy: FakeProxy) -> None:
+    with pytest.raises(ConfigurationError, match="check is a function or None"):
+        TransactionalProducer(proxy.url, group="g", check="commit")  # type: ignore[arg-type]
 
 
 async def test_a_second_question_while_the_first_is_open_asks_once(proxy: FakeProxy) -> None:

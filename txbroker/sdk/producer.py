@@ -62,7 +62,7 @@ class TransactionalProducer:
         limits: bounds and times, see `Limits`.
 
     Raises:
-        ConfigurationError: a URL or limit is wrong.
+        ConfigurationError: a URL or limit is wrong, or `check` is no function.
         BadRequest: group or instance is no proper text.
     """
 
@@ -76,6 +76,8 @@ class TransactionalProducer:
         token: str | None = None,
         limits: Limits | None = None,
     ) -> None:
+        if check is not None and not callable(check):
+            raise ConfigurationError(f"check is a function or None, not {check!r}")
         self._urls = _checked_urls(urls)
         self.group = checked_text("group", group)
         self.instance = checked_text("instance", instance or _made_up_instance())
