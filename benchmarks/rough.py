@@ -83,7 +83,8 @@ def run(url: str, in_flight: int, duration_s: float, size: int) -> list[float]:
 @contextmanager
 def broker(folder: Path) -> Iterator[tuple[str, str]]:
     """Run `txbroker dev` and yield its URL and its Kafka's address."""
-    command = [sys.executable, "-m", "txbroker.cli.main", "dev", "--listen", "127.0.0.1:0"]
+    command = [str(Path(sys.executable).with_name("txbroker")), "dev"]
+    command += ["--listen", "127.0.0.1:0"]
     command += ["--data-dir", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dev:
         try:
