@@ -268,8 +268,11 @@ class Broker:
         owner = self._owners.get(partition)
         if owner is None:
             status = self._status.get(partition, "elsewhere")
+            advice = (
+                "see /readyz and the proxy's log" if status.startswith("stopped") else "try again"
+            )
             raise OwnerUnavailable(
-                f"half partition {partition} has no owner here ({status}): try again", id=id
+                f"half partition {partition} has no owner here ({status}): {advice}", id=id
             )
         return owner
 
