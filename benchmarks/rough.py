@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,13 @@ def run(url: str, in_flight: int, duration_s: float, size: int) -> list[float]:
     return [float(word) for word in done.stdout.split()]
 
 
+def promoted(url: str) -> float:
+    """Return how many messages the proxy has promoted: consumers can see them."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[1]) for line in lines if "txbroker_promoted_total{" in line)
+
+
 @contextmanager
 def broker(folder: Path) -> Iterator[tuple[str, str]]:
     """Run `txbroker dev` and yield its URL and its Kafka's address."""
@@ -111,18 +119,20 @@ def main() -> int:
         print(*uvloop.run(produced))
         return 0
     failed = False
-    print("in flight   tx/s acked   p50 ms   p99 ms   visible   lost   doubled")
+    print("in flight   tx/s acked   promoted/s   p50 ms   p99 ms   visible   lost   doubled")
     for in_flight in arguments.in_flight:
         with tempfile.TemporaryDirectory() as folder, broker(Path(folder)) as (url, kafka):
             warm = run(url, in_flight, arguments.warmup_s, arguments.size)
+            before = promoted(url)
             latencies = run(url, in_flight, arguments.duration_s, arguments.size)
+            promoted_s = (promoted(url) - before) / arguments.duration_s
             wanted = len(warm) + len(latencies)
             visible, different = asyncio.run(count_visible(kafka, wanted, 60))
         quantiles = statistics.quantiles(latencies, n=100)
         lost, doubled = wanted - different, visible - different
         failed = failed or bool(lost or doubled)
         print(
-            f"{in_flight:9}   {len(latencies) / arguments.duration_s:10.0f}   "
+            f"{in_flight:9}   {len(latencies) / arguments.duration_s:10.0f}   {promoted_s:10.0f}   "
             f"{quantiles[49] * 1000:6.1f}   {quantiles[98] * 1000:6.1f}   {visible:7}   "
             f"{lost:4}   {doubled:7}",
             flush=True,
