@@ -185,11 +185,6 @@ class Settings(BaseSettings):
         description="Settled transactions that one half partition remembers to answer repeats; "
         "full, prepares are `overloaded`.",
     )
-    bodies_bytes_max: Count = Field(
-        256 * MIB,
-        description="Bytes of message bodies that are kept in memory; more are read again from "
-        "Kafka when they are needed.",
-    )
     in_flight_bytes_max: Count = Field(
         128 * MIB,
         description="Bytes of requests that are being carried out, all callers together; more "
