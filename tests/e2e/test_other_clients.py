@@ -189,7 +189,12 @@ async def dev(tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.mark.needs_tool("curl")
 async def test_a_walk_through_txbroker_dev_with_curl_only(dev: World, desk: Desk) -> None:
-    (line,) = dev.stdout
+
+    async def said_ready() -> list[str]:
+        # The proxy answers a moment before the command says so.
+        return dev.stdout
+
+    (line,) = await until(said_ready)
     ready, url, kafka, servers = line.split()
     assert (ready, url, kafka) == ("ready", dev.url, "kafka")
     curl = Curl(url)
