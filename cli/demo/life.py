@@ -32,10 +32,6 @@ class Life:
         """The transactions that there are so far."""
         return list(self._orders)
 
-    def order_of(self, id: str) -> str:
-        """Return the order that a transaction is about."""
-        return self._orders[id]
-
     def title(self, text: str) -> None:
         """Begin a scene."""
         self._console.print()
