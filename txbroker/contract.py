@@ -4,6 +4,7 @@
 thin shells round it, and the command line reads the same answers as JSON.
 """
 
+from enum import StrEnum
 from typing import Protocol
 
 from msgspec import Struct
@@ -116,7 +117,10 @@ class TransactionView(Struct, frozen=True):
 
 
 class ListRequest(Struct, frozen=True):
-    """Which transactions to list; None means any. Oldest first, `cursor` from the last page."""
+    """Which transactions to list; None means any. Oldest first, `cursor` from the last page.
+
+    `partitions` limits the list to these half partitions, for proxies that ask one another.
+    """
 
     state: State | None = None
     group: str | None = None
@@ -124,6 +128,7 @@ class ListRequest(Struct, frozen=True):
     older_than_s: float | None = None
     limit: int = 100
     cursor: str | None = None
+    partitions: tuple[int, ...] | None = None
 
 
 class Page(Struct, frozen=True):
@@ -133,12 +138,35 @@ class Page(Struct, frozen=True):
     next_cursor: str | None = None
 
 
+class PartitionState(StrEnum):
+    """What a proxy does with a half partition. A partition that this proxy is to own and that is
+    not `owned` makes it not ready."""
+
+    OWNED = "owned"
+    ELSEWHERE = "elsewhere"
+    """Another proxy's, whose URL is known."""
+    NONE = "none"
+    """Nobody's, as far as is known."""
+    CLAIMING = "claiming"
+    REPLAYING = "replaying"
+    SUSPENDED = "suspended"
+    """Ours until touch with the group was lost; nothing is done until it is known again."""
+    HANGING = "hanging"
+    """A Kafka transaction that nobody ends hides its progress."""
+    TRUNCATED = "truncated"
+    """Its topics end before what was promoted, or are other topics than they were."""
+    NEWER = "newer"
+    """A newer txbroker wrote to it what this one does not understand."""
+    STOPPED = "stopped"
+    """Something that must hold does not."""
+
+
 class Readiness(Struct, frozen=True):
     """Whether the proxy can take calls, and per half partition what it is doing if not."""
 
     ready: bool
     partitions: dict[int, str]
-    """`owned`, `elsewhere`, `claiming`, `replaying`, `stopped: <why>`, `none` (no owner known)."""
+    """A PartitionState, followed by `: <why>` where there is more to say."""
     problems: tuple[str, ...] = ()
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from msgspec import Struct
 
 from txbroker.core.records import Cause, Claim, Progress, Record
-from txbroker.errors import TxbrokerError
+from txbroker.errors import KafkaUnavailable, TxbrokerError
 
 
 class AppendRefused(TxbrokerError):
@@ -50,6 +50,10 @@ class TurnRefused(TxbrokerError):
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.message)
         self.cause = cause
+
+
+class Hanging(KafkaUnavailable):
+    """A Kafka transaction that nobody ends hides the progress: the partition cannot be read."""
 
 
 class Appended(NamedTuple):
@@ -94,6 +98,15 @@ class Log(Protocol):
         """
         ...
 
+    async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Return the records at these offsets, in their order; an offset that holds none (any
+        more) is left out. Offsets grow; near ones are fetched together, far ones each by itself.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        ...
+
 
 class Target(NamedTuple):
     """A record to be promoted, and where to."""
@@ -116,6 +129,8 @@ class TurnHandle(Protocol):
 
     offsets: Sequence[int]
     """The offset of each promoted record, -1 where the broker did not say."""
+    parked_offsets: Sequence[int]
+    """The offset of each record in the parked topic, -1 where the broker did not say."""
 
     async def committed(self) -> None:
         """Wait until the turn's commit is acknowledged.
@@ -135,10 +150,12 @@ class TurnHandle(Protocol):
 
 
 class Claimed(NamedTuple):
-    """What a claim found: our claim record's append time and the last acknowledged progress."""
+    """What a claim found: our claim record's append time, the last acknowledged progress, and the
+    newest record under each key of the checkpoint topic that belongs to a snapshot."""
 
     timestamp_ms: int
     progress: Progress | None
+    snapshots: Sequence[Record] = ()
 
 
 class PartitionDoor(Protocol):
@@ -155,12 +172,28 @@ class PartitionDoor(Protocol):
 
         Raises:
             Fenced: another owner claimed at the same time; try again after a random pause.
-            KafkaUnavailable: Kafka does not answer, or a hanging transaction hides the progress.
+            Hanging: a transaction that nobody ends hides the progress.
+            KafkaUnavailable: Kafka does not answer.
+        """
+        ...
+
+    async def store(self, records: Sequence[Record]) -> None:
+        """Append records of a snapshot to the checkpoint topic, beside the turns and never in
+        their way. One call at a time.
+
+        Raises:
+            AppendRefused: they are too large; nothing was stored.
+            KafkaUnavailable: they may or may not be stored. That does no harm, as a snapshot
+                counts only when it is whole.
         """
         ...
 
     def parked(self) -> AsyncIterator[Sequence[Record]]:
         """Yield all records of this partition of the parked topic, `read_committed`, in order."""
+        ...
+
+    async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Return records of this partition of the parked topic, as `Log.pick` does."""
         ...
 
     async def write(self, turn: Turn) -> TurnHandle:
@@ -223,21 +256,45 @@ class GroupStore(Protocol):
         ...
 
 
+class Assignment(Struct, frozen=True):
+    """Who owns what in one generation of the proxies' group.
+
+    Attributes:
+        mine: the half partitions of this proxy.
+        owners: the URL of each half partition's proxy, "" where none is known.
+        proxies: the URLs of all proxies, this one and those without a partition included.
+        record_version: the newest record version that all of them understand; nobody may write a
+            newer one.
+    """
+
+    mine: frozenset[int]
+    owners: tuple[str, ...]
+    proxies: tuple[str, ...]
+    record_version: int
+
+
 class Membership(Protocol):
-    """Which half partitions this proxy owns, by Kafka's group protocol."""
+    """Which half partitions this proxy owns, and who owns the others, by Kafka's group protocol."""
 
-    async def join(self, assigned: Callable[[frozenset[int]], None]) -> None:
-        """Join; `assigned` gets the owned partitions after every change, from the event loop.
+    async def join(
+        self, url: str, assigned: Callable[[Assignment], None], lost: Callable[[str], None]
+    ) -> None:
+        """Join as the proxy at `url`; return when the first assignment is there.
 
-        It must return at once. Partitions that are taken away are suspended first (an empty or
-        smaller set), and come back in a later call if they stay.
+        Both are called from the event loop and must return at once: `assigned` in each generation,
+        also where nothing moved; `lost`, with why, when touch with the group is lost: then nobody
+        knows what is ours until `assigned` is called again, so everything is suspended. While a
+        rebalance goes on we keep what we have.
+
+        Raises:
+            ConfigurationError: the group cannot be used.
         """
         ...
 
     async def still_ours(self, partition: int) -> bool:
         """After a fresh heartbeat in the same generation, say whether `partition` is ours.
 
-        After a no, `assigned` is called with what is ours from then on.
+        After a no, `assigned` or `lost` tells what is ours from then on.
 
         Raises:
             KafkaUnavailable: no answer; it may still be ours.
