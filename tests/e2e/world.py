@@ -10,8 +10,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -57,11 +58,16 @@ def _free_port() -> int:
 class World:
     """One installation of txbroker on a Kafka: its proxy, its topics, the calls of a test.
 
+    `program` and `environment` say which build runs: the installed one.
+
     Args:
         bootstrap: of the Kafka.
         command: `proxy`, or `dev`, which brings its own Kafka.
         settings: changes to the proxy's settings.
     """
+
+    program: Sequence[str] = (str(Path(sys.executable).with_name("txbroker")),)
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, bootstrap: str, *, command: str = "proxy", **settings: Any) -> None:
         self._command = command
@@ -97,9 +103,9 @@ class World:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
         given = {f"TXBROKER_{k.upper()}": str(v) for k, v in self._settings.items()}
         process = await asyncio.create_subprocess_exec(
-            str(Path(sys.executable).with_name("txbroker")),
+            *self.program,
             self._command,
-            env={**inherited, **given},
+            env={**inherited, **given, **self.environment},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
