@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from txbroker.core.records import Record
@@ -20,9 +21,9 @@ class MemoryWorld:
         """The name of a topic that belongs to this test."""
         return f"test.{topic}"
 
-    async def door(self, instance_id: str = "one") -> MemoryDoor:
+    async def door(self, instance_id: str = "one", **changes: Any) -> MemoryDoor:
         """A door that is started; closed when the test ends."""
-        door = self.closed_door(instance_id, message_bytes_max=1 << 20)
+        door = self.closed_door(instance_id, message_bytes_max=1 << 20, **changes)
         await door.start()
         return door
 
@@ -46,6 +47,27 @@ class MemoryWorld:
     async def delete_topic(self, topic: str) -> None:
         """Delete a topic (full name)."""
         self.kafka.delete_topic(topic)
+
+    async def recreate_topic(self, topic: str) -> None:
+        """Delete a topic (full name) and make it anew with the same settings."""
+        self.kafka.recreate_topic(topic)
+
+    async def add_partitions(self, topic: str, total: int) -> None:
+        """Give a topic (full name) more partitions, `total` in all."""
+        self.kafka.add_partitions(topic, total)
+
+    async def hang(self, topic: str, partition: int) -> Callable[[], Awaitable[None]]:
+        """Leave a transaction open on a partition; the result ends it."""
+        release = self.kafka.hang(topic, partition)
+
+        async def end() -> None:
+            release()
+
+        return end
+
+    async def lose(self, door: MemoryDoor) -> None:
+        """Take Kafka away from a door."""
+        self.kafka.go_down()
 
     async def set_max_message_bytes(self, topic: str, size: int) -> None:
         """Change the largest batch that a topic (full name) takes."""

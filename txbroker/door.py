@@ -324,6 +324,15 @@ class Door(Protocol):
         """
         ...
 
+    async def check_topics(self) -> list[str]:
+        """Say in plain words what has happened to txbroker's own topics since `start` that it
+        cannot work with: partitions, settings, a topic deleted or made anew. Empty if all is well.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        ...
+
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""
         ...

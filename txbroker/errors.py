@@ -18,6 +18,10 @@ class InvariantBroken(TxbrokerError):
     """Something that must always hold does not: the partition is stopped, the others go on."""
 
 
+class NewerRecord(InvariantBroken):
+    """A newer txbroker wrote what this one does not understand: the partition is stopped."""
+
+
 class KafkaUnavailable(TxbrokerError):
     """Kafka does not answer; what was asked may or may not have happened."""
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from door_records import bare, commit, new_claim, progress, turn
 
-from txbroker.core.records import RECORD_VERSION, Cause, Claim, Progress, Record
+from txbroker.core.records import Cause, Record
 from txbroker.door import (
     AppendRefused,
     Door,
@@ -19,13 +18,10 @@ from txbroker.door import (
     PartitionDoor,
     Target,
     TargetFacts,
-    Turn,
     TurnLost,
     TurnRefused,
 )
 from txbroker.errors import KafkaUnavailable
-
-_CLAIMS = itertools.count()
 
 ODD = (
     Record(None, None),
@@ -38,32 +34,12 @@ ODD = (
 """Records that a careless hand would change."""
 
 
-def new_claim(owner: str = "one") -> Claim:
-    return Claim(RECORD_VERSION, f"claim-{next(_CLAIMS)}", owner, "http://127.0.0.1:1")
-
-
-def progress(claim: str, op: int) -> Progress:
-    return Progress(RECORD_VERSION, claim, op, op)
-
-
-def turn(claim: Claim, op: int, *promoted: Target, parked: tuple[Record, ...] = ()) -> Turn:
-    return Turn(promoted, parked, progress(claim.claim, op))
-
-
-def bare(records: Sequence[Record]) -> list[tuple[bytes | None, bytes | None, tuple[Any, ...]]]:
-    return [(record.key, record.value, record.headers) for record in records]
-
-
 async def read(log: Log, start: int, end: int) -> list[Record]:
     return [record async for records in log.read(start, end) for record in records]
 
 
 async def parked(door: PartitionDoor) -> list[Record]:
     return [record async for records in door.parked() for record in records]
-
-
-async def commit(door: PartitionDoor, written: Turn) -> None:
-    await (await door.write(written)).committed()
 
 
 # --- logs ------------------------------------------------------------------------------------

@@ -9,17 +9,18 @@ takes them away, because no session times out.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import NamedTuple, cast
 
 from txbroker.commits import again, begin, outcome
-from txbroker.core.codec import decode_checkpoint, encode_claim, encode_progress
-from txbroker.core.records import Cause, Claim, Progress, Record
+from txbroker.core.codec import encode_claim, encode_progress
+from txbroker.core.records import Cause, Claim, Record
 from txbroker.door import (
     Appended,
     AppendUnknown,
     Claimed,
     Fenced,
     GroupStore,
+    Hanging,
     Log,
     Membership,
     PartitionDoor,
@@ -30,7 +31,14 @@ from txbroker.door import (
     TurnLost,
     TurnRefused,
 )
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.own_topics import (
+    LAYOUT_KEY,
+    CheckpointScan,
+    encode_layout,
+    find_layout,
+    layout_problem,
+)
 from txbroker.testing.members import MemoryMembership
 from txbroker.testing.memory import (
     MemoryKafka,
@@ -58,6 +66,7 @@ class MemoryDoor:
         half_partitions: to create; a half topic that exists keeps its own number.
         message_bytes_max: the largest half batch, bytes.
         facts_ttl_s: for how long facts of target topics are remembered, seconds.
+        claim_timeout_s: seconds until a claim that a hanging transaction hides is given up.
     """
 
     def __init__(
@@ -69,12 +78,15 @@ class MemoryDoor:
         half_partitions: int = 4,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         facts_ttl_s: float = 1.0,
+        claim_timeout_s: float = 30.0,
     ) -> None:
         self.partitions = 0
         self._kafka = kafka
         self._prefix = topic_prefix
         self._half_partitions = half_partitions
         self._message_bytes_max = message_bytes_max
+        self._claim_timeout_s = claim_timeout_s
+        self._ids: dict[str, int] = {}
         self._targets = MemoryTargets(kafka, facts_ttl_s)
         self._groups = MemoryGroupStore(kafka, f"{topic_prefix}.groups")
         self._membership = MemoryMembership(kafka.coordinator(topic_prefix), instance, kafka.reach)
@@ -87,6 +99,7 @@ class MemoryDoor:
 
         Raises:
             KafkaUnavailable: Kafka is down.
+            ConfigurationError: the topics are not as they must be.
         """
         await self._kafka.reach()
         half, larger = self._message_bytes_max, self._message_bytes_max + _ROOM_BYTES
@@ -104,12 +117,63 @@ class MemoryDoor:
                 message_bytes_max=bytes_max,
                 log_append_time=True,
             )
+        problems = self._problems()
+        if problems:
+            raise ConfigurationError("; ".join(problems))
         self.partitions = len(self._kafka.topics[f"{self._prefix}.half"].partitions)
+        self._ids = {name: self._kafka.topics[name].id for name in self._own}
+        if find_layout(self._kafka.visible(f"{self._prefix}.groups")) is None:
+            await self._remember_layout()
         self._membership.expect(self.partitions)
+
+    async def _remember_layout(self) -> None:
+        record = encode_layout(self.partitions)
+        try:
+            await self._kafka.append(f"{self._prefix}.groups", 0, [record])
+        except AppendUnknown as error:
+            raise KafkaUnavailable(str(error)) from None
+
+    @property
+    def _own(self) -> list[str]:
+        names = ("half", "op", "checkpoint", "parked", "groups")
+        return [f"{self._prefix}.{name}" for name in names]
+
+    async def check_topics(self) -> list[str]:
+        """Say what has happened to txbroker's own topics that it cannot work with.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+        anew = [
+            f"{name} was deleted and made anew: what it held is gone"
+            for name, id in self._ids.items()
+            if name in self._kafka.topics and self._kafka.topics[name].id != id
+        ]
+        return anew + self._problems()
+
+    def _problems(self) -> list[str]:
+        topics = self._kafka.topics
+        missing = [name for name in self._own if name not in topics]
+        if missing:
+            return [f"missing: {', '.join(missing)}"]
+        half = self._own[0]
+        count = len(topics[half].partitions)
+        layout = find_layout(self._kafka.visible(f"{self._prefix}.groups"))
+        lines = [layout_problem(half, count, layout)]
+        for name in self._own:
+            found = len(topics[name].partitions)
+            if found != count and name != f"{self._prefix}.groups":
+                lines.append(f"{name} has {found} partitions, but {half} has {count}")
+            if not topics[name].log_append_time:
+                lines.append(f"{name} needs message.timestamp.type=LogAppendTime")
+        return [line for line in lines if line is not None]
 
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""
-        return MemoryPartitionDoor(self._kafka, self._prefix, partition, self._targets.note)
+        return MemoryPartitionDoor(
+            self._kafka, self._prefix, partition, self._targets.note, self._claim_timeout_s
+        )
 
     async def close(self) -> None:
         """Let go of everything. Does not leave the group: see `Membership.leave`."""
@@ -128,7 +192,7 @@ class MemoryLog:
 
     @property
     def _partition(self) -> Partition:
-        return self._kafka.topics[self._topic].partitions[self._number]
+        return self._kafka.partition(self._topic, self._number)
 
     async def append(self, records: Sequence[Record]) -> Appended:
         """Append records as one batch.
@@ -161,6 +225,15 @@ class MemoryLog:
             if records:
                 yield records
 
+    async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Return the records at these offsets; an offset that holds none is left out.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+        return self._partition.pick(offsets)
+
 
 class MemoryPartitionDoor:
     """A `txbroker.door.PartitionDoor` in memory."""
@@ -174,12 +247,14 @@ class MemoryPartitionDoor:
         prefix: str,
         partition: int,
         refused: Callable[[Cause], None],
+        claim_timeout_s: float,
     ) -> None:
         self.partition = partition
         self.half = MemoryLog(kafka, f"{prefix}.half", partition)
         self.op = MemoryLog(kafka, f"{prefix}.op", partition)
         self._kafka = kafka
         self._refused = refused
+        self._claim_timeout_s = claim_timeout_s
         self._checkpoint = f"{prefix}.checkpoint"
         self._parked = f"{prefix}.parked"
         self._id = f"{prefix}.half-{partition}"
@@ -190,6 +265,7 @@ class MemoryPartitionDoor:
 
         Raises:
             Fenced: another owner claimed at the same time.
+            Hanging: a transaction that nobody ends hides the progress.
             KafkaUnavailable: Kafka is down.
         """
         await self._retire()
@@ -204,12 +280,36 @@ class MemoryPartitionDoor:
         records = [encode_claim(claim)]
         at = self._kafka.write(self._checkpoint, self.partition, records, transaction)
         self._kafka.end(transaction, committed=True)
-        found = self._kafka.visible(self._checkpoint, self.partition)
-        decoded = [decode_checkpoint(record) for record in found]
-        progress = [each for each in decoded if isinstance(each, Progress)]
+        await self._seen(at)
+        scan = CheckpointScan(f"{self._checkpoint}-{self.partition}")
+        scan.note(self._kafka.visible(self._checkpoint, self.partition))
+        claimed = scan.claimed(claim)
         self._writer = writer
-        timestamp_ms = next(record.timestamp_ms for record in found if record.offset == at)
-        return Claimed(timestamp_ms, progress[-1] if progress else None)
+        return claimed
+
+    async def _seen(self, offset: int) -> None:
+        """Wait until `read_committed` readers get past an offset of the checkpoint topic."""
+        found = self._kafka.partition(self._checkpoint, self.partition)
+        try:
+            async with asyncio.timeout(self._claim_timeout_s):
+                while found.stable_end <= offset:
+                    await self._kafka.ended()
+        except TimeoutError:
+            raise Hanging(
+                f"{self._checkpoint}-{self.partition}: an open transaction hides the progress"
+            ) from None
+
+    async def store(self, records: Sequence[Record]) -> None:
+        """Append records of a snapshot to the checkpoint topic.
+
+        Raises:
+            AppendRefused: they are too large; nothing was stored.
+            KafkaUnavailable: they may or may not be stored.
+        """
+        try:
+            await self._kafka.append(self._checkpoint, self.partition, records)
+        except AppendUnknown as error:
+            raise KafkaUnavailable(str(error)) from None
 
     async def parked(self) -> AsyncIterator[Sequence[Record]]:
         """Yield all records of this partition of the parked topic, `read_committed`, in order.
@@ -221,6 +321,15 @@ class MemoryPartitionDoor:
         records = self._kafka.visible(self._parked, self.partition)
         for first in range(0, len(records), _READ_MAX):
             yield records[first : first + _READ_MAX]
+
+    async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Return the records of the parked topic at these offsets, `read_committed`.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+        return self._kafka.partition(self._parked, self.partition).pick(offsets)
 
     async def write(self, turn: Turn) -> TurnHandle:
         """Write one turn; return once the next may be written.
@@ -268,33 +377,33 @@ class _Writer:
         with self._breaking():
             with _translated():
                 await self._kafka.reach()
-            if not self._kafka.holds(self._id, self):
-                raise Fenced
+                if not self._kafka.holds(self._id, self):
+                    raise Fenced
             transaction = self._kafka.begin(self._id)
             try:
-                offsets, ends = self._write_all(turn, transaction)
+                written = self._write_all(turn, transaction)
             except (TurnRefused, TurnLost):
                 self._kafka.end(transaction, committed=False)
                 raise
         self._before = begin(self._commit(transaction, self._before))
-        return MemoryTurn(self._kafka, offsets, ends, self._before)
+        return MemoryTurn(self._kafka, written, self._before)
 
-    def _write_all(
-        self, turn: Turn, transaction: Transaction
-    ) -> tuple[list[int], dict[Partition, int]]:
-        """Write everything; return each promoted record's offset and each partition's last."""
-        offsets, last = [], {}
+    def _write_all(self, turn: Turn, transaction: Transaction) -> "_Written":
+        """Write everything; return where it is."""
+        written = _Written([], [], {})
         own = [(self._parked, record) for record in turn.parked]
         own.append((self._checkpoint, encode_progress(turn.progress)))
         with _translated():
             for topic, number, record in turn.promoted:
                 offset = self._kafka.write(topic, number, [record], transaction)
-                offsets.append(offset)
-                last[self._kafka.topics[topic].partitions[number]] = offset
+                written.offsets.append(offset)
+                written.last[self._kafka.partition(topic, number)] = offset
             for topic, record in own:
                 offset = self._kafka.write(topic, self._partition, [record], transaction)
-                last[self._kafka.topics[topic].partitions[self._partition]] = offset
-        return offsets, last
+                if topic == self._parked:
+                    written.parked.append(offset)
+                written.last[self._kafka.partition(topic, self._partition)] = offset
+        return written
 
     async def _commit(self, transaction: Transaction, before: asyncio.Task[None] | None) -> None:
         with self._breaking():
@@ -329,19 +438,27 @@ class _Writer:
             raise again(self._broken)
 
 
+class _Written(NamedTuple):
+    """Where a turn's records are: promoted ones, parked ones, and each partition's last."""
+
+    offsets: list[int]
+    parked: list[int]
+    last: dict[Partition, int]
+
+
 class MemoryTurn:
     """A `txbroker.door.TurnHandle`: the turn is written, its commit goes on by itself."""
 
     def __init__(
         self,
         kafka: MemoryKafka,
-        offsets: Sequence[int],
-        last: dict[Partition, int],
+        written: _Written,
         commit: asyncio.Task[None],
     ) -> None:
-        self.offsets = offsets
+        self.offsets: Sequence[int] = written.offsets
+        self.parked_offsets: Sequence[int] = written.parked
         self._kafka = kafka
-        self._last = last
+        self._last = written.last
         self._commit = commit
 
     async def committed(self) -> None:
@@ -434,6 +551,8 @@ class MemoryGroupStore:
         await self._kafka.reach()
 
         def tell(record: Record) -> None:
+            if record.key == LAYOUT_KEY:
+                return
             changed(cast(bytes, record.key).decode(), record.value)
 
         for record in self._kafka.visible(self._topic):

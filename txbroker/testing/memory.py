@@ -3,10 +3,12 @@
 What it does not do: it keeps nothing on disk and compacts nothing; retention happens only when
 `truncate` says so; there is one broker, so no leader moves and no replica lags; a transaction's
 end takes no offset of its own, so offsets have no holes; nothing is sent over a network, so
-nothing arrives late; rights are yes or no for a whole topic. It belongs to one event loop.
+nothing arrives late; rights are yes or no for a whole topic; transactional ids are forgotten only
+when `forget_transactional_ids` says so. It belongs to one event loop.
 """
 
 import asyncio
+import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -114,6 +116,10 @@ class Partition:
                 follower(stored)
         return base
 
+    def hold(self, transaction: Transaction) -> None:
+        """Keep the last stable offset where the log ends now, for as long as it is open."""
+        self._open.setdefault(transaction, self.end)
+
     def follow(self, follower: Callable[[Record], None]) -> Callable[[], None]:
         """Call `follower` with every further record, until the returned function is called."""
         self._followers.append(follower)
@@ -131,6 +137,15 @@ class Partition:
             record
             for record, transaction in self._entries[start - self.begin : end - self.begin]
             if transaction is None or transaction.committed
+        ]
+
+    def pick(self, offsets: Sequence[int]) -> list[Record]:
+        """Return the committed records at these offsets; what is not there is left out."""
+        return [
+            record
+            for offset in offsets
+            if self.begin <= offset < self.end
+            for record in self.read(offset, offset + 1)
         ]
 
     def delete_before(self, offset: int) -> None:
@@ -151,6 +166,8 @@ class Topic(Struct):
     log_append_time: bool = False
     leaderless: frozenset[int] = frozenset()
     authorized: bool = True
+    id: int = 0
+    """Another one for each topic that is made, also under a name that was used before."""
 
 
 class MemoryKafka:
@@ -164,6 +181,7 @@ class MemoryKafka:
     def __init__(self, clock: Clock | None = None, *, default_partitions: int = 1) -> None:
         self.clock = clock or Clock()
         self.topics: dict[str, Topic] = {}
+        self._ids = itertools.count(1)
         self._members: dict[str, Coordinator] = {}
         self._transactions: dict[str, tuple[object, list[Transaction]]] = {}
         self._default_partitions = default_partitions
@@ -191,7 +209,8 @@ class MemoryKafka:
             raise ValueError(f"{name!r} is no name for a topic")
         count = self._default_partitions if partitions is None else partitions
         made = [Partition() for _ in range(count)]
-        self.topics.setdefault(name, Topic(made, message_bytes_max, log_append_time))
+        topic = Topic(made, message_bytes_max, log_append_time, id=next(self._ids))
+        self.topics.setdefault(name, topic)
 
     def delete_topic(self, name: str) -> None:
         """Delete a topic with all its records.
@@ -200,6 +219,27 @@ class MemoryKafka:
             KeyError: there is none.
         """
         del self.topics[name]
+
+    def recreate_topic(self, name: str, partitions: int | None = None) -> None:
+        """Delete a topic and make it anew, empty, with the same settings.
+
+        Args:
+            name: of the topic.
+            partitions: None for as many as it had.
+        """
+        old = self.topics[name]
+        count = len(old.partitions) if partitions is None else partitions
+        new = [Partition() for _ in range(count)]
+        self.topics[name] = structs.replace(old, partitions=new, id=next(self._ids))
+
+    def add_partitions(self, name: str, total: int) -> None:
+        """Give a topic more partitions, `total` in all."""
+        have = self.topics[name].partitions
+        have.extend(Partition() for _ in range(total - len(have)))
+
+    def set_log_append_time(self, name: str, *, log_append_time: bool) -> None:
+        """Change a topic's `message.timestamp.type`; records that it has keep their times."""
+        self.topics[name].log_append_time = log_append_time
 
     def set_message_bytes_max(self, name: str, message_bytes_max: int) -> None:
         """Change a topic's `max.message.bytes`."""
@@ -224,8 +264,12 @@ class MemoryKafka:
             found.delete_from(end)
 
     def visible(self, name: str, partition: int = 0) -> list[Record]:
-        """Return what a `read_committed` consumer sees of a partition, from begin to end."""
-        found = self.topics[name].partitions[partition]
+        """Return what a `read_committed` consumer sees of a partition, from begin to end.
+
+        Raises:
+            KafkaUnavailable: it does not exist.
+        """
+        found = self.partition(name, partition)
         return found.read(found.begin, found.stable_end)
 
     # --- trouble -----------------------------------------------------------------------------
@@ -246,6 +290,22 @@ class MemoryKafka:
         """Leave the next commit of a turn unanswered."""
         self._lost_commit = outcome
 
+    def hang(self, name: str, partition: int = 0) -> Callable[[], None]:
+        """Leave a transaction open on a partition: `read_committed` readers see nothing that is
+        written from now on, until the returned function is called."""
+        transaction = Transaction()
+        self.partition(name, partition).hold(transaction)
+        return lambda: self.end(transaction, committed=False)
+
+    def forget_transactional_ids(self) -> None:
+        """Forget all transactional ids without an open transaction, as Kafka does with those
+        that were idle for days."""
+        self._transactions = {
+            id: (holder, running)
+            for id, (holder, running) in self._transactions.items()
+            if any(each.open for each in running)
+        }
+
     # --- for the door ------------------------------------------------------------------------
 
     async def reach(self) -> None:
@@ -257,6 +317,17 @@ class MemoryKafka:
         await asyncio.sleep(0)
         if self._down is not None:
             raise KafkaUnavailable("the in-memory Kafka is down")
+
+    def partition(self, name: str, number: int) -> Partition:
+        """Return a partition.
+
+        Raises:
+            KafkaUnavailable: it does not exist.
+        """
+        topic = self.topics.get(name)
+        if topic is None or number >= len(topic.partitions):
+            raise KafkaUnavailable(f"{name}-{number} does not exist")
+        return topic.partitions[number]
 
     def facts(self, name: str) -> TargetFacts | Cause:
         """Return what is known of a topic, or why there is nothing."""
@@ -283,7 +354,13 @@ class MemoryKafka:
         self._transactions[transactional_id] = (holder, [])
 
     def holds(self, transactional_id: str, holder: object) -> bool:
-        """Say whether nobody has fenced `holder` since."""
+        """Say whether nobody has fenced `holder` since.
+
+        Raises:
+            KafkaUnavailable: the id is forgotten.
+        """
+        if transactional_id not in self._transactions:
+            raise KafkaUnavailable(f"the in-memory Kafka has forgotten {transactional_id}")
         return self._transactions[transactional_id][0] is holder
 
     def begin(self, transactional_id: str) -> Transaction:
@@ -301,6 +378,10 @@ class MemoryKafka:
             AppendUnknown: no answer.
         """
         await asyncio.sleep(0)
+        try:
+            found = self.partition(name, partition)
+        except KafkaUnavailable as error:
+            raise AppendUnknown(str(error)) from None
         topic = self.topics[name]
         size = batch_bytes(records)
         if size > topic.message_bytes_max:
@@ -314,7 +395,7 @@ class MemoryKafka:
         now_ms = self.clock.now_ms()
         # Topics of txbroker's own: the broker's time counts, whatever the record says.
         stamped = [structs.replace(record, timestamp_ms=-1) for record in records]
-        base = topic.partitions[partition].append(stamped, now_ms)
+        base = found.append(stamped, now_ms)
         if lost is not None:
             raise AppendUnknown("the in-memory Kafka did not answer, but stored the batch")
         return Appended(base, now_ms)

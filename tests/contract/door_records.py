@@ -1,0 +1,37 @@
+"""Records, claims and turns for tests of the door."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import PartitionDoor, Target, Turn
+
+_CLAIMS = itertools.count()
+
+
+def new_claim(owner: str = "one") -> Claim:
+    """A claim that no other test makes."""
+    return Claim(RECORD_VERSION, f"claim-{next(_CLAIMS)}", owner, "http://127.0.0.1:1")
+
+
+def progress(claim: str, op: int) -> Progress:
+    """Progress that has come as far in half as in op."""
+    return Progress(RECORD_VERSION, claim, op, op)
+
+
+def turn(claim: Claim, op: int, *promoted: Target, parked: tuple[Record, ...] = ()) -> Turn:
+    """A turn up to `op`."""
+    return Turn(promoted, parked, progress(claim.claim, op))
+
+
+def bare(records: Sequence[Record]) -> list[tuple[bytes | None, bytes | None, tuple[Any, ...]]]:
+    """What a producer gave of records."""
+    return [(record.key, record.value, record.headers) for record in records]
+
+
+async def commit(door: PartitionDoor, written: Turn) -> None:
+    """Write a turn and wait for its commit."""
+    await (await door.write(written)).committed()

@@ -1,0 +1,255 @@
+"""What an owner may rely on where a log has edges: single records, snapshots, own topics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from door_records import bare, commit, new_claim, progress, turn
+
+from txbroker.core.records import Record
+from txbroker.door import (
+    AppendRefused,
+    Door,
+    Hanging,
+    Log,
+    PartitionDoor,
+    Target,
+    TurnLost,
+    TurnRefused,
+)
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+
+
+async def fill(log: Log, count: int, batch: int = 3) -> None:
+    """Append records whose keys are their offsets."""
+    for first in range(0, count, batch):
+        await log.append(
+            [Record(b"%d" % n, b"body") for n in range(first, min(count, first + batch))]
+        )
+
+
+async def picked(log: Log, offsets: Sequence[int]) -> list[tuple[int, bytes | None]]:
+    return [(record.offset, record.key) for record in await log.pick(offsets)]
+
+
+# --- picking ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[], [0], [11], [4, 5, 6], [0, 11], [1, 3, 10], list(range(12))],
+    ids=lambda offsets: ",".join(map(str, offsets)) or "none",
+)
+async def test_pick_returns_exactly_the_records_asked_for(door: Door, offsets: list[int]) -> None:
+    log = door.partition(0).half
+    await fill(log, 12)
+    assert await picked(log, offsets) == [(n, b"%d" % n) for n in offsets]
+
+
+async def test_pick_leaves_out_what_is_not_there(world: Any, door: Door) -> None:
+    log = door.partition(0).op
+    await fill(log, 12)
+    assert await picked(log, [2, 12, 13, 900]) == [(2, b"2")]
+    await world.truncate(world.name("op"), 0, 7)
+    assert await picked(log, [0, 6, 7, 8, 11, 12]) == [(7, b"7"), (8, b"8"), (11, b"11")]
+    assert await picked(log, [0, 1]) == []
+
+
+async def test_pick_from_an_empty_log_is_empty(door: Door) -> None:
+    assert await picked(door.partition(1).half, [0, 5]) == []
+
+
+async def test_picked_records_are_whole(door: Door) -> None:
+    log = door.partition(0).half
+    record = Record(b"k", b"\x00\xff", (("a", None), ("a", b"")))
+    where = await log.append([Record(b"before", bytes(5000)), record])
+    (found,) = await log.pick([1])
+    assert bare([found]) == bare([record])
+    assert (found.offset, found.timestamp_ms) == (1, where.timestamp_ms)
+
+
+# --- the parked topic ------------------------------------------------------------------------
+
+
+async def test_a_turn_says_where_it_parked_and_pick_finds_it(door: Door) -> None:
+    partition, mine = door.partition(2), new_claim()
+    await partition.claim(mine)
+    records = tuple(Record(b"id/%d" % n, b"body %d" % n) for n in range(5))
+    handle = await partition.write(turn(mine, 1, parked=records[:3]))
+    assert list(handle.offsets) == []
+    places = list(handle.parked_offsets)
+    await handle.visible()
+    second = await partition.write(turn(mine, 2, parked=records[3:]))
+    places += second.parked_offsets
+    await second.visible()
+    assert len(set(places)) == len(records)
+    assert bare(await partition.pick_parked(places)) == bare(records)
+    assert bare(await partition.pick_parked(places[1:4:2])) == bare([records[1], records[3]])
+
+
+async def test_what_an_aborted_turn_parked_is_not_picked(world: Any, door: Door) -> None:
+    small = await world.create_topic("small", max_message_bytes="1000")
+    partition, mine = door.partition(0), new_claim()
+    await partition.claim(mine)
+    large = Target(small, 0, Record(b"large", bytes(2000), (), 1))
+    with pytest.raises(TurnRefused):
+        await partition.write(turn(mine, 1, large, parked=(Record(b"id/0", b"lost"),)))
+    again = new_claim()
+    await partition.claim(again)
+    kept = await partition.write(turn(again, 1, parked=(Record(b"id/1", b"kept"),)))
+    await kept.visible()
+    everything = range(kept.parked_offsets[0] + 1)
+    assert [record.key for record in await partition.pick_parked(everything)] == [b"id/1"]
+
+
+# --- snapshots -------------------------------------------------------------------------------
+
+
+def chunk(slot: int, number: int, value: bytes | None) -> Record:
+    return Record(b"snapshot/%d/%d" % (slot, number), value)
+
+
+async def test_a_claim_finds_the_newest_record_of_each_snapshot_key(door: Door) -> None:
+    partition, mine = door.partition(0), new_claim()
+    assert (await partition.claim(mine)).snapshots == []
+    await partition.store([chunk(0, 0, b"old"), chunk(0, 1, b"stays"), chunk(0, 2, b"goes")])
+    await commit(partition, turn(mine, 1))
+    await partition.store([chunk(0, 0, b"new"), chunk(0, 2, None)])
+    await commit(partition, turn(mine, 2))
+    found = await partition.claim(new_claim())
+    assert found.progress == progress(mine.claim, 2)
+    assert bare(found.snapshots) == bare([chunk(0, 1, b"stays"), chunk(0, 0, b"new")])
+    assert all(record.timestamp_ms > 0 for record in found.snapshots)
+
+
+async def test_another_owner_finds_what_was_stored(world: Any) -> None:
+    one, two = await world.door("one"), await world.door("two")
+    await one.partition(0).claim(new_claim())
+    await one.partition(0).store([chunk(1, 0, bytes(100_000))])
+    found = await two.partition(0).claim(new_claim())
+    assert bare(found.snapshots) == bare([chunk(1, 0, bytes(100_000))])
+    assert (await two.partition(1).claim(new_claim())).snapshots == []
+
+
+async def test_what_is_too_large_to_store_is_refused_and_the_next_is_not(door: Door) -> None:
+    partition = door.partition(0)
+    await partition.claim(new_claim())
+    with pytest.raises(AppendRefused):
+        await partition.store([chunk(0, 0, bytes(2 << 20))])
+    await partition.store([chunk(0, 0, b"small")])
+    assert bare((await partition.claim(new_claim())).snapshots) == bare([chunk(0, 0, b"small")])
+
+
+async def test_turns_and_snapshots_go_on_side_by_side(door: Door) -> None:
+    partition, mine = door.partition(0), new_claim()
+    await partition.claim(mine)
+
+    async def store() -> None:
+        for number in range(20):
+            await partition.store([chunk(0, number, bytes(20_000))])
+
+    storing = asyncio.create_task(store())
+    for op in range(20):
+        await commit(partition, turn(mine, op))
+    await storing
+    found = await partition.claim(new_claim())
+    assert found.progress == progress(mine.claim, 19)
+    assert [record.key for record in found.snapshots] == [chunk(0, n, b"").key for n in range(20)]
+
+
+# --- hanging transactions, forgotten ids, old doors ------------------------------------------
+
+
+async def test_a_hanging_transaction_hides_the_progress(world: Any) -> None:
+    door = await world.door(claim_timeout_s=0.3)
+    partition = door.partition(0)
+    await partition.claim(new_claim())
+    release = await world.hang(world.name("checkpoint"), 0)
+    with pytest.raises(Hanging):
+        await partition.claim(new_claim())
+    with pytest.raises(TurnLost):
+        await partition.write(turn(new_claim(), 1))
+    await release()
+    mine = new_claim()
+    await partition.claim(mine)
+    await commit(partition, turn(mine, 1))
+
+
+async def test_closing_an_old_door_leaves_the_new_one_of_its_partition_alone(
+    door: Door,
+) -> None:
+    old, mine = door.partition(0), new_claim()
+    await old.claim(new_claim())
+    await old.half.append([Record(b"old", b"")])
+    new = door.partition(0)
+    await new.claim(mine)
+
+    async def work(partition: PartitionDoor) -> None:
+        for op in range(20):
+            await partition.half.append([Record(b"new", b"")])
+            await partition.store([chunk(0, op, b"")])
+            await commit(partition, turn(mine, op))
+
+    working = asyncio.create_task(work(new))
+    await new.op.append([Record(b"begun", b"")])
+    await old.close()
+    await working
+    assert await new.half.bounds() == (0, 21)
+
+
+# --- txbroker's own topics -------------------------------------------------------------------
+
+
+async def test_own_topics_are_well_as_they_were_made(world: Any) -> None:
+    for _ in range(2):
+        door = await world.door()
+        assert await door.check_topics() == []
+
+
+async def test_more_half_partitions_are_noticed_and_refused_at_start(world: Any) -> None:
+    door = await world.door()
+    for topic in ("half", "op", "checkpoint", "parked"):
+        await world.add_partitions(world.name(topic), 6)
+    (problem,) = await door.check_topics()
+    assert "has 6 partitions" in problem
+    assert "made with 4" in problem
+    with pytest.raises(ConfigurationError, match="made with 4"):
+        await world.closed_door().start()
+
+
+async def test_own_topics_that_disagree_are_noticed_and_refused_at_start(world: Any) -> None:
+    door = await world.door()
+    await world.add_partitions(world.name("op"), 5)
+    (problem,) = await door.check_topics()
+    assert problem.startswith(f"{world.name('op')} has 5 partitions")
+    with pytest.raises(ConfigurationError, match="has 5 partitions"):
+        await world.closed_door().start()
+
+
+async def test_an_own_topic_that_was_deleted_is_noticed(world: Any, door: Door) -> None:
+    await world.delete_topic(world.name("parked"))
+    (problem,) = await door.check_topics()
+    assert problem.startswith(f"missing: {world.name('parked')}")
+
+
+async def test_an_own_topic_that_was_made_anew_is_noticed(world: Any, door: Door) -> None:
+    await world.recreate_topic(world.name("op"))
+    (problem,) = await door.check_topics()
+    assert problem.startswith(f"{world.name('op')} was deleted and made anew")
+
+
+async def test_the_layout_is_no_group(world: Any, door: Door) -> None:
+    groups: dict[str, bytes | None] = {}
+    await door.groups.load(groups.__setitem__)
+    assert groups == {}
+    await door.groups.put("orders", b"{}")
+    assert groups == {"orders": b"{}"}
+
+
+async def test_check_topics_needs_kafka(world: Any, door: Door) -> None:
+    await world.lose(door)
+    with pytest.raises(KafkaUnavailable):
+        await door.check_topics()
