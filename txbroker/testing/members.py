@@ -1,93 +1,147 @@
-"""A group of proxies in memory: who owns which half partition."""
+"""A group of proxies in memory: who owns which half partition, and at which URL.
+
+No session times out by itself: a test says so with `Coordinator.silence` and `forget`, and
+`let_back` lets the member in again.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-Assigned: TypeAlias = Callable[[frozenset[int]], None]
+from txbroker.core.records import RECORD_VERSION
+from txbroker.core.sharing import owners, share_out
+from txbroker.door import Assignment, Membership
+from txbroker.errors import KafkaUnavailable
+
+Assigned: TypeAlias = Callable[[Assignment], None]
+Lost: TypeAlias = Callable[[str], None]
+
+OUT_OF_TOUCH = "no answer of the group's coordinator within the session timeout"
+FORGOTTEN = "the group's coordinator does not know us any more"
+TAKEN = "another process has joined with our instance id"
 
 
-class _Member:
-    def __init__(self, assigned: Assigned) -> None:
-        self.assigned = assigned
+class Place:
+    """A member's place in the group.
+
+    Args:
+        name: of the member, the same after a restart.
+        url: where it is reached.
+        record_version: the newest that it understands.
+        assigned: is told of each generation.
+        lost: is told when touch is lost.
+    """
+
+    def __init__(
+        self, name: str, url: str, record_version: int, assigned: Assigned, lost: Lost
+    ) -> None:
+        self.name = name
+        self.url = url
+        self.record_version = record_version
         self.owned: frozenset[int] = frozenset()
         self.silent = False
+        self._assigned = assigned
+        self._lost = lost
+
+    def assign(self, assignment: Assignment) -> None:
+        """Tell the member of a generation, unless it hears nothing."""
+        if not self.silent:
+            self._assigned(assignment)
+
+    def lose(self, why: str) -> None:
+        """Tell the member that touch is lost, unless it hears nothing."""
+        if not self.silent:
+            self._lost(why)
 
 
 class Coordinator:
     """Shares partitions among members, each keeping what it has as far as that is fair."""
 
     def __init__(self) -> None:
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Place] = {}
+        self._out: dict[str, list[Place]] = {}
         self._partitions = 0
 
-    def join(self, name: str, partitions: int, assigned: Assigned) -> object:
-        """Let a member in and return its place. Another one with its name loses its own."""
+    def join(self, place: Place, partitions: int) -> None:
+        """Let a member in. Another one with its name loses its place to it, and gets it back when
+        this one has gone."""
         self._partitions = partitions
-        member = _Member(assigned)
-        before = self._members.get(name)
-        self._members[name] = member
+        before = self._members.get(place.name)
+        self._members[place.name] = place
         if before is not None:
-            member.owned = before.owned
-            if not before.silent:
-                before.assigned(frozenset())
-            self._share()
-            assigned(member.owned)
-        else:
-            self._share()
-        return member
-
-    def owned(self, place: object) -> frozenset[int]:
-        """Return what the member at this place owns, nothing if it has lost the place."""
-        for member in self._members.values():
-            if member is place:
-                return member.owned
-        return frozenset()
-
-    def fall_silent(self, place: object) -> None:
-        """The member at this place hears nothing any more, but keeps what it owns."""
-        for member in self._members.values():
-            if member is place:
-                member.silent = True
-
-    def leave(self, place: object) -> None:
-        """Give what the member at this place owns to the others."""
-        names = [name for name, member in self._members.items() if member is place]
-        for name in names:
-            self.forget(name)
-
-    def forget(self, name: str) -> None:
-        """Take a member out, as Kafka does with one whose session has timed out."""
-        self._members.pop(name, None)
+            place.owned = before.owned
+            self._put_out(before, TAKEN)
         self._share()
 
+    def owned(self, place: Place | None) -> frozenset[int]:
+        """Return what the member at this place owns, nothing if it is not in touch."""
+        if place is None or place.silent or self._members.get(place.name) is not place:
+            return frozenset()
+        return place.owned
+
+    def silence(self, name: str) -> None:
+        """Cut a member off before its session is over: it knows, and the others do not."""
+        place = self._members[name]
+        place.lose(OUT_OF_TOUCH)
+        place.silent = True
+
+    def forget(self, name: str) -> None:
+        """Take a member out, as Kafka does with one whose session has timed out: the others get
+        what it had, and it stays out until `let_back`."""
+        self._put_out(self._members.pop(name), FORGOTTEN)
+        self._share()
+
+    def let_back(self, name: str) -> None:
+        """End what `silence` or `forget` began: the member is in the group again."""
+        place = self._members.get(name) or self._out[name].pop()
+        place.silent = False
+        self._members[name] = place
+        self._share()
+
+    def fall_silent(self, place: Place) -> None:
+        """The member at this place ends without leaving: it keeps what it owns until somebody
+        with its name joins, or `forget`."""
+        place.silent = True
+        self._drop(place)
+
+    def leave(self, place: Place) -> None:
+        """Give what the member at this place owns to the others."""
+        place.silent = True
+        self._drop(place)
+        if self._members.get(place.name) is place:
+            del self._members[place.name]
+            waiting = self._out.get(place.name)
+            if waiting:
+                self._members[place.name] = waiting.pop()
+            self._share()
+
+    def _put_out(self, place: Place, why: str) -> None:
+        place.owned = frozenset()
+        self._out.setdefault(place.name, []).append(place)
+        place.lose(why)
+
+    def _drop(self, place: Place) -> None:
+        waiting = self._out.get(place.name, [])
+        if place in waiting:
+            waiting.remove(place)
+
     def _share(self) -> None:
-        """Give every partition to one member: first take away, then give."""
-        wanted = self._fair()
-        shrunk = {name: self._members[name].owned & own for name, own in wanted.items()}
-        for shares in (shrunk, wanted):
-            for name, own in shares.items():
-                member = self._members[name]
-                if own != member.owned:
-                    member.owned = own
-                    if not member.silent:
-                        member.assigned(own)
-
-    def _fair(self) -> dict[str, frozenset[int]]:
-        free = set(range(self._partitions))
-        shares: dict[str, set[int]] = {}
-        most_first = sorted(self._members.items(), key=lambda item: -len(item[1].owned))
-        for number, (name, member) in enumerate(most_first):
-            share = (self._partitions - number - 1) // len(most_first) + 1
-            shares[name] = set(sorted(member.owned & free)[:share])
-            free -= shares[name]
-        for number, (name, _) in enumerate(most_first):
-            share = (self._partitions - number - 1) // len(most_first) + 1
-            while len(shares[name]) < share:
-                shares[name].add(free.pop())
-        return {name: frozenset(own) for name, own in shares.items()}
+        """Begin a generation; who loses something hears of it before who gets it."""
+        members = self._members
+        before = {name: place.owned for name, place in members.items()}
+        shares = share_out(self._partitions, before)
+        urls = {name: place.url for name, place in members.items()}
+        found = owners(self._partitions, shares, urls)
+        proxies = tuple(urls[name] for name in sorted(urls))
+        version = min((place.record_version for place in members.values()), default=RECORD_VERSION)
+        for name, share in shares.items():
+            members[name].owned = share
+        for name in sorted(shares, key=lambda name: (bool(shares[name] - before[name]), name)):
+            members[name].assign(Assignment(shares[name], found, proxies, version))
 
 
-class MemoryMembership:
+class MemoryMembership(Membership):
     """A `txbroker.door.Membership` of one door.
 
     Args:
@@ -99,40 +153,48 @@ class MemoryMembership:
     def __init__(
         self, coordinator: Coordinator, name: str, reach: Callable[[], Awaitable[None]]
     ) -> None:
+        self.record_version = RECORD_VERSION
+        """The newest record version that we understand, as the others are told."""
         self._coordinator = coordinator
         self._name = name
         self._reach = reach
         self._partitions = 0
-        self._place: object = None
+        self._place: Place | None = None
 
     def expect(self, partitions: int) -> None:
         """Say how many partitions there are to share."""
         self._partitions = partitions
 
-    async def join(self, assigned: Assigned) -> None:
-        """Join; `assigned` gets the owned partitions after every change.
+    async def join(self, url: str, assigned: Assigned, lost: Lost) -> None:
+        """Join as the proxy at `url`; see `txbroker.door.Membership`.
 
         Raises:
             KafkaUnavailable: Kafka is down.
         """
         await self._reach()
-        self._place = self._coordinator.join(self._name, self._partitions, assigned)
+        self.close()
+        self._place = Place(self._name, url, self.record_version, assigned, lost)
+        self._coordinator.join(self._place, self._partitions)
 
     async def still_ours(self, partition: int) -> bool:
         """Say whether `partition` is ours.
 
         Raises:
-            KafkaUnavailable: Kafka is down.
+            KafkaUnavailable: Kafka is down, or we were cut off.
         """
         await self._reach()
+        if self._place is not None and self._place.silent:
+            raise KafkaUnavailable(OUT_OF_TOUCH)
         return partition in self._coordinator.owned(self._place)
 
     async def leave(self) -> None:
-        """Leave the group, so that others take over at once."""
-        self._coordinator.leave(self._place)
-        self._place = None
+        """Leave the group, so that others take over at once. `join` works again."""
+        place, self._place = self._place, None
+        if place is not None:
+            self._coordinator.leave(place)
 
     def close(self) -> None:
         """Fall silent without leaving."""
-        self._coordinator.fall_silent(self._place)
-        self._place = None
+        place, self._place = self._place, None
+        if place is not None:
+            self._coordinator.fall_silent(place)
