@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
+from txbroker.addresses import Address
 from txbroker.cli.run import Failed
 from txbroker.cli.serving import named, owns_all, run_async, serve, until_signal
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
-from txbroker.config import Address, Settings
+from txbroker.config import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka
 from txbroker.proxy.logging import configure_logging
 

@@ -93,7 +93,7 @@ def _metavar(name: str) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.default
-    if value in (None, "", ()) or isinstance(value, bool):
+    if field.default_factory is not None or value in (None, "", ()) or isinstance(value, bool):
         return "; default: on" if value is True else ""
     shown = f"{value:g}" if isinstance(value, float) and value < 1e6 else str(value)
     return f"; default: {shown.removesuffix('.0')}"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from txbroker.config import Address, Settings, load_settings, parse_address, read_secret
+from txbroker.addresses import Address, parse_address, read_secret
+from txbroker.config import Settings, load_settings
 from txbroker.errors import ConfigurationError
 
 
@@ -130,7 +131,13 @@ def test_unknown_names_elsewhere() -> None:
         ({"listen": "[::]:8470"}, "set token_file, or insecure"),
         ({"listen": "proxy-1:8470"}, "set token_file, or insecure"),
         ({"token_file": "/nonexistent"}, "token_file /nonexistent: No such file"),
+        # what others are told
+        ({"listen": "0.0.0.0:8470", "insecure": True}, "set advertise to the URL"),
+        ({"listen": "[::]:8470", "insecure": True}, "like http://proxy-1:8470"),
+        ({"advertise": "http://0.0.0.0:8470"}, "no address that anybody could call"),
+        ({"advertise": "http://[::]:8470"}, "no address that anybody could call"),
         # times
+        ({"stuck_after_s": 2}, "stuck_after_s 2 is too short"),
         ({"check_interval_s": 100_000}, "longer than half of half_retention_s"),
         ({"half_retention_s": 600}, "longer than half of half_retention_s"),
         ({"dedup_window_s": 5}, "too short"),
@@ -140,6 +147,19 @@ def test_unknown_names_elsewhere() -> None:
         ({"request_bytes_max": 1_000_000}, "request_bytes_max"),
         ({"session_in_flight_bytes_max": 1_000_000}, "session_in_flight_bytes_max"),
         ({"in_flight_bytes_max": 1_000_000}, "in_flight_bytes_max"),
+        ({"session_in_flight_bytes_max": 20_000_000}, "what prepares may take (three quarters)"),
+        (
+            {
+                "in_flight_bytes_max": 17_000_000,
+                "session_in_flight_bytes_max": 17_000_000,
+                "frame_bytes_max": 8_000_000,
+            },
+            "what prepares may take (three quarters)",
+        ),
+        ({"bodies_bytes_max": 1_000_000}, "must fit into bodies_bytes_max"),
+        ({"pending_group_max": 300_000}, "pending_group_max 300000 is more than pending_max"),
+        ({"pending_max": 10, "pending_group_max": 11}, "one group cannot hold more than all"),
+        ({"snapshot_records_min": 0}, "snapshot_records_min"),
         ({"frame_bytes_max": 20_000_000}, "that SDKs and proxies agree on"),
         # Kafka's security
         ({"kafka_security_protocol": "TLS"}, "'SSL'"),
@@ -168,13 +188,38 @@ def test_several_mistakes_are_told_at_once() -> None:
     message = refused({"partitions": 0, "pending_max": 0})
     assert "partitions" in message
     assert "pending_max" in message
+    assert "pending_group_max" not in message
+
+
+@pytest.mark.parametrize(("pending", "group"), [(250_000, 200_000), (10, 8), (1, 1)])
+def test_one_group_leaves_a_fifth_to_others(pending: int, group: int) -> None:
+    assert load_settings({"pending_max": pending}, environ={}).pending_group_max == group
+
+
+def test_a_million_pending_fit_on_the_partitions_there_are_by_default() -> None:
+    settings = Settings()
+    assert settings.partitions * settings.pending_max >= 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("listen", "url"),
+    [
+        ("10.1.2.3:8470", "http://10.1.2.3:8470"),
+        ("proxy-1:8470", "http://proxy-1:8470"),
+        ("[fd00::1]:8470", "http://[fd00::1]:8470"),
+    ],
+)
+def test_others_are_told_the_address_listened_on(listen: str, url: str) -> None:
+    settings = load_settings({"listen": listen, "insecure": True}, environ={})
+    assert settings.advertise_url == url
 
 
 def test_public_addresses_need_a_token_or_insecure(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     for options in ({"token_file": token}, {"insecure": True}):
-        settings = load_settings({"listen": "0.0.0.0:8470", **options}, environ={})
+        named = {"listen": "0.0.0.0:8470", "advertise": "http://proxy-1:8470"}
+        settings = load_settings({**named, **options}, environ={})
         assert settings.listen_address.public
         assert "s3cret" not in repr(settings)
 

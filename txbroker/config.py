@@ -7,18 +7,18 @@ or error can show them.
 """
 
 import difflib
-import ipaddress
 import os
 import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from txbroker.addresses import Address, check_url, parse_address, read_secret
 from txbroker.errors import ConfigurationError
 from txbroker.wire import FRAME_BYTES_MAX
 
@@ -33,33 +33,16 @@ SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 KIB, MIB = 1024, 1024 * 1024
 
+PREPARES_SHARE = 0.75
+"""Of the bytes in flight, in all and per session, prepares may take so much. The rest is for
+decisions and checks, which end what prepares began: without it a flood of prepares that wait for
+Kafka would keep out the very calls that make room."""
+STUCK_MIN_S = 10.0
+"""Below this an owner would leave while Kafka still ends its predecessor's last turn."""
 DEDUP_WINDOW_MIN_S = 10.0
 """Below this, a client that waits for one request timeout could not repeat its prepare."""
 FRAME_ROOM_BYTES = 64 * KIB
 """What a frame or a record batch needs beside the messages in it."""
-
-
-class Address(NamedTuple):
-    """A host and a port to listen on; the host without brackets."""
-
-    host: str
-    port: int
-
-    @property
-    def public(self) -> bool:
-        """True where other machines can connect."""
-        if self.host == "localhost":
-            return False
-        try:
-            return not ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return True
-
-    @property
-    def url(self) -> str:
-        """The address as an http URL."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
 
 
 class Settings(BaseSettings):
@@ -80,7 +63,8 @@ class Settings(BaseSettings):
     advertise: str = Field(
         "",
         description="The URL at which SDKs and other proxies reach this one, for instance "
-        "`http://proxy-1:8470`. Empty: made from `listen`.",
+        "`http://proxy-1:8470`. Empty: made from `listen`, unless that is every address of the "
+        "machine (`0.0.0.0`, `[::]`): then it must be given.",
     )
     data_dir: Path = Field(
         Path(".txbroker"),
@@ -176,9 +160,36 @@ class Settings(BaseSettings):
 
     # --- limits: each bounds what the process can be made to hold or do ---
     pending_max: Count = Field(
-        200_000,
-        description="Undecided transactions that one half partition holds; more are "
-        "`overloaded`. Bounds the memory of an owner and the work of a restart.",
+        250_000,
+        description="Undecided transactions that one half partition holds; more prepares are "
+        "`overloaded`. Each costs the owner some 700 bytes beside its body, so a full partition "
+        "takes 175 MB, and four of them hold a million in 700 MB.",
+    )
+    pending_group_max: Count = Field(
+        # A group whose decisions and checks fail for hours fills what it is given. A fifth of
+        # the partition is then still there for all the others, while one busy group alone
+        # still gets nearly everything.
+        default_factory=lambda given: max(1, given["pending_max"] * 4 // 5),
+        description="Undecided transactions of one group that one half partition holds, so that "
+        "a group that never decides leaves room for others; more prepares of it are "
+        "`overloaded`. Not given: four fifths of `pending_max`.",
+    )
+    bodies_bytes_max: Count = Field(
+        128 * MIB,
+        description="Bodies of transactions that are not settled, kept in memory by the whole "
+        "proxy, bytes. What does not fit, the oldest first, is read again from Kafka when it is "
+        "needed.",
+    )
+    snapshot_records_min: Count = Field(
+        20_000,
+        description="A partition writes a snapshot when so many records have come since the last "
+        "one, or a quarter as many as it has entries, if that is more. Fewer: a restart reads "
+        "less, Kafka is written to more.",
+    )
+    stuck_after_s: Seconds = Field(
+        30.0,
+        description="A proxy that cannot claim a partition or end a turn for so long leaves the "
+        "others' group, so that another one gets its turn, seconds.",
     )
     settled_max: Count = Field(
         200_000,
@@ -187,11 +198,14 @@ class Settings(BaseSettings):
     )
     in_flight_bytes_max: Count = Field(
         128 * MIB,
-        description="Bytes of requests that are being carried out, all callers together; more "
-        "are `overloaded`.",
+        description="Bytes of requests that are being received or carried out, all callers "
+        "together; more are `overloaded`. Prepares may take three quarters of it, so that "
+        "decisions and checks always find room.",
     )
     session_in_flight_bytes_max: Count = Field(
-        32 * MIB, description="The same for one SDK session, so that none takes all."
+        32 * MIB,
+        description="The same for one SDK session, so that none takes all; and so much may wait "
+        "for it to be read.",
     )
     session_answers_max: Count = Field(
         20_000,
@@ -388,70 +402,10 @@ def _in_words(error: ValidationError, given: Mapping[str, tuple[Any, str]]) -> s
         value, where = given.get(name, (problem["input"], "default"))
         reason = problem["msg"].replace("Input should be", "must be", 1)
         reason = reason.replace("Input is not", "is not", 1)
+        if problem["type"] == "default_factory_not_called":
+            continue  # what it is made from is wrong, and named
         sentences.append(f"{name} ({where}) {reason[0].lower()}{reason[1:]}, not {value!r}")
     return "; ".join(dict.fromkeys(sentences))
-
-
-# --- what a value must look like -------------------------------------------------------------
-
-
-def parse_address(text: str) -> Address:
-    """Return the host and port that `text` names.
-
-    Raises:
-        ConfigurationError: it is not `host:port`.
-    """
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    sound = colon and port.isdecimal() and port.isascii() and int(port) <= 65535
-    if not sound or not _is_host(host) or (":" in host) != bracketed:
-        raise ConfigurationError(f"{text!r} is not an address: expected host:port")
-    return Address(host, int(port))
-
-
-def _is_host(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text) is not None
-    return True
-
-
-def check_url(name: str, url: str) -> None:
-    """Refuse what is not the plain http(s) URL of a server.
-
-    Raises:
-        ConfigurationError: names the setting and what is wrong with its value.
-    """
-    try:
-        parts = urlsplit(url)
-        port_sound = parts.port is None or parts.port > 0
-    except ValueError as error:
-        raise ConfigurationError(f"{name} {url!r} is not a URL: {error}") from None
-    if parts.username or parts.password:
-        raise ConfigurationError(f"{name} must not hold a user name or password")
-    if parts.scheme not in ("http", "https") or not _is_host(parts.hostname or ""):
-        raise ConfigurationError(f"{name} {url!r} is not a URL like http://proxy-1:8470")
-    if parts.path not in ("", "/") or parts.query or parts.fragment or not port_sound:
-        raise ConfigurationError(f"{name} {url!r} must end after host and port")
-
-
-def read_secret(name: str, path: Path) -> str:
-    """Return the secret in a file, without the line's end.
-
-    Raises:
-        ConfigurationError: the file cannot be read or is empty.
-    """
-    try:
-        secret = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigurationError(f"{name} {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigurationError(f"{name} {path} is not text") from None
-    if not secret:
-        raise ConfigurationError(f"{name} {path} is empty")
-    return secret
 
 
 # --- contradictions --------------------------------------------------------------------------
@@ -469,12 +423,26 @@ def _check_addresses(settings: Settings) -> None:
         address = settings.listen_address
     except ConfigurationError as error:
         raise ConfigurationError(f"listen: {error}") from None
-    if settings.advertise:
-        check_url("advertise", settings.advertise)
     if address.public and settings.token_file is None and not settings.insecure:
         raise ConfigurationError(
             f"listen {settings.listen} can be reached from other machines, so everybody there "
             "could decide transactions: set token_file, or insecure if the network is closed"
+        )
+    if settings.advertise:
+        _check_advertise(settings.advertise)
+    elif address.wildcard:
+        raise ConfigurationError(
+            f"listen {settings.listen} means every address of this machine, and none that SDKs and "
+            "other proxies could call: set advertise to the URL at which they reach this proxy, "
+            f"like {address._replace(host='proxy-1').url}"
+        )
+
+
+def _check_advertise(url: str) -> None:
+    check_url("advertise", url)
+    if Address(urlsplit(url).hostname or "", 0).wildcard:
+        raise ConfigurationError(
+            f"advertise {url} is no address that anybody could call: name this machine"
         )
 
 
@@ -493,6 +461,11 @@ def _check_times(settings: Settings) -> None:
             f"dedup_window_s {settings.dedup_window_s:g} is too short for a client to repeat a "
             f"prepare: at least {DEDUP_WINDOW_MIN_S:g} s"
         )
+    if settings.stuck_after_s < STUCK_MIN_S:
+        raise ConfigurationError(
+            f"stuck_after_s {settings.stuck_after_s:g} is too short: a partition is taken over "
+            f"only when Kafka has ended the last owner's turn; at least {STUCK_MIN_S:g} s"
+        )
     if settings.dedup_window_s > half_s:
         raise ConfigurationError(
             f"dedup_window_s {settings.dedup_window_s:g} is longer than half of half_retention_s "
@@ -502,24 +475,32 @@ def _check_times(settings: Settings) -> None:
 
 def _check_sizes(settings: Settings) -> None:
     room = settings.transaction_bytes_max + FRAME_ROOM_BYTES
+    prepares = "what prepares may take (three quarters) of "
     ordered = (
         ("message_bytes_max", "transaction_bytes_max", settings.message_bytes_max,
          settings.transaction_bytes_max),
         ("transaction_bytes_max and 64 KiB", "frame_bytes_max", room, settings.frame_bytes_max),
         ("transaction_bytes_max and 64 KiB", "request_bytes_max", room,
          settings.request_bytes_max),
-        ("frame_bytes_max", "session_in_flight_bytes_max", settings.frame_bytes_max,
-         settings.session_in_flight_bytes_max),
+        ("frame_bytes_max", f"{prepares}session_in_flight_bytes_max", settings.frame_bytes_max,
+         int(settings.session_in_flight_bytes_max * PREPARES_SHARE)),
         ("session_in_flight_bytes_max", "in_flight_bytes_max",
          settings.session_in_flight_bytes_max, settings.in_flight_bytes_max),
-        ("request_bytes_max", "in_flight_bytes_max", settings.request_bytes_max,
-         settings.in_flight_bytes_max),
+        ("request_bytes_max", f"{prepares}in_flight_bytes_max", settings.request_bytes_max,
+         int(settings.in_flight_bytes_max * PREPARES_SHARE)),
+        ("transaction_bytes_max", "bodies_bytes_max", settings.transaction_bytes_max,
+         settings.bodies_bytes_max),
     )  # fmt: skip
     for inner, outer, inner_bytes, outer_bytes in ordered:
         if inner_bytes > outer_bytes:
             raise ConfigurationError(
                 f"{inner} ({inner_bytes} bytes) must fit into {outer} ({outer_bytes} bytes)"
             )
+    if settings.pending_group_max > settings.pending_max:
+        raise ConfigurationError(
+            f"pending_group_max {settings.pending_group_max} is more than pending_max "
+            f"{settings.pending_max}: one group cannot hold more than all together"
+        )
     if settings.frame_bytes_max > FRAME_BYTES_MAX:
         raise ConfigurationError(
             f"frame_bytes_max {settings.frame_bytes_max} is more than the {FRAME_BYTES_MAX} bytes "

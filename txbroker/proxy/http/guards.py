@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from txbroker.config import Address, Settings, read_secret
+from txbroker.addresses import Address, read_secret
+from txbroker.config import Settings
 from txbroker.errors import ConfigurationError, Forbidden, Unauthorized
 from txbroker.proxy.logging import get_logger
 

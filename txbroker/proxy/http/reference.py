@@ -162,6 +162,8 @@ def _settings() -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.default
+    if field.default_factory is not None:
+        return "made from others"
     if value is None or value in ("", ()):
         return "none"
     if isinstance(value, bool):

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from txbroker.config import parse_address
+from txbroker.addresses import parse_address
 from txbroker.errors import BadRequest, ConfigurationError, RequestError
 from txbroker.proxy.http.api import SHELL
 from txbroker.proxy.http.operations import error_response

@@ -1,0 +1,99 @@
+"""What a value of the configuration must look like: addresses, URLs, files that hold secrets."""
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from txbroker.errors import ConfigurationError
+
+
+class Address(NamedTuple):
+    """A host and a port to listen on; the host without brackets."""
+
+    host: str
+    port: int
+
+    @property
+    def public(self) -> bool:
+        """True where other machines can connect."""
+        if self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True
+
+    @property
+    def wildcard(self) -> bool:
+        """True for every address of this machine: none that somebody could call."""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
+    @property
+    def url(self) -> str:
+        """The address as an http URL."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Return the host and port that `text` names.
+
+    Raises:
+        ConfigurationError: it is not `host:port`.
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    sound = colon and port.isdecimal() and port.isascii() and int(port) <= 65535
+    if not sound or not _is_host(host) or (":" in host) != bracketed:
+        raise ConfigurationError(f"{text!r} is not an address: expected host:port")
+    return Address(host, int(port))
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text) is not None
+    return True
+
+
+def check_url(name: str, url: str) -> None:
+    """Refuse what is not the plain http(s) URL of a server.
+
+    Raises:
+        ConfigurationError: names the setting and what is wrong with its value.
+    """
+    try:
+        parts = urlsplit(url)
+        port_sound = parts.port is None or parts.port > 0
+    except ValueError as error:
+        raise ConfigurationError(f"{name} {url!r} is not a URL: {error}") from None
+    if parts.username or parts.password:
+        raise ConfigurationError(f"{name} must not hold a user name or password")
+    if parts.scheme not in ("http", "https") or not _is_host(parts.hostname or ""):
+        raise ConfigurationError(f"{name} {url!r} is not a URL like http://proxy-1:8470")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or not port_sound:
+        raise ConfigurationError(f"{name} {url!r} must end after host and port")
+
+
+def read_secret(name: str, path: Path) -> str:
+    """Return the secret in a file, without the line's end.
+
+    Raises:
+        ConfigurationError: the file cannot be read or is empty.
+    """
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigurationError(f"{name} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{name} {path} is not text") from None
+    if not secret:
+        raise ConfigurationError(f"{name} {path} is empty")
+    return secret
