@@ -6,16 +6,17 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiokafka.conn import create_conn
-from confluent_kafka import Consumer, KafkaError, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import (
     AdminClient,
     AlterConfigOpType,
     ConfigEntry,
     ConfigResource,
+    NewPartitions,
     NewTopic,
 )
 
@@ -97,6 +98,45 @@ class KafkaWorld:
         deadline = time.monotonic() + 10
         while topic in self._admin.list_topics(timeout=10).topics:
             assert time.monotonic() < deadline, f"{topic} does not go away"
+
+    async def recreate_topic(self, topic: str) -> None:
+        """Delete one of txbroker's own topics (full name) and make it anew."""
+        await self.delete_topic(topic)
+        door = self.closed_door("recreate")
+        await door.apply(await door.plan())
+
+    async def add_partitions(self, topic: str, total: int) -> None:
+        """Give a topic (full name) more partitions, `total` in all."""
+        await asyncio.to_thread(self._add_partitions, topic, total)
+
+    def _add_partitions(self, topic: str, total: int) -> None:
+        self._admin.create_partitions([NewPartitions(topic, total)])[topic].result(10)
+        deadline = time.monotonic() + 10
+        while len(self._admin.list_topics(topic, timeout=10).topics[topic].partitions) != total:
+            assert time.monotonic() < deadline, f"{topic} does not get {total} partitions"
+
+    async def hang(self, topic: str, partition: int) -> Callable[[], Awaitable[None]]:
+        """Leave a transaction open on a partition; the result aborts it."""
+        producer = Producer(
+            {
+                "bootstrap.servers": self.bootstrap,
+                "transactional.id": self.name("hang"),
+                "log_level": 0,
+            }
+        )
+
+        def begin() -> None:
+            producer.init_transactions(10)
+            producer.begin_transaction()
+            producer.produce(topic, key=b"hanging", value=b"", partition=partition)
+            assert producer.flush(10) == 0
+
+        await asyncio.to_thread(begin)
+        return lambda: asyncio.to_thread(producer.abort_transaction, 10)
+
+    async def lose(self, door: KafkaDoor) -> None:
+        """Take Kafka away from a door."""
+        await door.close()
 
     async def set_max_message_bytes(self, topic: str, size: int) -> None:
         """Change the largest batch that a topic (full name) takes."""

@@ -4,7 +4,7 @@ The checkpoint topic: claims, progress and snapshots of one half partition. The 
 the groups, one record with the number of half partitions, for which ids and order keys were made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -117,14 +117,37 @@ def find_layout(records: Sequence[Record]) -> Layout | None:
     return None
 
 
-def layout_problem(half: str, partitions: int, layout: Layout | None) -> str | None:
-    """Say what is wrong where the half topic's partitions are not as many as they were."""
-    if layout is None or layout.partitions == partitions:
-        return None
+def partition_problems(
+    half: str, partitions: Mapping[str, int], layout: Layout | None
+) -> list[str]:
+    """Return, as sentences, what is wrong with the number of partitions.
+
+    Args:
+        half: the name of the half topic.
+        partitions: of the four topics that have as many as there are half partitions.
+        layout: as it was remembered; None where nothing was yet.
+    """
+    has = partitions[half]
+    if layout is not None and layout.partitions != has:
+        return [
+            f"{half} has {has} partitions, but this installation was made with "
+            f"{layout.partitions}: ids and order keys are bound to that number, with another one "
+            "transactions would not be found and order would be lost. Proxies that run go on with "
+            f"{layout.partitions}, but none starts; as Kafka takes no partition away, let what is "
+            "open be settled and begin anew under another topic_prefix"
+        ]
+    return [
+        f"{name} has {count} partitions, but {half} has {has}: what belongs to one transaction is "
+        f"in partitions of the same number. {_remedy(name, count, has)}"
+        for name, count in partitions.items()
+        if count != has
+    ]
+
+
+def _remedy(name: str, count: int, wanted: int) -> str:
+    if count < wanted:
+        return f"Add some: kafka-topics.sh --alter --topic {name} --partitions {wanted}"
     return (
-        f"{half} has {partitions} partitions, but this installation was made with "
-        f"{layout.partitions}: ids and order keys are bound to that number, so with another one "
-        "transactions would not be found and order would be lost. Partitions cannot be taken "
-        f"away: point this proxy at topics with {layout.partitions} partitions, or settle what is "
-        "open elsewhere and begin anew under another topic_prefix"
+        "Kafka takes no partition away: let what is open be settled and begin anew under another "
+        "topic_prefix"
     )

@@ -34,7 +34,7 @@ from txbroker.kafka.batch import encode_batch
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.producer import Partition, Producer, Stored
-from txbroker.kafka.reader import _Unpacked
+from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.visible import StableEnds
 from txbroker.proxy.broker import Broker
@@ -490,10 +490,11 @@ async def test_a_newer_marker_in_a_gap_stops_before_our_own_is_answered(world: W
 
 def test_a_record_without_the_brokers_append_time_stops_the_partition() -> None:
     data = encode_batch([Record(b"k", b"v", (), 5)], producer_id=1, epoch=0, sequence=0)
-    ours, theirs = (_Unpacked("x-0", [], 0, append_time=own) for own in (True, False))
-    assert [record.value for record in theirs.records(data)] == [b"v"]
+    answer = (0, 0, 1, 1, [], data)
+    ours, theirs = (Fetched("x-0", 0, answer, append_time=own) for own in (True, False))
+    assert [record.value for record in theirs.records] == [b"v"]
     with pytest.raises(InvariantBroken, match="LogAppendTime"):
-        list(ours.records(data))
+        list(ours.pieces())
 
 
 # --- helpers -------------------------------------------------------------------------------------

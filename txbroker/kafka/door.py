@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiokafka.conn import create_conn
 
-from txbroker.door import Door, GroupStore, Membership, PartitionDoor, Targets
+from txbroker.core.records import Record
+from txbroker.door import AppendRefused, Door, GroupStore, Membership, PartitionDoor, Targets
 from txbroker.errors import ConfigurationError
 from txbroker.kafka import topics
 from txbroker.kafka.admin import Admin
@@ -12,8 +13,11 @@ from txbroker.kafka.client import Client, Opener
 from txbroker.kafka.groups import KafkaGroupStore
 from txbroker.kafka.membership import KafkaMembership
 from txbroker.kafka.partition import KafkaPartitionDoor
+from txbroker.kafka.reader import Reader
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.targets import KafkaTargets
+from txbroker.kafka.topic_ids import topic_ids
+from txbroker.own_topics import Layout, encode_layout, find_layout
 
 
 class KafkaDoor(Door):
@@ -39,6 +43,8 @@ class KafkaDoor(Door):
         self.groups = self._groups = KafkaGroupStore(self._client, self._bytes_max)
         self.membership = self._membership = KafkaMembership(self._client)
         self._own_bytes_max: dict[str, int] = {}
+        self._ids: dict[str, bytes] = {}
+        self._layout: Layout | None = None
 
     async def start(self) -> None:
         """Connect, check or create txbroker's own topics, refuse settings that cannot work.
@@ -51,7 +57,9 @@ class KafkaDoor(Door):
             missing = await self.plan()
             await self.admin.create(missing.create)
         found = await topics.find(self.admin, self.settings.own_topics)
-        refused = topics.contradictions(self.settings, found)
+        if self.settings.groups_topic in found:
+            self._layout = await self._read_layout()
+        refused = topics.contradictions(self.settings, found, self._layout)
         if refused:
             raise ConfigurationError("; ".join(refused))
         self.partitions = found[self.settings.half_topic].partitions
@@ -60,6 +68,44 @@ class KafkaDoor(Door):
             name: int(topic.configs.get("max.message.bytes", self.settings.message_bytes_max))
             for name, topic in found.items()
         }
+        self._ids = await topic_ids(self._client, self.settings.own_topics)
+        if self._layout is None:
+            self._layout = await self._remember_layout()
+
+    async def _remember_layout(self) -> Layout | None:
+        try:
+            await self._groups.append(encode_layout(self.partitions))
+        except AppendRefused as error:
+            raise ConfigurationError(f"the groups topic cannot be written: {error}") from None
+        return await self._read_layout()
+
+    async def check_topics(self) -> list[str]:
+        """Say in plain words what has happened to txbroker's own topics since `start` that it
+        cannot work with. Empty if all is well.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        own = self.settings.own_topics
+        ids = await topic_ids(self._client, own)
+        anew = [
+            f"{name} was deleted and made anew: what it held is gone. Restart the proxies, and "
+            "see what they say of their partitions"
+            for name, id in ids.items()
+            if self._ids.get(name, id) != id
+        ]
+        try:
+            found = await topics.find(self.admin, own)
+        except ConfigurationError as error:
+            return [*anew, str(error)]
+        return anew + topics.contradictions(self.settings, found, self._layout)
+
+    async def _read_layout(self) -> Layout | None:
+        reader = Reader(self._client, self.settings.groups_topic, 0, "groups/layout")
+        records: list[Record] = []
+        async for some in reader.read(await reader.start(), await reader.end()):
+            records += some
+        return find_layout(records)
 
     async def plan(self) -> topics.Plan:
         """Return what `txbroker topics apply` would do.
@@ -68,7 +114,9 @@ class KafkaDoor(Door):
             ConfigurationError, KafkaUnavailable
         """
         await self._client.refresh(())
-        return await topics.make_plan(self.admin, self.settings, self._client.brokers)
+        return await topics.make_plan(
+            self.admin, self.settings, self._client.brokers, self._read_layout
+        )
 
     async def apply(self, plan: topics.Plan) -> None:
         """Create and change topics as planned.

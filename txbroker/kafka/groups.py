@@ -7,11 +7,12 @@ import contextlib
 from collections.abc import Callable
 
 from txbroker.core.records import Record
-from txbroker.door import AppendUnknown, GroupStore, LogTruncated
+from txbroker.door import Appended, AppendUnknown, GroupStore, LogTruncated
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client
 from txbroker.kafka.log import KafkaLog
 from txbroker.kafka.reader import Reader
+from txbroker.own_topics import LAYOUT_KEY
 
 _PAUSE_S = 0.5
 
@@ -52,21 +53,29 @@ class KafkaGroupStore(GroupStore):
             AppendRefused: Kafka does not take the record, as one that is too large.
             KafkaUnavailable: it may or may not be stored.
         """
-        if self._log is None:
-            self._log = KafkaLog(
-                self._client, self._topic, 0, "groups", self._bytes_max(self._topic)
-            )
-        try:
-            async with self._one_at_a_time:
-                appended = await self._log.append([Record(group.encode(), value)])
-        except AppendUnknown as error:
-            raise KafkaUnavailable(str(error)) from None
+        appended = await self.append(Record(group.encode(), value))
         end = appended.base_offset + 1 if appended.base_offset >= 0 else await self._bounds.end()
         try:
             async with asyncio.timeout(self._client.settings.write_timeout_s), self._moved:
                 await self._moved.wait_for(lambda: self._position >= end)
         except TimeoutError:
             raise KafkaUnavailable(f"{group} is stored, but {self._topic} does not read") from None
+
+    async def append(self, record: Record) -> Appended:
+        """Append a record to the topic; returns once it is stored.
+
+        Raises:
+            AppendRefused, KafkaUnavailable: as for `put`.
+        """
+        if self._log is None:
+            self._log = KafkaLog(
+                self._client, self._topic, 0, "groups", self._bytes_max(self._topic)
+            )
+        try:
+            async with self._one_at_a_time:
+                return await self._log.append([record])
+        except AppendUnknown as error:
+            raise KafkaUnavailable(str(error)) from None
 
     async def close(self) -> None:
         """Stop following."""
@@ -94,7 +103,7 @@ class KafkaGroupStore(GroupStore):
         assert self._changed is not None
         fetched = await self._reader.fetch(self._position)
         for record in fetched.records:
-            if record.key is not None:
+            if record.key not in (None, LAYOUT_KEY):
                 self._changed(record.key.decode(errors="replace"), record.value)
         async with self._moved:
             self._position = fetched.next_offset

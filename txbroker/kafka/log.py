@@ -10,6 +10,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.batch import batch_bytes
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.codes import SEQUENCE_LOST
+from txbroker.kafka.picker import Picker
 from txbroker.kafka.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
 from txbroker.kafka.reader import Reader
 
@@ -27,6 +28,7 @@ class KafkaLog(Log):
         self._at = (topic, partition)
         self._lane = f"{lane}/append"
         self._reader = Reader(client, topic, partition, f"{lane}/read")
+        self._picker = Picker(lambda name: Reader(client, topic, partition, f"{lane}/{name}"))
         self._producer: Producer | None = None
 
     async def append(self, records: Sequence[Record]) -> Appended:
@@ -79,3 +81,12 @@ class KafkaLog(Log):
             KafkaUnavailable: Kafka does not answer.
         """
         return self._reader.read(start, end)
+
+    async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Return the records at these offsets; an offset that holds none (any more) is left out.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+            InvariantBroken: a batch is damaged.
+        """
+        return await self._picker.pick(offsets)

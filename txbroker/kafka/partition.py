@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from txbroker.core.codec import Malformed, NewerVersion, decode_checkpoint, encode_claim
-from txbroker.core.records import Cause, Claim, Progress, Record
+from txbroker.core.codec import encode_claim
+from txbroker.core.records import Cause, Claim, Record
 from txbroker.door import (
+    AppendUnknown,
     Claimed,
     Fenced,
+    Hanging,
     Log,
     LogTruncated,
     PartitionDoor,
@@ -16,9 +19,10 @@ from txbroker.door import (
     TurnLost,
     TurnRefused,
 )
-from txbroker.errors import InvariantBroken, KafkaUnavailable
+from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.log import KafkaLog
+from txbroker.kafka.picker import Picker
 from txbroker.kafka.producer import (
     BatchRefused,
     BatchUnknown,
@@ -31,10 +35,14 @@ from txbroker.kafka.reader import Reader
 from txbroker.kafka.turns import TurnWritten
 from txbroker.kafka.twin import TwinWriter
 from txbroker.kafka.visible import StableEnds
+from txbroker.own_topics import CheckpointScan
 
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.1
 _TRUNCATED_RETRIES = 3
+
+_NUMBERS = itertools.count()
+"""So that closing an old door of a partition closes no connection of a new one."""
 
 
 class KafkaPartitionDoor(PartitionDoor):
@@ -56,18 +64,24 @@ class KafkaPartitionDoor(PartitionDoor):
         self._settings = settings
         self._bytes_max = bytes_max
         self._refused = refused
-        self._lane = f"p{partition}/"
+        self._lane = f"p{partition}.{next(_NUMBERS)}/"
         self.half = self._log(settings.half_topic, "half")
         self.op = self._log(settings.op_topic, "op")
         self._checkpoint_at: Partition = (settings.checkpoint_topic, partition)
         self._checkpoint = Reader(client, *self._checkpoint_at, f"{self._lane}checkpoint")
-        self._parked = Reader(client, settings.parked_topic, partition, f"{self._lane}parked")
+        self._snapshots = self._log(settings.checkpoint_topic, "snapshots")
+        self._parked = self._parked_reader("parked")
+        self._parked_picker = Picker(self._parked_reader)
         self._writer: TwinWriter | None = None
 
     def _log(self, topic: str, name: str) -> KafkaLog:
         return KafkaLog(
             self._client, topic, self.partition, self._lane + name, self._bytes_max(topic)
         )
+
+    def _parked_reader(self, lane: str) -> Reader:
+        topic = self._settings.parked_topic
+        return Reader(self._client, topic, self.partition, f"{self._lane}parked/{lane}")
 
     # --- claim -------------------------------------------------------------------------------
 
@@ -80,7 +94,9 @@ class KafkaPartitionDoor(PartitionDoor):
 
         Raises:
             Fenced: another owner claimed at the same time; try again after a random pause.
-            KafkaUnavailable: Kafka does not answer, or a hanging transaction hides the progress.
+            Hanging: a transaction that nobody ends hides the progress.
+            NewerRecord: a newer version wrote the progress.
+            KafkaUnavailable: Kafka does not answer.
         """
         await self._retire()
         patience = Patience(self._settings.claim_timeout_s, _PAUSE_S, _PAUSE_MAX_S)
@@ -93,9 +109,7 @@ class KafkaPartitionDoor(PartitionDoor):
             raise Fenced("another owner claimed at the same time") from None
         except (BatchRefused, BatchUnknown) as error:
             raise KafkaUnavailable(f"the claim of partition {self.partition}: {error}") from None
-        await StableEnds(self._client).pass_by(
-            {self._checkpoint_at: stored.base_offset}, self._settings.claim_timeout_s
-        )
+        await self._seen(stored.base_offset)
         claimed = await self._read_progress(claim)
         self._writer = TwinWriter(self._client, self.partition, producers, self._bytes_max)
         return claimed
@@ -110,43 +124,53 @@ class KafkaPartitionDoor(PartitionDoor):
         await producer.end(commit=True, patience=patience)
         return stored[self._checkpoint_at]
 
+    async def _seen(self, offset: int) -> None:
+        """Wait until `read_committed` readers get past an offset of the checkpoint topic."""
+        try:
+            await StableEnds(self._client).pass_by(
+                {self._checkpoint_at: offset}, self._settings.claim_timeout_s
+            )
+        except KafkaUnavailable:
+            # Asked once more, because it may also have been Kafka that did not answer.
+            wanted = offset + 1 if offset >= 0 else await self._checkpoint.end()
+            stable_end = await self._checkpoint.stable_end()
+            if stable_end >= wanted:
+                return
+            raise Hanging(
+                f"{self._checkpoint.name}: a transaction that nobody ends hides everything from "
+                f"offset {stable_end} on; see `kafka-transactions.sh find-hanging`"
+            ) from None
+
     async def _read_progress(self, claim: Claim) -> Claimed:
-        """Return our claim record's append time and the newest progress.
+        """Return our claim record's append time, the newest progress and the snapshots' records.
 
         Reads the partition to its end, because only its own record proves when the claim was.
         """
         for _attempt in range(_TRUNCATED_RETRIES):
+            scan = CheckpointScan(self._checkpoint.name)
+            start, end = await self._checkpoint.start(), await self._checkpoint.stable_end()
             try:
-                return await self._scan(claim)
+                async for records in self._checkpoint.read(start, end):
+                    scan.note(records)
             except LogTruncated:
                 continue  # the cleaner moved the begin while we read
+            return scan.claimed(claim)
         raise KafkaUnavailable(f"{self._checkpoint.name} keeps changing while it is read")
 
-    async def _scan(self, claim: Claim) -> Claimed:
-        start, end = await self._checkpoint.start(), await self._checkpoint.stable_end()
-        progress: Progress | None = None
-        timestamp_ms = -1
-        last_claim = ""
-        async for records in self._checkpoint.read(start, end):
-            for record in records:
-                found = self._decode(record)
-                if isinstance(found, Progress):
-                    progress = found
-                    continue
-                last_claim = found.claim
-                if found.claim == claim.claim:
-                    timestamp_ms = record.timestamp_ms
-        if last_claim != claim.claim:
-            raise Fenced(f"claim {last_claim} came after ours")
-        return Claimed(timestamp_ms, progress)
+    # --- snapshots ---------------------------------------------------------------------------
 
-    def _decode(self, record: Record) -> Claim | Progress:
+    async def store(self, records: Sequence[Record]) -> None:
+        """Append records of a snapshot to the checkpoint topic, by a producer and over a
+        connection of their own. One call at a time.
+
+        Raises:
+            AppendRefused: they are too large; nothing was stored.
+            KafkaUnavailable: they may or may not be stored.
+        """
         try:
-            return decode_checkpoint(record)
-        except (Malformed, NewerVersion) as error:
-            raise InvariantBroken(
-                f"{self._checkpoint.name} at offset {record.offset}: {error}"
-            ) from None
+            await self._snapshots.append(records)
+        except AppendUnknown as error:
+            raise KafkaUnavailable(str(error)) from None
 
     # --- turns -------------------------------------------------------------------------------
 
@@ -174,6 +198,15 @@ class KafkaPartitionDoor(PartitionDoor):
         start, end = await self._parked.start(), await self._parked.stable_end()
         async for records in self._parked.read(start, end):
             yield records
+
+    async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Return the records of this partition of the parked topic at these offsets.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer, or an open transaction hides a record.
+            InvariantBroken: a batch is damaged.
+        """
+        return await self._parked_picker.pick(offsets)
 
     async def close(self) -> None:
         """Let go of connections; never blocks on a broker that does not answer."""

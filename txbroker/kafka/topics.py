@@ -5,7 +5,7 @@ The settings are data, the difference is a pure function; only `apply` changes a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from msgspec import Struct
 
@@ -14,6 +14,7 @@ from txbroker.kafka.admin import Admin, NewTopic
 from txbroker.kafka.client import Patience
 from txbroker.kafka.codes import Code
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.own_topics import Layout, partition_problems
 
 _DAY_MS = 24 * 60 * 60 * 1000
 _ROOM_BYTES = 64 * 1024
@@ -84,15 +85,17 @@ def op_retention_ms(half_retention_ms: int, half_segment_ms: int) -> int:
 
 
 def wanted_topics(
-    settings: KafkaSettings, brokers: int, found: FoundTopic | None
+    settings: KafkaSettings, brokers: int, found: FoundTopic | None, layout: Layout | None = None
 ) -> list[WantedTopic]:
     """Return txbroker's topics as they should be, on a cluster of `brokers`.
 
     `found` is the half topic where it exists: its number of partitions stands, and where it keeps
-    messages longer or takes larger ones than we would ask, the other topics follow it.
+    messages longer or takes larger ones than we would ask, the other topics follow it. `layout`
+    is what the installation was made with; without a half topic its number counts.
     """
     copies = settings.replication or max(1, min(_REPLICATION_WANTED, brokers))
-    partitions = settings.partitions if found is None else found.partitions
+    made_with = settings.partitions if layout is None else layout.partitions
+    partitions = made_with if found is None else found.partitions
     size = _larger(settings.message_bytes_max, found, "max.message.bytes")
     retention_ms = _larger(settings.half_retention_ms, found, "retention.ms")
     common = {
@@ -180,13 +183,15 @@ def _fits(name: str, found: str | None, wanted: str) -> bool:
     return int(wanted) != _FOREVER and int(found) >= int(wanted)
 
 
-def contradictions(settings: KafkaSettings, found: Mapping[str, FoundTopic]) -> list[str]:
+def contradictions(
+    settings: KafkaSettings, found: Mapping[str, FoundTopic], layout: Layout | None = None
+) -> list[str]:
     """Return, as sentences, why txbroker cannot work with the topics as they are. Pure."""
     missing = [name for name in settings.own_topics if name not in found]
     if missing:
         return [f"missing: {', '.join(missing)}; create them with `txbroker topics apply`"]
     return [
-        *_partition_contradictions(settings, found),
+        *_partition_contradictions(settings, found, layout),
         *(line for topic in found.values() for line in _topic_contradictions(settings, topic)),
         *_size_contradictions(settings, found),
         *_retention_contradictions(settings, found),
@@ -194,14 +199,11 @@ def contradictions(settings: KafkaSettings, found: Mapping[str, FoundTopic]) -> 
 
 
 def _partition_contradictions(
-    settings: KafkaSettings, found: Mapping[str, FoundTopic]
+    settings: KafkaSettings, found: Mapping[str, FoundTopic], layout: Layout | None
 ) -> list[str]:
-    half = found[settings.half_topic].partitions
-    lines = [
-        f"{name} has {found[name].partitions} partitions, but {settings.half_topic} has {half}"
-        for name in (settings.op_topic, settings.checkpoint_topic, settings.parked_topic)
-        if found[name].partitions != half
-    ]
+    half = settings.half_topic
+    names = (half, settings.op_topic, settings.checkpoint_topic, settings.parked_topic)
+    lines = partition_problems(half, {name: found[name].partitions for name in names}, layout)
     if found[settings.groups_topic].partitions != 1:
         lines.append(f"{settings.groups_topic} must have 1 partition")
     return lines
@@ -310,14 +312,20 @@ async def find(admin: Admin, names: tuple[str, ...]) -> dict[str, FoundTopic]:
     }
 
 
-async def make_plan(admin: Admin, settings: KafkaSettings, brokers: int) -> Plan:
-    """Return what `apply` would do.
+async def make_plan(
+    admin: Admin,
+    settings: KafkaSettings,
+    brokers: int,
+    read_layout: Callable[[], Awaitable[Layout | None]],
+) -> Plan:
+    """Return what `apply` would do. `read_layout` reads the groups topic, where it exists.
 
     Raises:
         ConfigurationError, KafkaUnavailable
     """
     found = await find(admin, settings.own_topics)
-    return plan(wanted_topics(settings, brokers, found.get(settings.half_topic)), found)
+    layout = await read_layout() if settings.groups_topic in found else None
+    return plan(wanted_topics(settings, brokers, found.get(settings.half_topic), layout), found)
 
 
 async def apply(admin: Admin, wanted: Plan) -> None:

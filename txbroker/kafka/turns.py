@@ -22,11 +22,13 @@ class TurnWritten(TurnHandle):
         self,
         stable: StableEnds,
         offsets: Sequence[int],
+        parked_offsets: Sequence[int],
         last: Mapping[Partition, int],
         commit: asyncio.Task[None],
         visible_timeout_s: float,
     ) -> None:
         self.offsets = offsets
+        self.parked_offsets = parked_offsets
         self._stable = stable
         self._visible_timeout_s = visible_timeout_s
         self._last = last

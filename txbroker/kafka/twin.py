@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from txbroker.commits import again, begin, outcome
 from txbroker.core.codec import encode_progress
@@ -28,6 +29,14 @@ _PAUSE_S = 0.001
 _PAUSE_MAX_S = 0.02
 _ADD_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 1.0
+
+
+class _Written(NamedTuple):
+    """Where a turn's records are: each promoted one's partition and number among those that went
+    there, and the offsets of all, in the order in which they went."""
+
+    places: list[tuple[Partition, int]]
+    offsets: dict[Partition, list[int]]
 
 
 class TwinWriter:
@@ -68,13 +77,20 @@ class TwinWriter:
         try:
             if own is not None:
                 await outcome(own)
-            last, offsets = await self._write_or_break(producer, turn)
+            places, offsets = await self._write_or_break(producer, turn)
         finally:
             self._writing = False
         self._turns += 1
         commit = begin(self._commit(producer, self._commits[1 - side]))
         self._commits[side] = commit
-        return TurnWritten(self._stable, offsets, last, commit, self._settings.visible_timeout_s)
+        return TurnWritten(
+            self._stable,
+            [offsets[partition][index] for partition, index in places],
+            offsets.get(self._parked, ()),
+            {partition: found[-1] for partition, found in offsets.items()},
+            commit,
+            self._settings.visible_timeout_s,
+        )
 
     async def close(self) -> None:
         """Give up what is still open; the next claim, or Kafka, aborts it."""
@@ -86,9 +102,7 @@ class TwinWriter:
 
     # --- writing -----------------------------------------------------------------------------
 
-    async def _write_or_break(
-        self, producer: Producer, turn: Turn
-    ) -> tuple[dict[Partition, int], list[int]]:
+    async def _write_or_break(self, producer: Producer, turn: Turn) -> _Written:
         try:
             written = await self._write(producer, turn)
             # The commit of the turn before may have failed meanwhile.
@@ -103,10 +117,8 @@ class TwinWriter:
             raise
         return written
 
-    async def _write(
-        self, producer: Producer, turn: Turn
-    ) -> tuple[dict[Partition, int], list[int]]:
-        """Write everything; return each partition's last offset and each promoted record's."""
+    async def _write(self, producer: Producer, turn: Turn) -> _Written:
+        """Write everything; return where."""
         runs, places = self._runs(turn)
         offsets: dict[Partition, list[int]] = {partition: [] for partition in runs}
         with translated():
@@ -119,8 +131,7 @@ class TwinWriter:
                 stored = await producer.produce(batches, patience)
                 for partition, where in stored.items():
                     offsets[partition].extend(_offsets(where, len(batches[partition])))
-        last = {partition: found[-1] for partition, found in offsets.items()}
-        return last, [offsets[partition][index] for partition, index in places]
+        return _Written(places, offsets)
 
     def _runs(
         self, turn: Turn

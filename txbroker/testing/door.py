@@ -37,7 +37,7 @@ from txbroker.own_topics import (
     CheckpointScan,
     encode_layout,
     find_layout,
-    layout_problem,
+    partition_problems,
 )
 from txbroker.testing.members import MemoryMembership
 from txbroker.testing.memory import (
@@ -158,16 +158,13 @@ class MemoryDoor:
         if missing:
             return [f"missing: {', '.join(missing)}"]
         half = self._own[0]
-        count = len(topics[half].partitions)
-        layout = find_layout(self._kafka.visible(f"{self._prefix}.groups"))
-        lines = [layout_problem(half, count, layout)]
-        for name in self._own:
-            found = len(topics[name].partitions)
-            if found != count and name != f"{self._prefix}.groups":
-                lines.append(f"{name} has {found} partitions, but {half} has {count}")
-            if not topics[name].log_append_time:
-                lines.append(f"{name} needs message.timestamp.type=LogAppendTime")
-        return [line for line in lines if line is not None]
+        counts = {name: len(topics[name].partitions) for name in self._own[:-1]}
+        layout = find_layout(self._kafka.visible(self._own[-1]))
+        return partition_problems(half, counts, layout) + [
+            f"{name} needs message.timestamp.type=LogAppendTime"
+            for name in self._own
+            if not topics[name].log_append_time
+        ]
 
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""

@@ -1,0 +1,127 @@
+"""What one fetch brought, taken apart: committed records only, and where to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from aiokafka.errors import KafkaError
+from aiokafka.record.control_record import ABORT_MARKER, ControlRecord
+from aiokafka.record.memory_records import MemoryRecords
+
+from txbroker.core.records import Record
+from txbroker.errors import InvariantBroken
+
+_LOG_APPEND_TIME = 1
+# As many as are decoded in some milliseconds.
+_PIECE_BYTES = 1 << 20
+_PIECE_RECORDS = 1000
+_BATCH_BYTES = 256
+"""Counted for a batch that is looked at but holds nothing for us."""
+
+
+class Fetched:
+    """A fetch's answer for one partition. Its records are decoded when they are asked for.
+
+    Attributes:
+        high_watermark: where the log ends, as far as its leader knows.
+        stable_end: where it ends for `read_committed` readers.
+        next_offset: from where to go on; the position asked for if nothing came.
+    """
+
+    def __init__(
+        self, name: str, position: int, answer: tuple[Any, ...], *, append_time: bool
+    ) -> None:
+        self._name = name
+        self._position = position
+        self._append_time = append_time
+        self._aborted = _aborted(answer)
+        self._hidden: set[int] = set()
+        self.high_watermark: int = answer[2]
+        self.stable_end: int = answer[3]
+        data = answer[-1]
+        self.size_bytes = len(data) if data else 0
+        self._batches = self._split(data) if data else []
+        # The last batch's own end: compaction takes records away, but leaves that.
+        ends = [position, *(batch.next_offset for batch in self._batches[-1:])]
+        self.next_offset = max(ends)
+
+    @property
+    def records(self) -> list[Record]:
+        """All records."""
+        return [record for piece in self.pieces() for record in piece]
+
+    def pieces(self) -> Iterator[list[Record]]:
+        """Yield the records in pieces of a few milliseconds' work, some of them empty. Once.
+
+        Raises:
+            InvariantBroken: a batch is damaged, or does not carry the broker's append time.
+        """
+        piece: list[Record] = []
+        size = 0
+        for batch in self._batches:
+            before = len(piece)
+            if self._shown(batch):
+                self._take(batch, piece)
+            new = piece[before:]
+            size += sum(len(record.value or b"") for record in new) + _BATCH_BYTES
+            if size >= _PIECE_BYTES or len(piece) >= _PIECE_RECORDS:
+                yield piece
+                piece, size = [], 0
+        self._batches = []
+        yield piece
+
+    def _split(self, data: bytes) -> list[Any]:
+        memory = MemoryRecords(data)
+        batches: list[Any] = []
+        try:
+            while memory.has_next():
+                batches.append(memory.next_batch())
+        except KafkaError as error:
+            raise self._damaged(f"behind {len(batches)} batches", error) from None
+        return batches
+
+    def _shown(self, batch: Any) -> bool:
+        """Say whether a batch holds records of ours, and follow which producers' were aborted."""
+        if not batch.validate_crc():
+            raise self._damaged(str(batch.base_offset), "its checksum is wrong")
+        while self._aborted and self._aborted[0][0] <= batch.base_offset:
+            self._hidden.add(self._aborted.pop(0)[1])
+        if batch.is_control_batch:
+            # What a marker ended only matters where it was an abort of records in this fetch.
+            if batch.producer_id in self._hidden and _is_abort(batch):
+                self._hidden.discard(batch.producer_id)
+            return False
+        return not (batch.is_transactional and batch.producer_id in self._hidden)
+
+    def _take(self, batch: Any, piece: list[Record]) -> None:
+        if self._append_time and batch.timestamp_type != _LOG_APPEND_TIME:
+            raise InvariantBroken(
+                f"{self._name}: the record at {batch.base_offset} does not carry the broker's "
+                "append time; set message.timestamp.type=LogAppendTime"
+            )
+        start = self._position
+        try:
+            piece.extend(
+                Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset)
+                for r in batch
+                if r.offset >= start
+            )
+        except (KafkaError, UnicodeDecodeError) as error:
+            raise self._damaged(str(batch.base_offset), error) from None
+
+    def _damaged(self, where: str, error: object) -> InvariantBroken:
+        return InvariantBroken(f"{self._name}: a batch at {where} is damaged: {error}")
+
+
+def _is_abort(batch: Any) -> bool:
+    marker = next(iter(batch), None)
+    return marker is not None and ControlRecord.parse(marker.key) == ABORT_MARKER
+
+
+def _aborted(answer: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """Return (first offset, producer id) of aborted transactions from a fetch's answer."""
+    for item in answer[4:-1]:
+        if isinstance(item, list):
+            return sorted((first, producer) for producer, first in item)
+    return []
