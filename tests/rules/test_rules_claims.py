@@ -32,9 +32,9 @@ from txbroker.door import Claimed, Fenced, LogTruncated, TurnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.kafka.batch import encode_batch
 from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.producer import Partition, Producer, Stored
-from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.visible import StableEnds
 from txbroker.proxy.broker import Broker

@@ -46,6 +46,21 @@ class StableEnds:
             raise _invisible(
                 [partition for partition, future in futures.items() if future.cancelled()], seconds
             ) from None
+        finally:
+            self._give_up(futures)
+
+    def _give_up(self, futures: Mapping[Partition, asyncio.Future[None]]) -> None:
+        """Ask no more for what nobody waits for."""
+        for partition, future in futures.items():
+            future.cancel()
+            left = [each for each in self._waiting.get(partition, ()) if each[1] is not future]
+            if left:
+                self._waiting[partition] = left
+            else:
+                self._waiting.pop(partition, None)
+        if not self._waiting and self._task is not None:
+            self._task.cancel()
+            self._task = None
 
     async def _wanted(
         self, last: Mapping[Partition, int], patience: Patience
