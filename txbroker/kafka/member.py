@@ -1,26 +1,40 @@
-"""What a member of a consumer group says to its coordinator, and who gets which partition."""
+"""What a member of a consumer group says to its coordinator."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 from aiokafka.coordinator.protocol import ConsumerProtocol
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
 from aiokafka.protocol.types import Array, Int16, Int32, Schema, String
 
+from txbroker.core.sharing import Held
+from txbroker.door import Assignment
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client import Client, KafkaRefused, coordinator_moved
-from txbroker.kafka.codes import COORDINATOR_MOVED, Code, describe
+from txbroker.kafka.client import Client, KafkaRefused, Patience, coordinator_moved
+from txbroker.kafka.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
+from txbroker.kafka.generation import (
+    Me,
+    Said,
+    assignment,
+    decode_said,
+    decode_told,
+    encode_said,
+    encode_told,
+    is_outdated,
+    make_told,
+    runs,
+)
 
 _PROTOCOL_TYPE = "consumer"
 _PROTOCOL = "txbroker-sticky"
 _NO_MEMBER = ""
 _ANSWER_ROOM_S = 5.0
+_JOIN_LANE = "group/join"
 _LEAVE_LANE = "group/leave"
+_LEAVE_TIMEOUT_S = 2.0
 
 
 class _HeartbeatResponse(Response):
@@ -97,40 +111,62 @@ class _Leave(Request[_LeaveStruct]):
 
 
 class Joined(NamedTuple):
-    """A generation of the group, and what it gives us."""
+    """A generation of the group, and what it gives us.
+
+    `outdated` says that the others know something else of us than what is so, or that nobody
+    has thought of us: `Member.ask_anew`, and join again.
+    """
 
     generation: int
-    partitions: frozenset[int]
+    assignment: Assignment
+    outdated: bool
 
 
 class Member:
     """One member of the proxies' group. It keeps its partitions over a restart, because the
-    coordinator knows it by its instance id."""
+    coordinator knows it by its instance id.
 
-    def __init__(self, client: Client, partitions: int) -> None:
+    Args:
+        client: the connections.
+        partitions: how many there are to share.
+        url: where this proxy is reached.
+        record_version: the newest that it understands.
+    """
+
+    def __init__(self, client: Client, partitions: int, url: str, record_version: int) -> None:
         settings = client.settings
         self._client = client
         self._group = settings.group_id
         self._instance = settings.instance_id
         self._topic = settings.half_topic
         self._partitions = partitions
+        self._me = Me(settings.instance_id, url, record_version)
         self._session_ms = round(settings.session_timeout_s * 1000)
         # A join is answered when all members have joined, or their time is up.
         self._join_timeout_s = settings.session_timeout_s + _ANSWER_ROOM_S
         self._member_id = _NO_MEMBER
+        self._held = Held()
+        self._asks = 0
 
     def forget(self) -> None:
         """Join as new next time: the coordinator does not know our member id any more."""
         self._member_id = _NO_MEMBER
 
-    async def join(self, owned: frozenset[int]) -> Joined:
+    def ask_anew(self) -> None:
+        """Have the next join make a new generation, in which the others learn what we say.
+
+        The coordinator gives a static member that comes back its old place, and tells nobody; it
+        makes a new generation only when a member whose id it knows says something else.
+        """
+        self._asks += 1
+
+    async def join(self) -> Joined:
         """Join the group, or its next generation, naming what we own so that we may keep it.
 
         Raises:
             KafkaRefused: the coordinator's error; `forget` where it does not know us.
             KafkaUnavailable: it does not answer.
         """
-        metadata = ConsumerProtocol.METADATA(0, [self._topic], msgspec.json.encode(sorted(owned)))
         answer = await self._ask(
             JoinGroupRequest(
                 self._group,
@@ -139,43 +175,63 @@ class Member:
                 self._member_id,
                 self._instance,
                 _PROTOCOL_TYPE,
-                [(_PROTOCOL, metadata.encode())],
+                [(_PROTOCOL, self._metadata())],
             )
         )
         self._member_id = answer.member_id
-        assignment: list[tuple[str, bytes]] = []
+        shares: list[tuple[str, bytes]] = []
         if answer.leader_id == answer.member_id:
-            assignment = self._assign(answer.members)
+            shares = self._assign(answer.generation_id, answer.members)
         sync = await self._ask(
             SyncGroupRequest(
-                self._group, answer.generation_id, self._member_id, self._instance, assignment
+                self._group, answer.generation_id, self._member_id, self._instance, shares
             )
         )
-        return Joined(answer.generation_id, self._decode(sync.member_assignment))
+        return self._joined(answer.generation_id, sync.member_assignment)
 
-    def _assign(self, members: list[tuple[str, str, bytes]]) -> list[tuple[str, bytes]]:
-        owned = {instance or member: _owned(metadata) for member, instance, metadata in members}
-        shares = share_out(self._partitions, owned)
+    def _metadata(self) -> bytes:
+        said = Said(
+            self._me.url,
+            self._me.record_version,
+            runs(self._held.partitions),
+            self._held.generation,
+            self._asks,
+        )
+        encoded: bytes = ConsumerProtocol.METADATA(0, [self._topic], encode_said(said)).encode()
+        return encoded
+
+    def _assign(
+        self, generation: int, members: list[tuple[str, str, bytes]]
+    ) -> list[tuple[str, bytes]]:
+        said = {instance or member: _said(metadata) for member, instance, metadata in members}
+        told, shares = make_told(self._partitions, generation, said)
+        data = encode_told(told)
         return [
             (
                 member,
                 ConsumerProtocol.ASSIGNMENT(
-                    0, [(self._topic, sorted(shares[instance or member]))], b""
+                    0, [(self._topic, sorted(shares[instance or member]))], data
                 ).encode(),
             )
             for member, instance, _metadata in members
         ]
 
-    def _decode(self, assignment: bytes) -> frozenset[int]:
-        if not assignment:
-            return frozenset()
-        found = ConsumerProtocol.ASSIGNMENT.decode(assignment)
-        return frozenset(
-            number
-            for topic, numbers in found.assignment
-            if topic == self._topic
-            for number in numbers
-        )
+    def _joined(self, generation: int, encoded: bytes) -> Joined:
+        told, mine, left_out = None, frozenset[int](), False
+        try:
+            found = ConsumerProtocol.ASSIGNMENT.decode(encoded)
+            told = decode_told(found.user_data)
+            mine = frozenset(
+                number
+                for topic, numbers in found.assignment
+                if topic == self._topic
+                for number in numbers
+            )
+        except ValueError:  # nothing, or rubbish
+            left_out = True
+        known = assignment(self._partitions, mine, told, self._me)
+        self._held = Held(known.mine, generation)
+        return Joined(generation, known, left_out or is_outdated(told, self._me))
 
     async def heartbeat(self, generation: int, lane: str) -> int:
         """Say that we live; return the coordinator's error code.
@@ -190,22 +246,39 @@ class Member:
         except KafkaUnavailable:
             self._client.forget_group_coordinator(self._group)
             raise
-        if answer.error_code in COORDINATOR_MOVED:
-            self._client.forget_group_coordinator(self._group)
+        if answer.error_code in RETRIABLE:
+            if answer.error_code in COORDINATOR_MOVED:
+                self._client.forget_group_coordinator(self._group)
             raise KafkaRefused(answer.error_code)
         return int(answer.error_code)
 
     async def leave(self) -> None:
         """Leave the group at once; without an answer the session's end does the same."""
-        with contextlib.suppress(KafkaUnavailable):
-            node = await self._client.group_coordinator(self._group)
-            members = [(self._member_id, self._instance)]
-            await self._client.ask(node, _Leave(self._group, members), _LEAVE_LANE)
+        member, self._member_id = self._member_id, _NO_MEMBER
+        self._held = Held()
+        if member == _NO_MEMBER:
+            # By the instance id alone Kafka would put out whoever has it now.
+            return
+        request = _Leave(self._group, [(member, self._instance)])
+        patience = Patience(_LEAVE_TIMEOUT_S, self._client.settings.retry_backoff_s)
+        while True:
+            with contextlib.suppress(KafkaUnavailable):
+                node = await self._client.group_coordinator(self._group)
+                answer = await self._client.ask(node, request, _LEAVE_LANE)
+                if answer.error_code not in RETRIABLE:
+                    return
+            self._client.forget_group_coordinator(self._group)
+            if not await patience.pause():
+                return
+
+    def let_go(self) -> None:
+        """Stop waiting for a join: the broker answers nothing else on its connection meanwhile."""
+        self._client.close_lanes(_JOIN_LANE)
 
     async def _ask(self, request: Request[Any]) -> Any:
         try:
             node = await self._client.group_coordinator(self._group)
-            answer = await self._client.ask(node, request, "group/join", self._join_timeout_s)
+            answer = await self._client.ask(node, request, _JOIN_LANE, self._join_timeout_s)
             if answer.error_code != Code.NONE:
                 raise KafkaRefused(
                     answer.error_code, f"group {self._group}: {describe(answer.error_code)}"
@@ -217,35 +290,8 @@ class Member:
         return answer
 
 
-def _owned(metadata: bytes) -> frozenset[int]:
-    """Return what a member says that it owned; a member that says nonsense owned nothing."""
+def _said(metadata: bytes) -> Said:
     try:
-        data = ConsumerProtocol.METADATA.decode(metadata).user_data
-        return frozenset(msgspec.json.decode(data or b"[]", type=list[int]))
-    except (ValueError, msgspec.DecodeError):
-        return frozenset()
-
-
-def share_out(partitions: int, owned: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
-    """Share partitions out evenly among members, leaving with each what it has. Pure.
-
-    `owned` says what each member had. Shares differ by one at most; where some get one more, it
-    is those that had most.
-    """
-    names = sorted(owned, key=lambda name: (-len(owned[name]), name))
-    if not names:
-        return {}
-    base, more = divmod(partitions, len(names))
-    free = set(range(partitions))
-    shares: dict[str, set[int]] = {}
-    quotas = {name: base + (number < more) for number, name in enumerate(names)}
-    for name in names:
-        kept = sorted(owned[name] & free)[: quotas[name]]
-        shares[name] = set(kept)
-        free.difference_update(kept)
-    rest = sorted(free)
-    for name in names:
-        count = quotas[name] - len(shares[name])
-        shares[name].update(rest[:count])
-        rest = rest[count:]
-    return {name: frozenset(share) for name, share in shares.items()}
+        return decode_said(ConsumerProtocol.METADATA.decode(metadata).user_data)
+    except ValueError:
+        return Said()

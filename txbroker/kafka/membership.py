@@ -14,117 +14,153 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from txbroker.door import Membership
+from txbroker.core.records import RECORD_VERSION
+from txbroker.door import Assignment, Membership
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused
-from txbroker.kafka.codes import Code
+from txbroker.kafka.codes import Code, describe
 from txbroker.kafka.member import Joined, Member
 
 _log = logging.getLogger("txbroker.kafka")
 
 _BEATS_A_SESSION = 10
+_BEAT_MAX_S = 0.3  # how late the others hear that one has left
 _PAUSE_S = 0.2
-_LEAVE_TIMEOUT_S = 2.0
 _HOPELESS = {
     Code.GROUP_AUTHORIZATION_FAILED: "may not be used by this proxy: grant it Read on the group",
     Code.INCONSISTENT_GROUP_PROTOCOL: "is used by consumers that are no proxies: set another",
     Code.INVALID_GROUP_ID: "is no name for a group: set another",
-    Code.INVALID_SESSION_TIMEOUT: "may not have this session timeout: see the brokers' "
-    "group.min.session.timeout.ms and group.max.session.timeout.ms",
+    Code.INVALID_SESSION_TIMEOUT: "may not have a session_timeout_s of {session_s:g}: the brokers "
+    "allow what lies between their group.min.session.timeout.ms and group.max.session.timeout.ms",
+    Code.GROUP_MAX_SIZE_REACHED: "has no room for another proxy: raise the brokers' group.max.size",
 }
 """What does not pass by itself, so that a start must not wait for it."""
 
-_FORGOTTEN = frozenset({Code.UNKNOWN_MEMBER, Code.ILLEGAL_GENERATION})
+TAKEN = "another process has joined with our instance id"
+FORGOTTEN = "the group's coordinator does not know us any more"
+_LOST = {Code.FENCED_INSTANCE_ID: TAKEN, Code.UNKNOWN_MEMBER: FORGOTTEN}
+"""Answers that say that nothing is ours. Behind an old generation is not among them: a member
+that did not hear of the new one has its place, and joining tells what is in it."""
+
+_LEFT_BEHIND = frozenset({Code.ILLEGAL_GENERATION, Code.REBALANCE_IN_PROGRESS})
 
 
 class KafkaMembership(Membership):
     """A `txbroker.door.Membership` on a real Kafka."""
 
     def __init__(self, client: Client) -> None:
+        self.record_version = RECORD_VERSION
+        """The newest record version that we understand, as the others are told."""
         self._client = client
         self._session_s = client.settings.session_timeout_s
+        self._beat_s = min(self._session_s / _BEATS_A_SESSION, _BEAT_MAX_S)
+        self._partitions = 0
         self._member: Member | None = None
-        self._assigned: Callable[[frozenset[int]], None] = _ignore
-        self._owned: frozenset[int] = frozenset()
+        self._assigned: Callable[[Assignment], None] = _ignore
+        self._lost: Callable[[str], None] = _ignore
         self._joined: Joined | None = None
-        self._again = asyncio.Event()
+        self._why = ""
+        self._asked = False
+        self._beat_now = asyncio.Event()
+        self._news = asyncio.Event()
         self._heard_at = 0.0
+        self._pause_s = _PAUSE_S
         self._task: asyncio.Task[None] | None = None
 
     def expect(self, partitions: int) -> None:
         """Say how many partitions there are to share."""
-        self._member = Member(self._client, partitions)
+        self._partitions = partitions
 
-    async def join(self, assigned: Callable[[frozenset[int]], None]) -> None:
-        """Join; returns when the first assignment is there.
+    async def join(
+        self, url: str, assigned: Callable[[Assignment], None], lost: Callable[[str], None]
+    ) -> None:
+        """Join as the proxy at `url`; return when the first assignment is there.
 
-        `assigned` gets the owned partitions after every change, from the event loop; it must
-        return at once. During a rebalance we keep what we have until the new assignment is known.
+        See `txbroker.door.Membership`. While another process has our instance id we stay out and
+        ask again and again: it keeps what it has, and once it has gone we are in.
 
         Raises:
             ConfigurationError: the group cannot be used.
         """
-        self._assigned = assigned
+        await self.close()
+        self._assigned, self._lost = assigned, lost
+        self._why, self._asked, self._pause_s = "", False, _PAUSE_S
+        self._heard_at = asyncio.get_running_loop().time()
+        self._member = Member(self._client, self._partitions, url, self.record_version)
         first = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._run(first), name="txbroker membership")
+        self._task = asyncio.create_task(self._run(self._member, first), name="txbroker membership")
         await first
 
     async def still_ours(self, partition: int) -> bool:
         """After a fresh heartbeat in the same generation, say whether `partition` is ours.
 
-        After a no, `assigned` is called with what is ours from then on.
+        After a no, `assigned` or `lost` tells what is ours from then on.
 
         Raises:
-            KafkaUnavailable: the coordinator does not answer.
+            KafkaUnavailable: no answer, or a join that does not end; it may still be ours.
         """
+        try:
+            async with asyncio.timeout(self._session_s):
+                return await self._ask_whether_ours(partition)
+        except TimeoutError:
+            raise KafkaUnavailable("the proxies' group does not settle") from None
+
+    async def _ask_whether_ours(self, partition: int) -> bool:
         while True:
-            joined = self._joined
+            joined, news = self._joined, self._news
             if joined is None or self._member is None:
                 return False
             code = await self._member.heartbeat(joined.generation, "group/fresh")
             if self._joined is not joined:
                 continue  # a new generation came meanwhile: ask in that one
             if code in (Code.NONE, Code.REBALANCE_IN_PROGRESS):
-                return partition in joined.partitions
-            self._lose("the coordinator does not know us any more")
-            self._again.set()
-            return False
+                return partition in joined.assignment.mine
+            if code in _LOST:
+                self._lose(_LOST[Code(code)])
+                self._beat_now.set()
+                return False
+            if code != Code.ILLEGAL_GENERATION:
+                raise KafkaRefused(code)
+            # The new generation has begun, and what is ours in it is on its way.
+            self._beat_now.set()
+            await news.wait()
 
     async def leave(self) -> None:
-        """Leave the group, so that others take over at once."""
+        """Leave the group, so that others take over at once. `join` works again."""
         await self.close()
-        if self._member is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LEAVE_TIMEOUT_S):
-                    await self._member.leave()
+        member, self._member = self._member, None
+        if member is not None:
+            await member.leave()
 
     async def close(self) -> None:
         """Fall silent without leaving: who comes back within the session keeps its partitions."""
         task, self._task = self._task, None
         self._joined = None
+        self._tell()
         if task is not None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        if self._member is not None:
+            self._member.let_go()
 
     # --- the loop ----------------------------------------------------------------------------
 
-    async def _run(self, first: asyncio.Future[None]) -> None:
-        assert self._member is not None
+    async def _run(self, member: Member, first: asyncio.Future[None]) -> None:
         while True:
             try:
-                await self._join_once(self._member)
+                again = await self._join_once(member)
                 if not first.done():
                     first.set_result(None)
-                await self._beat(self._member)
+                if not again:
+                    await self._beat(member)
             except KafkaRefused as error:
-                if not self._survives(error, first):
+                if not self._survives(member, error, first):
                     return
-                await asyncio.sleep(_PAUSE_S)
+                await self._pause()
             except KafkaUnavailable as error:
-                if self._silent_s > self._session_s:
-                    self._lose(str(error))
-                await asyncio.sleep(_PAUSE_S)
+                self._lose_if_silent(str(error))
+                await self._pause()
             except Exception as error:
                 self._lose(repr(error))
                 if not first.done():
@@ -133,46 +169,54 @@ class KafkaMembership(Membership):
                     return
                 # A proxy that stopped here would stay alive without a partition, for ever.
                 _log.exception("the membership failed, it is begun anew")
-                await asyncio.sleep(self._session_s / _BEATS_A_SESSION)
+                await self._pause()
 
-    def _survives(self, error: KafkaRefused, first: asyncio.Future[None]) -> bool:
+    def _survives(self, member: Member, error: KafkaRefused, first: asyncio.Future[None]) -> bool:
         """Say whether to join again after the coordinator's error."""
-        assert self._member is not None
-        if error.code == Code.FENCED_INSTANCE_ID:
-            self._lose("another process has joined with our instance id")
-            _log.error(
-                "left the group: another process uses the instance id %s",
-                self._client.settings.instance_id,
-            )
-            return False
         if error.code in _HOPELESS and not first.done():
-            group = self._client.settings.group_id
-            sentence = f"group {group} {_HOPELESS[Code(error.code)]}"
-            first.set_exception(ConfigurationError(sentence))
+            settings = self._client.settings
+            why = _HOPELESS[Code(error.code)].format(session_s=self._session_s)
+            first.set_exception(ConfigurationError(f"group {settings.group_id} {why}"))
             return False
-        if error.code in _FORGOTTEN:
-            self._member.forget()
-            self._lose(str(error))
+        if error.code == Code.UNKNOWN_MEMBER:
+            # Behind `TAKEN` this says that the other process has gone.
+            member.forget()
+        if error.code in _LOST:
+            self._lose(_LOST[Code(error.code)])
+        elif error.code in _LEFT_BEHIND:
+            self._heard_at = asyncio.get_running_loop().time()
+        else:
+            self._lose_if_silent(str(error))
         return True
 
-    async def _join_once(self, member: Member) -> None:
-        self._again.clear()
-        self._joined = await member.join(self._owned)
+    async def _join_once(self, member: Member) -> bool:
+        """Join and post what is ours; say whether the others have to be told of us in another
+        generation. That is wanted once: a leader that cannot tell them would be asked for ever."""
+        self._beat_now.clear()
+        joined = await member.join()
         self._heard_at = asyncio.get_running_loop().time()
-        self._post(self._joined.partitions)
+        self._pause_s = _PAUSE_S
+        self._joined, self._why = joined, ""
+        self._tell()
+        self._assigned(joined.assignment)
+        again = joined.outdated and not self._asked
+        self._asked = joined.outdated
+        if again:
+            member.ask_anew()
+        return again
 
     async def _beat(self, member: Member) -> None:
         """Send heartbeats until there is a new generation to join.
 
         Raises:
-            KafkaRefused: the coordinator does not know us any more.
+            KafkaRefused: the coordinator does not know us any more, or we are left behind.
             KafkaUnavailable: it was silent for a whole session.
         """
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._session_s / _BEATS_A_SESSION):
-                    await self._again.wait()
-            self._again.clear()
+                async with asyncio.timeout(self._beat_s):
+                    await self._beat_now.wait()
+            self._beat_now.clear()
             if self._joined is None:
                 return
             sent_at = asyncio.get_running_loop().time()
@@ -182,27 +226,43 @@ class KafkaMembership(Membership):
                 if self._silent_s > self._session_s:
                     raise
                 continue
-            if code == Code.REBALANCE_IN_PROGRESS:
+            if code in _LEFT_BEHIND:
                 return
             if code != Code.NONE:
-                raise KafkaRefused(code)
+                raise KafkaRefused(code, describe(code))
             self._heard_at = sent_at
+
+    async def _pause(self) -> None:
+        """Wait before the next try, longer each time, up to half a session."""
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(self._pause_s * 2, self._session_s / 2)
 
     @property
     def _silent_s(self) -> float:
         return asyncio.get_running_loop().time() - self._heard_at
 
+    def _lose_if_silent(self, reason: str) -> None:
+        if self._silent_s > self._session_s:
+            self._lose(reason)
+
     def _lose(self, reason: str) -> None:
+        """Post that we are out of touch, once for each reason."""
         self._joined = None
-        if self._owned:
-            _log.warning("lost all partitions: %s", reason)
-        self._post(frozenset())
+        self._tell()
+        if reason != self._why:
+            self._why = reason
+            _log.warning("out of the group, instance %s: %s", self._instance, reason)
+            self._lost(reason)
 
-    def _post(self, partitions: frozenset[int]) -> None:
-        if partitions != self._owned:
-            self._owned = partitions
-            self._assigned(partitions)
+    @property
+    def _instance(self) -> str:
+        return self._client.settings.instance_id
+
+    def _tell(self) -> None:
+        """Wake those who wait for what is ours now."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
 
-def _ignore(_partitions: frozenset[int]) -> None:
+def _ignore(_news: object) -> None:
     pass
