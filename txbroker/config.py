@@ -39,6 +39,8 @@ decisions and checks, which end what prepares began: without it a flood of prepa
 Kafka would keep out the very calls that make room."""
 STUCK_MIN_S = 10.0
 """Below this an owner would leave while Kafka still ends its predecessor's last turn."""
+SESSION_MIN_S, SESSION_MAX_S = 6.0, 1800.0
+"""What brokers allow unless told otherwise."""
 DEDUP_WINDOW_MIN_S = 10.0
 """Below this, a client that waits for one request timeout could not repeat its prepare."""
 FRAME_ROOM_BYTES = 64 * KIB
@@ -185,6 +187,12 @@ class Settings(BaseSettings):
         description="A partition writes a snapshot when so many records have come since the last "
         "one, or a quarter as many as it has entries, if that is more. Fewer: a restart reads "
         "less, Kafka is written to more.",
+    )
+    session_timeout_s: Seconds = Field(
+        10.0,
+        description="A proxy from which Kafka has not heard for so long loses its partitions to "
+        "the others, seconds: 6 to 1800, and what lies between the brokers' "
+        "`group.min.session.timeout.ms` and `group.max.session.timeout.ms`.",
     )
     stuck_after_s: Seconds = Field(
         30.0,
@@ -460,6 +468,12 @@ def _check_times(settings: Settings) -> None:
         raise ConfigurationError(
             f"dedup_window_s {settings.dedup_window_s:g} is too short for a client to repeat a "
             f"prepare: at least {DEDUP_WINDOW_MIN_S:g} s"
+        )
+    if not SESSION_MIN_S <= settings.session_timeout_s <= SESSION_MAX_S:
+        raise ConfigurationError(
+            f"session_timeout_s {settings.session_timeout_s:g} is not between {SESSION_MIN_S:g} "
+            f"and {SESSION_MAX_S:g}, what brokers allow by their group.min.session.timeout.ms and "
+            "group.max.session.timeout.ms"
         )
     if settings.stuck_after_s < STUCK_MIN_S:
         raise ConfigurationError(

@@ -32,6 +32,7 @@ def door_from(settings: Settings) -> KafkaDoor:
             half_retention_ms=round(settings.half_retention_s * 1000),
             check_window_s=settings.check_window_s,
             dedup_window_s=settings.dedup_window_s,
+            session_timeout_s=settings.session_timeout_s,
         )
     )
 
