@@ -138,6 +138,8 @@ def test_unknown_names_elsewhere() -> None:
         ({"advertise": "http://[::]:8470"}, "no address that anybody could call"),
         # times
         ({"stuck_after_s": 2}, "stuck_after_s 2 is too short"),
+        ({"session_timeout_s": 5}, "group.min.session.timeout.ms"),
+        ({"session_timeout_s": 2000}, "group.max.session.timeout.ms"),
         ({"check_interval_s": 100_000}, "longer than half of half_retention_s"),
         ({"half_retention_s": 600}, "longer than half of half_retention_s"),
         ({"dedup_window_s": 5}, "too short"),
