@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from aiokafka.errors import KafkaError
@@ -59,10 +60,11 @@ class Fetched:
         """
         piece: list[Record] = []
         size = 0
+        wanted = range(self._position, self.next_offset)
         for batch in self._batches:
             before = len(piece)
             if self._shown(batch):
-                self._take(batch, piece)
+                self._take(batch, piece, wanted)
             new = piece[before:]
             size += sum(len(record.value or b"") for record in new) + _BATCH_BYTES
             if size >= _PIECE_BYTES or len(piece) >= _PIECE_RECORDS:
@@ -70,6 +72,21 @@ class Fetched:
                 piece, size = [], 0
         self._batches = []
         yield piece
+
+    def among(self, offsets: Sequence[int]) -> list[Record]:
+        """Return the records at these offsets, which grow; no others are kept. Once.
+
+        Raises:
+            InvariantBroken: as for `pieces`.
+        """
+        found: list[Record] = []
+        for batch in self._batches:
+            first = bisect_left(offsets, batch.base_offset)
+            last = bisect_left(offsets, batch.next_offset)
+            if self._shown(batch) and first < last:
+                self._take(batch, found, frozenset(offsets[first:last]))
+        self._batches = []
+        return found
 
     def _split(self, data: bytes) -> list[Any]:
         memory = MemoryRecords(data)
@@ -94,18 +111,17 @@ class Fetched:
             return False
         return not (batch.is_transactional and batch.producer_id in self._hidden)
 
-    def _take(self, batch: Any, piece: list[Record]) -> None:
+    def _take(self, batch: Any, piece: list[Record], wanted: Container[int]) -> None:
         if self._append_time and batch.timestamp_type != _LOG_APPEND_TIME:
             raise InvariantBroken(
                 f"{self._name}: the record at {batch.base_offset} does not carry the broker's "
                 "append time; set message.timestamp.type=LogAppendTime"
             )
-        start = self._position
         try:
             piece.extend(
                 Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset)
                 for r in batch
-                if r.offset >= start
+                if r.offset in wanted
             )
         except (KafkaError, UnicodeDecodeError) as error:
             raise self._damaged(str(batch.base_offset), error) from None

@@ -118,5 +118,4 @@ class Picker:
         covered = fetched.next_offset - wanted[0]
         if covered > 1:
             self._record_bytes = max(64, (self._record_bytes + fetched.size_bytes // covered) // 2)
-        asked = set(wanted)
-        return [record for piece in fetched.pieces() for record in piece if record.offset in asked]
+        return fetched.among(wanted)

@@ -1,0 +1,132 @@
+"""A Kafka that forgets idle producers within seconds, as others do after days: all goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import pytest
+from kafka_world import KafkaWorld
+from producer_states import producer_ids, transactional_ids
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import Target, Turn, TurnLost
+from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
+from txbroker.kafka.client import Client, Patience
+
+FORGETFUL = {
+    "transactional.id.expiration.ms": "2000",
+    "transaction.remove.expired.transaction.cleanup.interval.ms": "200",
+    "producer.id.expiration.ms": "2000",
+    "producer.id.expiration.check.interval.ms": "200",
+}
+BOUND_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def kafka() -> Iterator[EmbeddedKafka]:
+    """A Kafka of these tests' own, which forgets."""
+    version = os.environ.get("TXBROKER_TEST_KAFKA_VERSION", DEFAULT_VERSION)
+    with EmbeddedKafka(version=version, properties=FORGETFUL) as server:
+        yield server
+
+
+@pytest.fixture
+async def onlooker(world: KafkaWorld) -> AsyncIterator[Client]:
+    """A connection to ask the broker what it still knows."""
+    client = Client(world.settings("onlooker"))
+    yield client
+    await client.close()
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    patience = Patience(BOUND_S, 0.05)
+    while not await holds():
+        assert await patience.pause(), "Kafka does not forget"
+
+
+def claim(name: str) -> Claim:
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+
+
+def turn(name: str, op: int, *promoted: Target) -> Turn:
+    return Turn(promoted, (), Progress(RECORD_VERSION, name, op, op))
+
+
+async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
+    world: KafkaWorld, onlooker: Client
+) -> None:
+    topic = await world.create_topic("target")
+    partition = (await world.door()).partition(0)
+    await partition.claim(claim("before"))
+    for op in (1, 2):
+        target = Target(topic, 0, Record(b"%d" % op, b"", (), 1))
+        await (await partition.write(turn("before", op, target))).visible()
+    ours = {f"{world.name('half')}-0-{side}" for side in "ab"}
+    assert ours <= await transactional_ids(onlooker)
+
+    async def forgotten() -> bool:
+        return not ours & await transactional_ids(onlooker)
+
+    await until(forgotten)
+    async with asyncio.timeout(BOUND_S):
+        for _ in range(2):
+            with pytest.raises(TurnLost):
+                await partition.write(turn("before", 3, Target(topic, 0, Record(b"lost", b""))))
+        found = await partition.claim(claim("after"))
+        assert found.progress == turn("before", 2).progress
+        for op in (3, 4, 5):
+            target = Target(topic, 0, Record(b"%d" % op, b"", (), 1))
+            await (await partition.write(turn("after", op, target))).visible()
+    keys = [record.key for record in await world.visible(topic)]
+    assert keys == [b"1", b"2", b"3", b"4", b"5"]
+
+
+async def test_a_later_owner_fences_an_earlier_one_whose_ids_were_forgotten(
+    world: KafkaWorld, onlooker: Client
+) -> None:
+    topic = await world.create_topic("target")
+    earlier = (await world.door("one")).partition(0)
+    later = (await world.door("two")).partition(0)
+    await earlier.claim(claim("earlier"))
+    await (await earlier.write(turn("earlier", 1))).visible()
+
+    async def forgotten() -> bool:
+        return not any(id.startswith(world.prefix) for id in await transactional_ids(onlooker))
+
+    await until(forgotten)
+    await later.claim(claim("later"))
+    zombie = Target(topic, 0, Record(b"zombie", b"", (), 1))
+    for _ in range(2):
+        with pytest.raises(TurnLost):
+            await earlier.write(turn("earlier", 2, zombie))
+    good = Target(topic, 0, Record(b"good", b"", (), 1))
+    await (await later.write(turn("later", 2, good))).visible()
+    assert [record.key for record in await world.visible(topic)] == [b"good"]
+
+
+@pytest.mark.parametrize("before", [1, 3])
+async def test_appends_go_on_after_their_producer_was_forgotten(
+    world: KafkaWorld, onlooker: Client, before: int
+) -> None:
+    partition = (await world.door()).partition(0)
+    for number in range(before):
+        await partition.half.append([Record(b"%d" % number, b"")])
+        await partition.store([Record(b"snapshot/0/%d" % number, b"")])
+
+    async def forgotten() -> bool:
+        return not (
+            await producer_ids(onlooker, world.name("half"), 0)
+            or await producer_ids(onlooker, world.name("checkpoint"), 0)
+        )
+
+    assert not await forgotten()
+    await until(forgotten)
+    for number in range(before, before + 3):
+        where = await partition.half.append([Record(b"%d" % number, b"")])
+        assert where.base_offset == number
+        await partition.store([Record(b"snapshot/0/%d" % number, b"")])
+    keys = [record.key for record in await world.visible(world.name("half"))]
+    assert keys == [b"%d" % number for number in range(before + 3)]
+    assert len((await partition.claim(claim("reader"))).snapshots) == before + 3
