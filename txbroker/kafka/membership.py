@@ -181,6 +181,7 @@ class KafkaMembership(Membership):
         if error.code == Code.UNKNOWN_MEMBER:
             # Behind `TAKEN` this says that the other process has gone.
             member.forget()
+            self._pause_s = _PAUSE_S
         if error.code in _LOST:
             self._lose(_LOST[Code(error.code)])
         elif error.code in _LEFT_BEHIND:
@@ -246,10 +247,11 @@ class KafkaMembership(Membership):
             self._lose(reason)
 
     def _lose(self, reason: str) -> None:
-        """Post that we are out of touch, once for each reason."""
+        """Post that we are out of touch, once until we are in again; the instance id that is
+        taken is told in any case, because somebody has to act on it."""
         self._joined = None
         self._tell()
-        if reason != self._why:
+        if not self._why or (reason == TAKEN and self._why != TAKEN):
             self._why = reason
             _log.warning("out of the group, instance %s: %s", self._instance, reason)
             self._lost(reason)

@@ -41,6 +41,7 @@ class Place:
         self.record_version = record_version
         self.owned: frozenset[int] = frozenset()
         self.silent = False
+        self.closed = False
         self._assigned = assigned
         self._lost = lost
 
@@ -102,12 +103,12 @@ class Coordinator:
     def fall_silent(self, place: Place) -> None:
         """The member at this place ends without leaving: it keeps what it owns until somebody
         with its name joins, or `forget`."""
-        place.silent = True
+        place.silent = place.closed = True
         self._drop(place)
 
     def leave(self, place: Place) -> None:
         """Give what the member at this place owns to the others."""
-        place.silent = True
+        place.silent = place.closed = True
         self._drop(place)
         if self._members.get(place.name) is place:
             del self._members[place.name]
@@ -118,7 +119,8 @@ class Coordinator:
 
     def _put_out(self, place: Place, why: str) -> None:
         place.owned = frozenset()
-        self._out.setdefault(place.name, []).append(place)
+        if not place.closed:
+            self._out.setdefault(place.name, []).append(place)
         place.lose(why)
 
     def _drop(self, place: Place) -> None:

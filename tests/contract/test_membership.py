@@ -1,0 +1,248 @@
+"""What every `Membership` does: on a real Kafka, and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from heard import Heard
+from kafka_world import KafkaWorld
+
+SESSION_S = 1.5
+ALL = frozenset(range(4))
+URL = "http://127.0.0.1:{}".format
+
+
+class Member:
+    """A proxy as the group sees it."""
+
+    def __init__(self, world: Any, name: str, url: str) -> None:
+        self._world = world
+        self.name = name
+        self.url = url
+        self.heard = Heard()
+        self.door: Any = None
+
+    async def start(self, record_version: int | None = None) -> Member:
+        changes = {"session_timeout_s": SESSION_S} if isinstance(self._world, KafkaWorld) else {}
+        self.door = await self._world.door(self.name, **changes)
+        if record_version is not None:
+            self.door.membership.record_version = record_version
+        await self.join()
+        return self
+
+    async def join(self) -> None:
+        """Join, also once more after leaving."""
+        await self.door.membership.join(self.url, self.heard.assigned, self.heard.lost)
+
+    async def leave(self) -> None:
+        """Leave the group."""
+        await self.door.membership.leave()
+
+    async def still_ours(self, partition: int) -> bool:
+        """Ask with a fresh heartbeat."""
+        ours: bool = await self.door.membership.still_ours(partition)
+        return ours
+
+    async def die(self) -> None:
+        """Go without leaving; the session goes on for its time."""
+        await self.door.close()
+        if not isinstance(self._world, KafkaWorld):
+            self._world.kafka.coordinator("test").forget(self.name)
+
+    @property
+    def mine(self) -> frozenset[int]:
+        """What it was told to be its own."""
+        return self.heard.now.mine
+
+
+async def started(world: Any, name: str, port: int, **changes: Any) -> Member:
+    return await Member(world, name, URL(port)).start(**changes)
+
+
+async def settled(*members: Member) -> None:
+    """Wait until all know of all, and of who owns what alike; then hold that to be true."""
+    urls = {member.url for member in members}
+    for member in members:
+        await member.heard.until(
+            lambda told: set(told.proxies) == urls and set(told.owners) <= urls
+        )
+    while len({member.heard.now.owners for member in members}) > 1:
+        told = len(members[0].heard.events)
+        await members[0].heard.until(lambda _, told=told: len(members[0].heard.events) > told)
+    for member in members:
+        owned = {p for p in ALL if members[0].heard.now.owners[p] == member.url}
+        assert member.mine == owned
+
+
+async def test_one_member_owns_all(world: Any) -> None:
+    one = await started(world, "one", 1)
+    assert one.heard.now.mine == ALL
+    assert one.heard.now.owners == (one.url,) * 4
+    assert one.heard.now.proxies == (one.url,)
+    assert [await one.still_ours(p) for p in range(4)] == [True] * 4
+
+
+async def test_a_second_member_takes_half_and_both_know_the_urls(world: Any) -> None:
+    one, two = await started(world, "one", 1), await started(world, "two", 2)
+    await settled(one, two)
+    assert len(one.mine) == len(two.mine) == 2
+    assert one.mine | two.mine == ALL
+    for member in (one, two):
+        assert [await member.still_ours(p) for p in range(4)] == [p in member.mine for p in ALL]
+
+
+async def test_members_without_a_partition_know_everybody(world: Any) -> None:
+    members = [await started(world, f"m{number}", number) for number in range(6)]
+    await settled(*members)
+    assert sorted(len(member.mine) for member in members) == [0, 0, 1, 1, 1, 1]
+    assert all(not member.heard.losses for member in members)
+
+
+async def test_who_leaves_hands_over_at_once_and_can_join_again(world: Any) -> None:
+    one, two = await started(world, "one", 1), await started(world, "two", 2)
+    await settled(one, two)
+    begun = time.monotonic()
+    await two.leave()
+    await one.heard.until_owned(4)
+    assert time.monotonic() - begun < SESSION_S, "that is as long as a silent one would take"
+    assert set(one.heard.now.owners) == {one.url}
+    assert not await two.still_ours(0)
+    await two.join()
+    await settled(one, two)
+    assert len(two.mine) == 2
+    assert one.heard.losses == two.heard.losses == []
+
+
+async def test_who_falls_silent_is_replaced_within_the_session(world: Any) -> None:
+    one, two = await started(world, "one", 1), await started(world, "two", 2)
+    await settled(one, two)
+    begun = time.monotonic()
+    await two.die()
+    await one.heard.until_owned(4)
+    assert time.monotonic() - begun < SESSION_S + 2
+    await settled(one)
+    assert one.heard.losses == []
+
+
+async def test_kept_partitions_are_neither_lost_nor_moved(world: Any) -> None:
+    """While members come and go, nobody is ever told less than what he keeps."""
+    one = await started(world, "one", 1)
+    two = await started(world, "two", 2)
+    await settled(one, two)
+    first, second = one.mine, two.mine
+    three = await started(world, "three", 3)
+    await settled(one, two, three)
+    assert len(three.mine) == 1
+    kept = {"one": first - three.mine, "two": second - three.mine}
+    assert {"one": one.mine, "two": two.mine} == kept
+    await three.leave()
+    await settled(one, two)
+    for member, own in ((one, kept["one"]), (two, kept["two"])):
+        since = [event for event in member.heard.events if not isinstance(event, str)]
+        assert all(own <= told.mine for told in since)
+        assert member.heard.losses == []
+
+
+async def test_it_is_still_ours_all_the_time_in_a_rebalance(world: Any) -> None:
+    """Between the two steps of a join Kafka knows no member by its generation."""
+    one = await started(world, "one", 1)
+    answers: list[bool] = []
+    asked = asyncio.Event()
+
+    async def ask() -> None:
+        while True:
+            # What stays with the first one when a second and a third come: found out below.
+            answers.append(await one.still_ours(0))
+            asked.set()
+            await asyncio.sleep(0)
+
+    asking = asyncio.create_task(ask())
+    try:
+        two = await started(world, "two", 2)
+        await settled(one, two)
+        for _ in range(3):
+            await two.leave()
+            await one.heard.until_owned(4)
+            await two.join()
+            await settled(one, two)
+        asked.clear()
+        await asked.wait()
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    assert 0 in one.mine
+    assert all(answers)
+    assert one.heard.losses == []
+
+
+async def test_a_restarted_member_has_its_partitions_at_once(world: Any) -> None:
+    one, two = await started(world, "one", 1), await started(world, "two", 2)
+    await settled(one, two)
+    for member in (one, two):
+        await member.door.close()
+        back = Member(world, member.name, member.url)
+        begun = time.monotonic()
+        await back.start()
+        assert time.monotonic() - begun < SESSION_S
+        assert back.mine == member.mine
+
+
+@pytest.mark.parametrize("restarted", ["one", "two"])
+async def test_a_member_that_comes_back_at_another_url_is_known_there(
+    world: Any, restarted: str
+) -> None:
+    """Also where it is the one that shares out: the first."""
+    members = {"one": await started(world, "one", 1), "two": await started(world, "two", 2)}
+    await settled(*members.values())
+    before = members[restarted].mine
+    await members[restarted].door.close()
+    members[restarted] = await started(world, restarted, 9)
+    assert members[restarted].mine == before
+    await settled(*members.values())
+    assert members[restarted].mine == before
+    assert [member.heard.losses for member in members.values()] == [[], []]
+
+
+async def test_of_two_processes_with_one_instance_id_the_first_is_out_until_the_second_goes(
+    world: Any,
+) -> None:
+    first, other = await started(world, "same", 1), await started(world, "other", 3)
+    await settled(first, other)
+    second = await started(world, "same", 2)
+    assert "another process" in await first.heard.until_lost()
+    await settled(second, other)
+    assert not await first.still_ours(min(second.mine))
+    assert await second.still_ours(min(second.mine))
+    await second.leave()
+    await settled(first, other)
+    assert len(first.heard.losses) == 1
+    assert second.heard.losses == other.heard.losses == []
+
+
+async def test_the_lowest_record_version_counts(world: Any) -> None:
+    newer = await started(world, "newer", 1, record_version=7)
+    assert newer.heard.now.record_version == 7
+    older = await started(world, "older", 2, record_version=5)
+    await settled(newer, older)
+    assert newer.heard.now.record_version == older.heard.now.record_version == 5
+    await older.door.close()
+    upgraded = await started(world, "older", 2, record_version=8)
+    for member in (newer, upgraded):
+        await member.heard.until(lambda told: told.record_version == 7)
+    await newer.leave()
+    await upgraded.heard.until(lambda told: told.record_version == 8)
+
+
+async def test_nothing_is_ours_before_joining_and_after_leaving(world: Any) -> None:
+    one = Member(world, "one", URL(1))
+    one.door = await world.door("one")
+    assert not await one.still_ours(0)
+    await one.join()
+    assert await one.still_ours(0)
+    await one.leave()
+    assert not await one.still_ours(0)
+    await one.leave()
+    assert one.heard.losses == []
