@@ -37,6 +37,8 @@ PREPARES_SHARE = 0.75
 """Of the bytes in flight, in all and per session, prepares may take so much. The rest is for
 decisions and checks, which end what prepares began: without it a flood of prepares that wait for
 Kafka would keep out the very calls that make room."""
+RECEIVING_SHARE = 0.5
+"""So much again may be on its way in, in frames that are not whole yet."""
 STUCK_MIN_S = 10.0
 """Below this an owner would leave while Kafka still ends its predecessor's last turn."""
 SESSION_MIN_S, SESSION_MAX_S = 6.0, 1800.0
@@ -206,9 +208,10 @@ class Settings(BaseSettings):
     )
     in_flight_bytes_max: Count = Field(
         128 * MIB,
-        description="Bytes of requests that are being received or carried out, all callers "
-        "together; more are `overloaded`. Prepares may take three quarters of it, so that "
-        "decisions and checks always find room.",
+        description="Bytes of requests that are being carried out, all callers together; more "
+        "are `overloaded`. Prepares may take three quarters of it, so that decisions and checks "
+        "always find room. Half as much again may be on its way in, in frames of sessions; "
+        "further ones wait to be read.",
     )
     session_in_flight_bytes_max: Count = Field(
         32 * MIB,
@@ -502,6 +505,8 @@ def _check_sizes(settings: Settings) -> None:
          settings.session_in_flight_bytes_max, settings.in_flight_bytes_max),
         ("request_bytes_max", f"{prepares}in_flight_bytes_max", settings.request_bytes_max,
          int(settings.in_flight_bytes_max * PREPARES_SHARE)),
+        ("frame_bytes_max", "half of in_flight_bytes_max", settings.frame_bytes_max,
+         int(settings.in_flight_bytes_max * RECEIVING_SHARE)),
         ("transaction_bytes_max", "bodies_bytes_max", settings.transaction_bytes_max,
          settings.bodies_bytes_max),
     )  # fmt: skip

@@ -98,13 +98,13 @@ async def test_too_large_a_frame_ends_the_session() -> None:
 
 
 async def test_bytes_in_flight_of_a_session_are_bounded() -> None:
-    async with running_api(session_in_flight_bytes_max=1000) as api, session(api) as producer:
+    async with running_api(session_in_flight_bytes_max=100_000) as api, session(api) as producer:
         api.service.gate = asyncio.Event()
         await producer.send(*[wire.Prepare(n, make_id(0, NOW_MS, n), MESSAGES) for n in range(100)])
         failure = await producer.next()
         assert isinstance(failure, wire.Failure)
         assert failure.code == "overloaded"
-        assert b'overloaded_total{operation="session"}' in api.metrics.text()
+        assert b'overloaded_total{operation="prepare"}' in api.metrics.text()
         api.service.gate.set()
         answers = [await producer.next() for _ in range(99)]
         taken = [answer for answer in answers if isinstance(answer, wire.Standing)]

@@ -101,7 +101,7 @@ def _endpoint(shell: Shell, operation: Operation) -> Handler:
         if operation.changes:
             check_media_type(request)
         query = decode_query(request, operation.query) if request.query_string else None
-        content = Body(shell)
+        content = Body(shell, prepare=operation.prepares)
         try:
             body = None
             if operation.body is not None:

@@ -59,6 +59,7 @@ class Operation:
         body: what must come with the call; `body_optional` where nothing at all is fine too.
         errors: what it can end with, beside what every call can.
         open: True where anybody may call, whatever the host name and without token.
+        prepares: True where the call begins a transaction: it leaves room for those that end one.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Operation:
     errors: Errors = field(default=())
     media: str = JSON
     open: bool = False
+    prepares: bool = False
 
     @property
     def changes(self) -> bool:

@@ -43,10 +43,14 @@ def check_media_type(request: web.BaseRequest) -> None:
 
 
 class Body:
-    """The bytes of a request's body, counted as in flight until they are let go."""
+    """The bytes of a request's body, counted as in flight until they are let go.
 
-    def __init__(self, shell: Shell) -> None:
+    `prepare`: the request begins a transaction, and so leaves room for those that end one.
+    """
+
+    def __init__(self, shell: Shell, *, prepare: bool) -> None:
         self._shell = shell
+        self._prepare = prepare
         self._reserved = 0
 
     async def read(self, request: web.BaseRequest) -> bytes:
@@ -76,13 +80,13 @@ class Body:
     def _take(self, size: int, bytes_max: int) -> None:
         if self._reserved + size > bytes_max:
             raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
-        if not self._shell.in_flight.reserve(size):
+        if not self._shell.in_flight.reserve(size, prepare=self._prepare):
             raise Overloaded("too many bytes are in flight: send the same again a little later")
         self._reserved += size
 
     def let_go(self) -> None:
         """Say that the request was carried out or refused."""
-        self._shell.in_flight.release(self._reserved)
+        self._shell.in_flight.release(self._reserved, prepare=self._prepare)
         self._reserved = 0
 
 

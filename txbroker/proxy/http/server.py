@@ -1,8 +1,9 @@
 """The listening server: the application on a socket, and JSON errors even for what is no HTTP."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -10,7 +11,9 @@ from aiohttp.web_protocol import RequestHandler
 from txbroker.addresses import parse_address
 from txbroker.errors import BadRequest, ConfigurationError, RequestError
 from txbroker.proxy.http.api import SHELL
+from txbroker.proxy.http.frames import FrameMeter
 from txbroker.proxy.http.operations import error_response
+from txbroker.proxy.http.shell import Shell
 from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
@@ -27,9 +30,64 @@ _LINE_MAX = 200
 
 
 class _Connection(RequestHandler):
-    """Answers what is no HTTP with an error like all others, and logs no traceback for it."""
+    """A connection that cannot be made to hold more than it should.
 
-    __slots__ = ()
+    It measures the frames of a session while they arrive, drops a client that does not take its
+    answer in time, answers what is no HTTP with an error like all others, and logs no traceback
+    for it.
+    """
+
+    __slots__ = ("_meter", "_shell")
+
+    def __init__(self, server: "_Server", **options: Any) -> None:
+        super().__init__(server, **options)
+        self._shell = server.shell
+        self._meter: FrameMeter | None = None
+
+    def set_parser(self, *parser: Any, **options: Any) -> None:
+        """A session begins on this connection."""
+        settings = self._shell.settings
+        transport = cast(asyncio.Transport, self.transport)
+        self._meter = FrameMeter(
+            self._shell.receiving,
+            settings.frame_bytes_max,
+            settings.request_timeout_s,
+            transport,
+            lambda: self._drop("a frame did not come whole in time"),
+        )
+        self._meter.feed(self._message_tail)
+        super().set_parser(*parser, **options)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if self._meter is not None:
+            self._meter.feed(data)
+        super().data_received(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The connection has ended."""
+        if self._meter is not None:
+            self._meter.close()
+        super().connection_lost(exc)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send an answer, to a client that takes it."""
+        try:
+            async with asyncio.timeout(self._shell.settings.request_timeout_s) as sending:
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            if not sending.expired():
+                raise
+            self._drop("it does not read its answer")
+            return resp, True
+
+    def _drop(self, why: str) -> None:
+        transport = self.transport
+        if transport is not None:
+            log.warning("connection dropped", peer=str(self.peername), why=why)
+            transport.abort()
 
     def handle_error(
         self,
@@ -52,6 +110,8 @@ class _Connection(RequestHandler):
 
 
 class _Server(web.Server):
+    shell: Shell
+
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
@@ -59,9 +119,11 @@ class _Server(web.Server):
 class _Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
-        return _Server(
+        bounded = _Server(
             server.request_handler, request_factory=server.request_factory, **server._kwargs
         )
+        bounded.shell = self.app[SHELL]
+        return bounded
 
 
 @asynccontextmanager

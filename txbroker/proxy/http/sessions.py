@@ -8,9 +8,9 @@ answers is cut off.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from aiohttp import ClientConnectionResetError, WSCloseCode, WSMsgType, web
@@ -19,15 +19,24 @@ from txbroker import contract, wire
 from txbroker.checkers.groups import PolicyError, check_group_name
 from txbroker.core.records import Decision, Source
 from txbroker.errors import BadRequest, KafkaDown, KafkaUnavailable, Overloaded, RequestError
-from txbroker.proxy.http.shell import Shell, check_id, check_reason, message_bytes
+from txbroker.proxy.http.shell import (
+    OPERATION_BYTES,
+    InFlight,
+    Shell,
+    check_id,
+    check_reason,
+    message_bytes,
+)
 from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
 
+ANSWER_BYTES = 256
+"""What an answer that waits to be read takes in memory, about."""
 CLOCK_S = 60.0
 """How often sessions get the proxy's clock."""
 OWNERS_POLL_S = 0.25
-"""How often owners are looked at: the longest time until sessions learn of a change."""
+"""How often owners are looked at, in case that nobody tells of a change."""
 SHUTDOWN_S = 3.0
 """How long operations under way may take to end when the proxy stops."""
 
@@ -49,8 +58,10 @@ class Session:
         self._request = request
         self._outbox: list[wire.FromProxy] = []
         self._wake = asyncio.Event()
-        self._check_bytes = 0
-        self._in_flight = 0
+        self._unread = 0
+        self._unread_bytes = 0
+        self._checks_unread = 0
+        self._in_flight = InFlight(shell.settings.session_in_flight_bytes_max)
         # By the number of the operation: a done callback would cost another turn of the loop.
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._begun = 0
@@ -64,23 +75,32 @@ class Session:
 
     def send(self, operation: wire.FromProxy) -> bool:
         """Hand an operation to the writer; False where the session is closed."""
-        if self.closed:
-            return False
-        if len(self._outbox) >= self._settings.session_answers_max:
-            self.cut_off("it does not read its answers")
-            return False
-        self._outbox.append(operation)
-        self._wake.set()
-        return True
+        return self._hand_over(operation, _answer_bytes(operation))
 
     def send_check(self, check: wire.Check) -> bool:
         """Hand a check to the writer; False where it cannot be sent."""
-        size = sum(map(message_bytes, check.messages))
-        if self._check_bytes + size > self._settings.session_in_flight_bytes_max:
+        size = OPERATION_BYTES + sum(map(message_bytes, check.messages))
+        # Nobody's fault where a session has much to read: somebody else is asked.
+        if self._unread_bytes + size > self._settings.session_in_flight_bytes_max:
             return False
-        if not self.send(check):
+        if self.closed or not self._shell.outgoing.reserve(size, prepare=False):
             return False
-        self._check_bytes += size
+        self._checks_unread += size
+        return self._hand_over(check, size)
+
+    def _hand_over(self, operation: wire.FromProxy, size: int) -> bool:
+        if self.closed:
+            return False
+        if (
+            self._unread >= self._settings.session_answers_max
+            or self._unread_bytes + size > self._settings.session_in_flight_bytes_max
+        ):
+            self.cut_off("it does not read its answers")
+            return False
+        self._unread += 1
+        self._unread_bytes += size
+        self._outbox.append(operation)
+        self._wake.set()
         return True
 
     async def write(self) -> None:
@@ -90,38 +110,53 @@ class Session:
                 await self._wake.wait()
                 self._wake.clear()
                 operations, self._outbox = self._outbox, []
-                self._check_bytes = 0
-                for frame in self._frames(operations):
+                for part in self._parts(operations):
                     async with asyncio.timeout(self._settings.request_timeout_s):
-                        await self._socket.send_bytes(frame)
+                        await self._socket.send_bytes(wire.encode_frame(part))
+                    self._was_read(part)
         except TimeoutError:
             self.cut_off("it does not read its answers")
         except (ClientConnectionResetError, ConnectionError):
             self.closed = True
 
-    def _frames(self, operations: list[wire.FromProxy]) -> list[bytes]:
-        """Return the operations as frames; only checks are large enough to need several."""
-        frames: list[bytes] = []
+    def _parts(self, operations: list[wire.FromProxy]) -> Iterator[list[wire.FromProxy]]:
+        """Share operations out over frames; only checks are large enough to need several."""
         begun: list[wire.FromProxy] = []
         size = 0
         for operation in operations:
             if type(operation) is wire.Check:
                 check_bytes = sum(map(message_bytes, operation.messages))
                 if begun and size + check_bytes > self._settings.frame_bytes_max // 2:
-                    frames.append(wire.encode_frame(begun))
+                    yield begun
                     begun, size = [], 0
                 size += check_bytes
             begun.append(operation)
         if begun:
-            frames.append(wire.encode_frame(begun))
-        return frames
+            yield begun
+
+    def _was_read(self, operations: list[wire.FromProxy]) -> None:
+        self._unread -= len(operations)
+        for operation in operations:
+            size = _answer_bytes(operation)
+            if type(operation) is wire.Check:
+                size = OPERATION_BYTES + sum(map(message_bytes, operation.messages))
+                if not self.closed:
+                    self._checks_unread -= size
+                    self._shell.outgoing.release(size, prepare=False)
+            self._unread_bytes -= size
+
+    def let_go(self) -> None:
+        """Free what waited to be read: nobody will."""
+        self.closed = True
+        self._outbox.clear()
+        self._shell.outgoing.release(self._checks_unread, prepare=False)
+        self._checks_unread = 0
 
     def cut_off(self, why: str) -> None:
         """Drop the connection at once, with whatever was to be sent."""
         if self.closed:
             return
-        self.closed = True
-        self._outbox.clear()
+        self.let_go()
         log.warning("session cut off", group=self.group, instance=self.instance, why=why)
         transport = self._request.transport
         if transport is not None:
@@ -129,50 +164,62 @@ class Session:
 
     # --- in ---
 
-    def take(self, operations: list[wire.FromProducer], frame_bytes: int) -> None:
+    def take(self, operations: list[wire.FromProducer]) -> None:
         """Start the operations of a frame.
 
         Raises:
             ProtocolError: one of them has no place here.
         """
-        # A frame's bytes are shared out evenly: what counts is their sum.
-        share = frame_bytes // (len(operations) or 1) + 1
         for operation in operations:
             kind = type(operation)
             if kind is wire.Prepare:
-                self._begin(operation, share, self._prepare)
+                self._begin("prepare", operation, self._prepare)
             elif kind is wire.Decide:
-                self._begin(operation, share, self._decide)
+                self._begin("decide", operation, self._decide)
             elif kind is wire.AskEarly:
-                self._begin(operation, share, self._ask_early)
+                self._begin("check", operation, self._ask_early)
             elif isinstance(operation, wire.CheckAnswer):
-                self._shell.sessions.answer(self.group, self, operation)
+                self._shell.sessions.answer(self.group, self, self._in_bounds(operation))
             elif kind is wire.Drain:
                 self.draining = True
             else:
                 raise ProtocolError("a session has only one hello")
 
-    def _begin(self, operation: Any, share: int, make: Any) -> None:
-        shell = self._shell
-        if (
-            self._in_flight + share > self._settings.session_in_flight_bytes_max
-            or not shell.in_flight.reserve(share)
-        ):
-            shell.metrics.overloaded("session")
-            self.send(_failure(operation.call, Overloaded("too many bytes are in flight")))
-            return
-        self._in_flight += share
-        self._begun = number = self._begun + 1
-        self._tasks[number] = self._loop.create_task(self._answer(number, operation, share, make))
+    def _in_bounds(self, answer: wire.CheckAnswer) -> wire.CheckAnswer:
+        """Return a check's answer; unknown where its messages would not be taken in a decision."""
+        try:
+            self._shell.check_messages(answer.messages or ())
+        except RequestError as error:
+            return wire.CheckAnswer(answer.call, Decision.UNKNOWN, detail=str(error))
+        return answer
 
-    async def _answer(self, number: int, operation: Any, share: int, make: Any) -> None:
+    def _begin(self, name: str, operation: Any, make: Any) -> None:
+        shell = self._shell
+        prepare = name == "prepare"
+        size = OPERATION_BYTES + sum(map(message_bytes, getattr(operation, "messages", None) or ()))
+        if not self._in_flight.reserve(size, prepare=prepare):
+            self._overloaded(name, operation.call, "too many bytes of this session are in flight")
+        elif not shell.in_flight.reserve(size, prepare=prepare):
+            self._in_flight.release(size, prepare=prepare)
+            self._overloaded(name, operation.call, "too many bytes are in flight")
+        else:
+            self._begun = number = self._begun + 1
+            self._tasks[number] = self._loop.create_task(
+                self._answer(number, name, operation, size, make)
+            )
+
+    def _overloaded(self, name: str, call: int, why: str) -> None:
+        self._shell.metrics.overloaded(name)
+        self.send(_failure(call, Overloaded(f"{why}: send the same again a little later")))
+
+    async def _answer(self, number: int, name: str, operation: Any, size: int, make: Any) -> None:
         call = operation.call
         try:
             standing = await make(operation)
             self.send(wire.Standing(call, standing.id, standing.state, standing.decision))
         except RequestError as error:
-            if error.retryable and error.status == Overloaded.status:
-                self._shell.metrics.overloaded("session")
+            if isinstance(error, Overloaded):
+                self._shell.metrics.overloaded(name)
             self.send(_failure(call, error))
         except KafkaUnavailable as error:
             self.send(_failure(call, KafkaDown(str(error))))
@@ -185,8 +232,9 @@ class Session:
             )
         finally:
             del self._tasks[number]
-            self._in_flight -= share
-            self._shell.in_flight.release(share)
+            prepare = name == "prepare"
+            self._in_flight.release(size, prepare=prepare)
+            self._shell.in_flight.release(size, prepare=prepare)
 
     def _prepare(self, operation: wire.Prepare) -> Awaitable[contract.Standing]:
         request = contract.PrepareRequest(
@@ -239,6 +287,22 @@ def _failure(call: int, error: RequestError) -> wire.Failure:
     return wire.Failure(call, error.code, str(error), details)
 
 
+def _answer_bytes(operation: wire.FromProxy) -> int:
+    """Return what an answer that waits takes in memory, about."""
+    if type(operation) is wire.Failure:
+        return ANSWER_BYTES + len(operation.message)
+    return ANSWER_BYTES
+
+
+@runtime_checkable
+class TellsOwners(Protocol):
+    """A service that tells when half partitions come or go."""
+
+    def on_owners(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever `owners()` may say something else."""
+        ...
+
+
 class SessionServer:
     """Opens sessions and tells all of them what changes."""
 
@@ -247,6 +311,9 @@ class SessionServer:
         self._settings = shell.settings
         self._open: set[Session] = set()
         self._sockets: set[web.WebSocketResponse] = set()
+        self._moved = asyncio.Event()
+        if isinstance(shell.service, TellsOwners):
+            shell.service.on_owners(self._moved.set)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Carry one session from its upgrade to its end.
@@ -278,10 +345,9 @@ class SessionServer:
         return socket
 
     async def _converse(self, socket: web.WebSocketResponse, request: web.Request) -> None:
-        first = await self._first_frame(socket)
-        if first is None:
+        operations = await self._first_frame(socket)
+        if operations is None:
             return
-        operations, size = first
         hello = _hello(operations)
         session = Session(self._shell, socket, request, hello)
         writer = asyncio.create_task(session.write())
@@ -289,26 +355,24 @@ class SessionServer:
         session.send(self._welcome())
         self._shell.sessions.add(session.group, session)
         try:
-            session.take(operations[1:], size)
+            session.take(operations[1:])
             while (frame := await _receive(socket)) is not None:
-                session.take(_decoded(frame), len(frame))
+                session.take(_decoded(frame))
         finally:
             self._shell.sessions.remove(session.group, session)
             self._open.discard(session)
-            session.closed = True
+            session.let_go()
             writer.cancel()
             with suppress(asyncio.CancelledError):
                 await writer
 
-    async def _first_frame(
-        self, socket: web.WebSocketResponse
-    ) -> tuple[list[wire.FromProducer], int] | None:
+    async def _first_frame(self, socket: web.WebSocketResponse) -> list[wire.FromProducer] | None:
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
                 frame = await _receive(socket)
         except TimeoutError:
             raise ProtocolError("no hello came in time") from None
-        return None if frame is None else (_decoded(frame), len(frame))
+        return None if frame is None else _decoded(frame)
 
     def _welcome(self) -> wire.Welcome:
         owners = tuple(self._shell.service.owners())
@@ -342,7 +406,10 @@ class SessionServer:
         owners = tuple(self._shell.service.owners())
         clock_at = self._now() + CLOCK_S
         while True:
-            await asyncio.sleep(OWNERS_POLL_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(OWNERS_POLL_S):
+                    await self._moved.wait()
+            self._moved.clear()
             found = tuple(self._shell.service.owners())
             if found != owners:
                 owners = found

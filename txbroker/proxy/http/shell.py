@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 from txbroker.checkers.groups import Groups, PolicyError, check_group_name
 from txbroker.checkers.sessions import SessionRegistry
-from txbroker.config import Settings
+from txbroker.config import PREPARES_SHARE, RECEIVING_SHARE, Settings
 from txbroker.contract import DecideRequest, PrepareRequest, Service
 from txbroker.core.ids import ALPHABET, LENGTH, parse_id
 from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Message
 from txbroker.errors import BadId, BadRequest, TooLarge
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
+from txbroker.proxy.http.frames import Receiving
 from txbroker.proxy.metrics import Metrics
 
 _ID = re.compile(f"[0-7][{ALPHABET}]{{{LENGTH - 1}}}")
@@ -22,23 +23,40 @@ RECORD_BYTES = 64
 """What a message costs beside its content, so that empty ones are not free."""
 
 
+OPERATION_BYTES = 2048
+"""What an operation costs beside its messages: its task and objects. So that a flood of the
+smallest ones is bounded too."""
+
+
 class InFlight:
-    """Bytes of requests that are being carried out, all callers together."""
+    """Bytes of what is being carried out, bounded; a part is kept free of prepares.
+
+    Decisions and checks end what prepares began, so prepares that are stuck must not keep them
+    out: prepares take at most `PREPARES_SHARE`, everything else may take all.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
+        self._prepares_max = int(bytes_max * PREPARES_SHARE)
+        self._prepares = 0
         self.bytes = 0
 
-    def reserve(self, size: int) -> bool:
+    def reserve(self, size: int, *, prepare: bool) -> bool:
         """Take `size` bytes; False where they do not fit, then nothing is taken."""
         if self.bytes + size > self._bytes_max:
             return False
+        if prepare:
+            if self._prepares + size > self._prepares_max:
+                return False
+            self._prepares += size
         self.bytes += size
         return True
 
-    def release(self, size: int) -> None:
+    def release(self, size: int, *, prepare: bool) -> None:
         """Give bytes back that were reserved."""
         self.bytes -= size
+        if prepare:
+            self._prepares -= size
 
 
 @dataclass
@@ -51,11 +69,19 @@ class Shell:
     settings: Settings
     metrics: Metrics
     in_flight: InFlight = field(init=False)
+    """What all callers together have being carried out."""
+    outgoing: InFlight = field(init=False)
+    """Checks that wait to be read, all sessions together. Apart from `in_flight`, so that sessions
+    that do not read keep nobody's calls out."""
+    receiving: Receiving = field(init=False)
+    """Frames of sessions on their way in."""
     url: str = ""
     """This proxy's own URL; with port 0 known once it listens."""
 
     def __post_init__(self) -> None:
         self.in_flight = InFlight(self.settings.in_flight_bytes_max)
+        self.outgoing = InFlight(self.settings.in_flight_bytes_max)
+        self.receiving = Receiving(int(self.settings.in_flight_bytes_max * RECEIVING_SHARE))
         self.url = self.settings.advertise_url
 
     def check_prepare(self, request: PrepareRequest) -> None:
@@ -72,7 +98,7 @@ class Shell:
         _check_seconds("check_interval_s", request.check_interval_s)
         _check_key("order_key", request.order_key)
         _check_key("dedup_key", request.dedup_key)
-        self._check_messages(request.messages)
+        self.check_messages(request.messages)
 
     def check_decide(self, request: DecideRequest) -> None:
         """Refuse what is out of bounds before anybody works on it.
@@ -83,9 +109,14 @@ class Shell:
         check_id(request.id)
         check_reason(request.reason)
         if request.messages is not None:
-            self._check_messages(request.messages)
+            self.check_messages(request.messages)
 
-    def _check_messages(self, messages: Sequence[Message]) -> None:
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        """Refuse messages that are malformed or too large or too many.
+
+        Raises:
+            BadRequest, TooLarge: names the field.
+        """
         settings = self.settings
         if len(messages) > settings.messages_per_transaction_max:
             raise TooLarge(

@@ -189,6 +189,7 @@ OPERATIONS = (
         errors=(
             BadId, IdConflict, IdExpired, UnknownTopic, BadTarget, BadSchedule, *_OUT_OF_REACH,
         ),
+        prepares=True,
     ),
     Operation(
         "list",

@@ -1,0 +1,417 @@
+"""What clients can make a proxy hold, and that no flood keeps decisions and checks out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from fake_service import NOW_MS, FakeService
+from http_api import JSON, Api, running_api, transaction
+from hypothesis import given
+from hypothesis import strategies as st
+from ws_client import MESSAGES, Producer, session
+
+from txbroker import wire
+from txbroker.checkers.base import Answered, CheckCall, Unreached
+from txbroker.contract import PrepareRequest, Standing
+from txbroker.core.ids import make_id
+from txbroker.core.records import CheckReason, Decision, Message, State
+from txbroker.errors import Overloaded
+from txbroker.proxy.http.frames import SMALL_BYTES, FrameMeter, Receiving
+
+IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
+CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)
+HELLO = wire.encode_frame([wire.Hello(1, "orders", "worker-1")])
+MIB = 1024 * 1024
+LARGE = (Message("payments", value=b"x" * 100_000),)
+PATH = "/v1/transactions"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def memory_bytes() -> int:
+    """Return what this process takes of the machine's memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def stick(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> list[PrepareRequest]:
+    """Let prepares wait for ever, as when Kafka does not answer; return those that wait."""
+    stuck: list[PrepareRequest] = []
+
+    async def prepare(request: PrepareRequest) -> Standing:
+        stuck.append(request)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(service, "prepare", prepare)
+    return stuck
+
+
+async def refused_before_last(producer: Producer) -> int:
+    """Return how many calls of a session were turned away up to now."""
+    await producer.send(wire.AskEarly(-1, IDS[-1]))
+    refused = 0
+    while True:
+        answer = await producer.next()
+        assert isinstance(answer, wire.Failure)
+        if answer.call == -1:
+            return refused
+        assert answer.code == "overloaded"
+        refused += 1
+
+
+@contextlib.asynccontextmanager
+async def socket_to(api: Api, first: bytes) -> AsyncIterator[asyncio.StreamWriter]:
+    """Connect by hand and send `first`; nothing is ever read."""
+    _, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=1)
+    writer.write(first)
+    try:
+        yield writer
+    finally:
+        writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+UPGRADE = (
+    b"GET /v1/session HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
+    b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+def masked(payload: bytes, *, first: int = 0x82, length: int | None = None) -> bytes:
+    """Return a frame of a client, masked with zeros; `length` where it claims another one."""
+    size = len(payload) if length is None else length
+    return bytes((first, 0xFF)) + size.to_bytes(8, "big") + bytes(4) + payload
+
+
+# --- prepares never keep decisions and checks out -----------------------------------------------
+
+
+async def test_with_every_byte_taken_by_stuck_prepares_decisions_and_checks_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_api(in_flight_bytes_max=4 * MIB) as api:
+        decided = [await api.prepare() for _ in range(3)]
+        stuck = stick(api.service, monkeypatch)
+        async with session(api) as flood, session(api, instance="worker-2") as other:
+            for n in range(60):
+                await flood.send(wire.Prepare(n, IDS[n], LARGE))
+            assert await refused_before_last(flood) == 60 - len(stuck)
+            assert 20 < len(stuck) < 40
+            status, answer = await api.call(
+                "POST", PATH, transaction(messages=[{"topic": "a", "value": "x" * 100_000}])
+            )
+            assert (status, answer["error"]["code"]) == (429, "overloaded")
+
+            assert (await api.call("POST", f"{PATH}/{decided[0]}/check"))[0] == 200
+            assert (await api.call("POST", f"{PATH}/{decided[0]}/commit"))[0] == 200
+            # Down the very session that floods, too.
+            for producer in (flood, other):
+                await producer.send(wire.Decide(101, decided[1], Decision.COMMIT))
+                answered = wire.Standing(101, decided[1], State.COMMITTED, Decision.COMMIT)
+                assert await producer.next() == answered
+            await flood.send(wire.AskEarly(102, decided[2]))
+            assert await flood.next() == wire.Standing(102, decided[2], State.PENDING)
+            channel = api.sessions.acquire("orders", "worker-1")
+            assert channel is not None
+            asked = asyncio.create_task(channel.ask(CALL, 10.0))
+            check = await flood.next()
+            assert isinstance(check, wire.Check)
+            await flood.send(wire.CheckAnswer(check.call, Decision.COMMIT))
+            assert isinstance(await asked, Answered)
+        text = api.metrics.text()
+        assert b'overloaded_total{operation="prepare"}' in text
+        assert b'overloaded_total{operation="decide"}' not in text
+
+
+async def test_a_session_may_not_take_all_with_prepares_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_api(session_in_flight_bytes_max=400_000) as api:
+        id = await api.prepare()
+        stuck = stick(api.service, monkeypatch)
+        async with session(api) as flood, session(api, instance="worker-2") as other:
+            await flood.send(*[wire.Prepare(n, IDS[n], MESSAGES) for n in range(1000)])
+            assert await refused_before_last(flood) == 1000 - len(stuck) > 500
+            await flood.send(wire.Decide(1, id, Decision.ROLLBACK))
+            assert isinstance(await flood.next(), wire.Standing)
+            before = len(stuck)
+            await other.send(wire.Prepare(1, IDS[0], MESSAGES))
+            await until(lambda: len(stuck) == before + 1)
+
+
+async def test_overloaded_of_the_service_is_counted_by_operation(api: Api) -> None:
+    api.service.failure = Overloaded("full")
+    async with session(api) as producer:
+        await producer.send(
+            wire.Prepare(1, IDS[0], MESSAGES),
+            wire.Decide(2, IDS[0], Decision.COMMIT),
+            wire.AskEarly(3, IDS[0]),
+        )
+        codes = [(await producer.next()).code for _ in range(3)]  # type: ignore[union-attr]
+    assert codes == ["overloaded"] * 3
+    for name in ("prepare", "decide", "check"):
+        assert f'overloaded_total{{operation="{name}"}} 1.0'.encode() in api.metrics.text()
+
+
+async def test_a_check_answer_with_too_large_messages_is_unknown(api: Api) -> None:
+    async with session(api) as producer:
+        channel = api.sessions.acquire("orders", "")
+        assert channel is not None
+        asked = asyncio.create_task(channel.ask(CALL, 10.0))
+        check = await producer.next()
+        assert isinstance(check, wire.Check)
+        huge = (Message("payments", value=b"x" * 5_000_000),)
+        await producer.send(wire.CheckAnswer(check.call, Decision.COMMIT, messages=huge))
+        result = await asked
+        assert isinstance(result, Answered)
+        assert (result.decision, result.messages) == (Decision.UNKNOWN, None)
+
+
+# --- answers that nobody reads ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"session_answers_max": 5000},
+        {"session_answers_max": 10_000_000, "session_in_flight_bytes_max": 2 * MIB},
+        {"session_answers_max": 10_000_000, "request_timeout_s": 0.3},
+    ],
+    ids=["by count", "by bytes", "by time"],
+)
+async def test_a_session_that_never_reads_is_cut_off(limits: dict[str, float]) -> None:
+    async with running_api(session_heartbeat_s=600.0, **limits) as api:
+        frame = masked(wire.encode_frame([wire.AskEarly(n, IDS[0]) for n in range(500)]))
+        async with socket_to(api, UPGRADE + masked(HELLO)) as writer:
+            await until(lambda: api.sessions.counts() == {"orders": 1})
+            before = memory_bytes()
+            with contextlib.suppress(ConnectionError):
+                while api.sessions.counts():
+                    writer.write(frame)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            assert api.sessions.counts() == {}
+            assert memory_bytes() - before < 64 * MIB
+
+
+async def test_checks_that_wait_to_be_read_are_bounded_over_all_sessions() -> None:
+    sizes = {
+        "session_in_flight_bytes_max": 24 * MIB, "in_flight_bytes_max": 32 * MIB,
+        "session_heartbeat_s": 600.0,
+    }  # fmt: skip
+    bodies = (Message("payments", value=b"x" * 4_000_000),)
+    async with running_api(**sizes) as api, contextlib.AsyncExitStack() as stack:
+        for _ in range(4):
+            await stack.enter_async_context(socket_to(api, UPGRADE + masked(HELLO)))
+        await until(lambda: api.sessions.counts() == {"orders": 4})
+        call = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, bodies)
+        before = memory_bytes()
+        channels = [api.sessions.acquire("orders", "") for _ in range(60)]
+        asked = [asyncio.create_task(c.ask(call, 60.0)) for c in channels if c is not None]
+        await until(lambda: sum(task.done() for task in asked) >= 30)
+        assert memory_bytes() - before < 160 * MIB
+        # Those that found no room were certainly not sent, so their attempts are given back.
+        assert all(isinstance(task.result(), Unreached) for task in asked if task.done())
+        shell = api.app[next(key for key in api.app if "shell" in str(key))]
+        assert 0 < shell.outgoing.bytes <= 32 * MIB
+        for task in asked:
+            task.cancel()
+        await stack.aclose()
+        await until(lambda: api.sessions.counts() == {})
+        assert shell.outgoing.bytes == 0
+
+
+async def test_an_http_client_that_never_reads_is_dropped() -> None:
+    async with running_api(request_timeout_s=0.3) as api:
+        id = await api.prepare(messages=[{"topic": "payments", "value": "x" * 4_000_000}])
+        get = f"GET {PATH}/{id}?bodies=1 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        before = memory_bytes()
+        async with socket_to(api, get * 200) as writer:
+            while not writer.transport.is_closing():
+                writer.write(b"G")
+                await asyncio.sleep(0.02)
+        assert memory_bytes() - before < 64 * MIB
+
+
+# --- one byte a minute --------------------------------------------------------------------------
+
+
+async def test_a_request_that_never_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", 0.3)
+    async with running_api(request_timeout_s=0.3) as api:
+        async with socket_to(api, b"POST /v1/tr") as slow_head:
+            while not slow_head.transport.is_closing():
+                slow_head.write(b"a")
+                await asyncio.sleep(0.02)
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+        writer.write(
+            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\ncontent-type: {JSON['content-type']}\r\n"
+            "content-length: 100\r\n\r\n{".encode()
+        )
+        assert b"408" in await asyncio.wait_for(reader.readline(), 10)
+        writer.transport.abort()
+
+
+async def test_a_frame_that_never_comes_whole_ends_its_session() -> None:
+    async with running_api(request_timeout_s=0.3) as api:
+        begun = masked(b"x", length=1000)
+        async with socket_to(api, UPGRADE + masked(HELLO) + begun) as writer:
+            await until(lambda: api.sessions.counts() == {"orders": 1})
+            while api.sessions.counts():
+                writer.write(b"x")  # not whole for a long time yet, and each byte is a sign of life
+                await asyncio.sleep(0.01)
+
+
+# --- frames on their way in ---------------------------------------------------------------------
+
+
+async def test_half_frames_find_no_more_room_than_there_is() -> None:
+    limits = {"in_flight_bytes_max": 40 * MIB, "session_heartbeat_s": 600.0}
+    async with running_api(**limits) as api, contextlib.AsyncExitStack() as stack:
+        half = masked(b"x" * (14 * MIB), length=15 * MIB)
+        before = memory_bytes()
+        for _ in range(12):
+            writer = await stack.enter_async_context(socket_to(api, UPGRADE + masked(HELLO)))
+            writer.write(half)
+        await until(lambda: api.sessions.counts() == {"orders": 12})
+        shell = api.app[next(key for key in api.app if "shell" in str(key))]
+        await until(lambda: shell.receiving.bytes == 15 * MIB)
+        # What is sent lies in this process, too: 12 times 14 MiB that nobody has read.
+        assert memory_bytes() - before < (12 * 14 + 15 + 40) * MIB
+        async with session(api, instance="worker-2") as producer:
+            await producer.send(wire.Prepare(1, IDS[0], MESSAGES))
+            assert isinstance(await producer.next(), wire.Standing)
+    await until(lambda: shell.receiving.bytes == 0)
+
+
+async def test_large_frames_wait_their_turn_and_are_all_answered() -> None:
+    limits = {
+        "in_flight_bytes_max": 4 * MIB, "frame_bytes_max": 2 * MIB, "message_bytes_max": MIB,
+        "transaction_bytes_max": MIB, "session_in_flight_bytes_max": 4 * MIB,
+    }  # fmt: skip
+
+    async def one(api: Api, n: int) -> wire.FromProxy:
+        async with session(api, instance=f"worker-{n}") as producer:
+            await producer.send(
+                wire.Prepare(n, IDS[n], (Message("payments", value=b"x" * 900_000),))
+            )
+            return await producer.next()
+
+    async with running_api(**limits) as api:
+        answers = await asyncio.gather(*(one(api, n) for n in range(30)))
+        assert {type(answer) for answer in answers} == {wire.Standing}
+
+
+class Wire(asyncio.Transport):
+    """A connection that only remembers whether it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = True
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def meter(room: Receiving, line: Wire) -> FrameMeter:
+    return FrameMeter(room, 100_000, 3600.0, line, lambda: None)
+
+
+@given(seed=st.integers(), sizes=st.lists(st.integers(0, 70_000), min_size=1, max_size=6))
+async def test_however_frames_are_cut_the_room_is_given_back(seed: int, sizes: list[int]) -> None:
+    chance = random.Random(seed)
+    room, line = Receiving(1_000_000), Wire()
+    measured = meter(room, line)
+    stream = b""
+    for size in sizes:
+        cut = chance.randint(0, size)
+        stream += chance.choice(
+            (
+                masked(bytes(size)),
+                masked(bytes(cut), first=0x02) + masked(b"", first=0x89)
+                + masked(bytes(size - cut), first=0x80),
+                b"\x82\x85" + bytes(9),
+            )
+        )  # fmt: skip
+    at = 0
+    while at < len(stream):
+        step = chance.randint(1, 30_000)
+        measured.feed(stream[at : at + step])
+        at += step
+        assert room.bytes <= sum(sizes)
+    assert (room.bytes, line.reading, measured._timer) == (0, True, None)
+
+
+async def test_who_waits_is_let_in_when_there_is_room_or_the_other_is_gone() -> None:
+    room = Receiving(50_000)
+    lines = [Wire(), Wire(), Wire()]
+    first, second, third = (meter(room, line) for line in lines)
+    for one in (first, second, third):
+        one.feed(masked(b"x", length=40_000))
+    assert [line.reading for line in lines] == [True, False, False]
+    first.feed(bytes(39_999))
+    assert [line.reading for line in lines] == [True, True, False]
+    assert room.bytes == 40_000
+    second.close()
+    assert [line.reading for line in lines] == [True, True, True]
+    third.close()
+    assert room.bytes == 0
+
+
+async def test_one_who_waited_and_went_is_not_let_in() -> None:
+    room = Receiving(50_000)
+    first, second = meter(room, Wire()), meter(room, Wire())
+    first.feed(masked(b"x", length=40_000))
+    second.feed(masked(b"x", length=40_000))
+    second.close()
+    first.close()
+    assert room.bytes == 0
+
+
+async def test_small_frames_need_no_room_and_many_small_pieces_do() -> None:
+    room = Receiving(100_000)
+    measured = meter(room, Wire())
+    measured.feed(masked(b"x", length=SMALL_BYTES))
+    assert room.bytes == 0
+    measured.feed(bytes(SMALL_BYTES - 1))
+    measured.feed(masked(bytes(10_000), first=0x02) + masked(bytes(10_000), first=0x00))
+    assert room.bytes == 20_000
+    measured.close()
+    assert room.bytes == 0
+
+
+# --- owners -------------------------------------------------------------------------------------
+
+
+async def test_owners_are_told_at_once_where_the_service_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("txbroker.proxy.http.sessions.OWNERS_POLL_S", 3600.0)
+    listeners: list[Callable[[], None]] = []
+    monkeypatch.setattr(
+        FakeService, "on_owners", lambda _, heard: listeners.append(heard), raising=False
+    )
+    async with running_api() as api, session(api) as producer:
+        api.service.owner_urls = ("http://other:8470",)
+        for tell in listeners:
+            tell()
+        assert await producer.next() == wire.Owners(("http://other:8470",))
