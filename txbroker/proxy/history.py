@@ -1,105 +1,212 @@
-"""Transactions that were settled too long ago to be in memory, found in the logs by their id."""
+"""Transactions that were settled too long ago to be in memory, found in the logs by their id.
 
-from txbroker.core.codec import Malformed, NewerVersion, decode_half, decode_marker, is_content
+Append times are no order to search by: a broker's clock may have been put back, and then a later
+record has an earlier one. What never goes back is the log clock, and no valid half message is
+further than the dedup window from its id's time *by the log clock*. So places in the half topic
+are judged by the ids that stand there; a few at a time, because a void half message may carry any.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from statistics import median_low
+
+from txbroker.core.codec import ID_HEADER, Malformed, NewerVersion, decode_marker, is_content
 from txbroker.core.ids import parse_id
 from txbroker.core.ledger import Effect, Ledger
 from txbroker.core.records import Record, State
+from txbroker.core.states import Step
 from txbroker.core.transaction import Transaction
 from txbroker.door import Log, LogTruncated
 from txbroker.errors import NotFound, TooOld
 from txbroker.proxy.clock import CLOCKS_APART_MS
 
+NEAR_MS = 5_000
+"""Nearly every half message is stored within this of its id's time: looked at first."""
+NEIGHBOURS = 15
+"""Records that one look takes in: more than half of them would have to be void to mislead it."""
+
 
 async def search(half: Log, op: Log, id: str, dedup_window_ms: int) -> Transaction:
-    """Return a settled transaction as the logs tell it.
+    """Return a settled transaction as the logs tell it, its attempts and targets included.
 
     Only for ids that the ledger has forgotten: whatever is not settled, and whatever was settled
-    lately, is in the ledger.
+    lately, is in the ledger. Offsets in the targets stay unknown.
 
     Raises:
         NotFound: the log reaches back to the id's time, and there is no such transaction.
         TooOld: the log does not reach back that far.
         KafkaUnavailable: Kafka does not answer.
     """
-    parts = parse_id(id)
-    start, end = await half.bounds()
-    first_ms = parts.time_ms - dedup_window_ms
     try:
-        begin = await first_since(half, start, end, first_ms)
-        ledger = Ledger(parts.partition, dedup_window_ms)
-        at = await _apply_half(ledger, half, begin, end, id, parts.time_ms + dedup_window_ms)
-        transaction = ledger.get(id)
-        if transaction is None:
-            if begin == start and start > 0:
-                raise TooOld(id=id)
-            raise NotFound(id=id)
-        await _apply_op(ledger, op, transaction, at)
+        ledger, transaction, appended_ms = await _prepared(half, id, dedup_window_ms)
+        await _decided(ledger, op, transaction, appended_ms)
     except LogTruncated:
         # Retention moved the start while we read.
         raise TooOld(id=id) from None
     return transaction
 
 
-async def first_since(log: Log, start: int, end: int, time_ms: int) -> int:
-    """Return the first offset whose append time is not before `time_ms`, by halving."""
-    while start < end:
-        middle = (start + end) // 2
-        async for records in log.read(middle, middle + 1):
-            stamp_ms = records[0].timestamp_ms
-        if stamp_ms < time_ms:
-            start = middle + 1
+# --- the half message ------------------------------------------------------------------------
+
+
+async def _prepared(half: Log, id: str, window_ms: int) -> tuple[Ledger, Transaction, int]:
+    """Return a ledger that holds nothing but this transaction, as it was prepared, and the append
+    time of its half message."""
+    start, end = await half.bounds()
+    parts = parse_id(id)
+    begin = start
+    for margin_ms in (NEAR_MS, window_ms):
+        begin = await _first_since(half, start, end, parts.time_ms - 2 * margin_ms)
+        async for records, clock_ms in _until(half, begin, end, parts.time_ms, margin_ms):
+            for place, record in enumerate(records):
+                if _half_id(record) != id:
+                    continue
+                ledger = Ledger(parts.partition, window_ms)
+                ledger.half_position = record.offset
+                before = [clock_ms, *[each.timestamp_ms for each in records[:place]]]
+                ledger.half_clock_ms = max(before)
+                if ledger.half_clock_ms < parts.time_ms - window_ms:
+                    # Far behind: a clock was put back, or it is void. The ids around it tell.
+                    around = records[max(0, place - NEIGHBOURS) : place + NEIGHBOURS]
+                    ledger.half_clock_ms = median_low(_ids_ms(around))
+                if await _apply(ledger, half, record.offset, end, id):
+                    transaction = ledger.get(id)
+                    assert transaction is not None
+                    return ledger, transaction, record.timestamp_ms
+    if begin == start and start > 0:
+        raise TooOld(id=id)
+    raise NotFound(id=id)
+
+
+async def _first_since(half: Log, start: int, end: int, time_ms: int) -> int:
+    """Return an offset below which every id is from before `time_ms`, by halving."""
+    first = start
+    while first < end:
+        middle = (first + end) // 2
+        ids_ms = await _ids_at(half, middle, end)
+        if ids_ms and median_low(ids_ms) < time_ms:
+            first = middle + 1
         else:
             end = middle
-    return start
+    return first
 
 
-async def _apply_half(
-    ledger: Ledger, log: Log, begin: int, end: int, id: str, until_ms: int
-) -> int:
-    """Apply the half message of `id`, if it is there; return the append time reached."""
-    reached_ms = 0
-    async for records in log.read(begin, end):
+async def _ids_at(half: Log, offset: int, end: int) -> list[int]:
+    found: list[int] = []
+    async for records in half.read(offset, min(offset + NEIGHBOURS, end)):
+        found.extend(_ids_ms(records))
+    return found
+
+
+async def _until(
+    half: Log, begin: int, end: int, time_ms: int, margin_ms: int
+) -> AsyncIterator[tuple[Sequence[Record], int]]:
+    """Yield the records from `begin` until they are surely later than `time_ms` by the margin,
+    with the greatest append time so far."""
+    clock_ms = 0
+    async for records in half.read(begin, end):
+        yield records, clock_ms
+        clock_ms = max([clock_ms, *[record.timestamp_ms for record in records]])
+        ids_ms = _ids_ms(records[-NEIGHBOURS:])
+        # An append time is never later than the log clock, so one alone is enough.
+        if clock_ms > time_ms + margin_ms:
+            return
+        if len(ids_ms) == NEIGHBOURS and median_low(ids_ms) > time_ms + 2 * margin_ms:
+            return
+
+
+async def _apply(ledger: Ledger, half: Log, begin: int, end: int, id: str) -> bool:
+    """Apply the half message that begins at an offset; say whether it counts."""
+    async for records in half.read(begin, end):
         for record in records:
-            reached_ms = record.timestamp_ms
-            if _half_id(record) == id:
-                ledger.half_position = record.offset
-                ledger.apply_half(record)
-                if ledger.get(id) is not None:
-                    return reached_ms
-            if reached_ms > until_ms:
-                return reached_ms
-    return reached_ms
+            if _half_id(record) != id:
+                return False
+            outcome = ledger.apply_half(record)
+            if outcome.effect is not Effect.PARTIAL:
+                return outcome.effect is Effect.APPLIED
+    return False
 
 
-async def _apply_op(ledger: Ledger, log: Log, transaction: Transaction, since_ms: int) -> None:
+# --- its markers -----------------------------------------------------------------------------
+
+
+async def _decided(ledger: Ledger, op: Log, transaction: Transaction, since_ms: int) -> None:
     """Apply the markers of a transaction until it is decided."""
-    start, end = await log.bounds()
-    begin = await first_since(log, start, end, since_ms - CLOCKS_APART_MS)
-    async for records in log.read(begin, end):
-        for record in records:
-            if _op_id(record) != transaction.id:
-                continue
+    start, end = await op.bounds()
+    # Checks are judged by op's log clock; what put it forward may lie before where we begin.
+    ledger.op_clock_ms = transaction.prepared_at_ms
+    begin = await _first_marker_since(op, start, end, transaction.offset, since_ms)
+    # Where that misled, from the start: there is a marker, or retention has taken it.
+    for first in dict.fromkeys((begin, start)):
+        async for record in _markers_of(op, first, end, transaction.id, ledger):
             ledger.op_position = record.offset
             outcome = ledger.apply_op(record)
             if outcome.effect is Effect.APPLIED and transaction.decision is not None:
                 if transaction.state is State.COMMITTED:
                     # Committed and not in the owner's ledger: a turn has promoted it.
-                    ledger.promote(transaction.id)
+                    transaction.take(Step.PROMOTE)
                 return
     raise TooOld("its deciding marker is not kept any more", id=transaction.id)
 
 
+async def _first_marker_since(op: Log, start: int, end: int, half: int, since_ms: int) -> int:
+    """Return an offset below which there are no markers of the transaction whose half message
+    begins at offset `half`, by halving.
+
+    What names its half message or a later one, or was appended after it was, does not lie before
+    its own markers; where a clock was put back, only the first of the two tells.
+    """
+    while start < end:
+        middle = (start + end) // 2
+        later = False
+        async for records in op.read(middle, min(middle + NEIGHBOURS, end)):
+            later = (
+                later
+                or records[0].timestamp_ms >= since_ms - CLOCKS_APART_MS
+                or any(_half_offset(record) >= half for record in records)
+            )
+        if later:
+            end = middle
+        else:
+            start = middle + 1
+    return start
+
+
+async def _markers_of(
+    op: Log, begin: int, end: int, id: str, ledger: Ledger
+) -> AsyncIterator[Record]:
+    """Yield the records of one transaction; keep the log clock by which checks are judged."""
+    key = id.encode()
+    async for records in op.read(begin, end):
+        for record in records:
+            ledger.op_clock_ms = max(ledger.op_clock_ms, record.timestamp_ms)
+            if record.key == key or (is_content(record) and _half_id(record) == id):
+                yield record
+
+
+# --- what a record says without reading all of it --------------------------------------------
+
+
 def _half_id(record: Record) -> str | None:
-    try:
-        return decode_half(record).id
-    except (Malformed, NewerVersion):
+    headers = record.headers
+    if len(headers) < 2 or headers[1][0] != ID_HEADER or not is_content(record):
         return None
+    return (headers[1][1] or b"").decode(errors="replace")
 
 
-def _op_id(record: Record) -> str | None:
-    if is_content(record):
-        return _half_id(record)
+def _ids_ms(records: Iterable[Record]) -> list[int]:
+    """Return the times of the ids in these records; append times where there is no id."""
+    return [_id_ms(record) for record in records]
+
+
+def _id_ms(record: Record) -> int:
     try:
-        return decode_marker(record).id
+        return parse_id(_half_id(record) or "").time_ms
+    except ValueError:
+        return record.timestamp_ms
+
+
+def _half_offset(record: Record) -> int:
+    try:
+        return -1 if is_content(record) else decode_marker(record).half
     except (ValueError, Malformed, NewerVersion):
-        return None
+        return -1

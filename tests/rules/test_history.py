@@ -1,0 +1,215 @@
+"""Long settled transactions are found in the logs by their id, whatever clocks did since."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from core_logs import WINDOW_MS
+
+from txbroker.core.codec import encode_contents, encode_half, encode_marker
+from txbroker.core.ids import make_id
+from txbroker.core.records import (
+    RECORD_VERSION,
+    CheckPolicy,
+    Half,
+    Marker,
+    MarkerKind,
+    Message,
+    Record,
+    State,
+)
+from txbroker.core.transaction import Transaction
+from txbroker.door import Appended
+from txbroker.errors import NotFound, TooOld
+from txbroker.proxy.history import search
+from txbroker.testing.memory import Partition
+
+START_MS = 1_700_000_000_000
+POLICY = CheckPolicy(after_s=0.0, interval_s=0.01, attempts_max=5, timeout_s=0.0)
+HOUR_MS = 3_600_000
+
+
+class CountingLog:
+    """A `txbroker.door.Log` over records in memory that counts what is read."""
+
+    batch_bytes_max = 1 << 20
+
+    def __init__(self) -> None:
+        self.partition = Partition()
+        self.read_records = 0
+
+    async def append(self, records: Sequence[Record]) -> Appended:
+        """Nobody writes while it is searched."""
+        raise AssertionError("a search wrote")
+
+    async def bounds(self) -> tuple[int, int]:
+        """Return what is kept."""
+        return self.partition.begin, self.partition.end
+
+    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+        """Read in pieces."""
+        for first in range(start, end, 100):
+            records = self.partition.read(first, min(first + 100, end))
+            self.read_records += len(records)
+            yield records
+
+    async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Pick."""
+        return self.partition.pick(offsets)
+
+
+class Past:
+    """Two logs, written as an owner writes them: ids follow the half topic's log clock."""
+
+    def __init__(self) -> None:
+        self.half, self.op = CountingLog(), CountingLog()
+        self.half_ms = self.op_ms = START_MS
+        self.log_clock_ms = 0
+        self.ids: list[str] = []
+        self.offsets: dict[str, int] = {}
+
+    def prepare(self, *messages: Message, id_ms: int | None = None) -> str:
+        """Store a half message now, with an id of now if no other is given."""
+        self.log_clock_ms = max(self.log_clock_ms, self.half_ms)
+        at_ms = self.log_clock_ms if id_ms is None else id_ms
+        id = make_id(0, at_ms, len(self.offsets) + 1)
+        half = Half(id, "g", messages or (Message("t", b"k", b"v", partition=1),), policy=POLICY)
+        self.offsets[id] = self.half.partition.append(encode_half(half), self.half_ms)
+        if id_ms is None:
+            self.ids.append(id)
+        return id
+
+    def mark(self, kind: str, id: str, *contents: Message, **fields: object) -> None:
+        """Append a marker."""
+        marker = Marker(
+            RECORD_VERSION,
+            MarkerKind(kind),
+            id,
+            half=self.offsets[id],
+            contents=len(contents),
+            **fields,  # type: ignore[arg-type]
+        )
+        records = [encode_marker(marker)]
+        if contents:
+            records.extend(encode_contents(Half(id, "g", contents), contents))
+        self.op.partition.append(records, self.op_ms)
+
+    def settle(self, id: str) -> None:
+        """Check it once, then commit."""
+        self.mark("check", id, round=1, number=1, reason="due", endpoint="http://g")
+        self.mark("commit", id)
+
+    def pass_ms(self, ms: int) -> None:
+        """Let time go by on both brokers."""
+        self.half_ms += ms
+        self.op_ms += ms
+
+    def run(self, count: int, step_ms: int = 100) -> None:
+        """Prepare and settle transactions, each a few later than it was prepared."""
+        left = [self.prepare()]
+        for _ in range(count - 1):
+            self.pass_ms(step_ms)
+            left.append(self.prepare())
+            if len(left) > 7:
+                self.settle(left.pop(0))
+        for id in left:
+            self.settle(id)
+
+    async def find(self, id: str) -> Transaction:
+        """Search."""
+        return await search(self.half, self.op, id, WINDOW_MS)
+
+
+async def all_found(past: Past, step: int) -> None:
+    """Every so manyth transaction is found, with its check and its decision."""
+    for id in past.ids[::step]:
+        found = await past.find(id)
+        assert (found.id, found.state, found.offset) == (id, State.PROMOTED, past.offsets[id])
+        assert [attempt.endpoint for attempt in found.attempts] == ["http://g"]
+
+
+async def test_one_among_thousands_is_found_with_its_checks_and_targets() -> None:
+    past = Past()
+    past.run(4000)
+    id = past.prepare(Message("t", b"k", b"1", partition=1), Message("u", None, None, partition=0))
+    for number, kind in enumerate(("check", "returned", "check", "later", "check"), 2):
+        past.pass_ms(1000)
+        past.mark(kind, id, round=1, number=number // 2, reason="due", previous=kind, later_s=1.0)
+    past.run(2000)
+    past.mark("rollback", id, reason="by hand")
+    past.run(2000)
+    found = await past.find(id)
+    assert (found.state, found.reason) == (State.ROLLED_BACK, "by hand")
+    assert [(each.number, each.counts, each.outcome) for each in found.attempts] == [
+        (1, False, "returned"),
+        (2, False, "later"),
+        (3, True, ""),
+    ]
+    assert [(each.topic, each.partition) for each in found.messages] == [("t", 1), ("u", 0)]
+    await all_found(past, 97)
+
+
+async def test_replaced_messages_are_found() -> None:
+    past = Past()
+    past.run(100)
+    id = past.prepare()
+    past.mark("commit", id, Message("t", b"k", b"other", partition=1))
+    past.run(100)
+    found = await past.find(id)
+    assert (found.state, found.decision) == (State.PROMOTED, "commit")
+
+
+async def test_it_reads_what_is_needed_by_time() -> None:
+    past = Past()
+    past.run(8000, step_ms=1000)
+    id = past.ids[4000]
+    await past.find(id)
+    # Half of a look each for halving, ten seconds beside the id, and a piece read too far.
+    assert past.half.read_records < 15 * 14 + 300
+    assert past.op.read_records < 15 * 14 + 300
+    past.half.read_records = past.op.read_records = 0
+    with pytest.raises(NotFound):
+        await past.find(make_id(0, START_MS + 4_000_500, 1 << 40))
+    assert past.half.read_records < 15 * 28 + 4 * WINDOW_MS / 1000 + 400
+    assert past.op.read_records == 0
+
+
+@pytest.mark.parametrize("back_ms", [600_000, 24 * HOUR_MS])
+@pytest.mark.parametrize("whose", ["half", "op", "both"])
+async def test_clocks_that_were_put_back_hide_nothing(whose: str, back_ms: int) -> None:
+    past = Past()
+    past.run(1000)
+    for _ in range(2):
+        for name in ("half_ms", "op_ms"):
+            if whose in (name.removesuffix("_ms"), "both"):
+                setattr(past, name, getattr(past, name) - back_ms)
+        past.run(1000)
+    past.pass_ms(3 * back_ms)
+    past.run(1000)
+    await all_found(past, 41)
+
+
+async def test_void_half_messages_do_not_mislead() -> None:
+    past = Past()
+    for number in range(400):
+        past.run(7)
+        past.prepare(id_ms=past.half_ms + (10 * HOUR_MS if number % 2 else -10 * HOUR_MS))
+    voids = sorted(set(past.offsets) - set(past.ids))
+    await all_found(past, 61)
+    for id in voids[::40]:
+        with pytest.raises(NotFound):
+            await past.find(id)
+
+
+async def test_what_the_log_does_not_reach_back_to_is_too_old() -> None:
+    past = Past()
+    past.run(4000)
+    past.half.partition.delete_before(2000)
+    with pytest.raises(TooOld):
+        await past.find(past.ids[100])
+    found = await past.find(past.ids[2100])
+    assert found.state is State.PROMOTED
+    past.op.partition.delete_before(past.op.partition.end - 10)
+    with pytest.raises(TooOld, match="deciding marker"):
+        await past.find(past.ids[2100])
