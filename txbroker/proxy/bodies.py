@@ -237,9 +237,8 @@ class Bodies:
 
     async def _read(self, batch: Sequence[Transaction], *, replaced: bool) -> dict[int, Record]:
         """Return the records of those whose messages a commit has replaced, or of the others."""
-        offsets = sorted(
-            {at for each in batch if bool(each.contents_fingerprint) is replaced for at in _at(each)}
-        )
+        those = [each for each in batch if bool(each.contents_fingerprint) is replaced]
+        offsets = sorted({offset for each in those for offset in _at(each)})
         if not offsets:
             return {}
         log = self._door.op if replaced else self._door.half
@@ -334,9 +333,7 @@ def _batches(transactions: Iterable[Transaction]) -> Iterator[list[Transaction]]
         yield batch
 
 
-def _messages(
-    transaction: Transaction, records: dict[int, Record]
-) -> tuple[Message, ...] | None:
+def _messages(transaction: Transaction, records: dict[int, Record]) -> tuple[Message, ...] | None:
     """Return what these records say of a transaction; None if one is not there any more.
 
     Raises:

@@ -3,6 +3,8 @@
 The owner's side of it. Whom to ask and how is `txbroker.checkers`; when is `core.schedule`; what
 an attempt may do is `core.transaction`. An attempt's marker is durable, and accepted by the
 ledger, before the question goes out, so no crash and no second owner ever makes one too many.
+The messages are in memory before the marker is written, because nothing may stand between its
+acceptance and the question.
 """
 
 import asyncio
@@ -17,7 +19,6 @@ from txbroker.contract import DecideRequest, Standing
 from txbroker.core.codec import encode_marker
 from txbroker.core.ledger import Effect, Ledger, Outcome, fits
 from txbroker.core.records import (
-    RECORD_VERSION,
     CheckReason,
     Decision,
     Marker,
@@ -30,6 +31,7 @@ from txbroker.core.schedule import Schedule, due_ms
 from txbroker.core.transaction import ASK_SPACING_MS, Transaction
 from txbroker.errors import NotPending, RequestError
 from txbroker.proxy.appender import Appender
+from txbroker.proxy.bodies import Bodies
 
 AGAIN_MS = 1000
 """What could not be done now is tried again after this."""
@@ -55,6 +57,54 @@ class Runner(Protocol):
         ...
 
 
+class _Crowd:
+    """Checks that are due while their group's queue is full, the one that waited longest first.
+
+    They are off the schedule: a million of them are not looked at each second, only whether their
+    group takes the first.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[str, dict[str, None]] = {}
+        self._group_of: dict[str, str] = {}
+        self._looks = Schedule()
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._ids
+
+    def add(self, group: str, id: str) -> None:
+        """Let a check wait behind the others of its group."""
+        if id not in self._group_of:
+            self._ids.setdefault(group, {})[id] = None
+            self._group_of[id] = group
+
+    def remove(self, id: str) -> None:
+        """It waits no longer."""
+        group = self._group_of.pop(id, None)
+        if group is not None:
+            del self._ids[group][id]
+            if not self._ids[group]:
+                del self._ids[group]
+                self._looks.set(group, None)
+
+    def first(self, group: str) -> str | None:
+        """Return the id that has waited longest, None if none does."""
+        return next(iter(self._ids.get(group, ())), None)
+
+    def look(self, group: str, at_ms: int) -> None:
+        """Look at that time whether a group that has some waiting takes one."""
+        if group in self._ids:
+            self._looks.set(group, at_ms)
+
+    def next_ms(self) -> int | None:
+        """Return when to look at a group next, None if none has any waiting."""
+        return self._looks.next_ms()
+
+    def due(self, now_ms: int) -> list[str]:
+        """Return the groups to be looked at now, and put them off until `look`."""
+        return list(self._looks.pop_due(now_ms))
+
+
 class CheckBack:
     """The checks of one half partition: a `txbroker.checkers.runner.CheckOwner`.
 
@@ -65,6 +115,8 @@ class CheckBack:
         now_ms: the brokers' clock.
         claim: the name of the owner's present claim.
         decide: takes the decision that a check brought.
+        bodies: has the messages of a question in memory.
+        record_version: the version of the records to write.
     """
 
     def __init__(
@@ -75,6 +127,8 @@ class CheckBack:
         now_ms: Callable[[], int],
         claim: Callable[[], str],
         decide: Callable[[DecideRequest], Awaitable[Standing]],
+        bodies: Bodies,
+        record_version: Callable[[], int],
     ) -> None:
         self._ledger = ledger
         self._op = op
@@ -82,7 +136,10 @@ class CheckBack:
         self._now_ms = now_ms
         self._claim = claim
         self._decide = decide
+        self._bodies = bodies
+        self._record_version = record_version
         self._schedule = Schedule()
+        self._crowd = _Crowd()
         self._changed = asyncio.Event()
         # Since when a check may be made that somebody has asked for, until it is.
         self._asked_ms: dict[str, int] = {}
@@ -95,6 +152,9 @@ class CheckBack:
         at_ms = due_ms(transaction)
         if at_ms is None or transaction.park_ms() is not None:
             self._asked_ms.pop(transaction.id, None)
+        elif transaction.lost:
+            # See `attempt`.
+            at_ms = None
         else:
             at_ms = min(at_ms, self._asked_ms.get(transaction.id, at_ms))
         self._set(transaction.id, at_ms)
@@ -104,6 +164,7 @@ class CheckBack:
         self._changed.set()
 
     def _set(self, id: str, at_ms: int | None) -> None:
+        self._crowd.remove(id)
         before_ms = self._schedule.next_ms()
         self._schedule.set(id, at_ms)
         if self._schedule.next_ms() != before_ms:
@@ -113,11 +174,14 @@ class CheckBack:
         """Hand out checks and park, each at its time, until cancelled."""
         while True:
             self._changed.clear()
-            next_ms = self._schedule.next_ms()
+            times_ms = [self._schedule.next_ms(), self._crowd.next_ms()]
+            next_ms = min([at_ms for at_ms in times_ms if at_ms is not None], default=None)
             wait_s = None if next_ms is None else (next_ms - self._now_ms()) / 1000
             if wait_s is not None and wait_s <= 0:
                 for id in list(islice(self._schedule.pop_due(self._now_ms()), HAND_OUT_MAX)):
                     self._attend(id)
+                for group in self._crowd.due(self._now_ms()):
+                    self._attend_crowd(group)
                 # After an outage a hundred thousand may be due at once: others want their turn.
                 await asyncio.sleep(0)
                 continue
@@ -138,10 +202,36 @@ class CheckBack:
             self._parking.add(task)
             task.add_done_callback(self._parking.discard)
             return
-        half = transaction.half
+        group = transaction.half.group
+        if group in self._crowd:
+            self._crowd.add(group, id)
+        elif not self._offer(transaction):
+            self._crowd.add(group, id)
+            self._crowd.look(group, self._now_ms() + AGAIN_MS)
+
+    def _offer(self, transaction: Transaction) -> bool:
+        """Hand a check out; say whether it was taken."""
+        id, group = transaction.id, transaction.half.group
         reason = CheckReason.ASKED if id in self._asked_ms else CheckReason.DUE
-        taken = self._runner.due(self, id, half.group, transaction.instance, reason)
-        self._set(id, self._now_ms() + (HANDED_OUT_MS if taken else AGAIN_MS))
+        taken = self._runner.due(self, id, group, transaction.instance, reason)
+        if taken:
+            self._set(id, self._now_ms() + HANDED_OUT_MS)
+        return taken
+
+    def _attend_crowd(self, group: str) -> None:
+        """Hand out what waits for room in a group's queue, until that is full again."""
+        again_ms = self._now_ms()
+        for _ in range(HAND_OUT_MAX):
+            id = self._crowd.first(group)
+            if id is None:
+                return
+            transaction = self._ledger.get(id)
+            if transaction is None or transaction.state is not State.PENDING:
+                self._crowd.remove(id)
+            elif not self._offer(transaction):
+                again_ms += AGAIN_MS
+                break
+        self._crowd.look(group, again_ms)
 
     async def _park(self, transaction: Transaction) -> None:
         try:
@@ -166,11 +256,19 @@ class CheckBack:
         """Pull the next attempt forward.
 
         Raises:
-            NotPending: it is decided or parked, or its next attempt is the last of the round.
+            NotPending: it is decided or parked, its messages are gone, or its next attempt is the
+                last of the round.
         """
         state = transaction.state
         if state is not State.PENDING:
             raise NotPending(f"the transaction is {state}", id=transaction.id, state=state)
+        if transaction.lost:
+            raise NotPending(
+                "its messages were deleted from the half topic, so nobody is asked: decide it by "
+                "hand",
+                id=transaction.id,
+                state=state,
+            )
         if len(transaction.counted_ms) + 1 >= transaction.half.policy.attempts_max:
             raise NotPending(
                 "only the last attempt of the round is left, and that is never pulled forward",
@@ -188,12 +286,35 @@ class CheckBack:
     async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
         """Write the marker of the next attempt; None where there is nothing to ask any more.
 
+        A transaction whose messages are gone is not asked about: without a value a message is a
+        tombstone, so the contract has no way of saying that there was one, and a group that
+        decides by what it reads would decide about something else. It uses up no attempts and so
+        never parks by itself; it stays pending, alarmed, until somebody decides it.
+
         Raises:
             RequestError: it could not be written; the schedule offers the check again.
         """
         transaction = self._ledger.get(id)
         if transaction is None or transaction.state is not State.PENDING:
             return None
+        try:
+            async with self._bodies.at_hand(transaction) as there:
+                # Whatever happened while they were read.
+                if not self.still_pending(id):
+                    return None
+                if there:
+                    return await self._attempt(transaction, reason, endpoint)
+        except RequestError:
+            self._set(id, self._now_ms() + AGAIN_MS)
+            raise
+        log.error("not checked: its messages are gone", id=id, group=transaction.half.group)
+        self.touch(transaction)
+        return None
+
+    async def _attempt(
+        self, transaction: Transaction, reason: CheckReason, endpoint: str
+    ) -> CheckCall | None:
+        id = transaction.id
         next_ms = transaction.next_check_ms()
         if self._now_ms() >= next_ms:
             reason = CheckReason.DUE
@@ -206,19 +327,15 @@ class CheckBack:
         self._set(id, self._now_ms() + HANDED_OUT_MS)
         turn, number = transaction.round, transaction.number + 1
         last = transaction.attempts[-1] if transaction.attempts else None
-        try:
-            outcome = await self.write(
-                transaction,
-                MarkerKind.CHECK,
-                source=Source.SCHEDULE,
-                reason=reason,
-                number=number,
-                endpoint=endpoint,
-                previous="" if last is None else last.outcome,
-            )
-        except RequestError:
-            self._set(id, self._now_ms() + AGAIN_MS)
-            raise
+        outcome = await self.write(
+            transaction,
+            MarkerKind.CHECK,
+            source=Source.SCHEDULE,
+            reason=reason,
+            number=number,
+            endpoint=endpoint,
+            previous="" if last is None else last.outcome,
+        )
         if outcome.effect is not Effect.APPLIED:
             log.info("attempt not accepted", id=id, why=outcome.why)
             self._asked_ms.pop(id, None)
@@ -230,19 +347,7 @@ class CheckBack:
             return None
         # The answer may still be on its way when the next attempt would be due.
         self._set(id, self._now_ms() + HANDED_OUT_MS)
-        policy = transaction.half.policy
-        return CheckCall(
-            id=id,
-            group=transaction.half.group,
-            attempt=len(transaction.counted_ms),
-            attempts_max=policy.attempts_max,
-            reason=reason,
-            prepared_at_ms=transaction.prepared_at_ms,
-            messages=transaction.half.messages,
-            round=turn,
-            number=number,
-            timeout_s=policy.timeout_s,
-        )
+        return _question(transaction, reason, number)
 
     def still_pending(self, id: str) -> bool:
         """Say whether a transaction is undecided and not parked."""
@@ -330,7 +435,7 @@ class CheckBack:
             OwnerUnavailable: it may or may not be written.
         """
         marker = Marker(
-            v=RECORD_VERSION,
+            v=self._record_version(),
             kind=kind,
             id=transaction.id,
             half=transaction.offset,
@@ -345,6 +450,22 @@ class CheckBack:
             later_s=later_s,
         )
         return await self._op.append([encode_marker(marker)])
+
+
+def _question(transaction: Transaction, reason: CheckReason, number: int) -> CheckCall:
+    policy = transaction.half.policy
+    return CheckCall(
+        id=transaction.id,
+        group=transaction.half.group,
+        attempt=len(transaction.counted_ms),
+        attempts_max=policy.attempts_max,
+        reason=reason,
+        prepared_at_ms=transaction.prepared_at_ms,
+        messages=transaction.half.messages,
+        round=transaction.round,
+        number=number,
+        timeout_s=policy.timeout_s,
+    )
 
 
 def placed_like(

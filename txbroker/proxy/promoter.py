@@ -4,10 +4,14 @@ A turn is one Kafka transaction that holds the promoted records, copies of what 
 parked, and the progress. What a turn did is known when its commit is acknowledged, or from the
 progress that the next claim finds; never from anything else.
 
+A turn is planned on what is known of messages without having them; those that are not in memory
+are read before it is begun, never inside it.
+
 This file tells how turns are written; `txbroker.proxy.trouble` keeps what is kept away from them.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 from typing import Protocol
@@ -17,15 +21,15 @@ from msgspec import Struct, field
 
 from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
 from txbroker.core.ledger import Ledger
-from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn
+from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn, transaction_bytes
 from txbroker.core.records import (
-    RECORD_VERSION,
     Cause,
     Message,
     Progress,
     Record,
     State,
 )
+from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 from txbroker.door import (
     Fenced,
@@ -39,6 +43,7 @@ from txbroker.door import (
     TurnRefused,
 )
 from txbroker.errors import KafkaUnavailable
+from txbroker.proxy.bodies import BODY_LOST, Bodies, lost_cause
 from txbroker.proxy.targets import verdict
 from txbroker.proxy.trouble import Trouble
 
@@ -69,8 +74,13 @@ class _Flight(Struct, eq=False):
     """A turn on its way: what it holds, and what has to be copied or removed with it."""
 
     plan: Plan
+    progress: Progress
+    """As of the plan: what is applied while messages are read is not in the turn."""
     keep: list[Transaction]
     release: list[Transaction]
+    since_s: float = field(default_factory=time.monotonic)
+    copies: list[tuple[Transaction, int]] = field(default_factory=list)
+    """With whose copies the turn's parked records begin, in this order, each of how many."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is known whether the turn was committed."""
 
@@ -78,6 +88,15 @@ class _Flight(Struct, eq=False):
         """The transactions whose fate the turn decides."""
         yield from (transaction.id for transaction in self.plan.promote)
         yield from (transaction.id for transaction, _ in self.plan.refuse)
+
+    def whole(self) -> list[Transaction]:
+        """The transactions whose messages the turn writes."""
+        return [*self.plan.promote, *[each for each, _ in self.plan.refuse], *self.keep]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to write."""
+        return self.plan.empty and not self.keep and not self.release
 
 
 class Promoter:
@@ -94,6 +113,8 @@ class Promoter:
             lost.
         events: told of every turn.
         limits: how much goes into one turn.
+        bodies: has the messages of a turn in memory.
+        record_version: the version of the records to write.
     """
 
     def __init__(
@@ -106,6 +127,8 @@ class Promoter:
         reclaim: Callable[[frozenset[str]], Awaitable[None]],
         events: PromotionEvents,
         limits: TurnLimits,
+        bodies: Bodies,
+        record_version: Callable[[], int],
     ) -> None:
         self._door = door
         self._ledger = ledger
@@ -114,12 +137,18 @@ class Promoter:
         self._claim = claim
         self._reclaim = reclaim
         self._events = events
+        self._limits = limits
+        self._bodies = bodies
+        self._record_version = record_version
         self._trouble = Trouble(ledger, limits)
         self._wake = asyncio.Event()
         self._in_flight: set[str] = set()
         # Of those the ones whose turn is committed; readers may not see it yet.
         self._unseen: set[str] = set()
         self._flights: set[_Flight] = set()
+        # Begun, and not known to be committed; and since when none has come through.
+        self._open: set[_Flight] = set()
+        self._failing_since_s: float | None = None
         self._failure: BaseException | None = None
         self._finishing: set[asyncio.Task[None]] = set()
         self._lost = False
@@ -135,9 +164,19 @@ class Promoter:
         self._trouble.retry_now(id)
         transaction = self._ledger.refused.get(id)
         if transaction is not None:
+            self._bodies.try_again(transaction)
             for message in transaction.messages:
                 self._targets.forget(message.topic)
         self._wake.set()
+
+    @property
+    def stuck_since(self) -> float | None:
+        """Since when a turn, or the claim that it needs, has not come through, by the monotonic
+        clock, seconds; None while nothing is to be written or all goes well."""
+        times_s = [flight.since_s for flight in self._open]
+        if self._failing_since_s is not None:
+            times_s.append(self._failing_since_s)
+        return min(times_s, default=None)
 
     async def run(self) -> None:
         """Write turns until cancelled, or until the partition is lost.
@@ -171,15 +210,49 @@ class Promoter:
         if self._lost:
             await self._recover()
         plan = await self._plan()
+        # From here to the progress of this very plan nothing is awaited.
         self._note_deferred(plan)
-        flight = _Flight(
-            plan,
-            list(islice(self._ledger.to_keep.values(), COPIES_MAX)),
-            list(islice(self._ledger.to_release.values(), COPIES_MAX)),
-        )
-        if plan.empty and not flight.keep and not flight.release:
+        self._in_flight.update(transaction.id for transaction in plan.promote)
+        self._in_flight.update(transaction.id for transaction, _ in plan.refuse)
+        flight = _Flight(plan, self._progress(plan), self._to_keep(), self._to_release())
+        if flight.empty:
+            if not self._open:
+                self._failing_since_s = None
             return False
-        self._in_flight.update(flight.ids())
+        self._open.add(flight)
+        with self._bodies.hold(flight.whole()):
+            written = await self._load(flight) and await self._write(flight)
+        self._bodies.trim()
+        return written
+
+    async def _load(self, flight: _Flight) -> bool:
+        """Have the messages of a turn in memory; False where that cannot be now.
+
+        A transaction whose messages are gone spoils nothing: it is refused for that, and what was
+        to be copied of it is not.
+        """
+        try:
+            gone = await self._bodies.load(flight.whole())
+        except KafkaUnavailable as error:
+            log.warning("messages not read", partition=self._door.partition, why=str(error))
+            self._in_flight.difference_update(flight.ids())
+            self._failed(flight)
+            self._trouble.note_deferred(waiting=True)
+            return False
+        if gone:
+            _refuse_lost(flight.plan, {transaction.id for transaction in gone})
+            for transaction in gone:
+                self._ledger.to_keep.pop(transaction.id, None)
+        # Some may have been decided meanwhile.
+        flight.keep = [each for each in flight.keep if each.id in self._ledger.to_keep]
+        return True
+
+    async def _write(self, flight: _Flight) -> bool:
+        """Write a turn; say whether there may be another one at once."""
+        if flight.empty:
+            self._open.discard(flight)
+            return True
+        plan = flight.plan
         self._ledger.op_progress = max(self._ledger.op_progress, plan.op)
         for transaction in flight.keep:
             # Kept from here on: whatever settles it meanwhile must remove the copy.
@@ -191,8 +264,9 @@ class Promoter:
             self._targets.forget(error.cause.topic)
             log.warning("turn refused", partition=self._door.partition, why=error.cause.message)
             self._lost = True
+            self._failed(flight)
         except (TurnLost, Fenced, KafkaUnavailable) as error:
-            self._note_lost(error)
+            self._note_lost(flight, error)
             if isinstance(error, TurnLost) and error.cause is not None:
                 # Or every turn from now on would be lost with it.
                 self._trouble.avoid(error.cause)
@@ -206,6 +280,23 @@ class Promoter:
             self._flights.add(flight)
             task.add_done_callback(self._finished)
         return True
+
+    def _to_keep(self) -> list[Transaction]:
+        """Return what is to be copied with the next turn: not more than fits, and nothing whose
+        fate this turn or one on its way decides: an older copy would outlive what they write."""
+        ledger, keep, size = self._ledger, [], 0
+        for transaction in list(ledger.to_keep.values()):
+            if transaction.state in SETTLED or transaction.state is State.REFUSED:
+                del ledger.to_keep[transaction.id]
+            elif transaction.id not in self._in_flight:
+                size += transaction_bytes(transaction)
+                if keep and (len(keep) >= COPIES_MAX or size > self._limits.bytes_max):
+                    break
+                keep.append(transaction)
+        return keep
+
+    def _to_release(self) -> list[Transaction]:
+        return list(islice(self._ledger.to_release.values(), COPIES_MAX))
 
     # --- planning --------------------------------------------------------------------------
 
@@ -266,22 +357,24 @@ class Promoter:
         plan = flight.plan
         promoted: list[Target] = []
         parked: list[Record] = []
+        copied: list[tuple[Transaction, State, Cause | None]] = [
+            *[(transaction, State.REFUSED, cause) for transaction, cause in plan.refuse],
+            *[(transaction, transaction.state, None) for transaction in flight.keep],
+        ]
+        for transaction, state, cause in copied:
+            records = encode_kept(transaction.copy(state, cause))
+            parked.extend(records)
+            flight.copies.append((transaction, len(records)))
         for transaction in plan.promote:
             promoted.extend(_targets(transaction))
-            if transaction.kept:
-                parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
-        for transaction, cause in plan.refuse:
-            parked.extend(_copy(transaction, State.REFUSED, cause))
-        for transaction in flight.keep:
-            parked.extend(_copy(transaction, transaction.state, None))
-        for transaction in flight.release:
+        for transaction in [*[each for each in plan.promote if each.kept], *flight.release]:
             parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
-        return Turn(tuple(promoted), tuple(parked), self._progress(plan))
+        return Turn(tuple(promoted), tuple(parked), flight.progress)
 
     def _progress(self, plan: Plan) -> Progress:
         ledger = self._ledger
         return Progress(
-            v=RECORD_VERSION,
+            v=self._record_version(),
             claim=self._claim(),
             op=plan.op,
             half=ledger.half_whole,
@@ -303,21 +396,26 @@ class Promoter:
         try:
             await handle.committed()
         except (TurnLost, Fenced, KafkaUnavailable) as error:
-            self._note_lost(error)
+            self._note_lost(flight, error)
             self._wake.set()
             return
         finally:
             self._flights.discard(flight)
             flight.ended.set()
+        self._open.discard(flight)
+        self._failing_since_s = None
         promoted = [transaction.id for transaction in plan.promote]
         self._unseen.update(promoted)
         for transaction, cause in plan.refuse:
             ledger.refuse(transaction.id, cause)
+            if cause.code == BODY_LOST:
+                self._trouble.give_up(transaction.id)
             self._trouble.retry_later(transaction.id)
             self._in_flight.discard(transaction.id)
             log.warning("refused", id=transaction.id, cause=cause.code, why=cause.message)
         if plan.refuse:
             self._events.refused([transaction for transaction, _ in plan.refuse])
+        _note_copies(flight, handle)
         await self._visible(handle)
         now_ms = self._now_ms()
         taken = 0
@@ -333,7 +431,14 @@ class Promoter:
             self._events.promoted(plan.promote)
         self._wake.set()
 
-    def _note_lost(self, error: Exception) -> None:
+    def _failed(self, flight: _Flight) -> None:
+        """A turn has not come through."""
+        self._open.discard(flight)
+        if self._failing_since_s is None:
+            self._failing_since_s = flight.since_s
+
+    def _note_lost(self, flight: _Flight, error: Exception) -> None:
+        self._failed(flight)
         log.warning("turn lost", partition=self._door.partition, why=str(error))
         self._events.turn_lost()
         self._lost = True
@@ -375,5 +480,19 @@ def _targets(transaction: Transaction) -> Iterable[Target]:
         yield Target(message.topic, message.partition, record)
 
 
-def _copy(transaction: Transaction, state: State, cause: Cause | None) -> tuple[Record, ...]:
-    return encode_kept(transaction.copy(state, cause))
+def _refuse_lost(plan: Plan, lost: set[str]) -> None:
+    """Turn what a plan was to do with transactions whose messages are gone into refusing them."""
+    plan.refuse = [
+        (each, lost_cause(each) if each.id in lost else cause) for each, cause in plan.refuse
+    ]
+    plan.refuse.extend((each, lost_cause(each)) for each in plan.promote if each.id in lost)
+    plan.promote = [each for each in plan.promote if each.id not in lost]
+
+
+def _note_copies(flight: _Flight, handle: TurnHandle) -> None:
+    """Remember where the copies of a committed turn lie, to read them again one day."""
+    taken = 0
+    for transaction, count in flight.copies:
+        if transaction.state not in SETTLED:
+            transaction.kept_at = tuple(handle.parked_offsets[taken : taken + count])
+        taken += count

@@ -2,8 +2,9 @@
 
 Three kinds are told apart. A *target partition* that could not be written is avoided for a while;
 what is for it is deferred. A *refused transaction* is tried again, ever later, unless only trying
-could tell that a broker does not take it: then it waits for an operator's `revive`. A *turn* that
-a record spoiled is tried again in halves, until the transaction to blame is in one alone.
+could tell that a broker does not take it, or its messages are gone: then it waits for an
+operator's `revive`. A *turn* that a record spoiled is tried again in halves, until the transaction
+to blame is in one alone.
 
 Nothing here outlives the owner: the next one starts without, and finds the same out again.
 """
@@ -19,6 +20,7 @@ from txbroker.core.records import Cause, Message
 from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
 from txbroker.errors import InvariantBroken
+from txbroker.proxy.bodies import refused_as_lost
 
 RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 30.0
@@ -66,6 +68,7 @@ class Trouble:
         self._suspects_limit = 0
         self._refused_alone: set[str] = set()
         self._tried: dict[str, Cause] = {}
+        self._given_up: set[str] = set()
 
     def wait_s(self) -> float | None:
         """Return how long until something is to be tried again, seconds; None: nothing is."""
@@ -79,6 +82,7 @@ class Trouble:
         """Forget what was known against these, and places whose last pause ended long ago."""
         for transaction in transactions:
             self._refused_alone.discard(transaction.id)
+            self._given_up.discard(transaction.id)
             self._retry_pauses_s.pop(transaction.id, None)
         self._avoided = {
             place: avoided
@@ -125,21 +129,28 @@ class Trouble:
 
     def retry_later(self, id: str) -> None:
         """Put a refused transaction to its next time, unless only an operator can tell when."""
-        if id not in self._tried:
+        if id not in self._tried and id not in self._given_up:
             pause_s = self._retry_pauses_s.get(id, RETRY_FIRST_S)
             self._retries.set(id, self._monotonic_ms() + round(pause_s * 1000))
             self._retry_pauses_s[id] = min(pause_s * 2, RETRY_MAX_S)
 
     def retry_all(self) -> None:
         """After recovery: whatever is refused is tried again, each after the first pause."""
-        for id in self._ledger.refused:
-            if id not in self._retry_pauses_s:
+        for id, transaction in self._ledger.refused.items():
+            if refused_as_lost(transaction):
+                self.give_up(id)
+            elif id not in self._retry_pauses_s:
                 self.retry_later(id)
+
+    def give_up(self, id: str) -> None:
+        """Its messages are gone: trying again by itself would find the same."""
+        self._given_up.add(id)
 
     def retry_now(self, id: str) -> None:
         """Try a refused transaction again now, whatever was found out about it before."""
         self._tried.pop(id, None)
         self._refused_alone.discard(id)
+        self._given_up.discard(id)
         if id in self._ledger.refused:
             self._retry_pauses_s.pop(id, None)
             self._retries.set(id, self._monotonic_ms())
@@ -202,8 +213,8 @@ class Trouble:
         if not self._suspects:
             return self._limits
         self._suspects = frozenset([id for id in self._suspects if self._may_be_tried(id)])
-        in_this_turn = self._ledger.ready.keys() | {transaction.id for transaction in retried}
-        if self._suspects.isdisjoint(in_this_turn):
+        again = {transaction.id for transaction in retried}
+        if not any(id in self._ledger.ready or id in again for id in self._suspects):
             return self._limits
         return TurnLimits(self._suspects_limit, self._limits.bytes_max, self._limits.deferred_max)
 
