@@ -511,17 +511,13 @@ class Broker:
                 if transaction.state not in SETTLED:
                     yield owner, transaction
 
-    @property
-    def owned(self) -> int:
-        """How many half partitions this proxy owns and has caught up on."""
-        return len(self._owners)
+    def ledgers(self) -> Sequence[Owner]:
+        """Return the owners of what is this proxy's and caught up, for the gauges."""
+        return tuple(self._owners.values())
 
-    def retention_headroom_s(self) -> float | None:
-        """How long until half's retention reaches the oldest transaction that is not settled."""
-        ages_ms = [
-            owner.now_ms() - transaction.prepared_at_ms for owner, transaction in self.unsettled()
-        ]
-        return self._settings.half_retention_s - max(ages_ms) / 1000 if ages_ms else None
+    def topic_problems(self) -> Sequence[str]:
+        """Return what is wrong with txbroker's own topics: nothing that a start would not see."""
+        return ()
 
 
 def _decode_cursor(cursor: str | None) -> tuple[int, str]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     PlatformCollector,
     ProcessCollector,
@@ -29,6 +30,7 @@ from txbroker import __version__
 OTHER = "other"
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _CHECK_S = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_SNAPSHOT_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _RECOVERY_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -48,6 +50,8 @@ class Gauges:
     unreachable_groups: int = 0
     promotion_lag_markers: int = 0
     owned_partitions: int = 0
+    partitions: Mapping[str, int] = field(default_factory=dict)
+    topic_problems: int = 0
     half_retention_headroom_seconds: float | None = None
     ready: bool | None = None
 
@@ -79,9 +83,12 @@ _FAMILIES = (
     _Family("unreachable_groups", "Groups of which nobody can be reached for checks.", None),
     _Family("promotion_lag_markers", "Markers that were written but not promoted yet.", None),
     _Family("owned_partitions", "Half partitions that this proxy owns.", None),
+    _Family("partitions", "Half partitions by what this proxy does with them.", "state"),
+    _Family("topic_problems", "What is wrong with txbroker's own topics.", None, max),
     _Family(
         "half_retention_headroom_seconds",
-        "Time until retention would reach the oldest undecided half message.",
+        "Time until retention would reach the oldest half message that is not settled and of "
+        "which there is no copy.",
         None,
         min,
     ),
@@ -159,6 +166,13 @@ class Metrics:
         self._fenced = counter("fenced_total", "Times that another owner took a partition.")
         self._overloaded = counter("overloaded_total", "Calls turned away.", "operation")
         self._kafka_errors = counter("kafka_errors_total", "Errors of Kafka.", "operation")
+        self._lost = counter(
+            "lost_undecided_total",
+            "Transactions whose half messages vanished before they were settled.",
+        )
+        self._snapshot_failed = counter(
+            "snapshot_failed_total", "Snapshots that could not be written; the next one is."
+        )
 
     def _make_histograms(self) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
@@ -166,6 +180,10 @@ class Metrics:
             return Histogram(
                 f"txbroker_{name}", text, labels, registry=self.registry, buckets=buckets
             )
+
+        def gauge(name: str, text: str) -> Gauge:
+            self._described.append(Described(f"txbroker_{name}", "gauge", (), text))
+            return Gauge(f"txbroker_{name}", text, registry=self.registry)
 
         self._check_s = histogram("check_duration_seconds", "Time of a check.", _CHECK_S, "group")
 
@@ -183,6 +201,12 @@ class Metrics:
         )
         self._recovery_s = histogram(
             "recovery_seconds", "From gaining a partition until it is caught up.", _RECOVERY_S
+        )
+        self._snapshot_s = histogram(
+            "snapshot_seconds", "Time of writing a snapshot, beside the work.", _SNAPSHOT_S
+        )
+        self._snapshot_entries = gauge(
+            "snapshot_entries", "Transactions in the snapshot that was written last."
         )
 
     def _count(self, counter: Counter, amount: float, *labels: str) -> None:
@@ -228,6 +252,19 @@ class Metrics:
         """Count an error of Kafka."""
         self._count(self._kafka_errors, 1, operation)
 
+    def lost(self, count: int) -> None:
+        """Count transactions of which nothing is left, though they were not settled."""
+        self._lost.inc(count)
+
+    def snapshot_written(self, seconds: float, entries: int) -> None:
+        """Record a snapshot: how long it took, and how many transactions it holds."""
+        self._snapshot_s.observe(seconds)
+        self._snapshot_entries.set(entries)
+
+    def snapshot_failed(self) -> None:
+        """Count a snapshot that could not be written."""
+        self._snapshot_failed.inc()
+
     def decision_took(self, seconds: float) -> None:
         """Record the time from a decision's call to its answer."""
         self._decision_s.observe(seconds)
@@ -259,7 +296,7 @@ class Metrics:
         metric = GaugeMetricFamily(
             f"txbroker_{family.name}", family.text, labels=(family.label,) if family.label else None
         )
-        bound = self._topic if family.label == "topic" else self._group
+        bound = {"topic": self._topic, "group": self._group}.get(family.label or "", str)
         merge = family.worst or float.__add__
         merged: dict[tuple[str, ...], float] = {}
         for value in values:

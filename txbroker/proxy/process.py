@@ -57,7 +57,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         sessions.on_appeared(runner.wake)
         groups.on_change(runner.wake)
         await groups.load()
-        observer = Observer(metrics, runner.unreachable)
+        observer = Observer(metrics, runner.unreachable, settings.half_retention_s)
         broker = Broker(door, settings, groups, runner, observer)
         observer.watch(broker)
         app = make_app(broker, groups, sessions, settings, metrics)
