@@ -60,7 +60,12 @@ class KafkaWorld:
     async def door(
         self, instance_id: str = "one", opener: Callable[..., Any] = create_conn, **changes: Any
     ) -> KafkaDoor:
-        """A door that is started; closed when the test ends."""
+        """A door that is started; closed when the test ends.
+
+        What only the first door of all does to make its topics never goes through `opener`.
+        """
+        if opener is not create_conn and not self._doors:
+            await self.closed_door(instance_id).start()
         door = self.closed_door(instance_id, opener, **changes)
         await door.start()
         return door

@@ -105,6 +105,20 @@ async def test_what_an_aborted_turn_parked_is_not_picked(world: Any, door: Door)
     assert [record.key for record in await partition.pick_parked(everything)] == [b"id/1"]
 
 
+async def test_what_an_open_transaction_hides_is_not_taken_for_gone(world: Any, door: Door) -> None:
+    partition, mine = door.partition(0), new_claim()
+    await partition.claim(mine)
+    release = await world.hang(world.name("parked"), 0)
+    handle = await partition.write(turn(mine, 1, parked=(Record(b"id/0", b"kept"),)))
+    await handle.committed()
+    with pytest.raises(KafkaUnavailable):
+        await partition.pick_parked(handle.parked_offsets)
+    await release()
+    await handle.visible()
+    found = await partition.pick_parked(handle.parked_offsets)
+    assert [record.value for record in found] == [b"kept"]
+
+
 # --- snapshots -------------------------------------------------------------------------------
 
 

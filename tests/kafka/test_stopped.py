@@ -106,7 +106,7 @@ async def test_a_door_closes_while_kafka_hangs(world: KafkaWorld, kafka: Embedde
     partition = door.partition(0)
     await partition.claim(claim("mine"))
     await door.groups.load(lambda _group, _value: None)
-    await door.membership.join(lambda _partitions: None)
+    await door.membership.join("http://127.0.0.1:1", lambda _told: None, lambda _why: None)
     turn = Turn((), (), Progress(RECORD_VERSION, "mine", 1, 1))
     handle = await partition.write(turn)
     with stopped(kafka):

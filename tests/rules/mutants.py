@@ -38,7 +38,8 @@ class Mutant(NamedTuple):
     @property
     def real_kafka(self) -> bool:
         """Whether its test starts a Kafka."""
-        return "[kafka" in self.test or "test_unanswered" in self.test
+        files = ("test_unanswered", "test_forgotten", "test_partition")
+        return "[kafka" in self.test or any(name in self.test for name in files)
 
 
 def mutants() -> list[Mutant]:

@@ -323,10 +323,13 @@ class MemoryPartitionDoor:
         """Return the records of the parked topic at these offsets, `read_committed`.
 
         Raises:
-            KafkaUnavailable: Kafka is down.
+            KafkaUnavailable: Kafka is down, or an open transaction hides a record.
         """
         await self._kafka.reach()
-        return self._kafka.partition(self._parked, self.partition).pick(offsets)
+        found = self._kafka.partition(self._parked, self.partition)
+        if any(found.stable_end <= offset < found.end for offset in offsets):
+            raise KafkaUnavailable(f"{self._parked}: an open transaction hides a record")
+        return found.pick(offsets)
 
     async def write(self, turn: Turn) -> TurnHandle:
         """Write one turn; return once the next may be written.

@@ -1,0 +1,179 @@
+"""A partition's door beyond the contract: its connections, its fetches, and damaged batches."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiokafka.conn import create_conn
+from kafka_world import KafkaWorld
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import Hanging, Turn
+from txbroker.errors import InvariantBroken, KafkaUnavailable
+from txbroker.kafka.batch import encode_batch
+from txbroker.kafka.client import Client
+from txbroker.kafka.fetched import Fetched
+from txbroker.kafka.reader import Reader
+
+
+class Opened:
+    """Opens connections and remembers them."""
+
+    def __init__(self) -> None:
+        self.connections: list[Any] = []
+
+    async def __call__(self, *address: Any, **settings: Any) -> Any:
+        self.connections.append(await create_conn(*address, **settings))
+        return self.connections[-1]
+
+
+def claim(name: str) -> Claim:
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+
+
+# --- connections -----------------------------------------------------------------------------
+
+
+async def test_an_old_door_closes_its_own_connections_only(world: KafkaWorld) -> None:
+    opened = Opened()
+    door = await world.door("one", opened)
+
+    async def use(name: str) -> Any:
+        partition = door.partition(0)
+        await partition.claim(claim(name))
+        await partition.half.append([Record(b"k", b"")])
+        await partition.half.pick([0])
+        await partition.store([Record(b"snapshot/0/0", b"")])
+        turn = Turn((), (Record(b"id/0", b""),), Progress(RECORD_VERSION, name, 1, 1))
+        await (await partition.write(turn)).visible()
+        return partition
+
+    shared = len(opened.connections)
+    old = await use("old")
+    between = len(opened.connections)
+    await use("new")
+    of_old, of_new = opened.connections[shared:between], opened.connections[between:]
+    assert of_new
+    await old.close()
+    assert all(connection.connected() for connection in of_new)
+    # All but the two that every partition shares: to ask for metadata, and for stable ends.
+    assert sum(connection.connected() for connection in of_old) <= 2
+
+
+async def test_picking_keeps_few_connections_busy(world: KafkaWorld) -> None:
+    opened = Opened()
+    door = await world.door("one", opened)
+    log = door.partition(0).half
+    for first in range(0, 3000, 100):
+        await log.append([Record(b"%d" % (first + n), bytes(1000)) for n in range(100)])
+    before = len(opened.connections)
+    offsets = sorted(random.Random(4).sample(range(3000), 40))
+    far = [0, 500, 1000, 1500, 2000, 2500, 2999, *range(100, 300)]
+    for wanted in (offsets, sorted(far), range(3000)):
+        picked = await log.pick(wanted)
+        assert [(r.offset, r.key) for r in picked] == [(n, b"%d" % n) for n in wanted]
+    assert 1 < len(opened.connections) - before <= 8
+
+
+async def test_a_pick_that_is_given_up_leaves_nothing_behind(world: KafkaWorld) -> None:
+    log = (await world.door()).partition(0).half
+    for _ in range(10):
+        await log.append([Record(b"k", bytes(1000)) for _ in range(200)])
+    before = asyncio.all_tasks()
+    picking = asyncio.create_task(log.pick(range(0, 2000, 100)))
+    await asyncio.sleep(0)
+    picking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await picking
+    assert asyncio.all_tasks() == before
+    assert len(await log.pick(range(0, 2000, 100))) == 20
+
+
+async def test_a_kafka_that_is_silent_is_not_a_hanging_transaction(world: KafkaWorld) -> None:
+    door = await world.door(claim_timeout_s=0.5, write_timeout_s=0.5)
+    await door.close()
+    with pytest.raises(KafkaUnavailable) as error:
+        await door.partition(0).claim(claim("mine"))
+    assert not isinstance(error.value, Hanging)
+
+
+# --- reading ahead ---------------------------------------------------------------------------
+
+
+def answer(data: bytes, end: int) -> tuple[Any, ...]:
+    """What a broker answers to a fetch of one partition."""
+    return (0, 0, end, end, [], data)
+
+
+class Slow(Reader):
+    """Reads a log of one record a fetch, and remembers which fetches were asked for."""
+
+    def __init__(self, client: Client, end: int, broken: int = -1) -> None:
+        super().__init__(client, "x", 0, "lane", append_time=False)
+        self.asked: list[int] = []
+        self._end = end
+        self._broken = broken
+
+    async def fetch(self, position: int, *_: Any, **__: Any) -> Fetched:
+        self.asked.append(position)
+        await asyncio.sleep(0)
+        data = bytearray(
+            encode_batch([Record(b"%d" % position, b"")], producer_id=1, epoch=0, sequence=0)
+        )
+        data[:8] = position.to_bytes(8, "big")
+        if position == self._broken:
+            data[-1] ^= 1
+        return Fetched(self.name, position, answer(bytes(data), self._end), append_time=False)
+
+
+async def test_one_fetch_is_ahead_of_the_caller_and_no_more(world: KafkaWorld) -> None:
+    reader = Slow(Client(world.settings()), 5)
+    seen = []
+    async for records in reader.read(0, 5):
+        seen += [record.offset for record in records]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert reader.asked == list(range(min(seen[-1] + 2, 5)))
+    assert seen == [0, 1, 2, 3, 4]
+
+
+async def test_what_is_read_ahead_fails_in_its_place(world: KafkaWorld) -> None:
+    reader = Slow(Client(world.settings()), 5, broken=2)
+    reading = aiter(reader.read(0, 5))
+    assert [(await anext(reading))[0].offset for _ in range(2)] == [0, 1]
+    with pytest.raises(InvariantBroken, match="damaged"):
+        await anext(reading)
+
+
+# --- damaged batches -------------------------------------------------------------------------
+
+BATCH = encode_batch(
+    [Record(b"%d" % n, b"value", (("h", b"x"),)) for n in range(3)],
+    producer_id=1,
+    epoch=0,
+    sequence=0,
+)
+TAKEN: list[Callable[[Fetched], Any]] = [
+    lambda fetched: fetched.records,
+    lambda fetched: fetched.among([1]),
+]
+
+
+@pytest.mark.parametrize("take", TAKEN, ids=["all", "one"])
+@pytest.mark.parametrize("at", [17, 22, 40, 61, 70, len(BATCH) - 1])
+def test_a_damaged_batch_is_never_taken_for_records(at: int, take: Callable[..., Any]) -> None:
+    data = bytearray(BATCH)
+    data[at] ^= 0x10
+    with pytest.raises(InvariantBroken, match="damaged"):
+        take(Fetched("x-0", 0, answer(bytes(data), 3), append_time=False))
+
+
+@pytest.mark.parametrize("size", [0, 1, 16, 60, len(BATCH) - 1])
+def test_a_batch_that_is_cut_off_is_left_for_the_next_fetch(size: int) -> None:
+    fetched = Fetched("x-0", 0, answer(BATCH + BATCH[:size], 6), append_time=False)
+    assert [record.offset for record in fetched.records] == [0, 1, 2]
+    assert fetched.next_offset == 3
