@@ -1,4 +1,4 @@
-"""Who gets which partition, what members say, and what one does when another takes its place."""
+"""Members on a real Kafka: other builds beside them, touch lost, an instance id taken."""
 
 from __future__ import annotations
 
@@ -11,176 +11,17 @@ import pytest
 from aiokafka.coordinator.protocol import ConsumerProtocol
 from confluent_kafka import Consumer
 from heard import Heard
-from hypothesis import given
-from hypothesis import strategies as st
 from kafka_world import KafkaWorld
 
-from txbroker.core.sharing import Held, settle, share_out
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka import KafkaDoor, membership
 from txbroker.kafka.client import KafkaRefused
 from txbroker.kafka.codes import Code
-from txbroker.kafka.generation import (
-    Me,
-    Said,
-    Seat,
-    Told,
-    assignment,
-    decode_said,
-    decode_told,
-    encode_said,
-    encode_told,
-    is_outdated,
-    make_told,
-    numbers,
-    runs,
-)
 from txbroker.kafka.member import Joined, Member
 
 SESSION_S = 1.5
 ALL = frozenset(range(4))
 FIRST_URL, OTHER_URL = "http://127.0.0.1:1", "http://127.0.0.1:2"
-
-names = st.text("abcdef", min_size=1, max_size=3)
-own = st.frozensets(st.integers(0, 20))
-owned = st.dictionaries(names, own, max_size=6)
-
-
-# --- shares --------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 20), owned)
-def test_shares_are_whole_even_and_sticky(
-    partitions: int, owned: dict[str, frozenset[int]]
-) -> None:
-    shares = share_out(partitions, owned)
-    assert shares.keys() == owned.keys()
-    if not owned:
-        return
-    given_out = [number for share in shares.values() for number in share]
-    assert sorted(given_out) == list(range(partitions))
-    sizes = {len(share) for share in shares.values()}
-    assert max(sizes) - min(sizes) <= 1
-    assert share_out(partitions, shares) == shares
-
-
-@given(st.integers(1, 20), owned.filter(bool), st.integers(1, 3))
-def test_members_that_come_take_no_more_than_their_shares(
-    partitions: int, owned: dict[str, frozenset[int]], count: int
-) -> None:
-    before = share_out(partitions, owned)
-    new = [f"z{number}" for number in range(count)]
-    after = share_out(partitions, {**before, **dict.fromkeys(new, frozenset())})
-    moved = sum(len(before[name] - after[name]) for name in before)
-    assert moved == sum(len(after[name]) for name in new)
-
-
-@given(st.integers(1, 20), owned.filter(lambda owned: len(owned) > 1))
-def test_of_a_member_that_goes_only_its_own_move(
-    partitions: int, owned: dict[str, frozenset[int]]
-) -> None:
-    before = share_out(partitions, owned)
-    gone = min(before)
-    after = share_out(partitions, {name: own for name, own in before.items() if name != gone})
-    assert all(before[name] <= after[name] for name in after)
-
-
-@given(st.dictionaries(names, st.builds(Held, own, st.integers(-1, 5)), max_size=5))
-def test_what_several_say_they_own_is_the_one_s_who_got_it_last(held: dict[str, Held]) -> None:
-    settled = settle(held)
-    assert settled.keys() == held.keys()
-    for number in frozenset[int]().union(*(one.partitions for one in held.values())):
-        (holder,) = (name for name, own in settled.items() if number in own)
-        claims = [one.generation for one in held.values() if number in one.partitions]
-        assert held[holder].generation == max(claims)
-
-
-# --- what is said and told -----------------------------------------------------------------------
-
-
-@given(own, st.integers(0, 25))
-def test_numbers_travel_as_runs(own: frozenset[int], below: int) -> None:
-    assert numbers(runs(own), below) == {number for number in own if number < below}
-
-
-def test_a_run_without_end_is_cut() -> None:
-    assert numbers([(-(10**9), 10**18)], 3) == {0, 1, 2}
-
-
-def test_what_is_said_is_read_back() -> None:
-    said = Said(FIRST_URL, 3, [(0, 2), (5, 1)], 7)
-    assert decode_said(encode_said(said)) == said
-
-
-def test_another_build_may_say_more() -> None:
-    said = {**msgspec.to_builtins(Said(FIRST_URL, 3, [(0, 2)], 7)), "v": 9, "more": {"a": [1]}}
-    assert decode_said(msgspec.json.encode(said)) == Said(FIRST_URL, 3, [(0, 2)], 7)
-
-
-def test_the_build_before_said_a_list() -> None:
-    assert decode_said(b"[3, 0, 1]") == Said("", 1, [(0, 2), (3, 1)])
-
-
-NONSENSE = [
-    b"", b"\xff", b"7", b"null", b"{", b'["a"]', b"[" * 100_000, b'"text"',
-    b'{"url": 7, "record_version": "x", "owned": "all", "generation": null}',
-    b'{"url": "' + b"x" * 5000 + b'", "record_version": -4, "owned": [[1]], "generation": 1.5}',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("data", NONSENSE, ids=lambda data: repr(data[:12]))
-def test_who_says_nonsense_owns_nothing(data: bytes) -> None:
-    assert decode_said(data) == Said()
-    assert decode_told(data) is None
-
-
-@given(st.binary())
-def test_no_bytes_break_the_reader(data: bytes) -> None:
-    assert decode_said(data).record_version >= 1
-    assert numbers(decode_said(data).owned, 4) <= ALL
-    assert decode_told(data) is None
-
-
-def test_one_who_claims_all_in_a_generation_to_come_takes_nothing_from_the_others() -> None:
-    honest = {"a": Said("ua", 2, [(0, 2)], 4), "b": Said("ub", 2, [(2, 2)], 4)}
-    greedy = Said("uc", 2, [(0, 4)], 10**9)
-    _told, shares = make_told(4, 5, {**honest, "c": greedy})
-    assert shares["c"] < ALL
-    assert len(shares["c"]) == 1
-    assert shares["a"] <= {0, 1}
-    assert shares["b"] <= {2, 3}
-
-
-def test_all_are_told_who_owns_what() -> None:
-    said = {"a": Said("ua", 3, [(0, 4)], 1), "b": Said("ub", 2), "c": Said()}
-    told, shares = make_told(4, 2, said)
-    assert decode_told(encode_told(told)) == told
-    assert told.record_version == 1
-    known = assignment(4, shares["b"], told, Me("b", "ub", 2))
-    assert known.mine == shares["b"]
-    assert [known.owners[p] for p in sorted(shares["a"])] == ["ua"] * len(shares["a"])
-    assert [known.owners[p] for p in shares["b"]] == ["ub"] * len(shares["b"])
-    assert [known.owners[p] for p in shares["c"]] == [""] * len(shares["c"])
-    assert known.proxies == ("ua", "ub")
-    assert known.record_version == 1
-
-
-def test_about_ourselves_we_know_better_than_the_leader() -> None:
-    told = Told([Seat("a", "old", 3, [(0, 4)]), Seat("b", "ub", 3, [(1, 1)])], 3)
-    known = assignment(4, {0, 1, 99}, told, Me("a", "new", 2))
-    assert known.mine == {0, 1}
-    assert known.owners == ("new", "new", "", "")
-    assert known.proxies == ("new", "ub")
-    assert known.record_version == 2
-
-
-def test_it_is_outdated_what_others_know_otherwise_of_us() -> None:
-    told = Told([Seat("a", "ua", 3, [])], 3)
-    assert not is_outdated(told, Me("a", "ua", 3))
-    assert is_outdated(told, Me("a", "ub", 3))
-    assert is_outdated(told, Me("a", "ua", 2))
-    assert is_outdated(told, Me("b", "ua", 3))
-    assert not is_outdated(None, Me("a", "ua", 3)), "an old leader tells nobody in any generation"
 
 
 # --- other builds in the group -------------------------------------------------------------------
@@ -367,6 +208,40 @@ async def test_a_member_that_kafka_has_forgotten_says_so_and_joins_anew(world: K
     await other.until_owned(2)
     assert heard.now.mine | other.now.mine == ALL
     assert len(heard.losses) == 1
+
+
+async def test_a_member_out_of_touch_for_a_session_says_so_once(world: KafkaWorld) -> None:
+    reachable = asyncio.Event()
+    reachable.set()
+
+    class Cut(Member):
+        async def join(self) -> Joined:
+            await self._reach()
+            return await super().join()
+
+        async def heartbeat(self, generation: int, lane: str) -> int:
+            await self._reach()
+            return await super().heartbeat(generation, lane)
+
+        async def _reach(self) -> None:
+            if not reachable.is_set():
+                raise KafkaUnavailable("cut off")
+
+    heard, other = Heard(), Heard()
+    door = await joined(world, "a", FIRST_URL, heard, Cut)
+    await joined(world, "b", OTHER_URL, other)
+    await heard.until_owned(2)
+    reachable.clear()
+    with pytest.raises(KafkaUnavailable):
+        await door.membership.still_ours(0)
+    assert heard.losses == [], "a moment without an answer is no loss"
+    await other.until_owned(4)
+    assert await heard.until_lost() == "cut off"
+    reachable.set()
+    await heard.until_owned(2)
+    await other.until_owned(2)
+    assert heard.losses == ["cut off"]
+    assert other.losses == []
 
 
 async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaWorld) -> None:

@@ -9,7 +9,7 @@ the partitions that it owned, and told nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct, field
@@ -99,19 +99,28 @@ def _take(value: object, kind: type[_T], otherwise: _T) -> _T:
         return otherwise
 
 
-def make_told(
-    partitions: int, generation: int, said: Mapping[str, Said]
-) -> tuple[Told, dict[str, frozenset[int]]]:
-    """Share `partitions` out among members; return what to tell all, and each one's share.
+class Last(NamedTuple):
+    """What the leader knew before: what all were told last, and in which generation."""
 
-    Who names this generation or a later one as that in which it got what it owns talks nonsense.
-    """
-    held = {
-        name: Held(numbers(one.owned, partitions), one.generation)
-        if one.generation < generation
-        else Held()
-        for name, one in said.items()
-    }
+    generation: int = -1
+    told: Told | None = None
+
+
+def make_told(
+    partitions: int, generation: int, said: Mapping[str, Said], last: Last
+) -> tuple[Told, dict[str, frozenset[int]]]:
+    """Share `partitions` out among members; return what to tell all, and each one's share."""
+    before = {seat.name: seat for seat in last.told.members} if last.told is not None else {}
+    held: dict[str, Held] = {}
+    for name, one in said.items():
+        owned, since = one.owned, one.generation
+        if since >= generation:
+            # Nobody was given anything in a generation to come.
+            owned, since = [], -1
+        if since < 0 and not owned and name in before:
+            # It was restarted, and is in the middle of a rebalance before it heard what it has.
+            owned, since = before[name].owned, last.generation
+        held[name] = Held(numbers(owned, partitions), since)
     shares = share_out(partitions, settle(held))
     seats = [
         Seat(name, one.url, one.record_version, runs(shares[name]))

@@ -16,6 +16,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused, Patience, coordinator_moved
 from txbroker.kafka.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
 from txbroker.kafka.generation import (
+    Last,
     Me,
     Said,
     assignment,
@@ -146,6 +147,7 @@ class Member:
         self._join_timeout_s = settings.session_timeout_s + _ANSWER_ROOM_S
         self._member_id = _NO_MEMBER
         self._held = Held()
+        self._last = Last()
         self._asks = 0
 
     def forget(self) -> None:
@@ -204,7 +206,7 @@ class Member:
         self, generation: int, members: list[tuple[str, str, bytes]]
     ) -> list[tuple[str, bytes]]:
         said = {instance or member: _said(metadata) for member, instance, metadata in members}
-        told, shares = make_told(self._partitions, generation, said)
+        told, shares = make_told(self._partitions, generation, said, self._last)
         data = encode_told(told)
         return [
             (
@@ -230,7 +232,7 @@ class Member:
         except ValueError:  # nothing, or rubbish
             left_out = True
         known = assignment(self._partitions, mine, told, self._me)
-        self._held = Held(known.mine, generation)
+        self._held, self._last = Held(known.mine, generation), Last(generation, told)
         return Joined(generation, known, left_out or is_outdated(told, self._me))
 
     async def heartbeat(self, generation: int, lane: str) -> int:
@@ -255,7 +257,7 @@ class Member:
     async def leave(self) -> None:
         """Leave the group at once; without an answer the session's end does the same."""
         member, self._member_id = self._member_id, _NO_MEMBER
-        self._held = Held()
+        self._held, self._last = Held(), Last()
         if member == _NO_MEMBER:
             # By the instance id alone Kafka would put out whoever has it now.
             return

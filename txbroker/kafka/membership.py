@@ -25,7 +25,7 @@ _log = logging.getLogger("txbroker.kafka")
 
 _BEATS_A_SESSION = 10
 _BEAT_MAX_S = 0.3  # how late the others hear that one has left
-_PAUSE_S = 0.2
+_PAUSE_S, _PAUSE_MAX_S = 0.2, 1.0
 _HOPELESS = {
     Code.GROUP_AUTHORIZATION_FAILED: "may not be used by this proxy: grant it Read on the group",
     Code.INCONSISTENT_GROUP_PROTOCOL: "is used by consumers that are no proxies: set another",
@@ -234,9 +234,9 @@ class KafkaMembership(Membership):
             self._heard_at = sent_at
 
     async def _pause(self) -> None:
-        """Wait before the next try, longer each time, up to half a session."""
+        """Wait before the next try, longer each time."""
         await asyncio.sleep(self._pause_s)
-        self._pause_s = min(self._pause_s * 2, self._session_s / 2)
+        self._pause_s = min(self._pause_s * 2, _PAUSE_MAX_S)
 
     @property
     def _silent_s(self) -> float:
