@@ -6,6 +6,7 @@ is done with it. The fake does not check back by itself, expire ids or promote: 
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -172,8 +173,9 @@ class FakeCluster:
         self.owners = [urls[p % len(urls)] for p in range(self.partitions)]
         if tell:
             for proxy in self.proxies:
-                for session in list(proxy.sessions):
-                    await session.send(Owners(tuple(self.owners)))
+                for session in list(proxy.sessions) if proxy.awake.is_set() else ():
+                    with contextlib.suppress(ConnectionError):
+                        await session.send(Owners(tuple(self.owners)))
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 10) -> None:
         """Wait until a condition on what the proxies saw holds."""
@@ -241,6 +243,9 @@ class FakeProxy:
         self.sessions: list[FakeSession] = []
         self.opened = 0
         self.rules: list[Rule] = []
+        self.awake = asyncio.Event()
+        """Cleared: the process is stopped, as by SIGSTOP: connections stay, nothing is done."""
+        self.awake.set()
         self.port = 0
         self.welcomed_at_ms = 0
         self._runner: web.AppRunner | None = None
@@ -298,6 +303,7 @@ class FakeProxy:
             async for message in socket:
                 if message.type is not WSMsgType.BINARY:
                     break
+                await self.awake.wait()
                 operations = decode_from_producer(message.data)
                 session.frames.append(operations)
                 for operation in operations:

@@ -66,6 +66,9 @@ class _Patience:
         self._started_at = self._loop.time()
         self.timeout = asyncio.timeout_at(self._started_at + seconds)
         self.turn = 0
+        self.choice = 0
+        """Which one of the owners that views name is next: the newest after a move, for whoever
+        hangs goes on to call itself the owner."""
         self.sent = False
         """An earlier try with the same id may have reached the proxy."""
         self.transaction_id: str | None = None
@@ -93,6 +96,8 @@ class _Patience:
         except SessionLost as error:
             self.sent = self.sent or error.sent
             self._last = error
+            if error.moved:
+                self.choice = -1
         except TimeoutError as error:
             if not answering.expired():
                 raise
@@ -110,6 +115,7 @@ class _Patience:
     async def pause(self) -> None:
         """Wait before the next try; not before the first one after a lost session."""
         self.turn += 1
+        self.choice += 1
         if not (isinstance(self._last, SessionLost) and self.turn == 1):
             await asyncio.sleep(min(CALL_BACKOFF_MAX_S, self._limits.backoff_s(self.turn)))
 
@@ -218,7 +224,7 @@ class Calls:
                 return standing
             if not patience.sent:
                 return None
-            session = await self._router.owner(partition, patience.turn)
+            session = await self._router.owner(partition, patience.choice)
 
     # --- decide --------------------------------------------------------------------------
 
@@ -264,7 +270,7 @@ class Calls:
         slow: bool,
     ) -> Standing:
         while True:
-            session = await self._router.owner(partition, patience.turn)
+            session = await self._router.owner(partition, patience.choice)
             standing = await patience.attempt(session, make, partition, slow=slow)
             if standing is not None:
                 return standing

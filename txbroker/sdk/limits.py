@@ -22,6 +22,8 @@ class Limits:
         connect_timeout_s: for one attempt to open a session.
         answer_timeout_s: after this long without an answer a call is sent again.
         heartbeat_s: a session whose proxy answers no ping for this long is given up.
+        session_idle_s: a session with a proxy that owns nothing, and with which nothing is under
+            way, is closed after this long; one session is always kept.
         backoff_first_s, backoff_max_s: between attempts, growing, with jitter.
         in_flight_max: prepares under way, and as many decisions; more wait their turn.
         in_flight_bytes_max: the size of their messages, likewise; bounds the memory.
@@ -34,6 +36,7 @@ class Limits:
     connect_timeout_s: float = 5.0
     answer_timeout_s: float = 10.0
     heartbeat_s: float = 10.0
+    session_idle_s: float = 60.0
     backoff_first_s: float = 0.05
     backoff_max_s: float = 5.0
     in_flight_max: int = 1000

@@ -295,9 +295,9 @@ class TransactionalProducer:
             session.post(Drain())
         return session
 
-    def owners_changed(self, session: Session) -> None:
+    def owners_changed(self, session: Session, before: tuple[str, ...]) -> None:
         """See `txbroker.sdk.session.Listener`."""
-        self._router.owners_changed(session)
+        self._router.owners_changed(session, before)
 
     def check_arrived(self, session: Session, check: Check) -> None:
         """See `txbroker.sdk.session.Listener`."""

@@ -3,7 +3,8 @@
 Every proxy hands out its view of who owns what. The newest view of a living session counts
 first; when that owner does not take a call, the owners that other views name get their turn, so
 one proxy that is behind cannot lead us astray for long. One session is always kept, for checks to
-come down; further ones are opened when a call needs them.
+come down; further ones are opened when a call needs them, and closed when they were of no use for a
+while.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from txbroker.errors import OwnerUnavailable, RequestError
 from txbroker.sdk.limits import Limits
 from txbroker.sdk.session import CannotConnect, Session
 from txbroker.sdk.types import ProducerClosed
+from txbroker.wire import Drain
 
 _log = logging.getLogger("txbroker.sdk")
 
@@ -56,6 +58,8 @@ class Router:
         self._ways: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
+        self._tidier: asyncio.Task[None] | None = None
+        self._retiring: dict[Session, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
         self._refusal: RequestError | None = None
@@ -71,6 +75,7 @@ class Router:
             RequestError: a proxy refuses us.
         """
         self._keeper = asyncio.create_task(self._keep_one(), name="txbroker session keeper")
+        self._tidier = asyncio.create_task(self._tidy(), name="txbroker session tidier")
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._sessions:
@@ -88,12 +93,14 @@ class Router:
         """End all sessions; what is queued in them is sent first."""
         self._closed = True
         tasks = [link.task for link in self._links.values() if link.task is not None]
-        if self._keeper is not None:
-            tasks.append(self._keeper)
+        tasks += [task for task in (self._keeper, self._tidier) if task is not None]
+        retiring = list(self._retiring)
+        tasks += self._retiring.values()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+        sessions = [*self._sessions.values(), *retiring]
+        await asyncio.gather(*(session.close() for session in sessions))
         await asyncio.gather(*self._closing, return_exceptions=True)
         self._notify()
 
@@ -190,11 +197,20 @@ class Router:
 
     # --- sessions ------------------------------------------------------------------------
 
-    def owners_changed(self, session: Session) -> None:
-        """Take over a session's new list of owners."""
-        if self._sessions.get(session.url) is session:
-            self._learn(session)
-            self._notify()
+    def owners_changed(self, session: Session, before: tuple[str, ...]) -> None:
+        """Take over a session's new list of owners.
+
+        Calls that wait at an earlier owner need not find out by themselves, which from one that
+        hangs takes until their time is over.
+        """
+        if self._sessions.get(session.url) is not session:
+            return
+        self._learn(session)
+        for partition, (old, new) in enumerate(zip(before, session.owners, strict=False)):
+            earlier = self._sessions.get(old)
+            if earlier is not None and earlier is not session and new not in ("", old):
+                earlier.moved_away(partition)
+        self._notify()
 
     def session_lost(self, session: Session, why: str) -> None:
         """Forget a session that ended."""
@@ -223,6 +239,39 @@ class Router:
             known = self._known_urls()
             await asyncio.wait((self._dial(known[turn % len(known)]),))
             turn += 1
+
+    async def _tidy(self) -> None:
+        """Close sessions that were of no use for a while, but for one."""
+        unused_since: dict[Session, float] = {}
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._limits.session_idle_s / 4)
+            owners = {url for view in self._views.values() for url in view.owners}
+            unused = [s for s in self._sessions.values() if s.url not in owners and s.quiet]
+            unused_since = {s: unused_since.get(s, loop.time()) for s in unused}
+            for session, since in list(unused_since.items()):
+                over = loop.time() - since >= self._limits.session_idle_s
+                if over and len(self._sessions) > 1:
+                    del unused_since[session]
+                    self._retire(session)
+
+    def _retire(self, session: Session) -> None:
+        """Use a session no more, and close it when its proxy will send no check down it either."""
+        del self._sessions[session.url]
+        self._views.pop(session.url, None)
+        task = asyncio.create_task(self._close_quietly(session))
+        self._retiring[session] = task
+        task.add_done_callback(lambda _: self._retiring.pop(session, None))
+
+    async def _close_quietly(self, session: Session) -> None:
+        session.post(Drain())
+        # A check that was on its way when the proxy read this is answered, not cut off: cut off it
+        # would count as an attempt that nobody knows the outcome of.
+        while True:
+            await asyncio.sleep(self._limits.answer_timeout_s)
+            if session.quiet:
+                break
+        await session.close("its proxy owns nothing")
 
     def _known_urls(self) -> list[str]:
         urls = dict.fromkeys(self._seeds)

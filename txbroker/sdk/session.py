@@ -20,6 +20,7 @@ from txbroker.sdk.limits import Limits
 from txbroker.wire import (
     FRAME_BYTES_MAX,
     Check,
+    CheckAnswer,
     Clock,
     Failure,
     FromProducer,
@@ -49,18 +50,20 @@ class CannotConnect(Exception):
 
 
 class SessionLost(Exception):
-    """The session ended before the answer came. `sent`: the proxy may have got the call."""
+    """The session ended before the answer came. `sent`: the proxy may have got the call; `moved`:
+    its partition has another owner now, which is known."""
 
-    def __init__(self, why: str, *, sent: bool) -> None:
+    def __init__(self, why: str, *, sent: bool, moved: bool = False) -> None:
         super().__init__(why)
         self.sent = sent
+        self.moved = moved
 
 
 class Listener(Protocol):
     """Who is told what a session brings besides answers."""
 
-    def owners_changed(self, session: "Session") -> None:
-        """`session.owners` is another list now."""
+    def owners_changed(self, session: "Session", before: tuple[str, ...]) -> None:
+        """`session.owners` is another list now than `before`."""
 
     def check_arrived(self, session: "Session", check: Check) -> None:
         """The proxy asks; answered by `session.post(CheckAnswer(…))`."""
@@ -120,6 +123,8 @@ class Session:
         self._idle = asyncio.Event()
         self._idle.set()
         self._lost: str | None = None
+        self._checks: set[int] = set()
+        """Questions that came and are not answered yet."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, rest: list[FromProxy]) -> None:
@@ -132,6 +137,11 @@ class Session:
     def now_ms(self) -> int:
         """Return the proxy's clock, carried on by the time that passed here since."""
         return self._clock_ms + int((self._loop.time() - self._clock_at) * 1000)
+
+    @property
+    def quiet(self) -> bool:
+        """True where nothing waits for an answer, on neither side."""
+        return not self._calls and not self._checks and not self._outbox
 
     async def call(self, make: Callable[[int], FromProducer], partition: int) -> Standing:
         """Send the operation that `make` returns for its call number; return the answer.
@@ -166,6 +176,8 @@ class Session:
         """
         if self._lost is None:
             self._queue(_encode(operation), None)
+            if isinstance(operation, CheckAnswer):
+                self._checks.discard(operation.call)
 
     async def close(self, why: str = "closed by this side") -> None:
         """Send what is queued, say goodbye and end."""
@@ -251,6 +263,7 @@ class Session:
             case Clock():
                 self._clock_ms, self._clock_at = operation.now_ms, self._loop.time()
             case Check():
+                self._checks.add(operation.call)
                 self._listener.check_arrived(self, operation)
             case Welcome():
                 raise ValueError("a second welcome")
@@ -259,15 +272,19 @@ class Session:
         if not owners:
             raise ValueError("a list of no owners")
         before, self.owners = self.owners, owners
-        for call in self._calls.values():
-            if call.answer.done() or call.partition >= min(len(before), len(owners)):
-                continue
-            if before[call.partition] == self.url != owners[call.partition]:
-                moved = f"partition {call.partition} moved away from {self.url}"
-                call.answer.set_exception(SessionLost(moved, sent=call.sent))
+        for partition in range(min(len(before), len(owners))):
+            if before[partition] == self.url != owners[partition]:
+                self.moved_away(partition)
+        self._listener.owners_changed(self, before)
+
+    def moved_away(self, partition: int) -> None:
+        """A half partition is another proxy's now: whoever waits here asks there instead."""
+        for call in list(self._calls.values()):
+            if call.partition == partition and not call.answer.done():
+                why = f"partition {partition} moved away from {self.url}"
+                call.answer.set_exception(SessionLost(why, sent=call.sent, moved=True))
                 if not call.sent:
                     self._unqueue(call)
-        self._listener.owners_changed(self)
 
     def _lose(self, why: str) -> None:
         if self._lost is not None:

@@ -1,0 +1,287 @@
+"""Three proxies that die, hang and hand partitions over, while calls and checks go on."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.sdk.fake_proxy import (
+    QUICK,
+    Action,
+    DropAfter,
+    DropBefore,
+    FakeCluster,
+    FakeProxy,
+    Ignore,
+    Refuse,
+)
+from txbroker.core.ids import parse_id
+from txbroker.core.placement import order_hash
+from txbroker.core.records import Decision, Message
+from txbroker.sdk import Answer, CheckRequest, TransactionalProducer
+from txbroker.wire import Decide, FromProducer, Prepare
+
+PATIENT = replace(QUICK, retry_s=30.0, heartbeat_s=0.4, session_idle_s=0.2, answer_timeout_s=0.2)
+KEYLESS = Message("payments", value=b"body")
+
+
+async def three(cluster: FakeCluster) -> list[FakeProxy]:
+    """Start three proxies that share the half partitions out."""
+    proxies = [await cluster.proxy() for _ in range(3)]
+    await cluster.own(*proxies)
+    return proxies
+
+
+def keyed(partition: int, partitions: int = 4) -> Message:
+    """Return a message of which the half partition is this one."""
+    numbers = (n for n in range(1000))
+    return next(
+        Message("t", key=b"%d" % n, value=b"body")
+        for n in numbers
+        if (order_hash(None, "t", b"%d" % n) or 0) % partitions == partition
+    )
+
+
+# --- at random ----------------------------------------------------------------------------------
+
+
+class Chaos:
+    """Kills, stops and wakes proxies, and hands partitions over; at least one always works."""
+
+    def __init__(self, cluster: FakeCluster, chance: random.Random) -> None:
+        self._cluster = cluster
+        self._chance = chance
+        self._dead: set[FakeProxy] = set()
+        self.done: list[str] = []
+
+    async def step(self) -> None:
+        steps: list[Callable[[], Awaitable[None]]] = [self.kill, self.pause, self.heal, self.move]
+        await self._chance.choice(steps)()
+
+    def _working(self) -> list[FakeProxy]:
+        return [p for p in self._cluster.proxies if p not in self._dead and p.awake.is_set()]
+
+    async def kill(self) -> None:
+        working = self._working()
+        if len(working) > 1:
+            proxy = self._chance.choice(working)
+            self._dead.add(proxy)
+            await proxy.stop()
+            self.done.append("kill")
+
+    async def pause(self) -> None:
+        working = self._working()
+        if len(working) > 1:
+            self._chance.choice(working).awake.clear()
+            self.done.append("pause")
+
+    async def heal(self) -> None:
+        for proxy in list(self._dead):
+            self._dead.discard(proxy)
+            await proxy.start()
+        for proxy in self._cluster.proxies:
+            proxy.awake.set()
+
+    async def move(self) -> None:
+        """Partitions go to those that work; now and then one has no owner for a while."""
+        working = self._working()
+        await self._cluster.own(*[self._chance.choice([*working * 4, None]) for _ in range(4)])
+        self.done.append("move")
+
+    async def end(self) -> None:
+        await self.heal()
+        await self._cluster.own(*self._cluster.proxies)
+
+
+def trouble(chance: random.Random) -> Callable[[FromProducer], Action | None]:
+    actions = [DropBefore(), DropAfter(), Ignore(), Ignore(done=False),
+               Refuse("owner_unavailable"), Refuse("overloaded")]  # fmt: skip
+    return lambda _: chance.choice(actions) if chance.random() < 0.03 else None
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whoever_dies_each_call_is_answered_once_and_counts_once(
+    cluster: FakeCluster, seed: int
+) -> None:
+    chance = random.Random(seed)
+    proxies = await three(cluster)
+    for proxy in proxies:
+        proxy.rules.append(trouble(chance))
+    answers: list[tuple[int, str, Decision]] = []
+
+    async def one(producer: TransactionalProducer, n: int) -> None:
+        message = Message("t", key=b"%d" % n if n % 2 else None, value=b"%d" % n)
+        decision = Decision.COMMIT if n % 3 else Decision.ROLLBACK
+        outcome = await producer.send_in_transaction(message, lambda tx: decision)
+        assert outcome.decision is decision
+        answers.append((n, outcome.id, outcome.decision))
+
+    async def several(producer: TransactionalProducer, lane: int) -> None:
+        for n in range(lane, 240, 24):
+            await one(producer, n)
+
+    chaos = Chaos(cluster, chance)
+    urls = [proxy.url for proxy in chance.sample(proxies, chance.randint(1, 3))]
+    async with TransactionalProducer(urls, group="g", limits=PATIENT) as producer:
+        work = asyncio.gather(*(several(producer, lane) for lane in range(24)))
+        for _ in range(20):
+            await asyncio.wait([work], timeout=0.04)
+            await chaos.step()
+        await chaos.end()
+        await work
+    assert {"kill", "pause", "move"} <= set(chaos.done)
+    assert sorted(n for n, _, _ in answers) == list(range(240))
+    for n, id, decision in answers:
+        stored = cluster.transactions[id]
+        assert stored.messages[0].value == b"%d" % n
+        assert set(stored.decisions) == {decision}
+    # An id is never used for anything else, and whatever else was stored was left undecided.
+    contents: dict[str, set[bytes | None]] = {}
+    for prepare in cluster.prepares:
+        contents.setdefault(prepare.id, set()).add(prepare.messages[0].value)
+    assert {len(values) for values in contents.values()} == {1}
+    strays = set(cluster.transactions) - {id for _, id, _ in answers}
+    assert all(cluster.transactions[stray].decision is None for stray in strays)
+
+
+# --- one by one ---------------------------------------------------------------------------------
+
+
+async def test_a_call_at_a_proxy_that_hangs_goes_on_when_another_says_who_owns(
+    cluster: FakeCluster,
+) -> None:
+    a, b, _ = await three(cluster)
+    limits = replace(QUICK, retry_s=60.0, answer_timeout_s=3600.0, heartbeat_s=3600.0)
+    async with TransactionalProducer([a.url, b.url], group="g", limits=limits) as producer:
+        first = await producer.prepare(keyed(0))
+        await producer.prepare(keyed(1))
+        a.awake.clear()
+        waiting = asyncio.create_task(producer.commit(first))
+        prepared = asyncio.create_task(producer.prepare(keyed(0)))
+        await asyncio.wait([waiting, prepared], timeout=0.1)
+        await cluster.own(b)
+        assert (await waiting).decision is Decision.COMMIT
+        assert parse_id(await prepared).partition == 0
+        a.awake.set()
+
+
+async def test_without_order_key_another_partition_is_taken_if_nothing_was_sent(
+    cluster: FakeCluster,
+) -> None:
+    a, b, _ = await three(cluster)
+    async with TransactionalProducer(a.url, group="g", limits=PATIENT) as producer:
+        await producer.prepare(keyed(1))
+        await a.stop()
+        ids = [await producer.prepare(KEYLESS) for _ in range(5)]
+        assert {parse_id(id).partition for id in ids} <= {1}
+        assert len(b.sessions) == 1
+
+
+async def test_without_order_key_what_was_sent_keeps_its_id(cluster: FakeCluster) -> None:
+    a, b, _ = await three(cluster)
+    async with TransactionalProducer(a.url, group="g", limits=PATIENT) as producer:
+        await producer.prepare(keyed(1))
+        cluster.prepares.clear()
+        for proxy in (a, b):
+            proxy.once(Prepare, Refuse("owner_unavailable"), times=2)
+        id = await producer.prepare(KEYLESS)
+    assert {prepare.id for prepare in cluster.prepares} == {id}
+
+
+async def test_owner_unavailable_is_tried_at_the_newest_owner(cluster: FakeCluster) -> None:
+    a, b, _ = await three(cluster)
+    async with TransactionalProducer(a.url, group="g", limits=PATIENT) as producer:
+        id = await producer.prepare(keyed(0))
+        a.rules.append(lambda op: Refuse("owner_unavailable") if isinstance(op, Decide) else None)
+        waiting = asyncio.create_task(producer.commit(id))
+        await asyncio.wait([waiting], timeout=0.05)
+        assert not waiting.done()
+        await cluster.own(b)
+        assert (await waiting).decision is Decision.COMMIT
+
+
+async def test_sessions_of_no_use_are_closed_and_one_is_kept(cluster: FakeCluster) -> None:
+    a, b, c = await three(cluster)
+    async with TransactionalProducer(a.url, group="g", limits=PATIENT) as producer:
+        for partition in range(3):
+            await producer.prepare(keyed(partition))
+        assert [len(proxy.sessions) for proxy in (a, b, c)] == [1, 1, 1]
+        await cluster.own(a)
+        await cluster.until(lambda: not b.sessions and not c.sessions)
+        assert len(a.sessions) == 1
+        await cluster.own(None)
+        await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=0.6)
+        assert len(a.sessions) == 1
+        await cluster.own(b)
+        await producer.prepare(keyed(1))
+        await cluster.until(lambda: not a.sessions)
+        assert len(b.sessions) == 1
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+async def test_a_check_under_way_keeps_its_session_open(cluster: FakeCluster) -> None:
+    a, b, _ = await three(cluster)
+    gate = asyncio.Event()
+
+    async def check(request: CheckRequest) -> Answer:
+        await gate.wait()
+        return Decision.COMMIT
+
+    async with TransactionalProducer(a.url, group="g", check=check, limits=PATIENT) as producer:
+        id = await producer.prepare(keyed(1))
+        await producer.prepare(keyed(0))
+        asked = asyncio.create_task(b.sessions[0].check(id))
+        await cluster.own(a)
+        await asyncio.wait([asked], timeout=0.6)
+        assert len(b.sessions) == 1
+        gate.set()
+        assert (await asked).decision is Decision.COMMIT
+        await cluster.until(lambda: not b.sessions)
+
+
+async def test_the_same_check_on_two_sessions_is_asked_once_and_answered_twice(
+    cluster: FakeCluster,
+) -> None:
+    a, b, _ = await three(cluster)
+    asked: list[str] = []
+    gate = asyncio.Event()
+
+    async def check(request: CheckRequest) -> Answer:
+        asked.append(request.id)
+        await gate.wait()
+        return Decision.ROLLBACK
+
+    async with TransactionalProducer(a.url, group="g", check=check, limits=PATIENT) as producer:
+        id = await producer.prepare(keyed(0))
+        await producer.prepare(keyed(1))
+        both = [asyncio.create_task(p.sessions[0].check(id)) for p in (a, b)]
+        await asyncio.wait(both, timeout=0.05)
+        gate.set()
+        assert {(await one).decision for one in both} == {Decision.ROLLBACK}
+        assert asked == [id]
+
+
+async def test_a_check_whose_session_dies_is_answered_on_the_next(cluster: FakeCluster) -> None:
+    a, b, _ = await three(cluster)
+    gate, began = asyncio.Event(), asyncio.Event()
+
+    async def check(request: CheckRequest) -> Answer:
+        began.set()
+        await gate.wait()
+        return Decision.COMMIT
+
+    async with TransactionalProducer(a.url, group="g", check=check, limits=PATIENT) as producer:
+        id = await producer.prepare(keyed(0))
+        await producer.prepare(keyed(1))
+        lost = asyncio.create_task(a.sessions[0].check(id))
+        await began.wait()
+        await a.stop()
+        gate.set()
+        assert (await b.sessions[0].check(id, attempt=2)).decision is Decision.COMMIT
+        lost.cancel()
+        await cluster.own(b)
+        assert (await producer.commit(id)).decision is Decision.COMMIT
