@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_logs import START_MS, Logs, half_of, id_of, marker_of, message, replayed
+from core_logs import START_MS, Logs, half_of, id_of, marker_of, replayed
 
 from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import TurnLimits
@@ -78,11 +78,11 @@ def test_a_silent_target_partition_is_avoided_for_a_pause_that_grows() -> None:
     for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         world.trouble.avoid(SILENT)
         world.clock.at_s += pause_s - 0.1
-        assert world.trouble.avoided(message()) == SILENT
-        assert world.trouble.avoided(message(at=1)) is None
-        assert world.trouble.avoided(message(topic="u")) is None
+        assert world.trouble.avoided("t", 0) == SILENT
+        assert world.trouble.avoided("t", 1) is None
+        assert world.trouble.avoided("u", 0) is None
         world.clock.at_s += 0.1
-        assert world.trouble.avoided(message()) is None
+        assert world.trouble.avoided("t", 0) is None
 
 
 def test_an_avoided_place_that_was_well_for_long_begins_anew() -> None:
@@ -93,12 +93,12 @@ def test_an_avoided_place_that_was_well_for_long_begins_anew() -> None:
     world.trouble.promoted([])
     world.trouble.avoid(SILENT)
     world.clock.at_s += 0.6
-    assert world.trouble.avoided(message()) is None
+    assert world.trouble.avoided("t", 0) is None
     # Not forgotten so soon: the next pause is longer again.
     world.trouble.promoted([])
     world.trouble.avoid(SILENT)
     world.clock.at_s += 0.9
-    assert world.trouble.avoided(message()) == SILENT
+    assert world.trouble.avoided("t", 0) == SILENT
 
 
 def test_what_is_deferred_is_looked_at_after_pauses_that_grow() -> None:
@@ -212,7 +212,7 @@ def test_nobody_is_suspected_where_the_target_may_take_it_later() -> None:
     world = World(4)
     world.isolate(*world.ids, cause=SILENT)
     assert world.turn_size() == LIMITS.transactions_max
-    assert world.trouble.avoided(message()) == SILENT
+    assert world.trouble.avoided("t", 0) == SILENT
 
 
 def test_a_record_of_our_own_that_is_refused_stops_the_partition() -> None:

@@ -24,13 +24,12 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn, transaction_bytes
 from txbroker.core.records import (
     Cause,
-    Message,
     Progress,
     Record,
     State,
 )
 from txbroker.core.states import SETTLED
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import Place, Transaction
 from txbroker.door import (
     Fenced,
     PartitionDoor,
@@ -44,7 +43,7 @@ from txbroker.door import (
 )
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.bodies import BODY_LOST, Bodies, lost_cause
-from txbroker.proxy.targets import verdict
+from txbroker.proxy.targets import takes
 from txbroker.proxy.trouble import Trouble
 
 COPIES_MAX = 100
@@ -78,7 +77,8 @@ class _Flight(Struct, eq=False):
     """As of the plan: what is applied while messages are read is not in the turn."""
     keep: list[Transaction]
     release: list[Transaction]
-    since_s: float = field(default_factory=time.monotonic)
+    since_s: float
+    """When it was begun, by the monotonic clock."""
     copies: list[tuple[Transaction, int]] = field(default_factory=list)
     """With whose copies the turn's parked records begin, in this order, each of how many."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -214,7 +214,9 @@ class Promoter:
         self._note_deferred(plan)
         self._in_flight.update(transaction.id for transaction in plan.promote)
         self._in_flight.update(transaction.id for transaction, _ in plan.refuse)
-        flight = _Flight(plan, self._progress(plan), self._to_keep(), self._to_release())
+        flight = _Flight(
+            plan, self._progress(plan), self._to_keep(), self._to_release(), time.monotonic()
+        )
         if flight.empty:
             if not self._open:
                 self._failing_since_s = None
@@ -310,15 +312,15 @@ class Promoter:
         while True:
             unknown: set[str] = set()
 
-            def examine(message: Message, unknown: set[str] = unknown) -> Verdict:
-                cause = self._trouble.avoided(message)
+            def examine(place: Place, unknown: set[str] = unknown) -> Verdict:
+                cause = self._trouble.avoided(place.topic, place.partition)
                 if cause is not None:
                     return cause
-                facts = found.get(message.topic) or self._targets.known(message.topic)
+                facts = found.get(place.topic) or self._targets.known(place.topic)
                 if facts is None:
-                    unknown.add(message.topic)
-                    return Cause("unexamined", "", message.topic, -1, passing=True)
-                return verdict(message, facts)
+                    unknown.add(place.topic)
+                    return Cause("unexamined", "", place.topic, -1, passing=True)
+                return takes(place.topic, place.partition, place.size, facts)
 
             plan = plan_turn(
                 self._ledger.ready.values(),

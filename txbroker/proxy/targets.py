@@ -18,31 +18,41 @@ TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 
 def verdict(message: Message, facts: TargetFacts | Cause) -> Verdict:
     """Say whether a target with these facts takes a message, or why not."""
+    return takes(message.topic, message.partition, bytes_in_batch(message), facts)
+
+
+def takes(topic: str, partition: int | None, size: int, facts: TargetFacts | Cause) -> Verdict:
+    """Say whether a target with these facts takes a message that is not at hand, or why not.
+
+    Args:
+        topic, partition: where the message goes.
+        size: an upper bound of its size in a batch, bytes.
+        facts: what is known of the topic.
+    """
     if isinstance(facts, Cause):
         return facts
-    partition = message.partition
     if partition is None or not 0 <= partition < facts.partitions:
         return Cause(
             "bad_partition",
-            f"topic {message.topic} has partitions 0 to {facts.partitions - 1}, not {partition}: "
+            f"topic {topic} has partitions 0 to {facts.partitions - 1}, not {partition}: "
             "add partitions, or roll the transaction's business change back",
-            message.topic,
+            topic,
             -1 if partition is None else partition,
         )
-    size = bytes_in_batch(message) + BATCH_OVERHEAD_BYTES
+    size += BATCH_OVERHEAD_BYTES
     if size > facts.message_bytes_max:
         return Cause(
             "too_large",
-            f"the message takes up to {size} bytes, topic {message.topic} takes "
+            f"the message takes up to {size} bytes, topic {topic} takes "
             f"{facts.message_bytes_max}: raise the topic's max.message.bytes and revive",
-            message.topic,
+            topic,
             partition,
         )
     if partition in facts.leaderless:
         return Cause(
             "no_leader",
-            f"partition {partition} of topic {message.topic} has no leader: it is tried again",
-            message.topic,
+            f"partition {partition} of topic {topic} has no leader: it is tried again",
+            topic,
             partition,
             passing=True,
         )

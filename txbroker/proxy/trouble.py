@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import TurnLimits
-from txbroker.core.records import Cause, Message
+from txbroker.core.records import Cause
 from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
 from txbroker.errors import InvariantBroken
@@ -98,9 +98,9 @@ class Trouble:
         known = self._avoided.get(place)
         self._avoided[place] = _Avoided(cause, self._later(known.retry if known else None))
 
-    def avoided(self, message: Message) -> Cause | None:
-        """Return why a message's target partition is kept off now; None if it is not."""
-        known = self._avoided.get((message.topic, message.partition))
+    def avoided(self, topic: str, partition: int | None) -> Cause | None:
+        """Return why a target partition is kept off now; None if it is not."""
+        known = self._avoided.get((topic, partition))
         if known is not None and known.retry.at_s > self._monotonic_s():
             return known.cause
         return None

@@ -8,6 +8,7 @@ from txbroker.core.records import Attempt, Message, State
 from txbroker.core.schedule import due_ms
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
+from txbroker.proxy.bodies import lost_cause, refused_as_lost
 
 
 def summary(transaction: Transaction) -> TransactionView:
@@ -23,6 +24,7 @@ def view(transaction: Transaction, *, bodies: bool = False) -> TransactionView:
 
 def _view(transaction: Transaction, *, bodies: bool) -> TransactionView:
     half = transaction.half
+    there = transaction.has_bodies and transaction.state not in SETTLED
     decided = transaction.decision is not None
     return TransactionView(
         id=half.id,
@@ -31,7 +33,9 @@ def _view(transaction: Transaction, *, bodies: bool) -> TransactionView:
         partition=parse_id(half.id).partition,
         half_offset=transaction.offset,
         prepared_at_ms=transaction.prepared_at_ms,
-        messages=_messages(transaction, bodies=bodies and transaction.state not in SETTLED),
+        messages=_messages(
+            transaction, bodies=bodies and there and not refused_as_lost(transaction)
+        ),
         order_key=half.order_key,
         dedup_key=half.dedup_key,
         decision=transaction.decision,
@@ -43,7 +47,7 @@ def _view(transaction: Transaction, *, bodies: bool) -> TransactionView:
         attempts=len(transaction.counted_ms),
         attempts_max=half.policy.attempts_max,
         next_check_at_ms=due_ms(transaction),
-        cause=transaction.cause,
+        cause=lost_cause(transaction) if transaction.lost else transaction.cause,
         checks=tuple(transaction.attempts),
     )
 

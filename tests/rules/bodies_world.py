@@ -1,0 +1,296 @@
+"""One half partition in memory whose messages are evicted as soon as nobody holds them.
+
+Everything that writes turns and asks groups is real; only what an owner adds (claims that go wrong,
+takeovers) is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from msgspec import structs
+
+from txbroker.contract import DecideRequest, Standing
+from txbroker.core.codec import encode_contents, encode_half, encode_marker
+from txbroker.core.ids import make_id
+from txbroker.core.ledger import Ledger
+from txbroker.core.promotion import TurnLimits
+from txbroker.core.records import (
+    RECORD_VERSION,
+    CheckPolicy,
+    CheckReason,
+    Claim,
+    Half,
+    Marker,
+    MarkerKind,
+    Message,
+    Record,
+)
+from txbroker.core.transaction import Transaction
+from txbroker.door import Appended, Claimed, Log, Turn, TurnHandle
+from txbroker.errors import KafkaUnavailable
+from txbroker.proxy.appender import Appender
+from txbroker.proxy.applier import Applier
+from txbroker.proxy.bodies import Bodies
+from txbroker.proxy.checkback import CheckBack
+from txbroker.proxy.promoter import Promoter
+from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
+from txbroker.testing.memory import Clock, MemoryKafka
+
+START_MS = 1_700_000_000_000
+WINDOW_MS = 120_000
+NOW = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=15, timeout_s=5.0)
+
+_NUMBERS = itertools.count(1)
+
+
+class WatchedLog:
+    """A `txbroker.door.Log` that tells what was asked of it."""
+
+    def __init__(self, inner: Log, name: str, calls: list[str]) -> None:
+        self.inner = inner
+        self.batch_bytes_max = inner.batch_bytes_max
+        self.picked: list[list[int]] = []
+        self.gate: asyncio.Event | None = None
+        self.silent = False
+        self._name = name
+        self._calls = calls
+
+    async def append(self, records: Sequence[Record]) -> Appended:
+        """Append."""
+        self._calls.append(f"{self._name}.append")
+        return await self.inner.append(records)
+
+    async def bounds(self) -> tuple[int, int]:
+        """Return the bounds."""
+        return await self.inner.bounds()
+
+    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+        """Read."""
+        async for records in self.inner.read(start, end):
+            yield records
+
+    async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Pick, once the gate is open; offsets must be as the door asks for them."""
+        assert list(offsets) == sorted(set(offsets))
+        self._calls.append(f"{self._name}.pick")
+        self.picked.append(list(offsets))
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.silent:
+            raise KafkaUnavailable(f"{self._name} is silent")
+        return await self.inner.pick(offsets)
+
+
+class WatchedPartition:
+    """A `txbroker.door.PartitionDoor` that tells what was asked of it."""
+
+    def __init__(self, inner: MemoryPartitionDoor) -> None:
+        self.inner = inner
+        self.partition = inner.partition
+        self.calls: list[str] = []
+        self.half = WatchedLog(inner.half, "half", self.calls)
+        self.op = WatchedLog(inner.op, "op", self.calls)
+        self.turns: list[Turn] = []
+        self.picked_parked: list[list[int]] = []
+        self.hide_parked_offsets = False
+
+    async def claim(self, claim: Claim) -> Claimed:
+        """Claim."""
+        return await self.inner.claim(claim)
+
+    async def store(self, records: Sequence[Record]) -> None:
+        """Store."""
+        await self.inner.store(records)
+
+    async def parked(self) -> AsyncIterator[Sequence[Record]]:
+        """Read."""
+        self.calls.append("parked")
+        async for records in self.inner.parked():
+            yield records
+
+    async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Pick."""
+        self.calls.append("pick_parked")
+        self.picked_parked.append(list(offsets))
+        return await self.inner.pick_parked(offsets)
+
+    async def write(self, turn: Turn) -> TurnHandle:
+        """Write."""
+        self.calls.append("write")
+        self.turns.append(turn)
+        handle = await self.inner.write(turn)
+        if self.hide_parked_offsets:
+            handle.parked_offsets = [-1] * len(handle.parked_offsets)
+        return handle
+
+    async def close(self) -> None:
+        """Close."""
+        await self.inner.close()
+
+
+class Full:
+    """A `Runner` that has room for so many."""
+
+    def __init__(self) -> None:
+        self.room = 1 << 30
+        self.offers: list[str] = []
+        self.taken: dict[str, CheckReason] = {}
+
+    def due(self, owner: CheckBack, id: str, group: str, prefer: str, reason: CheckReason) -> bool:
+        """Take a check while there is room."""
+        self.offers.append(id)
+        if id not in self.taken and len(self.taken) >= self.room:
+            return False
+        self.taken[id] = reason
+        return True
+
+    def forget(self, owner: CheckBack) -> None:
+        """Nothing is kept here for an owner."""
+
+
+class Small:
+    """A partition whose bodies get as much memory as `share` says, none to begin with."""
+
+    def __init__(self, limits: TurnLimits | None = None) -> None:
+        self.clock = Clock(lambda: START_MS)
+        self.kafka = MemoryKafka(self.clock)
+        self.whole = MemoryDoor(self.kafka, half_partitions=1, facts_ttl_s=0.0001)
+        self.limits = limits or TurnLimits()
+        self.share = 0
+        self.version = RECORD_VERSION
+        self.lost: list[int] = []
+        self.stops: list[Exception] = []
+        self.told: list[str] = []
+        self.runner = Full()
+        self.ledger = Ledger(0, WINDOW_MS)
+
+    async def start(self) -> None:
+        """Make the topics, claim, and begin to work."""
+        await self.whole.start()
+        for topic, partitions in (("t", 2), ("u", 1)):
+            self.kafka.create_topic(topic, partitions)
+        inner = self.whole.partition(0)
+        assert isinstance(inner, MemoryPartitionDoor)
+        self.door = WatchedPartition(inner)
+        await self.door.claim(Claim(RECORD_VERSION, "c", "one", "http://one"))
+        self.applier = Applier(self.ledger, self._changed, lambda _: None)
+        self.half = Appender(
+            self.door.half, self.applier.half, lambda: self.ledger.half_position, lambda: None
+        )
+        self.op = Appender(
+            self.door.op, self.applier.op, lambda: self.ledger.op_position, lambda: None
+        )
+        self.bodies = Bodies(
+            self.door, self.ledger, lambda: self.share, self.lost.append, self.stops.append
+        )
+        self.promoter = Promoter(
+            self.door,
+            self.ledger,
+            self.whole.targets,
+            self.clock.now_ms,
+            lambda: "c",
+            self._reclaim,
+            self,
+            self.limits,
+            self.bodies,
+            lambda: self.version,
+        )
+        self.checks = CheckBack(
+            self.ledger,
+            self.op,
+            self.runner,
+            self.clock.now_ms,
+            lambda: "c",
+            self._decide,
+            self.bodies,
+            lambda: self.version,
+        )
+        loops = (self.half.run, self.op.run, self.promoter.run)
+        self.tasks = [asyncio.create_task(self._guard(loop)) for loop in loops]
+
+    async def close(self) -> None:
+        """Stop."""
+        self.checks.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.door.close()
+        await self.whole.close()
+
+    async def _guard(self, loop: Callable[[], object]) -> None:
+        try:
+            await loop()  # type: ignore[misc]
+        except Exception as error:
+            self.stops.append(error)
+
+    def _changed(self, transaction: Transaction) -> None:
+        self.bodies.trim()
+        self.checks.touch(transaction)
+        self.promoter.wake()
+
+    async def _reclaim(self, unseen: frozenset[str]) -> None:
+        self.told.append("reclaimed")
+        claimed = await self.door.claim(Claim(RECORD_VERSION, "c", "one", "http://one"))
+        self.ledger.reconcile(claimed.progress, [], unseen)
+
+    async def _decide(self, request: DecideRequest) -> Standing:
+        raise AssertionError("nobody answers here")
+
+    # --- events --------------------------------------------------------------------------------
+
+    def promoted(self, transactions: list[Transaction]) -> None:
+        """Remember."""
+        self.told.extend(f"promoted {each.id}" for each in transactions)
+
+    def refused(self, transactions: list[Transaction]) -> None:
+        """Remember."""
+        self.told.extend(f"refused {each.id}" for each in transactions)
+
+    def turn_lost(self) -> None:
+        """Remember."""
+        self.told.append("turn lost")
+
+    # --- as a client ---------------------------------------------------------------------------
+
+    async def prepare(self, *messages: Message, **fields: object) -> Transaction:
+        """Prepare a transaction of one plain message, or of these."""
+        id = make_id(0, self.clock.now_ms(), next(_NUMBERS))
+        half = Half(id, "g", messages or (Message("t", b"k", id.encode(), partition=0),))
+        outcome = await self.half.append(encode_half(structs.replace(half, **fields)))
+        assert outcome.transaction is not None
+        self.bodies.trim()
+        return outcome.transaction
+
+    async def mark(
+        self, kind: str, transaction: Transaction, *contents: Message, **fields: object
+    ) -> None:
+        """Append a marker."""
+        marker = Marker(
+            RECORD_VERSION,
+            MarkerKind(kind),
+            transaction.id,
+            half=transaction.offset,
+            contents=len(contents),
+            **fields,  # type: ignore[arg-type]
+        )
+        records = [encode_marker(marker)]
+        if contents:
+            records.extend(encode_contents(transaction.half, contents))
+        await self.op.append(records)
+
+    async def commit(self, transaction: Transaction, *contents: Message) -> None:
+        """Commit."""
+        await self.mark("commit", transaction, *contents)
+
+    # --- what is there -------------------------------------------------------------------------
+
+    def visible(self, topic: str = "t", partition: int = 0) -> list[str]:
+        """The values that `read_committed` consumers see."""
+        return [(r.value or b"-").decode() for r in self.kafka.visible(topic, partition)]
+
+    def delete_half(self, before: int) -> None:
+        """Delete records of the half topic, as DeleteRecords does."""
+        self.kafka.partition("txbroker.half", 0).delete_before(before)

@@ -1,0 +1,588 @@
+"""Messages that are not in memory: read again in time, verified, and missed loudly if gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import pytest
+from bodies_world import NOW, Small
+from rules_world import settled, until
+
+from txbroker.core.codec import decode_kept, encode_half, encode_kept
+from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, State
+from txbroker.core.transaction import Transaction
+from txbroker.door import LogTruncated, TurnLost
+from txbroker.errors import NotPending, OwnerUnavailable
+from txbroker.proxy import bodies as bodies_module
+from txbroker.proxy import promoter as promoter_module
+from txbroker.proxy import trouble
+from txbroker.proxy.bodies import BODY_LOST
+from txbroker.proxy.views import view
+
+DUE, ASKED = CheckReason.DUE, CheckReason.ASKED
+REFUSED_ONCE = Cause("bad_timestamp", "it is ahead", "t", 0)
+
+
+@pytest.fixture
+async def small(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Small]:
+    monkeypatch.setattr(trouble, "RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr(trouble, "RETRY_MAX_S", 0.01)
+    made = Small()
+    await made.start()
+    yield made
+    await made.close()
+    assert made.stops == [] or made.stops == getattr(made, "expected", None)
+
+
+def message(value: str, topic: str = "t", at: int = 0) -> Message:
+    return Message(topic, b"k", value.encode(), (("h", b"1"), ("h", None)), at, 5)
+
+
+def copies(small: Small) -> list[tuple[str, str | None]]:
+    """What the parked topic holds: values, and the state that is told there; None: a tombstone."""
+    parts = [decode_kept(record) for record in small.kafka.visible("txbroker.parked")]
+    return [
+        ("", None)
+        if part.part is None
+        else (
+            (part.part.message.value or b"-").decode(),
+            None if part.facts is None else str(part.facts.state),
+        )
+        for part in parts
+    ]
+
+
+async def refused(small: Small, transaction: Transaction) -> None:
+    """Commit it while its target is gone; return once it is refused."""
+    await small.commit(transaction)
+    await until(lambda: transaction.state is State.REFUSED)
+
+
+# --- promotion -----------------------------------------------------------------------------------
+
+
+async def test_what_was_evicted_is_promoted_as_it_came(small: Small) -> None:
+    sent = (message("one"), Message("u", None, None, (("x", b"\xff"),), 0), message("two", at=1))
+    transaction = await small.prepare(*sent)
+    assert not transaction.has_bodies
+    assert small.ledger.body_bytes == 0
+    await small.commit(transaction)
+    await until(lambda: transaction.state is State.PROMOTED)
+    assert small.visible() == ["one"]
+    assert small.visible("t", 1) == ["two"]
+    (tombstone,) = small.kafka.visible("u")
+    assert (tombstone.key, tombstone.value) == (None, None)
+    assert tombstone.headers[2:] == (("x", b"\xff"),)
+    (first,) = small.kafka.visible("t", 0)
+    assert (first.key, first.timestamp_ms) == (b"k", 5)
+    assert first.headers[2:] == (("h", b"1"), ("h", None))
+    assert small.ledger.body_bytes == 0
+
+
+async def test_messages_are_read_before_the_turn_is_begun(small: Small) -> None:
+    first, second = await small.prepare(), await small.prepare()
+    small.door.half.gate = asyncio.Event()
+    await small.commit(first)
+    await until(lambda: small.door.half.picked)
+    small.door.calls.clear()
+    # What comes in meanwhile is not in this turn, nor below its progress.
+    await small.commit(second)
+    await settled()
+    assert "write" not in small.door.calls
+    small.door.half.gate.set()
+    await until(lambda: second.state is State.PROMOTED)
+    assert [len(turn.promoted) for turn in small.door.turns] == [1, 1]
+    assert [turn.progress.op for turn in small.door.turns] == [1, 2]
+    assert small.visible() == [first.id, second.id]
+
+
+async def test_a_half_that_is_applied_while_messages_are_read_is_not_below_progress(
+    small: Small,
+) -> None:
+    first = await small.prepare()
+    small.door.half.gate = asyncio.Event()
+    await small.commit(first)
+    await until(lambda: small.door.half.picked)
+    await small.prepare()
+    small.door.half.gate.set()
+    await until(lambda: first.state is State.PROMOTED)
+    assert small.door.turns[0].progress.half == 1
+    assert small.ledger.half_whole == 2
+
+
+async def test_a_turn_of_a_thousand_costs_few_requests(small: Small) -> None:
+    made = await asyncio.gather(*[small.prepare() for _ in range(1000)])
+    await asyncio.gather(*[small.commit(each) for each in made])
+    await until(lambda: all(each.state is State.PROMOTED for each in made))
+    assert small.visible() == [each.id for each in made]
+    picked = small.door.half.picked
+    assert len(picked) <= len(small.door.turns) + 1
+    assert sum(len(each) for each in picked) == 1000
+    assert small.ledger.body_bytes == 0
+
+
+async def test_what_is_read_in_one_go_is_bounded(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies_module, "BATCH_BYTES_MAX", 10_000)
+    made = [await small.prepare(message("x" * 3000)) for _ in range(10)]
+    with small.bodies.hold(made):
+        assert await small.bodies.load(made) == []
+        assert all(each.has_bodies for each in made)
+    assert [len(each) for each in small.door.half.picked] == [3, 3, 3, 1]
+
+
+async def test_replaced_messages_are_read_from_the_operation_topic(small: Small) -> None:
+    transaction = await small.prepare(message("a"), message("b", at=1))
+    small.kafka.topics["t"].leaderless = frozenset({0})
+    await small.commit(transaction, message("A"), message("B", at=1))
+    await until(lambda: transaction.cause is not None)
+    small.bodies.trim()
+    assert not transaction.has_bodies
+    small.kafka.topics["t"].leaderless = frozenset()
+    await until(lambda: transaction.state is State.PROMOTED)
+    assert (small.visible(), small.visible("t", 1)) == (["A"], ["B"])
+    assert small.door.op.picked == [[1, 2]]
+    assert small.door.half.picked == []
+
+
+async def test_messages_replaced_while_the_prepared_ones_are_read(small: Small) -> None:
+    transaction = await small.prepare(message("a"))
+    small.door.half.gate = asyncio.Event()
+    loading = asyncio.create_task(small.bodies.load([transaction]))
+    await until(lambda: small.door.half.picked)
+    with small.bodies.hold([transaction]):
+        await small.commit(transaction, message("A"))
+        small.door.half.gate.set()
+        assert await loading == []
+    await until(lambda: transaction.state is State.PROMOTED)
+    assert small.visible() == ["A"]
+
+
+async def test_one_that_is_rolled_back_while_it_is_read_for_a_copy(small: Small) -> None:
+    transaction = await small.prepare()
+    small.door.half.gate = asyncio.Event()
+    small.ledger.to_keep[transaction.id] = transaction
+    small.promoter.wake()
+    await until(lambda: small.door.half.picked)
+    await small.mark("rollback", transaction)
+    small.door.half.gate.set()
+    await until(lambda: small.promoter.stuck_since is None)
+    await settled()
+    assert small.kafka.visible("txbroker.parked") == []
+    assert transaction.state is State.ROLLED_BACK
+
+
+async def test_a_silent_log_holds_promotion_back_and_loses_nothing(small: Small) -> None:
+    transaction = await small.prepare()
+    small.door.half.silent = True
+    await small.commit(transaction)
+    await until(lambda: len(small.door.half.picked) >= 3)
+    assert transaction.state is State.COMMITTED
+    assert small.promoter.stuck_since is not None
+    assert small.door.turns == []
+    small.door.half.silent = False
+    await until(lambda: transaction.state is State.PROMOTED)
+    assert small.promoter.stuck_since is None
+    assert small.visible() == [transaction.id]
+
+
+async def test_another_record_in_its_place_stops_the_partition(small: Small) -> None:
+    transaction = await small.prepare()
+    other = Half(transaction.id, "g", (message("other"),))
+    partition = small.kafka.partition("txbroker.half", 0)
+    partition.delete_from(0)
+    partition.append(encode_half(other), small.clock.now_ms())
+    await small.commit(transaction)
+    await until(lambda: small.stops)
+    assert isinstance(small.stops[0], LogTruncated)
+    assert small.visible() == []
+    small.stops.clear()
+
+
+async def test_somebody_elses_record_in_its_place_stops_the_partition(small: Small) -> None:
+    transaction = await small.prepare(message("same"))
+    stranger = Half("0" * 26, "g", (message("same"),))
+    partition = small.kafka.partition("txbroker.half", 0)
+    partition.delete_from(0)
+    partition.append(encode_half(stranger), small.clock.now_ms())
+    with pytest.raises(OwnerUnavailable):
+        await small.bodies.show(transaction)
+    assert [type(each) for each in small.stops] == [LogTruncated]
+    assert not transaction.lost
+    small.stops.clear()
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+async def test_a_copy_takes_the_place_of_a_half_message_that_retention_took(small: Small) -> None:
+    made = [await small.prepare(message(str(n)), message(f"{n}b", at=1)) for n in range(5)]
+    for each in made:
+        small.ledger.to_keep[each.id] = each
+    small.promoter.wake()
+    await until(lambda: all(each.kept_at for each in made))
+    assert [each.kept_at for each in made] == [(2 * n, 2 * n + 1) for n in range(5)]
+    small.delete_half(10)
+    await asyncio.gather(*[small.commit(each) for each in made])
+    await until(lambda: all(each.state is State.PROMOTED for each in made))
+    assert small.visible() == ["0", "1", "2", "3", "4"]
+    assert "parked" not in small.door.calls
+    assert small.lost == []
+    await until(lambda: copies(small)[10:] == [("", None)] * 10)
+
+
+async def test_a_copy_is_found_though_the_broker_did_not_say_where(small: Small) -> None:
+    small.door.hide_parked_offsets = True
+    transaction = await small.prepare(message("a"))
+    small.ledger.to_keep[transaction.id] = transaction
+    small.promoter.wake()
+    await until(lambda: transaction.kept_at == (-1,))
+    small.delete_half(1)
+    await small.commit(transaction)
+    await until(lambda: transaction.state is State.PROMOTED)
+    assert small.visible() == ["a"]
+    assert small.lost == []
+
+
+async def test_a_copy_of_the_prepared_messages_is_not_taken_for_the_replaced_ones(
+    small: Small,
+) -> None:
+    transaction = await small.prepare(message("a"))
+    small.ledger.to_keep[transaction.id] = transaction
+    small.promoter.wake()
+    await until(lambda: transaction.kept_at)
+    small.kafka.topics["t"].leaderless = frozenset({0})
+    await small.commit(transaction, message("A"))
+    await until(lambda: transaction.cause is not None)
+    small.bodies.trim()
+    small.kafka.partition("txbroker.op", 0).delete_before(2)
+    small.kafka.topics["t"].leaderless = frozenset()
+    await until(lambda: transaction.state is State.REFUSED)
+    assert transaction.cause is not None
+    assert transaction.cause.code == BODY_LOST
+    assert small.visible() == []
+
+
+async def test_one_that_is_refused_is_kept_refused_and_not_as_it_was_before(small: Small) -> None:
+    transaction = await small.prepare(message("a", topic="gone"))
+    small.ledger.to_keep[transaction.id] = transaction
+    await small.commit(transaction)
+    small.ledger.to_keep[transaction.id] = transaction
+    await until(lambda: transaction.state is State.REFUSED and not small.ledger.to_keep)
+    assert copies(small)[-1] == ("a", "refused")
+
+
+async def test_copies_of_one_turn_are_bounded_by_their_bytes() -> None:
+    small = Small()
+    small.limits = type(small.limits)(bytes_max=5000)
+    await small.start()
+    made = [await small.prepare(message("x" * 2000)) for _ in range(9)]
+    for each in made:
+        small.ledger.to_keep[each.id] = each
+    small.promoter.wake()
+    await until(lambda: all(each.kept_at for each in made))
+    assert [len(turn.parked) for turn in small.door.turns] == [2, 2, 2, 2, 1]
+    await small.close()
+
+
+# --- refused and revived -------------------------------------------------------------------------
+
+
+async def test_a_refused_one_is_read_again_when_its_target_is_there(small: Small) -> None:
+    transaction = await small.prepare(message("late", topic="later"))
+    await refused(small, transaction)
+    assert not transaction.has_bodies
+    assert transaction.kept_at == (0,)
+    small.kafka.create_topic("later", 1)
+    await until(lambda: transaction.state is State.PROMOTED)
+    assert small.visible("later") == ["late"]
+
+
+async def test_a_refused_one_whose_half_is_gone_comes_from_its_copy(small: Small) -> None:
+    transaction = await small.prepare(message("late", topic="later"))
+    await refused(small, transaction)
+    small.delete_half(1)
+    small.kafka.create_topic("later", 1)
+    small.promoter.retry_refused(transaction.id)
+    await until(lambda: transaction.state is State.PROMOTED)
+    assert small.visible("later") == ["late"]
+    assert small.lost == []
+
+
+# --- gone ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_lost_messages_spoil_no_turn_and_are_told(small: Small, when: str) -> None:
+    made = [await small.prepare() for _ in range(4)]
+    if when == "before":
+        small.delete_half(2)
+    else:
+        small.kafka.topics["t"].leaderless = frozenset({0})
+    for each in made:
+        await small.commit(each)
+    if when == "after":
+        await until(lambda: made[3].cause is not None)
+        small.delete_half(2)
+        small.kafka.topics["t"].leaderless = frozenset()
+    await until(lambda: made[3].state is State.PROMOTED)
+    await until(lambda: made[1].state is State.REFUSED)
+    assert [each.state for each in made] == ["refused", "refused", "promoted", "promoted"]
+    assert small.visible() == [each.id for each in made[2:]]
+    assert [each.cause.code for each in made[:2] if each.cause] == [BODY_LOST] * 2
+    assert sum(small.lost) == 2
+    assert small.told.count(f"refused {made[0].id}") == 1
+    # It is on record, or the next owner would take it for promoted.
+    assert copies(small) == [("-", "refused"), ("-", "refused")]
+
+
+async def test_what_is_lost_is_not_tried_again_by_itself_but_by_revive(small: Small) -> None:
+    transaction = await small.prepare()
+    half = small.kafka.partition("txbroker.half", 0).read(0, 1)
+    small.delete_half(1)
+    await refused(small, transaction)
+    before = len(small.door.half.picked)
+    other = await small.prepare()
+    await small.commit(other)
+    await until(lambda: other.state is State.PROMOTED)
+    assert [each for each in small.door.half.picked[before:] if 0 in each] == []
+    small.promoter.retry_refused(transaction.id)
+    await until(lambda: sum(small.lost) == 2)
+    await until(lambda: small.promoter.stuck_since is None)
+    assert transaction.state is State.REFUSED
+    assert small.visible() == [other.id]
+    # Restored by hand, where it was.
+    partition = small.kafka.partition("txbroker.half", 0)
+    rest = partition.read(1, 2)
+    partition.delete_from(1)
+    partition.begin = 0
+    for record in (*half, *rest):
+        partition.append([record], record.timestamp_ms)
+    small.promoter.retry_refused(transaction.id)
+    await until(lambda: transaction.state is State.PROMOTED)
+    assert small.visible() == [other.id, transaction.id]
+
+
+async def test_a_record_that_says_lost_is_never_promoted_as_tombstones(small: Small) -> None:
+    transaction = await small.prepare()
+    small.delete_half(1)
+    await refused(small, transaction)
+    # What the next owner knows: nothing but the copy.
+    kept = transaction.copy(State.REFUSED, transaction.cause)
+    assert [record.value for record in encode_kept(kept)] == [b""]
+    small.ledger.__init__(0, 120_000)  # type: ignore[misc]
+    small.ledger.half_position, small.ledger.op_position = 1, 1
+    small.ledger.restore(kept)
+    small.ledger.reconcile(None, [kept])
+    again = small.ledger.get(transaction.id)
+    assert again is not None
+    assert again.state is State.REFUSED
+    assert view(again, bodies=True).messages[0].message is None
+    for _ in range(2):
+        small.promoter.retry_refused(transaction.id)
+        await until(lambda: sum(small.lost) >= 2)
+    await until(lambda: small.promoter.stuck_since is None)
+    await settled()
+    assert small.visible() == []
+    async with small.bodies.at_hand(again) as there:
+        assert not there
+
+
+async def test_a_copy_that_cannot_be_made_is_dropped_and_told(small: Small) -> None:
+    lost, whole = await small.prepare(), await small.prepare()
+    small.delete_half(1)
+    for each in (lost, whole):
+        small.ledger.to_keep[each.id] = each
+    small.promoter.wake()
+    await until(lambda: not small.ledger.to_keep)
+    await until(lambda: whole.kept_at)
+    assert (lost.lost, lost.kept, lost.state) == (True, False, State.PENDING)
+    assert small.lost == [1]
+    assert copies(small) == [(whole.id, "pending")]
+    # By itself it makes no turn.
+    turns = len(small.door.turns)
+    small.ledger.to_keep[lost.id] = lost
+    small.promoter.wake()
+    await until(lambda: not small.ledger.to_keep)
+    await settled()
+    assert len(small.door.turns) == turns
+    assert small.lost == [1]
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+async def test_a_question_is_asked_with_its_messages(small: Small) -> None:
+    transaction = await small.prepare(message("a"), policy=NOW)
+    assert not transaction.has_bodies
+    call = await small.checks.attempt(transaction.id, DUE, "http://g")
+    assert call is not None
+    assert [each.value for each in call.messages] == [b"a"]
+    assert small.door.calls[-2:] == ["half.pick", "op.append"]
+    small.bodies.trim()
+    assert not transaction.has_bodies
+    assert [each.value for each in call.messages] == [b"a"]
+
+
+async def test_questions_that_come_together_are_read_together(small: Small) -> None:
+    made = [await small.prepare(policy=NOW) for _ in range(200)]
+    calls = await asyncio.gather(*[small.checks.attempt(each.id, DUE, "http://g") for each in made])
+    values = [call.messages[0].value for call in calls if call is not None]
+    assert values == [each.id.encode() for each in made]
+    assert len(small.door.half.picked) <= 3
+
+
+async def test_one_that_is_decided_while_it_is_read_is_not_asked(small: Small) -> None:
+    transaction = await small.prepare(policy=NOW)
+    small.door.half.gate = asyncio.Event()
+    attempt = asyncio.create_task(small.checks.attempt(transaction.id, DUE, "http://g"))
+    await until(lambda: small.door.half.picked)
+    await small.mark("rollback", transaction)
+    small.door.half.gate.set()
+    assert await attempt is None
+    assert transaction.attempts == []
+    assert small.door.calls.count("op.append") == 1
+
+
+async def test_no_attempt_is_used_while_messages_cannot_be_read(small: Small) -> None:
+    transaction = await small.prepare(policy=NOW)
+    small.door.half.silent = True
+    with pytest.raises(OwnerUnavailable):
+        await small.checks.attempt(transaction.id, DUE, "http://g")
+    assert transaction.attempts == []
+    small.door.half.silent = False
+    assert await small.checks.attempt(transaction.id, DUE, "http://g") is not None
+
+
+async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small: Small) -> None:
+    lost, whole = await small.prepare(policy=NOW), await small.prepare(policy=NOW)
+    small.delete_half(1)
+    running = asyncio.create_task(small.checks.run())
+    await until(lambda: len(small.runner.taken) == 2)
+    assert await small.checks.attempt(lost.id, DUE, "http://g") is None
+    assert await small.checks.attempt(whole.id, DUE, "http://g") is not None
+    assert (lost.state, lost.attempts, small.lost) == (State.PENDING, [], [1])
+    # It is off the schedule: no check, no parking, no loop.
+    small.runner.taken.clear()
+    small.runner.offers.clear()
+    small.clock.advance(100_000)
+    small.checks.look_again()
+    await until(lambda: whole.id in small.runner.taken)
+    await settled()
+    assert small.runner.offers == [whole.id]
+    with pytest.raises(NotPending, match="deleted"):
+        small.checks.ask(lost)
+    assert "deleted" in str(view(lost).cause)
+    await small.mark("rollback", lost, reason="by hand")
+    assert lost.decision is Decision.ROLLBACK
+    running.cancel()
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+async def test_the_oldest_go_first_and_the_share_is_kept_to(small: Small) -> None:
+    small.share = 50_000
+    largest = 0
+    made = []
+    for _ in range(100):
+        made += await asyncio.gather(*[small.prepare(message("x" * 900)) for _ in range(100)])
+        largest = max(largest, small.ledger.body_bytes)
+    assert len(made) == 10_000
+    assert largest <= 50_000
+    held = [each.has_bodies for each in made]
+    assert held == sorted(held)
+    assert small.ledger.body_bytes > 48_000
+    small.share = 10_000
+    small.bodies.trim()
+    assert 8_000 < small.ledger.body_bytes <= 10_000
+    assert small.door.half.picked == []
+
+
+async def test_what_somebody_holds_is_not_evicted_and_goes_afterwards(small: Small) -> None:
+    small.share = 1 << 20
+    made = [await small.prepare() for _ in range(10)]
+    with small.bodies.hold(made[:3]), small.bodies.hold(made[2:4]):
+        small.share = 0
+        small.bodies.trim()
+        assert [each.has_bodies for each in made] == [True] * 4 + [False] * 6
+        small.bodies.trim()
+    small.bodies.trim()
+    assert not any(each.has_bodies for each in made)
+
+
+async def test_messages_that_replaced_evicted_ones_are_evicted_too(small: Small) -> None:
+    small.kafka.topics["t"].leaderless = frozenset({0})
+    made = [await small.prepare() for _ in range(10)]
+    for each in made:
+        await small.commit(each, message("new"))
+    small.bodies.trim()
+    assert small.ledger.body_bytes == 0
+    small.kafka.topics["t"].leaderless = frozenset()
+    await until(lambda: small.visible() == ["new"] * 10)
+
+
+async def test_a_large_eviction_is_done_in_steps(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies_module, "STEP_MAX", 200)
+    small.share = 1 << 30
+    made = [await small.prepare() for _ in range(1000)]
+    small.share = 0
+    small.bodies.trim()
+    assert sum(not each.has_bodies for each in made) == 200
+    for _ in range(4):
+        small.bodies.trim()
+    assert small.ledger.body_bytes == 0
+
+
+# --- what goes out, and when it does not -------------------------------------------------------
+
+
+async def test_what_is_written_is_of_the_version_that_all_understand(small: Small) -> None:
+    small.version = 1
+    transaction = await small.prepare(policy=NOW)
+    assert await small.checks.attempt(transaction.id, DUE, "http://g") is not None
+    await small.commit(transaction)
+    await until(lambda: transaction.state is State.PROMOTED)
+    assert small.door.turns[-1].progress.v == 1
+    small.version = 7
+    other = await small.prepare()
+    await small.commit(other)
+    await until(lambda: other.state is State.PROMOTED)
+    assert small.door.turns[-1].progress.v == 7
+
+
+async def test_since_when_no_turn_has_come_through(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(promoter_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    assert small.promoter.stuck_since is None
+    write, tried = small.door.inner.write, []
+
+    async def failing(turn: object) -> object:
+        tried.append(turn)
+        now_s[0] += 10.0
+        if len(tried) <= 3:
+            raise TurnLost("nobody answers")
+        return await write(turn)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(small.door.inner, "write", failing)
+    seen = []
+    reclaim = small.promoter._reclaim
+
+    async def watched(unseen: frozenset[str]) -> None:
+        seen.append(small.promoter.stuck_since)
+        await reclaim(unseen)
+
+    monkeypatch.setattr(small.promoter, "_reclaim", watched)
+    transaction = await small.prepare()
+    await small.commit(transaction)
+    await until(lambda: transaction.state is State.PROMOTED)
+    # From when the first of them began; that a claim comes through ends nothing.
+    assert seen == [100.0] * 3
+    assert small.promoter.stuck_since is None
