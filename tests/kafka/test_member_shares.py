@@ -172,7 +172,11 @@ def test_it_is_outdated_what_others_know_otherwise_of_us() -> None:
 
 def test_one_restarted_in_a_rebalance_keeps_what_the_leader_gave_it() -> None:
     said = {name: Said(f"u{name}", 2) for name in "abcd"}
-    told, shares = make_told(8, 3, said, Last())
+    # Not what they would get if nobody had anything.
+    had = {name: runs({6 - 2 * n, 7 - 2 * n}) for n, name in enumerate("abcd")}
+    begun = {name: Said(f"u{name}", 2, had[name], 2) for name in said}
+    told, shares = make_told(8, 3, begun, Last())
+    assert {name: runs(share) for name, share in shares.items()} == had
     for gone in "abcd":
         rest = {
             name: Said(f"u{name}", 2, runs(shares[name]), 3) if name != gone else Said("new", 2)
