@@ -29,6 +29,8 @@ class MemoryWorld:
 
     def closed_door(self, instance_id: str = "one", **changes: Any) -> MemoryDoor:
         """A door that is not started yet."""
+        if "partitions" in changes:
+            changes["half_partitions"] = changes.pop("partitions")
         door = MemoryDoor(self.kafka, instance=instance_id, topic_prefix="test", **changes)
         self._doors.append(door)
         return door

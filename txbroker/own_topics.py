@@ -51,13 +51,12 @@ class CheckpointScan:
 
         Raises:
             Fenced: the newest claim is another one.
-            NewerRecord: a newer version wrote the newest claim or progress.
+            NewerRecord: a newer version wrote the newest progress.
             InvariantBroken: one of the two does not read.
         """
-        last = self._decode(CLAIM_KEY)
-        if not isinstance(last, Claim) or last.claim != claim.claim:
-            later = last.claim if isinstance(last, Claim) else "none"
-            raise Fenced(f"ours is not the newest claim of {self._name}, but {later}")
+        last = self._last_claim()
+        if last != claim.claim:
+            raise Fenced(f"ours is not the newest claim of {self._name}, but {last}")
         progress = self._decode(PROGRESS_KEY)
         snapshots = [
             record
@@ -69,6 +68,13 @@ class CheckpointScan:
         return Claimed(
             timestamp_ms, progress if isinstance(progress, Progress) else None, snapshots
         )
+
+    def _last_claim(self) -> str:
+        try:
+            last = self._decode(CLAIM_KEY)
+        except NewerRecord:
+            return "one of a newer version"  # so it is not ours, which we can read
+        return last.claim if last is not None else "none"
 
     def _decode(self, key: bytes) -> Claim | Progress | None:
         record = self._newest.get(key)

@@ -6,21 +6,27 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from door_records import bare, commit, new_claim, progress, turn
+from msgspec import structs
 
-from txbroker.core.records import Record
+from txbroker.core.codec import encode_claim
+from txbroker.core.records import RECORD_VERSION, Record
 from txbroker.door import (
     AppendRefused,
     Door,
+    Fenced,
     Hanging,
     Log,
     PartitionDoor,
     Target,
+    Turn,
     TurnLost,
     TurnRefused,
 )
-from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord
+from txbroker.own_topics import CheckpointScan
 
 
 async def fill(log: Log, count: int, batch: int = 3) -> None:
@@ -174,6 +180,34 @@ async def test_turns_and_snapshots_go_on_side_by_side(door: Door) -> None:
     assert [record.key for record in found.snapshots] == [chunk(0, n, b"").key for n in range(20)]
 
 
+async def test_progress_of_a_newer_version_is_said_to_be_newer(door: Door) -> None:
+    partition, mine = door.partition(0), new_claim()
+    await partition.claim(mine)
+    newer = structs.replace(progress(mine.claim, 1), v=RECORD_VERSION + 1)
+    await commit(partition, Turn((), (), newer))
+    with pytest.raises(NewerRecord, match="checkpoint-0 at offset"):
+        await partition.claim(new_claim())
+
+
+def test_a_later_claim_of_a_newer_version_fences() -> None:
+    scan = CheckpointScan("x-0")
+    mine = new_claim()
+    later = structs.replace(new_claim(), v=RECORD_VERSION + 1)
+    scan.note([encode_claim(mine), encode_claim(later)])
+    with pytest.raises(Fenced, match="newer"):
+        scan.claimed(mine)
+
+
+async def test_a_version_is_written_as_it_is_given(world: Any, door: Door) -> None:
+    partition = door.partition(0)
+    mine = structs.replace(new_claim(), v=0)
+    await partition.claim(mine)
+    newer = structs.replace(progress(mine.claim, 1), v=RECORD_VERSION + 1)
+    await (await partition.write(Turn((), (), newer))).visible()
+    written = await world.visible(world.name("checkpoint"))
+    assert [msgspec.json.decode(record.value)["v"] for record in written] == [0, newer.v]
+
+
 # --- hanging transactions, forgotten ids, old doors ------------------------------------------
 
 
@@ -241,6 +275,15 @@ async def test_own_topics_that_disagree_are_noticed_and_refused_at_start(world: 
     assert problem.startswith(f"{world.name('op')} has 5 partitions")
     with pytest.raises(ConfigurationError, match="has 5 partitions"):
         await world.closed_door().start()
+
+
+async def test_topics_that_are_made_again_have_as_many_partitions_as_before(world: Any) -> None:
+    await world.door()
+    for topic in ("half", "op", "checkpoint", "parked"):
+        await world.delete_topic(world.name(topic))
+    door = await world.door(partitions=7)
+    assert door.partitions == 4
+    assert await door.check_topics() == []
 
 
 async def test_an_own_topic_that_was_deleted_is_noticed(world: Any, door: Door) -> None:

@@ -7,6 +7,7 @@ import pytest
 from kafka_world import KafkaWorld
 
 from txbroker.errors import ConfigurationError
+from txbroker.kafka.client import Patience
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.topics import (
     FoundTopic,
@@ -15,6 +16,7 @@ from txbroker.kafka.topics import (
     plan,
     wanted_topics,
 )
+from txbroker.own_topics import Layout
 
 SETTINGS = KafkaSettings(bootstrap_servers=("127.0.0.1:9092",), instance_id="one")
 HALF, OP = SETTINGS.half_topic, SETTINGS.op_topic
@@ -116,6 +118,37 @@ def test_the_other_topics_follow_a_half_topic_that_takes_and_keeps_more() -> Non
     assert contradictions(SETTINGS, found) == []
 
 
+@pytest.mark.parametrize("topics", [(HALF, OP, CHECKPOINT, PARKED), (HALF,)])
+def test_another_number_than_it_was_made_with_is_refused_once(topics: tuple[str, ...]) -> None:
+    found = as_wanted()
+    made_with = Layout(1, found[HALF].partitions)
+    assert contradictions(SETTINGS, found, made_with) == []
+    for topic in topics:
+        found[topic] = msgspec.structs.replace(found[topic], partitions=11)
+    (sentence,) = contradictions(SETTINGS, found, made_with)
+    assert sentence.startswith(f"{HALF} has 11 partitions")
+    assert f"made with {made_with.partitions}" in sentence
+
+
+@pytest.mark.parametrize(("count", "remedy"), [(7, "--partitions 8"), (9, "begin anew")])
+def test_a_number_that_differs_is_refused_with_what_to_do(count: int, remedy: str) -> None:
+    found = as_wanted()
+    found[OP] = msgspec.structs.replace(found[OP], partitions=count)
+    for layout in (None, Layout(1, 8)):
+        (sentence,) = contradictions(SETTINGS, found, layout)
+        assert sentence.startswith(f"{OP} has {count} partitions, but {HALF} has 8")
+        assert remedy in sentence
+
+
+def test_pieces_of_snapshots_fit_however_small_half_batches_are() -> None:
+    small = msgspec.structs.replace(SETTINGS, message_bytes_max=1000)
+    sizes = {
+        t.name: int(t.configs.get("max.message.bytes", 0)) for t in wanted_topics(small, 1, None)
+    }
+    assert sizes[CHECKPOINT] >= 512 << 10
+    assert sizes[HALF] == 1000
+
+
 def test_missing_topics_are_refused_by_name() -> None:
     found = as_wanted()
     del found[OP], found[PARKED]
@@ -153,6 +186,25 @@ async def test_apply_mends_what_differs_and_then_finds_nothing_to_do(world: Kafk
     kept = (await door.admin.configs([world.name("half")]))[world.name("half")]
     assert kept["flush.ms"] == "12345", "a setting that is none of ours stays"
     await door.start()
+
+
+async def test_settings_that_stop_working_are_noticed_while_running(world: KafkaWorld) -> None:
+    door = await world.door()
+    assert await door.check_topics() == []
+    half = world.name("half")
+    await door.admin.alter(half, {"retention.ms": "1000"})
+
+    async def problems() -> list[str]:
+        patience = Patience(10.0, 0.05)
+        while not (found := await door.check_topics()):
+            assert await patience.pause(), "the changed setting does not show"
+        return found
+
+    assert any(f"{half} keeps messages for 1 s" in line for line in await problems())
+    await door.admin.alter(half, {"retention.ms": "-1", "message.timestamp.type": "CreateTime"})
+    patience = Patience(10.0, 0.05)
+    while not any("LogAppendTime" in line for line in await problems()):
+        assert await patience.pause(), "the changed setting does not show"
 
 
 async def test_start_refuses_settings_that_cannot_work(world: KafkaWorld) -> None:

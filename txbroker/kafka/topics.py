@@ -20,6 +20,9 @@ _DAY_MS = 24 * 60 * 60 * 1000
 _ROOM_BYTES = 64 * 1024
 """What a marker's or a kept transaction's own fields add to a half batch."""
 
+_CHECKPOINT_BYTES_MIN = 1 << 20
+"""Pieces of snapshots are as large as they are, however small half batches may be."""
+
 _REPLICATION_WANTED = 3
 _FOREVER = -1
 _SHOWN_S, _PAUSE_S = 10.0, 0.01
@@ -123,7 +126,7 @@ def wanted_topics(
         "segment.bytes": str(16 << 20),
         "segment.ms": str(10 * 60 * 1000),
         "min.cleanable.dirty.ratio": "0.1",
-        "max.message.bytes": larger,
+        "max.message.bytes": str(max(size + _ROOM_BYTES, _CHECKPOINT_BYTES_MIN)),
     }
     return [
         WantedTopic(settings.half_topic, partitions, copies, half),

@@ -54,6 +54,7 @@ MESSAGE_BYTES_MAX = 8 << 20
 _READ_MAX = 500
 _VISIBLE_TIMEOUT_S = 60.0
 _ROOM_BYTES = 64 * 1024
+_CHECKPOINT_BYTES_MIN = 1 << 20
 
 
 class MemoryDoor:
@@ -103,11 +104,11 @@ class MemoryDoor:
         """
         await self._kafka.reach()
         half, larger = self._message_bytes_max, self._message_bytes_max + _ROOM_BYTES
-        count = self._half_partitions
+        count = self._remembered() or self._half_partitions
         for name, partitions, bytes_max in (
             ("half", count, half),
             ("op", count, larger),
-            ("checkpoint", count, larger),
+            ("checkpoint", count, max(larger, _CHECKPOINT_BYTES_MIN)),
             ("parked", count, larger),
             ("groups", 1, larger),
         ):
@@ -125,6 +126,12 @@ class MemoryDoor:
         if find_layout(self._kafka.visible(f"{self._prefix}.groups")) is None:
             await self._remember_layout()
         self._membership.expect(self.partitions)
+
+    def _remembered(self) -> int | None:
+        if self._own[-1] not in self._kafka.topics:
+            return None
+        layout = find_layout(self._kafka.visible(self._own[-1]))
+        return None if layout is None else layout.partitions
 
     async def _remember_layout(self) -> None:
         record = encode_layout(self.partitions)
