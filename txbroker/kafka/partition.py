@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -40,6 +41,8 @@ from txbroker.own_topics import CheckpointScan
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.1
 _TRUNCATED_RETRIES = 3
+_REST, _REST_MAX_S = 2.0, 0.1
+"""Storing rests twice as long as it took, seconds at most."""
 
 _NUMBERS = itertools.count()
 """So that closing an old door of a partition closes no connection of a new one."""
@@ -161,16 +164,20 @@ class KafkaPartitionDoor(PartitionDoor):
 
     async def store(self, records: Sequence[Record]) -> None:
         """Append records of a snapshot to the checkpoint topic, by a producer and over a
-        connection of their own. One call at a time.
+        connection of their own, and rest, so that turns keep their pace. One call at a time.
 
         Raises:
             AppendRefused: they are too large; nothing was stored.
             KafkaUnavailable: they may or may not be stored.
         """
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         try:
             await self._snapshots.append(records)
         except AppendUnknown as error:
             raise KafkaUnavailable(str(error)) from None
+        # The same broker takes the turns' progress: leave it most of its time.
+        await asyncio.sleep(min(_REST * (loop.time() - began_s), _REST_MAX_S))
 
     # --- turns -------------------------------------------------------------------------------
 
