@@ -148,7 +148,7 @@ async def test_too_large_a_body_by_its_length_and_by_its_bytes() -> None:
 
 
 async def test_too_many_bytes_in_flight() -> None:
-    async with running_api(in_flight_bytes_max=3000) as api:
+    async with running_api(in_flight_bytes_max=40_000) as api:
         api.service.gate = asyncio.Event()
         body = transaction(messages=[{"topic": "a", "value": "x" * 2000}])
         first = asyncio.create_task(api.call("POST", PREPARE, body))

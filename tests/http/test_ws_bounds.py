@@ -246,6 +246,34 @@ async def test_an_http_client_that_never_reads_is_dropped() -> None:
         assert memory_bytes() - before < 64 * MIB
 
 
+async def test_a_page_of_a_list_names_only_so_many_messages(api: Api) -> None:
+    ids = [await api.prepare(messages=[{"topic": "t", "value": str(n)}] * 900) for n in range(30)]
+    listed: list[str] = []
+    cursor, pages = "", 0
+    while cursor is not None:
+        asked = f"{PATH}?limit=1000" + (f"&cursor={cursor}" if cursor else "")
+        status, page = await api.call("GET", asked)
+        assert status == 200
+        assert sum(len(one["messages"]) for one in page["transactions"]) <= 10_000
+        listed += [one["id"] for one in page["transactions"]]
+        cursor, pages = page["next_cursor"], pages + 1
+    assert listed == ids
+    assert pages == 3
+
+
+async def test_stuck_calls_over_http_are_bounded_however_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_api(in_flight_bytes_max=MIB) as api:
+        stuck = stick(api.service, monkeypatch)
+        calls = [asyncio.create_task(api.call("POST", PATH, transaction())) for _ in range(80)]
+        await until(lambda: len(stuck) + sum(call.done() for call in calls) == 80)
+        assert 20 < len(stuck) < 60
+        assert {call.result()[0] for call in calls if call.done()} == {429}
+        for call in calls:
+            call.cancel()
+
+
 # --- one byte a minute --------------------------------------------------------------------------
 
 

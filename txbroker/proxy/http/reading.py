@@ -22,6 +22,8 @@ from txbroker.proxy.http.bodies import Request
 from txbroker.proxy.http.shell import Shell
 
 T = TypeVar("T", bound=Request)
+CALL_BYTES = 16 * 1024
+"""What a call over HTTP costs beside its body: connection, buffers, task."""
 SHOWN_MAX = 60
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
@@ -65,6 +67,7 @@ class Body:
         bytes_max = self._shell.settings.request_bytes_max
         if (request.content_length or 0) > bytes_max:
             raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
+        self._reserve(CALL_BYTES)
         chunks: list[bytes] = []
         try:
             async with asyncio.timeout(self._shell.settings.request_timeout_s):
@@ -78,8 +81,11 @@ class Body:
         return b"".join(chunks)
 
     def _take(self, size: int, bytes_max: int) -> None:
-        if self._reserved + size > bytes_max:
+        if self._reserved - CALL_BYTES + size > bytes_max:
             raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
+        self._reserve(size)
+
+    def _reserve(self, size: int) -> None:
         if not self._shell.in_flight.reserve(size, prepare=self._prepare):
             raise Overloaded("too many bytes are in flight: send the same again a little later")
         self._reserved += size

@@ -1,6 +1,7 @@
 """The calls on transactions."""
 
 import time
+from itertools import accumulate
 from typing import cast
 
 import msgspec
@@ -8,6 +9,7 @@ import msgspec
 from txbroker.contract import (
     DecideRequest,
     ListRequest,
+    Page,
     PlacedMessage,
     PrepareRequest,
     Standing,
@@ -48,6 +50,9 @@ from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.http.shell import check_group, plain_id
 
 _OUT_OF_REACH = (OwnerUnavailable, KafkaDown)
+LISTED_MESSAGES_MAX = 10_000
+"""Messages that one page of a list names, all its transactions together: with the longest topics
+an answer of 3 MB. A page that would name more is a shorter one."""
 _BY_ID = (BadId, NotFound, TooOld, *_OUT_OF_REACH)
 _VIEW_FIELDS = tuple(
     field.name for field in msgspec.structs.fields(TransactionBody) if field.name != "messages"
@@ -149,6 +154,9 @@ async def list_all(call: Call) -> Reply:
     query = cast(ListQuery, call.query)
     request = ListRequest(**{name: getattr(query, name) for name in query.__struct_fields__})
     page = await call.shell.service.list(request)
+    fitting = _fitting(page)
+    if fitting < len(page.transactions):
+        page = await call.shell.service.list(msgspec.structs.replace(request, limit=fitting))
     return Reply(
         200,
         PageBody(
@@ -156,6 +164,12 @@ async def list_all(call: Call) -> Reply:
             next_cursor=page.next_cursor,
         ),
     )
+
+
+def _fitting(page: Page) -> int:
+    """Return how many transactions of a page one answer may list; at least one."""
+    counts = accumulate(len(view.messages) for view in page.transactions)
+    return max(1, sum(count <= LISTED_MESSAGES_MAX for count in counts))
 
 
 def _standing(standing: Standing) -> StandingBody:
