@@ -293,11 +293,15 @@ async def test_a_request_that_never_comes_whole(monkeypatch: pytest.MonkeyPatch)
         writer.transport.abort()
 
 
-async def test_a_frame_that_never_comes_whole_ends_its_session() -> None:
+@pytest.mark.parametrize("behind_the_hello", [True, False])
+async def test_a_frame_that_never_comes_whole_ends_its_session(behind_the_hello: bool) -> None:
     async with running_api(request_timeout_s=0.3) as api:
         begun = masked(b"x", length=1000)
-        async with socket_to(api, UPGRADE + masked(HELLO) + begun) as writer:
+        first = UPGRADE + masked(HELLO) + (begun if behind_the_hello else b"")
+        async with socket_to(api, first) as writer:
             await until(lambda: api.sessions.counts() == {"orders": 1})
+            if not behind_the_hello:
+                writer.write(begun)
             while api.sessions.counts():
                 writer.write(b"x")  # not whole for a long time yet, and each byte is a sign of life
                 await asyncio.sleep(0.01)
@@ -311,10 +315,11 @@ async def test_half_frames_find_no_more_room_than_there_is() -> None:
     async with running_api(**limits) as api, contextlib.AsyncExitStack() as stack:
         half = masked(b"x" * (14 * MIB), length=15 * MIB)
         before = memory_bytes()
-        for _ in range(12):
-            writer = await stack.enter_async_context(socket_to(api, UPGRADE + masked(HELLO)))
-            writer.write(half)
+        hello = UPGRADE + masked(HELLO)
+        writers = [await stack.enter_async_context(socket_to(api, hello)) for _ in range(12)]
         await until(lambda: api.sessions.counts() == {"orders": 12})
+        for writer in writers:
+            writer.write(half)
         shell = api.app[next(key for key in api.app if "shell" in str(key))]
         await until(lambda: shell.receiving.bytes == 15 * MIB)
         # What is sent lies in this process, too: 12 times 14 MiB that nobody has read.
@@ -323,6 +328,15 @@ async def test_half_frames_find_no_more_room_than_there_is() -> None:
             await producer.send(wire.Prepare(1, IDS[0], MESSAGES))
             assert isinstance(await producer.next(), wire.Standing)
     await until(lambda: shell.receiving.bytes == 0)
+
+
+async def test_a_frame_that_comes_with_the_upgrade_is_measured_too(api: Api) -> None:
+    shell = api.app[next(key for key in api.app if "shell" in str(key))]
+    first = UPGRADE + masked(HELLO) + masked(b"x", length=MIB)
+    async with socket_to(api, first) as writer:
+        await until(lambda: shell.receiving.bytes == MIB)
+        writer.write(bytes(MIB - 1))
+        await until(lambda: shell.receiving.bytes == 0)
 
 
 async def test_large_frames_wait_their_turn_and_are_all_answered() -> None:
