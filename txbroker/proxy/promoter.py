@@ -289,7 +289,8 @@ class Promoter:
     def _to_keep(self) -> list[Transaction]:
         """Return what is to be copied with the next turn: not more than fits, and nothing whose
         fate this turn or one on its way decides: an older copy would outlive what they write."""
-        ledger, keep, size = self._ledger, [], 0
+        ledger, size = self._ledger, 0
+        keep: list[Transaction] = []
         for transaction in list(ledger.to_keep.values()):
             if transaction.state in SETTLED or transaction.state is State.REFUSED:
                 del ledger.to_keep[transaction.id]
