@@ -1,24 +1,52 @@
-"""Whom of a group to ask: a connected instance first, else the group's check URL."""
+"""Whom of a group to ask: a connected instance, on whichever proxy, else the check URL."""
 
 from txbroker.checkers.base import Channel, Unreached
 from txbroker.checkers.groups import Groups, SecretUnavailable, read_secret
 from txbroker.checkers.http import ANSWER_BYTES_DEFAULT, HttpChecks
+from txbroker.checkers.leases import PeerSessions
 from txbroker.checkers.sessions import SessionRegistry
 
 
 class GroupFinder:
-    """Finds somebody of a group to ask, on this proxy or at the group's check URL."""
+    """Finds somebody of a group to ask: on this proxy, on another one, or at the check URL.
 
-    def __init__(self, sessions: SessionRegistry, groups: Groups, http: HttpChecks) -> None:
+    The instance that prepared the transaction is asked first, wherever it is; then anybody of its
+    group here, because that is one hop less; then anybody elsewhere.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionRegistry,
+        groups: Groups,
+        http: HttpChecks,
+        peers: PeerSessions | None = None,
+    ) -> None:
         self._sessions = sessions
         self._groups = groups
         self._http = http
+        self._peers = peers
 
     async def acquire(self, group: str, prefer: str) -> Channel | Unreached:
         """Return a channel to a session, else to the check URL, else why there is neither."""
+        return await self._session(group, prefer) or await self._check_url(group)
+
+    async def _session(self, group: str, prefer: str) -> Channel | None:
+        peers = self._peers
+        if prefer:
+            session = self._sessions.acquire_instance(group, prefer)
+            if session is not None:
+                return session
+            if peers is not None:
+                lease = await peers.acquire(group, prefer, only=True)
+                if not isinstance(lease, Unreached):
+                    return lease
         session = self._sessions.acquire(group, prefer)
-        if session is not None:
+        if session is not None or peers is None:
             return session
+        lease = await peers.acquire(group, prefer)
+        return None if isinstance(lease, Unreached) else lease
+
+    async def _check_url(self, group: str) -> Channel | Unreached:
         policy = self._groups.get(group)
         if policy is None or policy.check_url is None:
             return Unreached(self._nobody(group))

@@ -107,22 +107,40 @@ class SessionRegistry:
         """Return how many sessions each connected group has."""
         return {group: len(entries) for group, entries in self._groups.items()}
 
+    def instances(self) -> dict[str, tuple[str, ...]]:
+        """Return the instances of each group that can be asked, for the other proxies."""
+        found = {
+            group: tuple(dict.fromkeys(e.session.instance for e in entries if e.askable))
+            for group, entries in self._groups.items()
+        }
+        return {group: names for group, names in found.items() if names}
+
+    def acquire_instance(self, group: str, instance: str) -> "SessionChannel | None":
+        """Return a channel to this very instance, None where it cannot be asked here."""
+        for entry in reversed(self._free(group)):
+            if entry.session.instance == instance:
+                return SessionChannel(entry, self._calls)
+        return None
+
+    def _free(self, group: str) -> list[_Entry]:
+        return [
+            entry
+            for entry in self._groups.get(group, [])
+            if entry.askable and entry.taken < self._open_checks_max
+        ]
+
     def acquire(self, group: str, prefer: str) -> "SessionChannel | None":
         """Return a channel to instance `prefer` if it can be asked, else to the next one in turn.
 
         None where nobody of the group is connected or every instance is draining or has its
         fill of open checks.
         """
-        free = [
-            entry
-            for entry in self._groups.get(group, [])
-            if entry.askable and entry.taken < self._open_checks_max
-        ]
+        preferred = self.acquire_instance(group, prefer) if prefer else None
+        if preferred is not None:
+            return preferred
+        free = self._free(group)
         if not free:
             return None
-        preferred = [entry for entry in free if prefer and entry.session.instance == prefer]
-        if preferred:
-            return SessionChannel(preferred[-1], self._calls)
         self._turn += 1
         return SessionChannel(free[self._turn % len(free)], self._calls)
 

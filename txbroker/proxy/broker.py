@@ -1,10 +1,10 @@
-"""The broker: one proxy's owners, and every call's way to the right one."""
+"""The broker: what one proxy answers of its own half partitions, whichever way it is asked."""
 
 import asyncio
 import random
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median_low
 
 import structlog
@@ -21,14 +21,11 @@ from txbroker.contract import (
     Standing,
     TransactionView,
 )
-from txbroker.core.ids import dedup_randomness, make_id, parse_id
-from txbroker.core.placement import dedup_hash, order_hash
 from txbroker.core.records import CheckPolicy, Half, Message
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
-from txbroker.door import Door, Fenced
+from txbroker.door import Door
 from txbroker.errors import (
-    BadId,
     BadRequest,
     BadSchedule,
     BadTarget,
@@ -39,12 +36,27 @@ from txbroker.errors import (
 )
 from txbroker.proxy.checkback import Runner, placed_like
 from txbroker.proxy.clock import LogTime
-from txbroker.proxy.owner import Owner, OwnerEvents, OwnerSettings, standing
+from txbroker.proxy.forwarding import (
+    decode_cursor,
+    encode_cursor,
+    home,
+    merge,
+    new_id,
+    partition_of,
+)
+from txbroker.proxy.owner import Owner, OwnerEvents, standing
+from txbroker.proxy.ownership import Ownership
 from txbroker.proxy.targets import check_timestamps, examine_all, place, verdict
 from txbroker.proxy.views import summary, view
 
-REOPEN_S = 1.0
-"""A partition that could not be opened is tried again after this, seconds."""
+SLICE = 256
+"""Transactions that a list looks at before everybody else gets a turn: well below a
+millisecond."""
+LISTED_MESSAGES_MAX = 10_000
+"""Messages in the transactions of one page: it ends earlier where they have many."""
+LAST_CALLS_S = 5.0
+"""How long calls under way may take when the proxy stops, seconds. Kafka's answer to an append
+takes less; whoever waits for a target without a leader gives up."""
 
 KAFKA_TOPICS = frozenset(
     {"__consumer_offsets", "__transaction_state", "__share_group_state", "__cluster_metadata"}
@@ -55,7 +67,9 @@ log = structlog.get_logger()
 
 
 class Broker:
-    """Everything that one proxy does, whichever way it is asked: a `txbroker.contract.Service`.
+    """What one proxy does with its own half partitions: a `txbroker.contract.Service`.
+
+    Calls for other proxies' partitions are refused; `txbroker.proxy.cluster` hands those on.
 
     Args:
         door: the way to Kafka.
@@ -64,7 +78,7 @@ class Broker:
         runner: carries out checks.
         events: told what happens on every partition.
 
-    `url` is this proxy's own URL, as others are told it; it is set once the server listens.
+    `url` is this proxy's own URL, as others are told it; it is set before `start`.
     """
 
     def __init__(
@@ -78,217 +92,130 @@ class Broker:
         self._door = door
         self._settings = settings
         self._groups = groups
-        self._runner = runner
-        self._events = events
-        self.url = settings.advertise
-        self._owners: dict[int, Owner] = {}
-        self._status: dict[int, str] = {}
-        self._opening: dict[int, asyncio.Task[None]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._changed: list[Callable[[], None]] = []
         self._clock = LogTime(round(time.time() * 1000))
-        self._joined = False
+        self._ownership = Ownership(door, settings, runner, events)
+        self._ownership.on_change(self._keep_time)
+        self._stopping = False
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     # --- life ------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """This proxy's own URL."""
+        return self._ownership.url
+
+    @url.setter
+    def url(self, url: str) -> None:
+        self._ownership.url = url
 
     async def start(self) -> None:
         """Join the other proxies; partitions are opened as they are assigned.
 
         The door must be started and the groups loaded.
         """
-        await self._door.membership.join(self._assigned)
-        self._joined = True
+        await self._ownership.join()
 
     async def close(self) -> None:
-        """Hand everything over and stop."""
-        for task in self._opening.values():
-            task.cancel()
-        await asyncio.gather(*self._opening.values(), return_exceptions=True)
-        owners, self._owners = list(self._owners.values()), {}
-        await asyncio.gather(*[owner.close() for owner in owners], *self._closing)
-        await self._door.membership.leave()
+        """Take no more calls, end those under way, hand everything over and stop."""
+        self._stopping = True
+        try:
+            async with asyncio.timeout(LAST_CALLS_S):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("calls given up", calls=self._calls)
+        await self._ownership.close()
+
+    def check_open(self) -> None:
+        """Raise if this proxy is going away.
+
+        Raises:
+            OwnerUnavailable: it is.
+        """
+        if self._stopping:
+            raise OwnerUnavailable("this proxy is going away: another one takes over in a moment")
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Count a call under way.
+
+        Raises:
+            OwnerUnavailable: this proxy is going away.
+        """
+        self.check_open()
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
 
     def on_owners(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever partitions come or go."""
-        self._changed.append(listener)
-
-    def _assigned(self, partitions: frozenset[int]) -> None:
-        """Our partitions are these now."""
-        for partition in set(self._status) - partitions:
-            self._drop(partition)
-        for partition in partitions - set(self._status):
-            self._status[partition] = "claiming"
-            self._opening[partition] = asyncio.create_task(self._open(partition))
-        self._tell()
-
-    def _drop(self, partition: int) -> None:
-        self._status.pop(partition, None)
-        task = self._opening.pop(partition, None)
-        if task is not None:
-            task.cancel()
-        owner = self._owners.pop(partition, None)
-        if owner is not None:
-            closing = asyncio.create_task(owner.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        self._tell()
-
-    async def _open(self, partition: int) -> None:
-        """Make this proxy the owner of a partition, however long that takes."""
-        while True:
-            owner = self._make_owner(partition)
-            started = time.monotonic()
-            try:
-                await owner.open()
-            except Fenced:
-                self._events.fenced()
-                await owner.close()
-                if self._opens(partition):
-                    self._status[partition] = "elsewhere"
-                return
-            except KafkaUnavailable as error:
-                log.warning("partition not opened", partition=partition, why=str(error))
-                self._events.kafka_failed("claim")
-                await owner.close()
-                await asyncio.sleep(REOPEN_S * (0.5 + random.random()))
-            except Exception as error:
-                await owner.close()
-                if self._opens(partition):
-                    self._stopped(partition, error)
-                return
-            except BaseException:
-                await asyncio.shield(owner.close())
-                raise
-            else:
-                break
-        self._owners[partition] = owner
-        self._status[partition] = "owned"
-        self._opening.pop(partition, None)
-        self._clock = LogTime(owner.id_ms())
-        took_s = time.monotonic() - started
-        self._events.recovered(took_s)
-        log.info(
-            "owned",
-            partition=partition,
-            transactions=len(owner.ledger.transactions),
-            undecided=owner.ledger.undecided_count,
-            seconds=round(took_s, 3),
-        )
-        self._tell()
-
-    def _opens(self, partition: int) -> bool:
-        """Say whether it is for this task to open a partition: it may have been taken away by the
-        very call that asked whether it is still ours, and given back since."""
-        return self._opening.get(partition) is asyncio.current_task()
-
-    def _make_owner(self, partition: int) -> Owner:
-        settings = self._settings
-        owner = Owner(
-            self._door.partition(partition),
-            self._door.targets,
-            self._runner,
-            self._events,
-            OwnerSettings(
-                dedup_window_ms=round(settings.dedup_window_s * 1000),
-                pending_max=settings.pending_max,
-                settled_max=settings.settled_max,
-                half_retention_ms=round(settings.half_retention_s * 1000),
-            ),
-            (settings.instance, self.url),
-            lambda: self._door.membership.still_ours(partition),
-            lambda error: self._owner_stopped(owner, error),
-        )
-        return owner
-
-    def _owner_stopped(self, owner: Owner, error: Exception) -> None:
-        """An owner cannot go on: give the partition up, or begin anew where that can help."""
-        partition = owner.partition
-        if self._owners.get(partition) is not owner:
-            # It was closed before, and the partition may have another owner object by now.
-            return
-        del self._owners[partition]
-        closing = asyncio.create_task(owner.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-        if isinstance(error, KafkaUnavailable):
-            log.warning("partition begins anew", partition=partition, why=str(error))
-            self._status[partition] = "claiming"
-            self._opening[partition] = asyncio.create_task(self._open(partition))
-        elif isinstance(error, Fenced):
-            self._events.fenced()
-            self._status[partition] = "elsewhere"
-        else:
-            self._stopped(partition, error)
-        self._tell()
-
-    def _stopped(self, partition: int, error: Exception) -> None:
-        """Stop one partition and keep the rest: something that must hold does not."""
-        log.error(
-            "partition stopped", partition=partition, error=type(error).__name__, why=str(error)
-        )
-        self._status[partition] = f"stopped: {error}"
-
-    def _tell(self) -> None:
-        for listener in self._changed:
-            listener()
+        """Call `listener` whenever partitions or proxies come or go."""
+        self._ownership.on_change(listener)
 
     # --- where -----------------------------------------------------------------------------
 
     def owners(self) -> tuple[str, ...]:
         """Return the URL of each half partition's owner, "" where none is known."""
-        return tuple([self.url if p in self._owners else "" for p in range(self._door.partitions)])
+        return self._ownership.owners()
+
+    def assigned(self) -> tuple[str, ...]:
+        """Return the URL of each half partition's proxy, whether it can take calls or not, ""
+        where none is known."""
+        return self._ownership.assigned()
+
+    def mine(self) -> frozenset[int]:
+        """Return the half partitions that are this proxy's and can take calls."""
+        return frozenset(self._ownership.open())
+
+    def proxies(self) -> tuple[str, ...]:
+        """Return the URLs of all proxies of the group, this one's included."""
+        return self._ownership.proxies()
+
+    def knows(self, url: str) -> bool:
+        """Say whether the proxy at `url` is one of this one's group."""
+        return url in self._ownership.proxies()
 
     def now_ms(self) -> int:
-        """Return the clock by which sessions make ids, ms: of all partitions the middle one, so
-        that one broker whose clock is astray misleads nobody else's ids."""
-        if not self._owners:
-            return self._clock.now_ms()
-        return median_low([owner.id_ms() for owner in self._owners.values()])
+        """Return the clock by which ids are made, ms: of all partitions the middle one, so that
+        one broker whose clock is astray misleads nobody else's ids."""
+        times = [owner.id_ms() for owner in self._ownership.open().values()]
+        return median_low(times) if times else self._clock.now_ms()
+
+    def _keep_time(self) -> None:
+        """Remember the brokers' clock for when nothing is ours."""
+        self._clock = LogTime(self.now_ms())
 
     def clock_at_least(self, now_ms: int) -> None:
         """The brokers' clock says so by now: a broker whose clock is put forward for tests tells
         it, everybody else's is seen in append times."""
         self._clock.at_least(now_ms)
-        for owner in self._owners.values():
+        for owner in self._ownership.open().values():
             owner.clock_at_least(now_ms)
 
     def readiness(self) -> Readiness:
         """Say whether calls can be taken: everything that is ours is caught up."""
-        status = {p: self._status.get(p, "elsewhere") for p in range(self._door.partitions)}
-        problems = [
-            f"partition {partition}: {text}"
-            for partition, text in status.items()
-            if text not in ("owned", "elsewhere")
-        ]
-        if not self._joined:
-            problems.append("not yet a member of the proxies' group")
-        return Readiness(not problems, status, tuple(problems))
-
-    def _owner(self, partition: int, id: str | None = None) -> Owner:
-        owner = self._owners.get(partition)
-        if owner is None:
-            status = self._status.get(partition, "elsewhere")
-            advice = (
-                "see /readyz and the proxy's log" if status.startswith("stopped") else "try again"
-            )
-            raise OwnerUnavailable(
-                f"half partition {partition} has no owner here ({status}): {advice}", id=id
-            )
-        return owner
+        found = self._ownership.readiness()
+        if self._stopping:
+            return Readiness(False, found.partitions, (*found.problems, "going away"))
+        return found
 
     def _owner_of(self, id: str) -> Owner:
-        try:
-            partition = parse_id(id).partition
-        except ValueError as error:
-            raise BadId(f"{id!r} is no transaction id: {error}") from None
-        if partition >= self._door.partitions:
-            raise BadId(f"the id names partition {partition}; there are {self._door.partitions}")
-        return self._owner(partition, id)
+        return self._ownership.owner(partition_of(id, self._door.partitions), id)
 
     # --- prepare ---------------------------------------------------------------------------
 
     async def prepare(self, request: PrepareRequest) -> Standing:
         """Store a half message; see `txbroker.contract.Service`."""
+        with self._call():
+            return await self._prepare(request)
+
+    async def _prepare(self, request: PrepareRequest) -> Standing:
         if not request.messages:
             raise BadRequest("a transaction holds at least one message")
         self._check_free(request.messages)
@@ -299,7 +226,7 @@ class Broker:
         if known is not None:
             return known
         policy = self._policy(request)
-        id = request.id or self._new_id(owner, request)
+        id = request.id or new_id(request, owner.partition, owner.id_ms())
         try:
             facts = await examine_all(
                 self._door.targets,
@@ -323,7 +250,7 @@ class Broker:
                 if request.id is not None:
                     raise
                 # The id was ours, by a clock that the half topic's broker has left: now we know.
-                id = self._new_id(owner, request)
+                id = new_id(request, owner.partition, owner.id_ms())
                 return await owner.prepare(structs.replace(half, id=id), request.instance)
         except OwnerUnavailable as error:
             # The id goes back to the caller, who sends it again and so never counts twice.
@@ -335,34 +262,15 @@ class Broker:
 
         Raises:
             BadId: the id names another partition than its order key.
-            OwnerUnavailable: nobody owns it now.
+            OwnerUnavailable: it is not ours now.
         """
-        first = request.messages[0]
-        order = order_hash(request.order_key, first.topic, first.key)
-        if request.order_key is None and request.dedup_key is not None:
-            # Before the message's key: the same dedup_key must meet its earlier use.
-            order = dedup_hash(request.group, request.dedup_key)
-        partition = None if order is None else order % self._door.partitions
-        if request.id is not None:
-            owner = self._owner_of(request.id)
-            if partition is not None and partition != owner.partition:
-                raise BadId(
-                    f"the id names half partition {owner.partition}, its order key {partition}",
-                    id=request.id,
-                )
-            return owner
+        partition = home(request, self._door.partitions)
         if partition is not None:
-            return self._owner(partition)
-        if not self._owners:
+            return self._ownership.owner(partition, request.id)
+        owners = list(self._ownership.open().values())
+        if not owners:
             raise OwnerUnavailable("this proxy owns no half partition now: try again")
-        return random.choice(list(self._owners.values()))
-
-    def _new_id(self, owner: Owner, request: PrepareRequest) -> str:
-        if request.dedup_key is None:
-            randomness = secrets.randbits(64)
-        else:
-            randomness = dedup_randomness(request.group, request.dedup_key)
-        return make_id(owner.partition, owner.id_ms(), randomness)
+        return random.choice(owners)
 
     def _policy(self, request: PrepareRequest) -> CheckPolicy:
         """Return when this transaction is checked: the request's word, else its group's.
@@ -406,12 +314,13 @@ class Broker:
 
     async def decide(self, request: DecideRequest) -> Standing:
         """Write a deciding marker; see `txbroker.contract.Service`."""
-        owner = self._owner_of(request.id)
-        if request.messages is not None:
-            transaction = await owner.get(request.id)
-            messages = await self._replacing(owner, transaction, request.messages)
-            request = structs.replace(request, messages=messages)
-        return await owner.decide(request)
+        with self._call():
+            owner = self._owner_of(request.id)
+            if request.messages is not None:
+                transaction = await owner.get(request.id)
+                messages = await self._replacing(owner, transaction, request.messages)
+                request = structs.replace(request, messages=messages)
+            return await owner.decide(request)
 
     async def _replacing(
         self, owner: Owner, transaction: Transaction, messages: Sequence[Message]
@@ -448,84 +357,87 @@ class Broker:
 
     async def check(self, id: str, *, by: str = "", reason: str = "") -> Standing:
         """Pull the next attempt forward; see `txbroker.contract.Service`."""
-        owner = self._owner_of(id)
-        transaction = await owner.get(id)
-        owner.checks.ask(transaction)
-        log.info("check asked for", id=id, by=by, reason=reason)
-        return standing(transaction)
+        with self._call():
+            owner = self._owner_of(id)
+            transaction = await owner.get(id)
+            owner.checks.ask(transaction)
+            log.info("check asked for", id=id, by=by, reason=reason)
+            return standing(transaction)
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:
         """Begin a new round, or retry a refused one; see `txbroker.contract.Service`."""
-        return await self._owner_of(id).revive(id, by, reason)
+        with self._call():
+            return await self._owner_of(id).revive(id, by, reason)
 
     # --- look ------------------------------------------------------------------------------
 
     async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
         """Return all that is known of a transaction."""
-        return view(await self._owner_of(id).get(id), bodies=bodies)
+        with self._call():
+            return view(await self._owner_of(id).get(id), bodies=bodies)
 
     async def list(self, request: ListRequest) -> Page:
-        """Return transactions, oldest first.
+        """Return transactions of `request.partitions` (None: of all), oldest first.
 
         Raises:
-            OwnerUnavailable: not every partition has an owner here; a shorter list would lie.
-            BadRequest: the cursor is none of ours.
+            OwnerUnavailable: a partition is not ours; a shorter list would lie.
+            BadRequest: the cursor is none of ours, or there is no such partition.
         """
-        for partition in range(self._door.partitions):
-            self._owner(partition)
-        after = _decode_cursor(request.cursor)
-        chosen = sorted(
-            (t for t in self._matching(request) if (t.prepared_at_ms, t.id) > after),
-            key=lambda t: (t.prepared_at_ms, t.id),
-        )
-        page = chosen[: request.limit]
-        more = len(chosen) > len(page)
-        return Page(
-            tuple([summary(transaction) for transaction in page]),
-            f"{page[-1].prepared_at_ms}.{page[-1].id}" if more else None,
-        )
+        wanted = range(self._door.partitions) if request.partitions is None else request.partitions
+        if any(not 0 <= partition < self._door.partitions for partition in wanted):
+            raise BadRequest(f"half partitions are 0 to {self._door.partitions - 1}")
+        with self._call():
+            owners = [self._ownership.owner(partition) for partition in wanted]
+            pages = [await self._page(owner, request) for owner in owners]
+            for owner in owners:
+                if self._ownership.owner(owner.partition) is not owner:
+                    raise OwnerUnavailable(f"half partition {owner.partition} moved: try again")
+        return merge(pages, request.limit)
 
-    def _matching(self, request: ListRequest) -> Iterator[Transaction]:
-        for owner in self._owners.values():
-            before_ms = owner.now_ms() - round((request.older_than_s or 0) * 1000)
-            for transaction in owner.ledger:
-                if request.state is None:
-                    if transaction.state in SETTLED:
-                        continue
-                elif transaction.state is not request.state:
+    async def _page(self, owner: Owner, request: ListRequest) -> Page:
+        """Return one partition's share of a page; everybody else gets turns meanwhile."""
+        at_ms, id = decode_cursor(request.cursor)
+        before_ms: float = owner.now_ms() - round((request.older_than_s or 0) * 1000)
+        found: list[TransactionView] = []
+        messages = 0
+        while True:
+            part = owner.ledger.since(at_ms, SLICE, id)
+            for transaction in part:
+                if not _matches(transaction, request, before_ms):
                     continue
-                if request.group is not None and transaction.half.group != request.group:
-                    continue
-                if request.older_than_s is not None and transaction.prepared_at_ms > before_ms:
-                    continue
-                if request.topic is not None and request.topic not in {
-                    message.topic for message in transaction.messages
-                }:
-                    continue
-                yield transaction
+                messages += len(transaction.messages)
+                if len(found) >= request.limit or (found and messages > LISTED_MESSAGES_MAX):
+                    return Page(tuple(found), encode_cursor(found[-1]))
+                found.append(summary(transaction))
+            if len(part) < SLICE:
+                return Page(tuple(found))
+            at_ms, id = part[-1].prepared_at_ms, part[-1].id
+            await asyncio.sleep(0)
 
     def unsettled(self) -> Iterator[tuple[Owner, Transaction]]:
-        """Yield every transaction that is not settled, with its owner, for the gauges."""
-        for owner in self._owners.values():
+        """Yield every transaction that is not settled, with its owner."""
+        for owner in self._ownership.open().values():
             for transaction in owner.ledger:
                 if transaction.state not in SETTLED:
                     yield owner, transaction
 
     def ledgers(self) -> Sequence[Owner]:
         """Return the owners of what is this proxy's and caught up, for the gauges."""
-        return tuple(self._owners.values())
+        return tuple(self._ownership.open().values())
 
     def topic_problems(self) -> Sequence[str]:
-        """Return what is wrong with txbroker's own topics: nothing that a start would not see."""
-        return ()
+        """Return what has happened to txbroker's own topics that it cannot work with."""
+        return self._ownership.topic_problems()
 
 
-def _decode_cursor(cursor: str | None) -> tuple[int, str]:
-    if cursor is None:
-        return (-1, "")
-    at_ms, _, id = cursor.partition(".")
-    try:
-        parse_id(id)
-        return (int(at_ms), id)
-    except ValueError:
-        raise BadRequest("the cursor is not one that a list has given") from None
+def _matches(transaction: Transaction, request: ListRequest, before_ms: float) -> bool:
+    if request.state is None:
+        if transaction.state in SETTLED:
+            return False
+    elif transaction.state is not request.state:
+        return False
+    if request.group is not None and transaction.half.group != request.group:
+        return False
+    if request.older_than_s is not None and transaction.prepared_at_ms > before_ms:
+        return False
+    return request.topic is None or any(m.topic == request.topic for m in transaction.messages)

@@ -8,14 +8,19 @@ from msgspec import Struct
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
+from txbroker.checkers.leases import Leases, PeerSessions
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.door import Door
 from txbroker.proxy.broker import Broker
+from txbroker.proxy.cluster import Cluster
 from txbroker.proxy.http import make_app, serve
+from txbroker.proxy.http.guards import Token
 from txbroker.proxy.metrics import Metrics
 from txbroker.proxy.observers import Observer
+from txbroker.proxy.peers import Peers
+from txbroker.proxy.roster import Roster
 
 
 class Proxy(Struct, frozen=True):
@@ -23,6 +28,7 @@ class Proxy(Struct, frozen=True):
 
     url: str
     broker: Broker
+    cluster: Cluster
     groups: Groups
     sessions: SessionRegistry
     metrics: Metrics
@@ -45,28 +51,49 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         metrics = Metrics(settings.group_labels_max)
         groups = Groups(door.groups)
         sessions = SessionRegistry()
+        token = None if settings.token_file is None else Token(settings.token_file)
+        bearer = _nothing if token is None else token.text
         checks = HttpChecks()
         stack.push_async_callback(checks.close)
+        elsewhere = PeerSessions(lambda: broker.url, bearer)
+        stack.push_async_callback(elsewhere.close)
         runner = CheckRunner(
-            GroupFinder(sessions, groups, checks),
+            GroupFinder(sessions, groups, checks, elsewhere),
             metrics,
             parallel=lambda name: _parallel(groups, name),
             parallel_total_max=settings.checks_parallel_max,
         )
         stack.push_async_callback(runner.close)
-        sessions.on_appeared(runner.wake)
-        groups.on_change(runner.wake)
+        for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
+            appeared(runner.wake)
         await groups.load()
         observer = Observer(metrics, runner.unreachable, settings.half_retention_s)
         broker = Broker(door, settings, groups, runner, observer)
         observer.watch(broker)
-        app = make_app(broker, groups, sessions, settings, metrics)
-        broker.url = await stack.enter_async_context(serve(app, settings.listen))
-        if settings.advertise:
-            broker.url = settings.advertise
+        peers = Peers(lambda: broker.url, bearer)
+        stack.push_async_callback(peers.close)
+        cluster = Cluster(broker, peers)
+        leases = Leases(sessions)
+        stack.callback(leases.close)
+        app = make_app(cluster, groups, sessions, settings, metrics, local=broker, leases=leases)
+        url = await stack.enter_async_context(serve(app, settings.listen))
+        # Known before anybody hears of us.
+        broker.url = settings.advertise or url
+        roster = Roster(peers, elsewhere, lambda: _others(broker))
+        broker.on_owners(roster.changed)
         stack.push_async_callback(broker.close)
         await broker.start()
-        yield Proxy(broker.url, broker, groups, sessions, metrics, runner)
+        roster.start()
+        stack.push_async_callback(roster.close)
+        yield Proxy(broker.url, broker, cluster, groups, sessions, metrics, runner)
+
+
+def _others(broker: Broker) -> list[str]:
+    return [url for url in broker.proxies() if url and url != broker.url]
+
+
+def _nothing() -> None:
+    return None
 
 
 def _parallel(groups: Groups, name: str) -> int | None:

@@ -1,11 +1,13 @@
 """The HTTP API put together: declared operations, the guard before them, errors as JSON."""
 
+import copy
 import traceback
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from txbroker.checkers.groups import Groups
+from txbroker.checkers.leases import Leases
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.contract import Service
@@ -21,6 +23,7 @@ from txbroker.errors import (
 )
 from txbroker.proxy.http import registration, system, transactions
 from txbroker.proxy.http.guards import Guard
+from txbroker.proxy.http.internal import Internal
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
     Call,
@@ -64,20 +67,31 @@ def make_app(
     sessions: SessionRegistry,
     settings: Settings,
     metrics: Metrics,
+    *,
+    local: Service | None = None,
+    leases: Leases | None = None,
 ) -> web.Application:
     """Return the web application of one proxy.
+
+    Args:
+        service: answers the HTTP API.
+        local: answers sessions and other proxies, this proxy's own part; None: `service` too.
+        leases: the sessions that other proxies have in hand; None: made here.
 
     Raises:
         ConfigurationError: the token file cannot be read.
     """
-    shell = Shell(service, groups, sessions, settings, metrics)
+    own = Shell(local or service, groups, sessions, settings, metrics)
+    # The same in all but whom it asks: what is in flight is bounded together.
+    shell = copy.copy(own)
+    shell.service = service
     declared = operations()
     open_paths = frozenset(operation.path for operation in declared if operation.open)
     app = web.Application(
         middlewares=[_outermost(shell, Guard(settings), open_paths)],
         client_max_size=settings.request_bytes_max,
     )
-    app[SHELL] = shell
+    app[SHELL] = own
     for operation in declared:
         app.router.add_route(
             operation.method, operation.path, _endpoint(shell, operation), expect_handler=_expect
@@ -86,7 +100,9 @@ def make_app(
             app.router.add_route(
                 "HEAD", operation.path, _endpoint(shell, operation), expect_handler=_expect
             )
-    session_server = SessionServer(shell)
+    for method, path, handler in Internal(own, leases or Leases(sessions)).routes():
+        app.router.add_route(method, path, handler, expect_handler=_expect)
+    session_server = SessionServer(own)
     app.router.add_get(
         SESSION_PATH, session_server.handle, allow_head=False, expect_handler=_expect
     )

@@ -37,6 +37,11 @@ class Token:
         self._refresh()
         return hmac.compare_digest(given.encode(errors="surrogateescape"), self._token)
 
+    def text(self) -> str:
+        """Return the token, for calls to other proxies."""
+        self._refresh()
+        return self._token.decode()
+
     def _refresh(self) -> None:
         try:
             status = self._path.stat()

@@ -1,0 +1,151 @@
+"""What broker and cluster share: where a call belongs, and how proxies hand it on.
+
+Bodies are the contract's structs as msgpack maps. Fields travel by name; a reader leaves out those
+it does not know and takes the default of those that are missing, so builds of different age
+understand each other.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from txbroker.contract import Page, PrepareRequest, TransactionView
+from txbroker.core.ids import dedup_randomness, make_id, parse_id
+from txbroker.core.placement import dedup_hash, order_hash
+from txbroker.errors import BadId, BadRequest, RequestError, request_errors
+
+PREFIX = "/internal/v1"
+SESSIONS_PATH = f"{PREFIX}/sessions"
+CONTENT_TYPE = "application/msgpack"
+PROXY_HEADER = "txb-proxy"
+"""Names the calling proxy by its URL."""
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+class ById(Struct, frozen=True):
+    """A check, revive or find of one transaction."""
+
+    id: str
+    by: str = ""
+    reason: str = ""
+    bodies: bool = False
+
+
+class Failed(Struct, frozen=True):
+    """A call was not carried out; as in the HTTP API."""
+
+    code: str
+    message: str = ""
+    details: dict[str, Any] = {}
+
+
+def failed(error: RequestError) -> Failed:
+    """Return an error as it travels."""
+    return Failed(error.code, str(error), error.details)
+
+
+def raised(failure: Failed) -> RequestError:
+    """Return the error that travelled. One that a newer build has brought is a plain failure."""
+    kind = request_errors().get(failure.code, RequestError)
+    error = kind(failure.message or None)
+    error.details.update(failure.details)
+    return error
+
+
+# --- which half partition ---------------------------------------------------------------------
+
+
+def partition_of(id: str, partitions: int) -> int:
+    """Return the half partition that a transaction id names.
+
+    Raises:
+        BadId: it is no id, or names a partition that does not exist.
+    """
+    try:
+        partition = parse_id(id).partition
+    except ValueError as error:
+        raise BadId(f"{id!r} is no transaction id: {error}") from None
+    if partition >= partitions:
+        raise BadId(f"the id names partition {partition}; there are {partitions}")
+    return partition
+
+
+def home(request: PrepareRequest, partitions: int) -> int | None:
+    """Return the half partition that a transaction belongs into, None for any.
+
+    Raises:
+        BadId: the id names another partition than the order key.
+    """
+    first = request.messages[0]
+    order = order_hash(request.order_key, first.topic, first.key)
+    if request.order_key is None and request.dedup_key is not None:
+        # Before the message's key: the same dedup_key must meet its earlier use.
+        order = dedup_hash(request.group, request.dedup_key)
+    wanted = None if order is None else order % partitions
+    if request.id is None:
+        return wanted
+    named = partition_of(request.id, partitions)
+    if wanted is not None and wanted != named:
+        raise BadId(f"the id names half partition {named}, its order key {wanted}", id=request.id)
+    return named
+
+
+def new_id(request: PrepareRequest, partition: int, now_ms: int) -> str:
+    """Return an id for a transaction that came without one."""
+    if request.dedup_key is None:
+        randomness = secrets.randbits(64)
+    else:
+        randomness = dedup_randomness(request.group, request.dedup_key)
+    return make_id(partition, now_ms, randomness)
+
+
+# --- lists ------------------------------------------------------------------------------------
+
+
+def encode_cursor(view: TransactionView) -> str:
+    """Return the cursor behind this transaction, which is the last one of a page."""
+    return f"{view.prepared_at_ms}.{view.id}"
+
+
+def decode_cursor(cursor: str | None) -> tuple[int, str]:
+    """Return the time and id behind which a list goes on.
+
+    Raises:
+        BadRequest: a list has never given such a cursor.
+    """
+    if cursor is None:
+        return (-1, "")
+    at_ms, _, id = cursor.partition(".")
+    try:
+        parse_id(id)
+        return (int(at_ms), id)
+    except ValueError:
+        raise BadRequest("the cursor is not one that a list has given") from None
+
+
+def merge(pages: Sequence[Page], limit: int) -> Page:
+    """Return one page of several owners' pages, each sorted by time and id.
+
+    A page that goes on says nothing of what lies behind its end, so the merged one ends there too.
+    """
+    known_to = min(
+        (decode_cursor(page.next_cursor) for page in pages if page.next_cursor is not None),
+        default=None,
+    )
+    views = sorted((view for page in pages for view in page.transactions), key=_key)
+    sure = [view for view in views if known_to is None or _key(view) <= known_to]
+    found = sure[:limit]
+    if len(found) < len(sure):
+        return Page(tuple(found), encode_cursor(found[-1]))
+    if known_to is None:
+        return Page(tuple(found))
+    at_ms, id = known_to
+    return Page(tuple(found), f"{at_ms}.{id}")
+
+
+def _key(view: TransactionView) -> tuple[int, str]:
+    return (view.prepared_at_ms, view.id)

@@ -1,0 +1,451 @@
+"""Which half partitions this proxy works on: opened, kept, suspended and dropped as the group says.
+
+The group's callbacks only post what happened; whatever takes time runs in a task of its own. A
+partition that stays ours through a change of the group is neither claimed nor read again.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from txbroker.config import Settings
+from txbroker.contract import PartitionState, Readiness
+from txbroker.core.records import RECORD_VERSION
+from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated
+from txbroker.errors import KafkaUnavailable, NewerRecord, OwnerUnavailable
+from txbroker.proxy.checkback import Runner
+from txbroker.proxy.owner import Owner, OwnerEvents, OwnerSettings
+
+REOPEN_S = 1.0
+"""A partition that could not be opened is tried again after this, seconds."""
+REJOIN_S = 5.0
+"""A proxy that left because it was stuck stays away for this long at least, seconds: time for the
+others to share out what it had, and to claim it."""
+STUCK_LOOK_S = 1.0
+LEAVE_AGAIN_MAX_S = 600.0
+"""What is stuck for everybody would have the proxies leave in turn for ever, each time with all of
+their other partitions: so each time they wait twice as long, up to this."""
+TOPICS_LOOK_S = 60.0
+
+log = structlog.get_logger()
+
+
+class Holding:
+    """A half partition that is this proxy's, from when it was assigned until it is dropped."""
+
+    def __init__(self) -> None:
+        self.owner: Owner | None = None
+        """Once it is caught up, until it is dropped or cannot go on."""
+        self.opening: asyncio.Task[None] | None = None
+        self.candidate: Owner | None = None
+        """The one that is being opened."""
+        self.since = time.monotonic()
+        """When opening began."""
+        self.state = PartitionState.CLAIMING
+        self.why = ""
+
+    def shown(self) -> tuple[PartitionState, str]:
+        """Return what is going on, and what more there is to say."""
+        if self.owner is not None:
+            return self.owner.phase, ""
+        if self.candidate is not None and self.state is PartitionState.CLAIMING:
+            return self.candidate.phase, self.why
+        return self.state, self.why
+
+    def stuck_s(self) -> float:
+        """Return for how long a claim or a turn has not come through, seconds; 0 where all is
+        well, and where nobody else would fare better."""
+        if self.owner is not None:
+            return self.owner.stuck_since_s()
+        if self.opening is None or self.shown()[0] is not PartitionState.CLAIMING:
+            return 0.0
+        return time.monotonic() - self.since
+
+
+class Ownership:
+    """Opens and closes the owners of this proxy's half partitions.
+
+    Args:
+        door: the way to Kafka, started.
+        settings: the proxy's configuration.
+        runner: carries out checks.
+        events: told what happens on every partition.
+        rejoin_s: how long a stuck proxy stays out of the group, seconds.
+
+    `url` is this proxy's own URL, as others are told it; it is set before `join`.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        settings: Settings,
+        runner: Runner,
+        events: OwnerEvents,
+        *,
+        rejoin_s: float = REJOIN_S,
+    ) -> None:
+        self.url = settings.advertise
+        self._door = door
+        self._settings = settings
+        self._runner = runner
+        self._events = events
+        self._rejoin_s = rejoin_s
+        self._held: dict[int, Holding] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._watching: list[asyncio.Task[None]] = []
+        self._listeners: list[Callable[[], None]] = []
+        self._assignment = Assignment(frozenset(), (), (), RECORD_VERSION)
+        self._generation = 0
+        self._member = False
+        """False while we are out of the group on purpose; what it says then is not for us."""
+        self._in_touch = asyncio.Event()
+        self._out_because = "not yet a member of the proxies' group"
+        self._topic_problems: tuple[str, ...] = ()
+        self._leave_after_s = settings.stuck_after_s
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def join(self) -> None:
+        """Join the other proxies; partitions are opened as they are assigned."""
+        await self._join()
+        watchers = (self._watch_stuck, self._watch_topics)
+        self._watching = [asyncio.create_task(watch()) for watch in watchers]
+
+    async def close(self) -> None:
+        """Close all owners, then leave the group, so that others take over at once."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._leave("this proxy is going away")
+
+    async def _join(self) -> None:
+        self._member = True
+        await self._door.membership.join(self.url, self._assigned, self._lost)
+
+    async def _leave(self, why: str) -> None:
+        """Close everything before anybody else hears that it is to be had."""
+        self._member = False
+        self._in_touch.clear()
+        self._out_because = why
+        for partition in list(self._held):
+            self._drop(partition)
+        self._tell()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._door.membership.leave()
+
+    # --- where -------------------------------------------------------------------------------
+
+    def open(self) -> Mapping[int, Owner]:
+        """Return the owners that are caught up, suspended ones included, by half partition."""
+        return {
+            number: holding.owner
+            for number, holding in self._held.items()
+            if holding.owner is not None
+        }
+
+    def owner(self, partition: int, id: str | None = None) -> Owner:
+        """Return the owner of a half partition.
+
+        Raises:
+            OwnerUnavailable: it is not this proxy's, or not caught up.
+        """
+        holding = self._held.get(partition)
+        if holding is not None and holding.owner is not None:
+            return holding.owner
+        state, why = self._state(partition)
+        ends = (PartitionState.TRUNCATED, PartitionState.NEWER, PartitionState.STOPPED)
+        advice = "see /readyz and the proxy's log" if state in ends else "try again"
+        raise OwnerUnavailable(
+            f"half partition {partition} has no owner here ({_words(state, why)}): {advice}", id=id
+        )
+
+    def assigned(self) -> tuple[str, ...]:
+        """Return the URL of each half partition's proxy, as the group says, "" where none is
+        known."""
+        known = self._assignment.owners[: self._door.partitions]
+        missing = self._door.partitions - len(known)
+        return (*known, *[""] * missing)
+
+    def proxies(self) -> tuple[str, ...]:
+        """Return the URLs of all proxies of the group, this one's included."""
+        return self._assignment.proxies
+
+    def owners(self) -> tuple[str, ...]:
+        """Return the URL of each half partition's owner, "" where none is known, or where it is
+        ours and cannot take calls yet."""
+        shown = list(self.assigned())
+        for number, url in enumerate(shown):
+            if url == self.url or number in self._held:
+                holding = self._held.get(number)
+                ready = holding is not None and holding.owner is not None
+                shown[number] = self.url if ready else ""
+        return tuple(shown)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever partitions or proxies come or go."""
+        self._listeners.append(listener)
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    # --- how it stands -----------------------------------------------------------------------
+
+    def topic_problems(self) -> tuple[str, ...]:
+        """Return what has happened to txbroker's own topics that it cannot work with."""
+        return self._topic_problems
+
+    def readiness(self) -> Readiness:
+        """Say what is done with each half partition; ready where everything of ours can take
+        calls."""
+        shown = {p: self._state(p) for p in range(self._door.partitions)}
+        problems = [
+            f"partition {number}: {_words(*self._state(number))}"
+            for number in sorted(self._held)
+            if self._state(number)[0] is not PartitionState.OWNED
+        ]
+        if not self._in_touch.is_set():
+            problems.append(self._out_because)
+        states = {number: _words(*state) for number, state in shown.items()}
+        return Readiness(not problems, states, (*problems, *self._topic_problems))
+
+    def _state(self, partition: int) -> tuple[PartitionState, str]:
+        holding = self._held.get(partition)
+        if holding is not None:
+            return holding.shown()
+        url = self.assigned()[partition]
+        if url and url != self.url:
+            return PartitionState.ELSEWHERE, ""
+        return PartitionState.NONE, ""
+
+    # --- what the group says -----------------------------------------------------------------
+
+    def _assigned(self, assignment: Assignment) -> None:
+        """A generation of the group has begun."""
+        if not self._member:
+            return
+        self._assignment = assignment
+        self._generation += 1
+        self._in_touch.set()
+        for partition in self._held.keys() - assignment.mine:
+            self._drop(partition)
+        for partition in sorted(assignment.mine):
+            holding = self._held.get(partition)
+            if holding is None:
+                self._begin(partition)
+            elif holding.owner is not None:
+                holding.owner.resume()
+        self._tell()
+
+    def _lost(self, why: str) -> None:
+        """Nobody knows what is ours: keep it all, and write nothing."""
+        if not self._member:
+            return
+        log.warning("out of touch with the group", why=why)
+        self._in_touch.clear()
+        self._out_because = f"out of touch with the proxies' group: {why}"
+        for holding in self._held.values():
+            if holding.owner is not None:
+                holding.owner.suspend()
+        self._tell()
+
+    async def _still_ours(self, partition: int) -> bool:
+        while True:
+            generation = self._generation
+            ours = await self._door.membership.still_ours(partition)
+            # A no of the generation before says nothing of what has been assigned since.
+            if ours or generation == self._generation:
+                return ours
+            if partition not in self._assignment.mine:
+                return False
+
+    # --- opening -----------------------------------------------------------------------------
+
+    def _begin(self, partition: int) -> None:
+        holding = self._held[partition] = Holding()
+        holding.opening = asyncio.create_task(self._open(partition, holding))
+
+    async def _open(self, partition: int, holding: Holding) -> None:
+        """Make this proxy the owner of a partition, however long that takes."""
+        while True:
+            await self._in_touch.wait()
+            owner = holding.candidate = self._make_owner(partition, holding)
+            holding.state = PartitionState.CLAIMING
+            started = time.monotonic()
+            try:
+                await owner.open()
+            except Fenced:
+                self._events.fenced()
+                await owner.close()
+                self._give_up(partition, holding)
+                return
+            except KafkaUnavailable as error:
+                log.warning("partition not opened", partition=partition, why=str(error))
+                self._events.kafka_failed("claim")
+                holding.why = str(error)
+                if isinstance(error, Hanging):
+                    holding.state = PartitionState.HANGING
+                await owner.close()
+                await asyncio.sleep(REOPEN_S * (0.5 + random.random()))
+            except Exception as error:
+                await owner.close()
+                self._stopped(partition, holding, error)
+                return
+            except BaseException:
+                await asyncio.shield(owner.close())
+                raise
+            else:
+                break
+        holding.owner, holding.candidate, holding.opening = owner, None, None
+        if not self._in_touch.is_set():
+            # Nothing was awaited since it opened, so nothing was written.
+            owner.suspend()
+        took_s = time.monotonic() - started
+        self._events.recovered(took_s)
+        log.info(
+            "owned",
+            partition=partition,
+            undecided=owner.ledger.undecided_count,
+            seconds=round(took_s, 3),
+        )
+        self._tell()
+
+    def _make_owner(self, partition: int, holding: Holding) -> Owner:
+        settings = self._settings
+        owner = Owner(
+            self._door.partition(partition),
+            self._door.targets,
+            self._runner,
+            self._events,
+            OwnerSettings(
+                dedup_window_ms=round(settings.dedup_window_s * 1000),
+                pending_max=settings.pending_max,
+                pending_group_max=settings.pending_group_max,
+                settled_max=settings.settled_max,
+                half_retention_ms=round(settings.half_retention_s * 1000),
+            ),
+            (settings.instance, self.url),
+            lambda: self._still_ours(partition),
+            lambda error: self._owner_stopped(partition, holding, owner, error),
+            self._bodies_share,
+            lambda: min(RECORD_VERSION, self._assignment.record_version),
+        )
+        return owner
+
+    def _bodies_share(self) -> int:
+        """Return how many bytes of bodies each of our partitions may keep in memory."""
+        return self._settings.bodies_bytes_max // max(1, len(self._held))
+
+    # --- closing -----------------------------------------------------------------------------
+
+    def _drop(self, partition: int) -> None:
+        """A partition is another proxy's now."""
+        holding = self._held.pop(partition)
+        if holding.opening is not None:
+            self._until_done(holding.opening)
+            holding.opening.cancel()
+        if holding.owner is not None:
+            self._until_done(asyncio.create_task(holding.owner.close()))
+
+    def _until_done(self, task: asyncio.Task[None]) -> None:
+        self._closing.add(task)
+        task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._closing.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("partition not closed cleanly", error=repr(task.exception())[:300])
+
+    def _give_up(self, partition: int, holding: Holding) -> None:
+        """Another proxy has claimed a partition and it is not ours any more. The next assignment
+        says what is; until then claiming it would only fence its owner."""
+        if self._held.get(partition) is holding:
+            del self._held[partition]
+            self._tell()
+
+    def _owner_stopped(
+        self, partition: int, holding: Holding, owner: Owner, error: Exception
+    ) -> None:
+        """An owner cannot go on: give the partition up, or begin anew where that can help."""
+        if self._held.get(partition) is not holding or holding.owner is not owner:
+            # It was closed before, and the partition may have another owner object by now.
+            return
+        holding.owner = None
+        self._until_done(asyncio.create_task(owner.close()))
+        if isinstance(error, KafkaUnavailable):
+            log.warning("partition begins anew", partition=partition, why=str(error))
+            self._begin(partition)
+        elif isinstance(error, Fenced):
+            self._events.fenced()
+            self._give_up(partition, holding)
+        else:
+            self._stopped(partition, holding, error)
+        self._tell()
+
+    def _stopped(self, partition: int, holding: Holding, error: Exception) -> None:
+        """Stop one partition and keep the rest: something that must hold does not."""
+        log.error(
+            "partition stopped", partition=partition, error=type(error).__name__, why=str(error)
+        )
+        holding.candidate = holding.opening = None
+        holding.state, holding.why = _state_after(error), str(error)
+
+    # --- beside the work ---------------------------------------------------------------------
+
+    async def _watch_stuck(self) -> None:
+        """Leave the group when a partition does not come through: another proxy may fare
+        better."""
+        while True:
+            await asyncio.sleep(STUCK_LOOK_S)
+            worst_s = max((each.stuck_s() for each in self._held.values()), default=0.0)
+            if worst_s == 0.0 and self.readiness().ready:
+                self._leave_after_s = self._settings.stuck_after_s
+            alone = not any(url != self.url for url in self.proxies())
+            if worst_s < self._leave_after_s or alone or not self._in_touch.is_set():
+                continue
+            self._leave_after_s = min(self._leave_after_s * 2, LEAVE_AGAIN_MAX_S)
+            await self._leave_and_join(worst_s)
+
+    async def _leave_and_join(self, stuck_s: float) -> None:
+        log.error("stuck: leaving the group for a while", seconds=round(stuck_s))
+        await self._leave("left the proxies' group: a claim or a turn did not come through")
+        while True:
+            await asyncio.sleep(self._rejoin_s * (1 + random.random()))
+            try:
+                await self._join()
+            except KafkaUnavailable as error:
+                log.warning("not joined again", why=str(error))
+            else:
+                return
+
+    async def _watch_topics(self) -> None:
+        """See whether anybody changed txbroker's own topics under us."""
+        while True:
+            await asyncio.sleep(TOPICS_LOOK_S)
+            await self.look_at_topics()
+
+    async def look_at_topics(self) -> None:
+        """Look once whether txbroker's own topics are still as they must be."""
+        try:
+            found = tuple(await self._door.check_topics())
+        except KafkaUnavailable as error:
+            log.warning("topics not looked at", why=str(error))
+            return
+        if found != self._topic_problems:
+            self._topic_problems = found
+            log.error("topics changed", problems=list(found)) if found else log.info("topics well")
+
+
+def _state_after(error: Exception) -> PartitionState:
+    if isinstance(error, LogTruncated):
+        return PartitionState.TRUNCATED
+    if isinstance(error, NewerRecord):
+        return PartitionState.NEWER
+    return PartitionState.STOPPED
+
+
+def _words(state: PartitionState, why: str) -> str:
+    return f"{state}: {why}" if why else str(state)

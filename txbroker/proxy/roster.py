@@ -1,0 +1,66 @@
+"""What goes on at the other proxies: who is there, and whose sessions they have."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from txbroker.checkers.leases import PeerSessions
+from txbroker.errors import RequestError
+from txbroker.proxy.peers import Peers
+
+LOOK_EVERY_S = 1.0
+"""How often the other proxies are asked for their sessions, seconds: about as long a group that
+appears there waits for its checks."""
+
+
+class Roster:
+    """Follows the proxies of the group.
+
+    Args:
+        peers: the way to them.
+        sessions: is told of the sessions that they have.
+        others: returns the URLs of all other proxies.
+        every_s: how often they are asked, seconds.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        sessions: PeerSessions,
+        others: Callable[[], Sequence[str]],
+        every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        self._peers = peers
+        self._sessions = sessions
+        self._others = others
+        self._every_s = every_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Stop looking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def changed(self) -> None:
+        """Proxies came or went: let go of those that are not there any more."""
+        others = self._others()
+        self._peers.only(others)
+        self._sessions.only(others)
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.gather(*[self._look(url) for url in self._others()])
+            await asyncio.sleep(self._every_s)
+
+    async def _look(self, url: str) -> None:
+        try:
+            found = await self._peers.sessions(url)
+        except RequestError:
+            self._sessions.forget(url)
+            return
+        if url in self._others():
+            self._sessions.saw(url, found)
