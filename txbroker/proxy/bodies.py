@@ -34,6 +34,8 @@ BATCH_BYTES_MAX = 4 * 1024 * 1024
 """Transactions, and bytes of theirs, that are read in one go; a single one may be larger."""
 STEP_MAX = 10_000
 """Transactions that one `trim` looks at, so that a budget that shrank does not stop the loop."""
+PAUSE_EVERY = 100
+"""Transactions that are decoded and compared without a pause for everything else."""
 IDS_SHOWN = 10
 """Ids that one alarm names."""
 BODY_LOST = "body_lost"
@@ -221,7 +223,9 @@ class Bodies:
         half = await self._read(batch, replaced=False)
         op = await self._read(batch, replaced=True)
         gone = []
-        for transaction, mark in zip(batch, marks, strict=True):
+        for number, (transaction, mark) in enumerate(zip(batch, marks, strict=True), 1):
+            if number % PAUSE_EVERY == 0:
+                await asyncio.sleep(0)
             if not _missing(transaction) or transaction.contents_fingerprint != mark:
                 continue
             messages = _messages(transaction, op if mark else half)
