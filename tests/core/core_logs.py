@@ -6,7 +6,8 @@ from msgspec import structs
 
 from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.ids import make_id
-from txbroker.core.ledger import Effect, Ledger, Outcome
+from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     RECORD_VERSION,
     CheckPolicy,

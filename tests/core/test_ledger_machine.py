@@ -230,7 +230,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert transaction is not None
             assert (transaction.state, transaction.decision) == (model.state, model.decision)
             assert (transaction.round, transaction.number) == (model.round, model.number)
-            assert transaction.counted_ms == model.counted
+            assert list(transaction.counted_ms) == model.counted
             if model.state == "pending":
                 assert transaction.next_check_ms() == model.next
 

@@ -18,7 +18,8 @@ from core_logs import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.ledger import WAITING_SWEEP_MIN, Effect, Gap, Ledger
+from txbroker.core.ledger import WAITING_SWEEP_MIN, Gap, Ledger
+from txbroker.core.outcome import Effect
 from txbroker.core.records import State
 
 

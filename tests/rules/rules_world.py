@@ -20,7 +20,7 @@ from txbroker.config import Settings
 from txbroker.contract import DecideRequest, Standing
 from txbroker.core.codec import decode_checkpoint, decode_marker, encode_half, encode_marker
 from txbroker.core.ids import make_id
-from txbroker.core.ledger import Effect, Outcome
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import (
     RECORD_VERSION,

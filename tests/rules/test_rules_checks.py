@@ -23,7 +23,7 @@ from rules_world import (
 
 from txbroker.checkers.base import Answered, Channel, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.runner import CheckRunner
-from txbroker.core.ledger import Effect
+from txbroker.core.outcome import Effect
 from txbroker.core.records import (
     CheckPolicy,
     CheckReason,

@@ -23,7 +23,7 @@ from rules_world import (
 
 from txbroker.contract import DecideRequest, PrepareRequest
 from txbroker.core.ids import make_id, parse_id
-from txbroker.core.ledger import Effect
+from txbroker.core.outcome import Effect
 from txbroker.core.records import Decision, Record, State
 from txbroker.errors import IdConflict, IdExpired, Overloaded
 from txbroker.proxy import clock

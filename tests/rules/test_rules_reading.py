@@ -25,7 +25,7 @@ from rules_world import (
 )
 
 from txbroker.core import ledger
-from txbroker.core.ledger import Effect
+from txbroker.core.outcome import Effect
 from txbroker.core.records import MarkerKind, State
 from txbroker.errors import (
     AlreadyDecided,

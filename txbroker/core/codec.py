@@ -74,22 +74,26 @@ class HalfPart(msgspec.Struct, frozen=True):
 # --- half messages ---------------------------------------------------------------------------
 
 
-def encode_half(half: Half) -> tuple[Record, ...]:
+def encode_half(half: Half, version: int = RECORD_VERSION) -> tuple[Record, ...]:
     """Return the records of a half message; they belong into one batch.
 
     Raises:
         ValueError: a message has no partition yet, or a number is one that cannot be read back.
     """
-    return tuple(_encode_part(half, sequence) for sequence in range(len(half.messages)))
+    return tuple(_encode_part(half, sequence, version) for sequence in range(len(half.messages)))
 
 
-def encode_contents(half: Half, messages: Sequence[Message]) -> tuple[Record, ...]:
+def encode_contents(
+    half: Half, messages: Sequence[Message], version: int = RECORD_VERSION
+) -> tuple[Record, ...]:
     """Return the records that follow a commit marker whose messages replace the prepared ones."""
     replaced = msgspec.structs.replace(half, messages=tuple(messages))
-    return encode_half(replaced)
+    return encode_half(replaced, version)
 
 
-def _encode_part(half: Half, sequence: int, extra: Sequence[tuple[str, bytes]] = ()) -> Record:
+def _encode_part(
+    half: Half, sequence: int, version: int, extra: Sequence[tuple[str, bytes]] = ()
+) -> Record:
     message = half.messages[sequence]
     if message.partition is None or message.partition < 0:
         raise ValueError(f"{half.id}: message {sequence} has no partition")
@@ -112,8 +116,8 @@ def _encode_part(half: Half, sequence: int, extra: Sequence[tuple[str, bytes]] =
         str(message.partition),
         f"{sequence}/{len(half.messages)}",
     )
-    version = " ".join([str(RECORD_VERSION), *(name for name, _ in optional)])
-    headers: list[Header] = [(VERSION_HEADER, version.encode())]
+    first = " ".join([str(version), *(name for name, _ in optional)])
+    headers: list[Header] = [(VERSION_HEADER, first.encode())]
     headers.extend((name, text.encode()) for name, text in zip(_FIXED, fixed, strict=True))
     headers.extend((f"txb-{name}", value) for name, value in optional)
     headers.extend(message.headers)
@@ -336,7 +340,7 @@ def kept_key(id: str, sequence: int) -> bytes:
     return f"{id}/{sequence}".encode()
 
 
-def encode_kept(kept: Kept) -> tuple[Record, ...]:
+def encode_kept(kept: Kept, version: int = RECORD_VERSION) -> tuple[Record, ...]:
     """Return the records that keep a whole transaction.
 
     Key and null value of the user's message move into headers, because the parked topic is
@@ -354,7 +358,7 @@ def encode_kept(kept: Kept) -> tuple[Record, ...]:
             extra.append(("tombstone", b"1"))
         if sequence == 0:
             extra.append(("kept", _encode_json(facts)))
-        record = _encode_part(kept.half, sequence, extra)
+        record = _encode_part(kept.half, sequence, version, extra)
         records.append(
             msgspec.structs.replace(
                 record, key=kept_key(kept.half.id, sequence), value=record.value or b""

@@ -6,11 +6,12 @@ marker whose half message has not been read yet waits for it. So any replay, by 
 test or an audit, comes to the same answer.
 """
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from enum import StrEnum
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from sys import intern
+from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from txbroker.core.codec import (
     HalfPart,
@@ -21,9 +22,13 @@ from txbroker.core.codec import (
     is_content,
 )
 from txbroker.core.ids import parse_id
+from txbroker.core.order import Line, Undecided
+from txbroker.core.outcome import Effect, Outcome, Waiting
+from txbroker.core.placement import order_hash
 from txbroker.core.records import (
     Anchor,
     Cause,
+    CheckPolicy,
     Decision,
     Half,
     Kept,
@@ -34,57 +39,24 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.settled import Brief, SettledWindow, offset_of
 from txbroker.core.states import SETTLED, UNDECIDED, IllegalStep, Step
-from txbroker.core.transaction import Transaction, fingerprint
+from txbroker.core.transaction import Transaction, Verdict, fingerprint, places
 
 WAITING_SWEEP_MIN = 1000
 """Ids with waiting markers below which nobody looks whether some can be forgotten."""
-
-
-class Effect(StrEnum):
-    """What applying a record did."""
-
-    APPLIED = "applied"
-    REPEATED = "repeated"
-    """The same again: it changed nothing, and what stands is what was meant."""
-    CONFLICT = "conflict"
-    """The contrary of what stands: it changed nothing."""
-    ILLEGAL = "illegal"
-    """A step that the state does not allow: it changed nothing."""
-    VOID = "void"
-    """Not a valid record, by the record alone: it changed nothing."""
-    EXPIRED = "expired"
-    """A half message too far from its id's time: it changed nothing."""
-    WAITING = "waiting"
-    """A marker before its half message: it is applied if that comes."""
-    PARTIAL = "partial"
-    """More records of the same transaction follow in this batch."""
-    NEWER = "newer"
-    """Written by a newer version of txbroker: only that can tell."""
-
-
-class Outcome(Struct, frozen=True):
-    """What applying one record did, and to which transaction."""
-
-    effect: Effect
-    transaction: Transaction | None = None
-    why: str = ""
 
 
 class Gap(Exception):
     """A record is not the next one of its log."""
 
 
-class _Entry(Struct, frozen=True):
-    """A marker as it was read, with the messages that replace the prepared ones."""
+class Watcher(Protocol):
+    """Who has to see a transaction before it changes: a snapshot that is being captured."""
 
-    marker: Marker
-    offset: int
-    at_ms: int
-    """The log clock, by which checks are judged."""
-    stamp_ms: int
-    """The append time itself, which brokers do not find in the future even if their clock was."""
-    contents: tuple[Message, ...] | None = None
+    def before(self, transaction: Transaction) -> None:
+        """This one is about to change."""
+        ...
 
 
 class _Batch(Struct):
@@ -115,37 +87,52 @@ class Ledger:
         self.op_clock_ms = 0
         self.half_anchor: Anchor | None = None
         self.op_anchor: Anchor | None = None
+        self._half_before: Anchor | None = None
+        self._op_before: Anchor | None = None
         self.op_progress = 0
         """The `op` of the newest progress, written or on its way: it never goes back."""
         self.transactions: dict[str, Transaction] = {}
-        self.ready: dict[str, Transaction] = {}
-        """Committed, not yet promoted or refused."""
+        """What is not settled."""
         self.refused: dict[str, Transaction] = {}
+        self.parked: dict[str, Transaction] = {}
         self.to_keep: dict[str, Transaction] = {}
         """Whole bodies that are to be copied into the parked topic."""
         self.to_release: dict[str, Transaction] = {}
         """Rolled back: their copies in the parked topic are to be removed."""
+        self.settled = SettledWindow()
+        self.body_bytes = 0
+        """What all messages take that are in memory."""
+        self.watcher: Watcher | None = None
+        self._ready: dict[str, Transaction] = {}
+        self._ready_in_order = True
+        self._ready_to = -1
+        self._line = Line(_unsettled)
+        self._groups: dict[str, Undecided] = {}
+        self._policies: dict[CheckPolicy, CheckPolicy] = {}
         self._dedup: dict[tuple[str, str], str] = {}
         self._parts: list[HalfPart] = []
         self._parts_offset = 0
-        self._waiting: dict[str, list[_Entry]] = {}
+        self.waiting: dict[str, list[Waiting]] = {}
+        """Markers before their half message, by id."""
         self._batch: _Batch | None = None
         self._waiting_max = WAITING_SWEEP_MIN
-        self._settled: deque[str] = deque()
         self.undecided_count = 0
         """Pending and parked transactions."""
 
     def __iter__(self) -> Iterator[Transaction]:
-        return iter(self.transactions.values())
+        """Yield what is not settled, then the settled ones as far as they are remembered."""
+        yield from self.transactions.values()
+        yield from self.settled
 
     def get(self, id: str) -> Transaction | None:
-        """Return a transaction that is not settled, or settled recently."""
-        return self.transactions.get(id)
+        """Return a transaction that is not settled, or settled recently; of most of the latter
+        only what answers need is remembered."""
+        return self.transactions.get(id) or self.settled.get(id)
 
     def by_dedup_key(self, group: str, dedup_key: str) -> Transaction | None:
         """Return the transaction that holds a client's own key."""
         id = self._dedup.get((group, dedup_key))
-        return None if id is None else self.transactions.get(id)
+        return None if id is None else self.get(id)
 
     def pending(self) -> list[Transaction]:
         """Return half minus operation: the undecided transactions, parked ones left out."""
@@ -168,6 +155,16 @@ class Ledger:
         """How far the operation topic is applied in whole batches: what progress may say."""
         return self.op_position if self._batch is None else self._batch.offset
 
+    @property
+    def half_whole_anchor(self) -> Anchor | None:
+        """The last record below `half_whole`."""
+        return self._half_before if self._parts else self.half_anchor
+
+    @property
+    def op_whole_anchor(self) -> Anchor | None:
+        """The last record below `op_whole`."""
+        return self.op_anchor if self._batch is None else self._op_before
+
     # --- half ----------------------------------------------------------------------------
 
     def apply_half(self, record: Record) -> Outcome:
@@ -180,7 +177,7 @@ class Ledger:
             raise Gap(f"half {self.partition}: offset {record.offset}, not {self.half_position}")
         self.half_position += 1
         self.half_clock_ms = max(self.half_clock_ms, record.timestamp_ms)
-        self.half_anchor = anchor_of(record)
+        before, self.half_anchor = self.half_anchor, anchor_of(record)
         try:
             part = decode_half(record)
         except NewerVersion as error:
@@ -192,6 +189,7 @@ class Ledger:
         if part.sequence == 0:
             self._parts = []
             self._parts_offset = record.offset
+            self._half_before = before
         elif not _follows(self._parts, part):
             self._parts = []
             return Outcome(Effect.VOID, why=f"{part.id}: message {part.sequence} without the first")
@@ -208,7 +206,7 @@ class Ledger:
             return Outcome(Effect.VOID, why=str(error))
         if parts.partition != self.partition:
             return Outcome(Effect.VOID, why=f"{half.id} belongs to partition {parts.partition}")
-        standing = self.transactions.get(half.id)
+        standing = self.get(half.id)
         if standing is None and half.dedup_key is not None:
             earlier = self.by_dedup_key(half.group, half.dedup_key)
             if earlier and self.half_clock_ms - earlier.prepared_at_ms <= self.dedup_window_ms:
@@ -221,20 +219,55 @@ class Ledger:
             return Outcome(
                 Effect.EXPIRED, why=f"{self.half_clock_ms - parts.time_ms} ms from its id's time"
             )
-        transaction = Transaction(
-            half, offset, self.half_clock_ms, mark, round_started_ms=self.half_clock_ms
-        )
+        transaction = self._made(half, offset, self.half_clock_ms, mark)
         self._enter(transaction)
         self._forget()
         return Outcome(Effect.APPLIED, transaction)
 
+    def _made(self, half: Half, offset: int, at_ms: int, mark: bytes) -> Transaction:
+        first = half.messages[0]
+        policy = self._policies.setdefault(half.policy, half.policy)
+        if len(self._policies) > _POLICIES_MAX:
+            self._policies.clear()
+        half = structs.replace(half, group=intern(half.group), policy=policy)
+        order = order_hash(half.order_key, first.topic, first.key)
+        return Transaction(half, offset, at_ms, mark, places(half.messages), order)
+
+    def take_in(self, transaction: Transaction) -> None:
+        """Take a transaction that is not settled, in whatever state, as a snapshot has it."""
+        half, state = transaction.half, transaction.state
+        self.transactions[half.id] = transaction
+        self.body_bytes += transaction.body_bytes
+        self._line.add(transaction)
+        if half.dedup_key is not None:
+            self._hold_key((half.group, half.dedup_key), half.id, transaction.offset)
+        if state in UNDECIDED:
+            self.undecided_count += 1
+            self._group(half.group).enter(transaction)
+        if state is State.PARKED:
+            self.parked[half.id] = transaction
+        elif state is State.REFUSED:
+            self.refused[half.id] = transaction
+        elif state is State.COMMITTED:
+            self._make_ready(transaction)
+
+    def remember(self, id: str, brief: Brief) -> None:
+        """Take a settled transaction, as a snapshot has it."""
+        self.settled.add_brief(id, brief)
+        if brief.dedup_key is not None:
+            self._hold_key((brief.group, brief.dedup_key), id, offset_of(brief))
+
+    def _hold_key(self, key: tuple[str, str], id: str, offset: int) -> None:
+        """Of several uses of one `dedup_key` the last prepared one holds it."""
+        holder = self._dedup.get(key)
+        known = None if holder is None else self.get(holder)
+        if known is None or known.offset <= offset:
+            self._dedup[key] = id
+
     def _enter(self, transaction: Transaction) -> None:
         half = transaction.half
-        self.transactions[half.id] = transaction
-        self.undecided_count += 1
-        if half.dedup_key is not None:
-            self._dedup[half.group, half.dedup_key] = half.id
-        for entry in self._waiting.pop(half.id, ()):
+        self.take_in(transaction)
+        for entry in self.waiting.pop(half.id, ()):
             self._marker(transaction, entry)
 
     def restore(self, kept: Kept) -> None:
@@ -244,10 +277,17 @@ class Ledger:
         a parked one stays parked until a marker that is still there says otherwise.
         """
         if kept.half.id not in self.transactions:
-            transaction = _from_copy(kept)
+            transaction = self._from_copy(kept)
             if kept.state is State.PARKED:
                 transaction.take(Step.PARK)
             self._enter(transaction)
+
+    def _from_copy(self, kept: Kept) -> Transaction:
+        half = kept.half
+        mark = fingerprint(half.messages, half.group)
+        transaction = self._made(half, kept.half_offset, kept.prepared_at_ms, mark)
+        transaction.kept = True
+        return transaction
 
     # --- operation -----------------------------------------------------------------------
 
@@ -261,7 +301,7 @@ class Ledger:
             raise Gap(f"op {self.partition}: offset {record.offset}, not {self.op_position}")
         self.op_position += 1
         self.op_clock_ms = max(self.op_clock_ms, record.timestamp_ms)
-        self.op_anchor = anchor_of(record)
+        before, self.op_anchor = self.op_anchor, anchor_of(record)
         if is_content(record):
             return self._content(record)
         self._batch = None
@@ -275,8 +315,9 @@ class Ledger:
         if marker.contents:
             # Marker and replaced messages are one batch: they take effect together.
             self._batch = _Batch(marker, record.offset, [])
+            self._op_before = before
             return Outcome(Effect.PARTIAL)
-        return self._entry(_Entry(marker, record.offset, self.op_clock_ms, record.timestamp_ms))
+        return self._entry(Waiting(marker, record.offset, self.op_clock_ms, record.timestamp_ms))
 
     def _content(self, record: Record) -> Outcome:
         batch = self._batch
@@ -300,11 +341,13 @@ class Ledger:
         self._batch = None
         contents = tuple([part.message for part in batch.parts])
         stamp_ms = record.timestamp_ms
-        return self._entry(_Entry(batch.marker, batch.offset, self.op_clock_ms, stamp_ms, contents))
+        return self._entry(
+            Waiting(batch.marker, batch.offset, self.op_clock_ms, stamp_ms, contents)
+        )
 
-    def _entry(self, entry: _Entry) -> Outcome:
+    def _entry(self, entry: Waiting) -> Outcome:
         marker = entry.marker
-        transaction = self.transactions.get(marker.id)
+        transaction = self.get(marker.id)
         if transaction is not None:
             return self._marker(transaction, entry)
         id = parse_id(marker.id)
@@ -313,12 +356,13 @@ class Ledger:
         if self.half_clock_ms - id.time_ms > self.dedup_window_ms:
             # A half message of this id would be void by now, so nothing is worth waiting for.
             return Outcome(Effect.ILLEGAL, why=f"{marker.kind} for an unknown transaction")
-        self._waiting.setdefault(marker.id, []).append(entry)
+        self.waiting.setdefault(marker.id, []).append(entry)
         return Outcome(Effect.WAITING)
 
-    def _marker(self, transaction: Transaction, entry: _Entry) -> Outcome:
+    def _marker(self, transaction: Transaction, entry: Waiting) -> Outcome:
         marker, at_ms = entry.marker, entry.at_ms
         kind = marker.kind
+        self._changing(transaction)
         try:
             if kind is MarkerKind.COMMIT or kind is MarkerKind.ROLLBACK:
                 return self._decide(transaction, entry)
@@ -328,15 +372,21 @@ class Ledger:
                 transaction.give_back(marker, at_ms, Step(kind))
             elif kind is MarkerKind.PARK:
                 transaction.park(marker, at_ms)
+                self.parked[transaction.id] = transaction
+                self._group(transaction.half.group).parked(transaction)
                 # Also where an older copy lies there: that one does not say that it is parked.
                 self.to_keep[transaction.id] = transaction
             else:
+                was = transaction.state
                 transaction.revive(marker, at_ms)
+                if was is State.PARKED:
+                    del self.parked[transaction.id]
+                    self._group(transaction.half.group).revived(transaction)
         except IllegalStep as error:
             return Outcome(Effect.ILLEGAL, transaction, str(error))
         return Outcome(Effect.APPLIED, transaction)
 
-    def _decide(self, transaction: Transaction, entry: _Entry) -> Outcome:
+    def _decide(self, transaction: Transaction, entry: Waiting) -> Outcome:
         marker, decision = entry.marker, Decision(entry.marker.kind)
         if marker.group and marker.group != transaction.half.group:
             return Outcome(Effect.ILLEGAL, transaction, f"group {marker.group!r} does not own it")
@@ -345,40 +395,77 @@ class Ledger:
             return Outcome(Effect.REPEATED if same else Effect.CONFLICT, transaction)
         if entry.contents is not None and not fits(transaction.half, entry.contents):
             return Outcome(Effect.ILLEGAL, transaction, "replaced content for other topics")
+        self._leave_undecided(transaction)
         transaction.decide(marker, entry.offset, entry.stamp_ms, decision)
-        self.undecided_count -= 1
         self.to_keep.pop(transaction.id, None)
         if decision is Decision.COMMIT:
             if entry.contents is not None:
-                transaction.contents = entry.contents
-                transaction.contents_fingerprint = fingerprint(entry.contents)
-            self.ready[transaction.id] = transaction
+                self.body_bytes -= transaction.body_bytes
+                transaction.replace(entry.contents)
+                self.body_bytes += transaction.body_bytes
+            self._make_ready(transaction)
         else:
             if transaction.kept:
                 self.to_release[transaction.id] = transaction
             self._settle(transaction)
         return Outcome(Effect.APPLIED, transaction)
 
+    def _leave_undecided(self, transaction: Transaction) -> None:
+        """It is about to be decided."""
+        self.undecided_count -= 1
+        group = transaction.half.group
+        if self._group(group).leave(transaction):
+            del self._groups[group]
+        self.parked.pop(transaction.id, None)
+
+    def _group(self, name: str) -> Undecided:
+        found = self._groups.get(name)
+        if found is None:
+            found = self._groups[name] = Undecided()
+        return found
+
+    def _make_ready(self, transaction: Transaction) -> None:
+        self._ready[transaction.id] = transaction
+        if transaction.op_offset > self._ready_to:
+            self._ready_to = transaction.op_offset
+        else:
+            # Its marker was read before its half message, or it comes out of a snapshot.
+            self._ready_in_order = False
+
+    @property
+    def ready(self) -> Mapping[str, Transaction]:
+        """Committed, not yet promoted or refused, in the order of the deciding markers."""
+        if not self._ready_in_order:
+            self._ready = dict(sorted(self._ready.items(), key=lambda item: item[1].op_offset))
+            self._ready_in_order = True
+        return self._ready
+
+    def _changing(self, transaction: Transaction) -> None:
+        if self.watcher is not None:
+            self.watcher.before(transaction)
+
     # --- turns ---------------------------------------------------------------------------
 
     def promote(self, id: str, offsets: tuple[int, ...] = ()) -> None:
         """A turn with this transaction was committed: it is settled."""
         transaction = self.transactions[id]
+        self._changing(transaction)
         transaction.take(Step.PROMOTE)
         transaction.offsets = offsets
         transaction.cause = None
         transaction.kept = False
-        self.ready.pop(id, None)
+        self._ready.pop(id, None)
         self.refused.pop(id, None)
         self._settle(transaction)
 
     def refuse(self, id: str, cause: Cause) -> None:
         """A turn was committed that set this transaction aside: a target does not take it."""
         transaction = self.transactions[id]
+        self._changing(transaction)
         transaction.take(Step.REFUSE)
         transaction.cause = cause
         transaction.kept = True
-        self.ready.pop(id, None)
+        self._ready.pop(id, None)
         self.refused[id] = transaction
 
     def reconcile(
@@ -406,28 +493,25 @@ class Ledger:
         for transaction in self.transactions.values():
             copy = copies.get(transaction.id)
             transaction.kept = copy is not None
+            transaction.kept_at = () if copy is None else copy.at
             if transaction.state is State.PARKED and (
                 copy is None or copy.state is not State.PARKED
             ):
                 self.to_keep[transaction.id] = transaction
-            if copy is None:
-                continue
-            if transaction.state in SETTLED:
-                self.to_release[transaction.id] = transaction
-            elif copy.state is State.REFUSED:
+            if copy is not None and copy.state is State.REFUSED:
                 self._refused_before(transaction, copy)
         for id, copy in copies.items():
             if id not in self.transactions:
-                # Settled so long ago that it is forgotten, and the copy was left over.
-                self.to_release[id] = _from_copy(copy)
+                # Settled, maybe so long ago that it is forgotten, and the copy was left over.
+                self.to_release[id] = self.settled.shown.get(id) or self._from_copy(copy)
 
     def _refused_before(self, transaction: Transaction, copy: Kept) -> None:
         """A turn has set it aside. Its commit marker may have fallen to retention since."""
         if transaction.state in UNDECIDED:
+            self._leave_undecided(transaction)
             transaction.take(Step.COMMIT)
-            self.undecided_count -= 1
-            transaction.decision = Decision.COMMIT
-            transaction.decided_at_ms = copy.decided_at_ms or copy.prepared_at_ms
+            decided_ms = copy.decided_at_ms or copy.prepared_at_ms
+            transaction.verdict = Verdict(Decision.COMMIT, at_ms=decided_ms)
             self.to_keep.pop(transaction.id, None)
         self.refuse(transaction.id, copy.cause or _CAUSE_LOST)
 
@@ -446,61 +530,126 @@ class Ledger:
     # --- memory --------------------------------------------------------------------------
 
     def _settle(self, transaction: Transaction) -> None:
-        transaction.strip()
-        self._settled.append(transaction.id)
+        del self.transactions[transaction.id]
+        self._line.left()
+        self.evict(transaction)
+        self.settled.add(transaction)
         self._forget()
+
+    def evict(self, transaction: Transaction) -> None:
+        """Drop a transaction's messages from memory."""
+        self.body_bytes -= transaction.body_bytes
+        transaction.evict()
+
+    def fill(self, transaction: Transaction, messages: tuple[Message, ...]) -> None:
+        """Take messages that were read again.
+
+        Raises:
+            ValueError: they are not those of this transaction.
+        """
+        self.body_bytes -= transaction.body_bytes
+        try:
+            transaction.fill(messages)
+        finally:
+            self.body_bytes += transaction.body_bytes
 
     @property
     def settled_count(self) -> int:
         """How many settled transactions are remembered."""
-        return len(self._settled)
+        return len(self.settled)
 
     def oldest_settled_ms(self) -> int:
         """Return the later of the id's time and the append time of the transaction that was
         settled first among those remembered; 0 if there is none."""
-        if not self._settled:
-            return 0
-        transaction = self.transactions[self._settled[0]]
-        return max(parse_id(transaction.id).time_ms, transaction.prepared_at_ms)
+        return self.settled.oldest_ms()
 
     def _forget(self) -> None:
         """Forget settled transactions, by the log clock: a repeat of theirs would be void."""
-        while len(self._settled) > self.settled_max:
-            transaction = self.transactions[self._settled[0]]
-            if self.half_clock_ms - self.oldest_settled_ms() <= self.dedup_window_ms:
+        while len(self.settled) > self.settled_max:
+            if self.half_clock_ms - self.settled.oldest_ms() <= self.dedup_window_ms:
                 break
-            if transaction.id in self.to_release:
+            if self.settled.oldest in self.to_release:
                 # A copy that nobody remembers would come back to life one day.
                 break
-            self._settled.popleft()
-            del self.transactions[transaction.id]
-            half = transaction.half
-            if half.dedup_key is not None:
-                key = (half.group, half.dedup_key)
-                if self._dedup.get(key) == transaction.id:
-                    del self._dedup[key]
-        if len(self._waiting) > self._waiting_max:
-            self._waiting = {
+            id, group, dedup_key = self.settled.forget_oldest()
+            if dedup_key is not None and self._dedup.get((group, dedup_key)) == id:
+                del self._dedup[group, dedup_key]
+        if len(self.waiting) > self._waiting_max:
+            self.waiting = {
                 id: waiting
-                for id, waiting in self._waiting.items()
+                for id, waiting in self.waiting.items()
                 if self.half_clock_ms - parse_id(id).time_ms <= self.dedup_window_ms
             }
             # While op is read far ahead of half most of them stay: sweeping at each record
             # would be quadratic.
-            self._waiting_max = max(WAITING_SWEEP_MIN, 2 * len(self._waiting))
+            self._waiting_max = max(WAITING_SWEEP_MIN, 2 * len(self.waiting))
 
-    def unsettled_before(self, prepared_ms: int) -> list[Transaction]:
-        """Return what still has to become something and was prepared before a time."""
-        found = []
-        # In the order of preparation, so the scan ends at the first one that is young enough.
-        for transaction in self.transactions.values():
+    # --- looking through them ------------------------------------------------------------
+
+    def in_order(self, after_offset: int, count: int) -> list[Transaction]:
+        """Return so many at most of what is not settled, by half offset, behind an offset."""
+        return self._line.after(after_offset, count)
+
+    def since(self, prepared_at_ms: int, count: int, after_id: str = "") -> list[Transaction]:
+        """Return what is not settled by (time of preparation, id), behind such a pair; about
+        `count`, and of one and the same time all."""
+        return self._line.since(prepared_at_ms, count, after_id)
+
+    def unsettled_before(self, prepared_ms: int) -> Iterator[Transaction]:
+        """Yield what still has to become something and was prepared before a time."""
+        for transaction in self._line:
             if transaction.prepared_at_ms >= prepared_ms:
                 break
-            if transaction.state not in SETTLED:
+            yield transaction
+
+    def lost_before(self, half_start: int) -> list[Transaction]:
+        """Return whose messages are neither in memory nor in the half topic any more, which
+        begins at `half_start`, nor kept as a copy, and which are not known as lost yet."""
+        found = []
+        for transaction in self._line:
+            if transaction.offset >= half_start:
+                break
+            if not (transaction.has_bodies or transaction.kept or transaction.lost):
                 found.append(transaction)
         return found
 
+    @property
+    def pending_by_group(self) -> Mapping[str, int]:
+        """How many transactions of each group are pending."""
+        return {name: each.pending_count for name, each in self._groups.items()}
 
+    @property
+    def parked_by_group(self) -> Mapping[str, int]:
+        """How many transactions of each group are parked."""
+        return {name: each.parked_count for name, each in self._groups.items()}
+
+    @property
+    def refused_by_topic(self) -> Mapping[str, int]:
+        """How many transactions are refused because of each target topic."""
+        return Counter([t.cause.topic for t in self.refused.values() if t.cause is not None])
+
+    def undecided_of(self, group: str) -> int:
+        """Return how many of a group are pending or parked."""
+        found = self._groups.get(group)
+        return 0 if found is None else found.pending_count + found.parked_count
+
+    def oldest_pending_ms(self, group: str) -> int | None:
+        """Return when the oldest pending one of a group was prepared; None without any."""
+        found = self._groups.get(group)
+        oldest = None if found is None else found.line.first()
+        return None if oldest is None else oldest.prepared_at_ms
+
+    def oldest_unsettled_ms(self) -> int | None:
+        """Return when the oldest one that is not settled was prepared; None without any."""
+        oldest = self._line.first()
+        return None if oldest is None else oldest.prepared_at_ms
+
+
+def _unsettled(transaction: Transaction) -> bool:
+    return transaction.state not in SETTLED
+
+
+_POLICIES_MAX = 1000
 _CAUSE_LOST = Cause("unknown", "the copy does not say why", "", -1)
 
 
@@ -510,18 +659,6 @@ def _follows(parts: Sequence[HalfPart], part: HalfPart) -> bool:
         return False
     first = parts[0]
     return (first.id, first.group, first.count) == (part.id, part.group, part.count)
-
-
-def _from_copy(kept: Kept) -> Transaction:
-    half = kept.half
-    return Transaction(
-        half,
-        kept.half_offset,
-        kept.prepared_at_ms,
-        fingerprint(half.messages, half.group),
-        round_started_ms=kept.prepared_at_ms,
-        kept=True,
-    )
 
 
 def _same_contents(transaction: Transaction, contents: Sequence[Message] | None) -> bool:

@@ -7,15 +7,14 @@ Everything else flows past them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import TypeAlias
 
 from msgspec import Struct
 
-from txbroker.core.placement import order_hash
-from txbroker.core.records import Cause, Message
-from txbroker.core.sizes import bytes_in_batch
-from txbroker.core.transaction import Transaction
+from txbroker.core.records import Cause
+from txbroker.core.transaction import Place, Transaction
 
 Verdict: TypeAlias = Cause | None
 """None: the target takes it; a Cause: it does not, for good or (`passing`) for a while."""
@@ -51,13 +50,13 @@ class Plan(Struct):
 
 def transaction_bytes(transaction: Transaction) -> int:
     """Return an upper bound of a transaction's size in a turn, bytes."""
-    return sum([bytes_in_batch(message) for message in transaction.messages])
+    return sum([place.size for place in transaction.places])
 
 
 def plan_turn(
     ready: Iterable[Transaction],
     op_position: int,
-    examine: Callable[[Message], Verdict],
+    examine: Callable[[Place], Verdict],
     limits: TurnLimits,
     *,
     in_flight: Collection[str] = (),
@@ -68,9 +67,10 @@ def plan_turn(
     """Return the next turn.
 
     Args:
-        ready: committed transactions, in any order; deferred ones among them.
+        ready: committed transactions in the order of their markers, deferred ones among them. No
+            more of them are looked at than fit the turn.
         op_position: how far the ledger has applied the operation topic, in whole batches.
-        examine: says of one message whether its target takes it, from what is known already.
+        examine: says whether a target takes a message of this size, from what is known already.
         limits: how much goes into one turn.
         in_flight: ids that an earlier turn, not yet committed, has promoted or refused.
         retried: refused transactions to be tried again. Their place in the order is lost.
@@ -80,7 +80,7 @@ def plan_turn(
             lies below it and finds no room in this turn is in this turn's `deferred`.
     """
     plan = Plan([], [], {}, op_position)
-    blocked: dict[tuple[int, str, int | None], Cause] = {}
+    blocked: dict[tuple[int, str, int], Cause] = {}
     size = 0
     # First, so that one that is suspected of spoiling turns is alone in a turn for one.
     for transaction in retried:
@@ -91,16 +91,13 @@ def plan_turn(
         if transaction.id not in in_flight and _cause(transaction, examine, {}) is None:
             size += bytes_more
             plan.promote.append(transaction)
-    queue = sorted(
-        [transaction for transaction in ready if transaction.id not in in_flight],
-        key=lambda t: t.op_offset,
-    )
-    for place, transaction in enumerate(queue):
+    queue = (transaction for transaction in ready if transaction.id not in in_flight)
+    for transaction in queue:
         cause = tried.get(transaction.id) or _cause(transaction, examine, blocked)
         if cause is not None and cause.passing:
             if len(plan.deferred) >= limits.deferred_max:
                 plan.full = True
-                _cut(plan, queue[place:], progressed)
+                _cut(plan, transaction, queue, progressed)
                 break
             plan.deferred[transaction.id] = cause
             _block(transaction, cause, blocked)
@@ -108,7 +105,7 @@ def plan_turn(
         bytes_more = transaction_bytes(transaction)
         count = len(plan.promote) + len(plan.refuse)
         if count and (count >= limits.transactions_max or size + bytes_more > limits.bytes_max):
-            _cut(plan, queue[place:], progressed)
+            _cut(plan, transaction, queue, progressed)
             break
         size += bytes_more
         if cause is None:
@@ -118,49 +115,48 @@ def plan_turn(
     return plan
 
 
-def _cut(plan: Plan, left: list[Transaction], progressed: int) -> None:
-    """End the turn before `left`: progress stops there, unless it has been further already."""
-    plan.op = max(left[0].op_offset, progressed)
-    for transaction in left:
+def _cut(plan: Plan, first: Transaction, rest: Iterable[Transaction], progressed: int) -> None:
+    """End the turn before `first`: progress stops there, unless it has been further already."""
+    plan.op = max(first.op_offset, progressed)
+    for transaction in chain((first,), rest):
         if transaction.op_offset >= plan.op:
             break
-        message = transaction.messages[0]
+        place = transaction.places[0]
         plan.deferred[transaction.id] = Cause(
-            "turn_full", "it goes with the next turn", message.topic, message.partition or 0, True
+            "turn_full", "it goes with the next turn", place.topic, place.partition, True
         )
 
 
 def _cause(
     transaction: Transaction,
-    examine: Callable[[Message], Verdict],
-    blocked: Mapping[tuple[int, str, int | None], Cause],
+    examine: Callable[[Place], Verdict],
+    blocked: Mapping[tuple[int, str, int], Cause],
 ) -> Cause | None:
     """Why a transaction does not go now: a lasting cause weighs more than a passing one."""
     passing: Cause | None = None
-    for message in transaction.messages:
-        cause = examine(message)
+    for place in transaction.places:
+        cause = examine(place)
         if cause is not None:
             if not cause.passing:
                 return cause
             passing = passing or cause
     if passing is None and blocked:
-        for place in _places(transaction):
-            if place in blocked:
-                return blocked[place]
+        for where in _ordered_places(transaction):
+            if where in blocked:
+                return blocked[where]
     return passing
 
 
-def _places(transaction: Transaction) -> list[tuple[int, str, int | None]]:
+def _ordered_places(transaction: Transaction) -> list[tuple[int, str, int]]:
     """Where a transaction's order matters: nowhere if it has no order key."""
-    first = transaction.half.messages[0]
-    order = order_hash(transaction.half.order_key, first.topic, first.key)
+    order = transaction.order
     if order is None:
         return []
-    return [(order, message.topic, message.partition) for message in transaction.messages]
+    return [(order, place.topic, place.partition) for place in transaction.places]
 
 
 def _block(
-    transaction: Transaction, cause: Cause, blocked: dict[tuple[int, str, int | None], Cause]
+    transaction: Transaction, cause: Cause, blocked: dict[tuple[int, str, int], Cause]
 ) -> None:
-    for place in _places(transaction):
-        blocked.setdefault(place, cause)
+    for where in _ordered_places(transaction):
+        blocked.setdefault(where, cause)

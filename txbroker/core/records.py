@@ -220,3 +220,5 @@ class Kept(Struct, frozen=True):
     cause: Cause | None = None
     decided_at_ms: int = 0
     """Append time of the commit marker of a refused one; 0 while undecided."""
+    at: tuple[int, ...] = ()
+    """Where its records are in the parked topic, as far as known."""

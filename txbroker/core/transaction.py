@@ -6,6 +6,7 @@ nothing else goes into it, so every replay comes to the same one.
 
 import hashlib
 from collections.abc import Sequence
+from sys import intern
 
 from msgspec import Struct, structs
 
@@ -21,32 +22,83 @@ from txbroker.core.records import (
     Source,
     State,
 )
+from txbroker.core.sizes import bytes_in_batch
 from txbroker.core.states import IllegalStep, Step, follow
 
 ASK_SPACING_MS = 1000
 """Attempts that were asked for are not closer than this to the last one."""
 LATER_MAX_S = 3600.0
 """A deliberate "not yet" postpones the next attempt by no more than this, seconds."""
-ATTEMPTS_KEPT = 64
+ATTEMPTS_KEPT = 16
 """Attempts remembered for show. "Not yet" can be answered for ever, so the list is bounded."""
 
 
-class Transaction(Struct):
-    """A transaction and how it came to stand where it stands.
+class Place(Struct, frozen=True, gc=False):
+    """Where a message goes and how much room it takes in a batch, bytes: what planning needs."""
+
+    topic: str
+    partition: int
+    size: int
+
+
+class Checks(Struct, gc=False):
+    """The attempts of a transaction; made with the first marker of one.
 
     Attributes:
-        half: the half message; without bodies once the transaction is settled.
-        offset: where its first record is in the half topic.
-        prepared_at_ms: the log clock of the half topic when it was appended.
-        op_offset: where its deciding marker is, -1 while undecided.
-        contents: the messages that replaced the prepared ones at commit.
+        round: attempts are numbered anew in each.
         round_started_ms: when this round of attempts began.
         number: of the last attempt in this round.
         counted_ms: append times of this round's attempts that count.
         last_check_ms: append time of the last attempt in this round, counting or not; 0 if none.
         not_before_ms: a deliberate "not yet" holds until then.
+        attempts: the newest ones, for show.
+    """
+
+    round: int
+    round_started_ms: int
+    number: int = 0
+    counted_ms: tuple[int, ...] = ()
+    last_check_ms: int = 0
+    not_before_ms: int = 0
+    attempts: tuple[Attempt, ...] = ()
+
+
+class Verdict(Struct, gc=False):
+    """The decision of a transaction, and who made it.
+
+    Attributes:
+        op_offset: where its marker is, -1 if that fell to retention.
+        at_ms: the marker's append time.
+        contents_fingerprint: of the messages that replaced the prepared ones; empty without.
+    """
+
+    decision: Decision
+    op_offset: int = -1
+    at_ms: int = 0
+    source: Source | None = None
+    by: str = ""
+    reason: str = ""
+    contents_fingerprint: bytes = b""
+
+
+class Transaction(Struct, gc=False):
+    """A transaction and how it came to stand where it stands.
+
+    There may be a million of them, so what few have is in parts of its own, and messages that are
+    not in memory are *bare*: topic and partition only, shared by all that go to the same place.
+
+    Attributes:
+        half: the half message; its messages are bare where `has_bodies` is False.
+        offset: where its first record is in the half topic.
+        prepared_at_ms: the log clock of the half topic when it was appended.
+        fingerprint: of its prepared content and group.
+        places: where its messages go, and how large they are as they will be promoted.
+        order: the hash of what keeps its order; None: nothing does.
+        contents: the messages that replaced the prepared ones at commit, while in memory.
         instance: the SDK process that prepared it, as far as this owner saw it.
         kept: whether a copy lies in the parked topic.
+        kept_at: the offsets of the copy's records there, as far as known.
+        lost: its messages are gone for good, wherever they were.
         offsets: where its messages are in their targets, once promoted by this owner.
         promoted_at_ms: when this owner saw it visible, by its log time; 0 if it did not.
     """
@@ -55,24 +107,17 @@ class Transaction(Struct):
     offset: int
     prepared_at_ms: int
     fingerprint: bytes
+    places: tuple[Place, ...]
+    order: int | None
     state: State = State.PENDING
-    decision: Decision | None = None
-    op_offset: int = -1
-    decided_at_ms: int = 0
-    source: Source | None = None
-    by: str = ""
-    reason: str = ""
-    contents: tuple[Message, ...] | None = None
-    contents_fingerprint: bytes = b""
-    round: int = 1
-    round_started_ms: int = 0
-    number: int = 0
-    counted_ms: list[int] = []
-    last_check_ms: int = 0
-    not_before_ms: int = 0
-    attempts: list[Attempt] = []
-    instance: str = ""
+    has_bodies: bool = True
     kept: bool = False
+    lost: bool = False
+    checks: Checks | None = None
+    verdict: Verdict | None = None
+    contents: tuple[Message, ...] | None = None
+    kept_at: tuple[int, ...] = ()
+    instance: str = ""
     cause: Cause | None = None
     offsets: tuple[int, ...] = ()
     promoted_at_ms: int = 0
@@ -84,8 +129,116 @@ class Transaction(Struct):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages as they will be promoted."""
+        """The messages as they will be promoted; bare where `has_bodies` is False."""
         return self.half.messages if self.contents is None else self.contents
+
+    # --- parts that few have -----------------------------------------------------------------
+
+    @property
+    def decision(self) -> Decision | None:
+        """What was decided; None while undecided."""
+        return None if self.verdict is None else self.verdict.decision
+
+    @property
+    def op_offset(self) -> int:
+        """Where the deciding marker is; -1 while undecided."""
+        return -1 if self.verdict is None else self.verdict.op_offset
+
+    @property
+    def decided_at_ms(self) -> int:
+        """Append time of the deciding marker; 0 while undecided."""
+        return 0 if self.verdict is None else self.verdict.at_ms
+
+    @property
+    def source(self) -> Source | None:
+        """Who decided; None while undecided."""
+        return None if self.verdict is None else self.verdict.source
+
+    @property
+    def by(self) -> str:
+        """Who exactly decided."""
+        return "" if self.verdict is None else self.verdict.by
+
+    @property
+    def reason(self) -> str:
+        """Why it was decided so, as far as somebody said."""
+        return "" if self.verdict is None else self.verdict.reason
+
+    @property
+    def contents_fingerprint(self) -> bytes:
+        """Of the messages that replaced the prepared ones; empty without."""
+        return b"" if self.verdict is None else self.verdict.contents_fingerprint
+
+    @property
+    def round(self) -> int:
+        """The round of attempts, from 1."""
+        return 1 if self.checks is None else self.checks.round
+
+    @property
+    def round_started_ms(self) -> int:
+        """When this round of attempts began."""
+        return self.prepared_at_ms if self.checks is None else self.checks.round_started_ms
+
+    @property
+    def number(self) -> int:
+        """The number of the last attempt in this round; 0 before the first."""
+        return 0 if self.checks is None else self.checks.number
+
+    @property
+    def counted_ms(self) -> tuple[int, ...]:
+        """Append times of this round's attempts that count."""
+        return () if self.checks is None else self.checks.counted_ms
+
+    @property
+    def last_check_ms(self) -> int:
+        """Append time of the last attempt in this round, counting or not; 0 if none."""
+        return 0 if self.checks is None else self.checks.last_check_ms
+
+    @property
+    def not_before_ms(self) -> int:
+        """A deliberate "not yet" holds until then; 0 without."""
+        return 0 if self.checks is None else self.checks.not_before_ms
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """The newest attempts, for show."""
+        return () if self.checks is None else self.checks.attempts
+
+    def _checked(self) -> Checks:
+        if self.checks is None:
+            self.checks = Checks(1, self.prepared_at_ms)
+        return self.checks
+
+    # --- messages ----------------------------------------------------------------------------
+
+    @property
+    def body_bytes(self) -> int:
+        """What its messages take while they are in memory, bytes; 0 while they are not."""
+        return sum([place.size for place in self.places]) if self.has_bodies else 0
+
+    def evict(self) -> None:
+        """Drop the messages' keys, values and headers; where they go stays known."""
+        self.half = structs.replace(self.half, messages=bare(self.half.messages))
+        self.contents = None
+        self.has_bodies = False
+
+    def fill(self, messages: tuple[Message, ...]) -> None:
+        """Put messages back that were read again.
+
+        Raises:
+            ValueError: they are not those of this transaction.
+        """
+        mark = self.contents_fingerprint
+        found = fingerprint(messages) if mark else fingerprint(messages, self.half.group)
+        if found != (mark or self.fingerprint):
+            raise ValueError(f"the messages are not those of {self.id}")
+        if mark:
+            self.contents = messages
+        else:
+            self.half = structs.replace(self.half, messages=messages)
+        self.has_bodies = True
+
+    # --- steps -------------------------------------------------------------------------------
 
     def take(self, step: Step) -> None:
         """Change the state by the table.
@@ -102,10 +255,16 @@ class Transaction(Struct):
             IllegalStep: nothing was changed.
         """
         self.take(Step(marker.kind))
-        self.decision = decision
-        self.op_offset = offset
-        self.decided_at_ms = at_ms
-        self.source, self.by, self.reason = marker.source, marker.by, marker.reason
+        self.verdict = Verdict(decision, offset, at_ms, marker.source, marker.by, marker.reason)
+
+    def replace(self, contents: tuple[Message, ...]) -> None:
+        """Take the messages that came with the commit instead of the prepared ones."""
+        assert self.verdict is not None
+        self.verdict.contents_fingerprint = fingerprint(contents)
+        self.half = structs.replace(self.half, messages=bare(self.half.messages))
+        self.contents = contents
+        self.places = places(contents)
+        self.has_bodies = True
 
     def check(self, marker: Marker, at_ms: int) -> None:
         """Apply an attempt's marker.
@@ -118,15 +277,16 @@ class Transaction(Struct):
         if why:
             raise IllegalStep(self.state, Step.CHECK, why)
         self.take(Step.CHECK)
-        self.number = marker.number
-        self.counted_ms.append(at_ms)
-        self.last_check_ms = at_ms
-        self.not_before_ms = 0
+        checks = self._checked()
+        checks.number = marker.number
+        checks.counted_ms += (at_ms,)
+        checks.last_check_ms = at_ms
+        checks.not_before_ms = 0
         if marker.previous:
             self.note_outcome(marker.previous)
         reason = CheckReason(marker.reason)
-        self.attempts.append(Attempt(self.round, marker.number, at_ms, reason, marker.endpoint))
-        del self.attempts[:-ATTEMPTS_KEPT]
+        attempt = Attempt(self.round, marker.number, at_ms, reason, intern(marker.endpoint))
+        checks.attempts = (*checks.attempts[1 - ATTEMPTS_KEPT :], attempt)
 
     def _no_check(self, marker: Marker, at_ms: int) -> str:
         made, allowed = len(self.counted_ms), self.half.policy.attempts_max
@@ -171,11 +331,13 @@ class Transaction(Struct):
                 self.state, step, f"attempt {marker.round}.{marker.number} cannot be given back"
             )
         self.take(step)
-        self.counted_ms.pop()
-        self.attempts[-1] = structs.replace(last, counts=False, outcome=marker.previous)
+        checks = self._checked()
+        checks.counted_ms = checks.counted_ms[:-1]
+        given_back = structs.replace(last, counts=False, outcome=marker.previous)
+        checks.attempts = (*checks.attempts[:-1], given_back)
         if step is Step.LATER:
             delay_s = min(max(marker.later_s, 1.0), LATER_MAX_S)
-            self.not_before_ms = at_ms + round(delay_s * 1000)
+            checks.not_before_ms = at_ms + round(delay_s * 1000)
 
     def park_ms(self) -> int | None:
         """Return the append time from which parking is accepted, None while attempts are left."""
@@ -205,17 +367,13 @@ class Transaction(Struct):
         was = self.state
         self.take(Step.REVIVE)
         if was is State.PARKED:
-            self.round += 1
-            self.round_started_ms = at_ms
-            self.number = 0
-            self.counted_ms = []
-            self.last_check_ms = 0
-            self.not_before_ms = 0
+            self.checks = Checks(self.round + 1, at_ms, attempts=self.attempts)
 
     def note_outcome(self, detail: str) -> None:
         """Remember what came back from the last attempt; the next marker will carry it."""
         if self.attempts and not self.attempts[-1].outcome:
-            self.attempts[-1] = structs.replace(self.attempts[-1], outcome=detail)
+            last = structs.replace(self.attempts[-1], outcome=intern(detail))
+            self._checked().attempts = (*self.attempts[:-1], last)
 
     def copy(self, state: State, cause: Cause | None) -> Kept:
         """Return what the parked topic keeps, with the messages as they would be promoted.
@@ -225,11 +383,42 @@ class Transaction(Struct):
         half = structs.replace(self.half, messages=self.messages)
         return Kept(half, self.offset, self.prepared_at_ms, state, cause, self.decided_at_ms)
 
-    def strip(self) -> None:
-        """Drop the bodies: of a settled transaction nobody asks for them."""
-        bare = tuple([Message(m.topic, partition=m.partition) for m in self.messages])
-        self.half = structs.replace(self.half, messages=bare)
-        self.contents = None
+
+_CACHED_MAX = 10_000
+_bare: dict[tuple[tuple[str, int | None], ...], tuple[Message, ...]] = {}
+_places: dict[tuple[tuple[str, int | None, int], ...], tuple[Place, ...]] = {}
+
+
+def bare(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages without key, value and headers; equal ones are the same object."""
+    return _bare_as(tuple([(message.topic, message.partition) for message in messages]))
+
+
+def bare_of(places: Sequence[Place]) -> tuple[Message, ...]:
+    """Return the bare messages that go to these places."""
+    return _bare_as(tuple([(place.topic, place.partition) for place in places]))
+
+
+def _bare_as(shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
+    found = _bare.get(shape)
+    if found is None:
+        if len(_bare) >= _CACHED_MAX:
+            _bare.clear()
+        found = tuple([Message(intern(topic), partition=at) for topic, at in shape])
+        _bare[shape] = found
+    return found
+
+
+def places(messages: Sequence[Message]) -> tuple[Place, ...]:
+    """Return where messages go and how large they are; equal ones are the same object."""
+    shape = tuple([(m.topic, m.partition, bytes_in_batch(m)) for m in messages])
+    found = _places.get(shape)
+    if found is None:
+        if len(_places) >= _CACHED_MAX:
+            _places.clear()
+        found = tuple([Place(intern(t), -1 if p is None else p, size) for t, p, size in shape])
+        _places[shape] = found
+    return found
 
 
 def fingerprint(messages: Sequence[Message], group: str = "") -> bytes:

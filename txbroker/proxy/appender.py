@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct, structs
 
-from txbroker.core.ledger import Effect, Outcome
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Record
 from txbroker.core.sizes import BATCH_OVERHEAD_BYTES, bytes_in_batch
 from txbroker.door import AppendRefused, AppendUnknown, Log, LogTruncated

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from txbroker.core.ledger import Effect, Ledger, Outcome
+from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Record
 from txbroker.core.transaction import Transaction
 from txbroker.errors import InvariantBroken

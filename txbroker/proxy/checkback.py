@@ -17,7 +17,8 @@ import structlog
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached
 from txbroker.contract import DecideRequest, Standing
 from txbroker.core.codec import encode_marker
-from txbroker.core.ledger import Effect, Ledger, Outcome, fits
+from txbroker.core.ledger import Ledger, fits
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     CheckReason,
     Decision,

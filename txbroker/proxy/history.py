@@ -11,7 +11,8 @@ from statistics import median_low
 
 from txbroker.core.codec import ID_HEADER, Malformed, NewerVersion, decode_marker, is_content
 from txbroker.core.ids import parse_id
-from txbroker.core.ledger import Effect, Ledger
+from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Effect
 from txbroker.core.records import Record, State
 from txbroker.core.states import Step
 from txbroker.core.transaction import Transaction

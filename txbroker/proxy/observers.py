@@ -10,7 +10,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from txbroker.contract import Readiness
-from txbroker.core.ledger import Effect, Outcome
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.metrics import Gauges, Metrics
 

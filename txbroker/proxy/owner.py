@@ -12,7 +12,8 @@ from msgspec import Struct
 from txbroker.contract import DecideRequest, Standing
 from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.ids import parse_id
-from txbroker.core.ledger import Effect, Ledger, Outcome
+from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import (
     RECORD_VERSION,
