@@ -1,0 +1,367 @@
+"""What proxies ask of one another: exact answers, typed errors, never an ack that nobody gave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from http_api import Api, running_api
+
+from txbroker.contract import DecideRequest, ListRequest, PrepareRequest
+from txbroker.core.ids import make_id
+from txbroker.core.records import Decision, Message, Source, State
+from txbroker.errors import (
+    KafkaDown,
+    KafkaUnavailable,
+    OwnerUnavailable,
+    RequestError,
+    TooLarge,
+    request_errors,
+)
+from txbroker.proxy.forwarding import CONTENT_TYPE, PREFIX, PROXY_HEADER
+from txbroker.proxy.peers import Peers, Unsent
+
+ME = "http://proxy-b:8470"
+MESSAGE = Message("payments", b"\x00k", None, (("h", b"\xff"), ("h", None)), 3, 1_700_000_000_000)
+PREPARE = PrepareRequest("orders", (MESSAGE,), check_after_s=9.5, instance="pod-1", retry=True)
+ID = make_id(0, 1_700_000_000_000, 7)
+
+
+@asynccontextmanager
+async def peers(**options: Any) -> AsyncIterator[Peers]:
+    made = Peers(lambda: ME, **options)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Peers]:
+    async with peers() as made:
+        yield made
+
+
+async def post(
+    api: Api, call: str, body: object, *, leave_out: str = "", **changes: str
+) -> tuple[int, Any]:
+    """Make a call by hand; return status and what came, decoded where it is msgpack."""
+    headers = {"content-type": CONTENT_TYPE, PROXY_HEADER: ME}
+    headers.update({name.replace("_", "-"): value for name, value in changes.items()})
+    headers.pop(leave_out, None)
+    raw = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+    async with api.client.post(
+        f"{api.url}{PREFIX}/{call}", data=raw, headers=headers, skip_auto_headers=["content-type"]
+    ) as answer:
+        content = await answer.read()
+        if answer.content_type == CONTENT_TYPE:
+            return answer.status, msgspec.msgpack.decode(content)
+        return answer.status, msgspec.json.decode(content)["error"]
+
+
+# --- there and back --------------------------------------------------------------------------
+
+
+async def test_every_call_arrives_as_it_was_made(api: Api, peer: Peers) -> None:
+    stored = await peer.prepare(api.url, PREPARE)
+    assert (stored.state, stored.created) == (State.PENDING, True)
+    again = await peer.prepare(api.url, msgspec.structs.replace(PREPARE, id=stored.id))
+    assert (again.id, again.created) == (stored.id, False)
+    decide = DecideRequest(
+        stored.id, Decision.COMMIT, "orders", (MESSAGE,), "why", Source.OPERATOR, "http me", True
+    )
+    assert (await peer.decide(api.url, decide)).state is State.PROMOTED
+    api.service.park(stored.id)
+    await peer.revive(api.url, stored.id, by="me", reason="because")
+    await peer.check(api.url, stored.id, by="you", reason="now")
+    view = await peer.find(api.url, stored.id, bodies=True)
+    assert view == api.service.views[stored.id]
+    assert view.messages[0].message == MESSAGE
+    request = ListRequest(State.PENDING, "orders", "payments", 1.5, 10, None, (0, 2))
+    page = await peer.list(api.url, request)
+    assert page.transactions == (view,)
+    assert api.service.requests[0] == PREPARE
+    assert api.service.requests[2:] == [
+        decide,
+        ("revive", stored.id, "me", "because"),
+        ("check", stored.id, "you", "now"),
+        ("find", stored.id, True),
+        request,
+    ]
+
+
+@pytest.mark.parametrize("kind", request_errors().values(), ids=lambda kind: str(kind.code))
+async def test_an_error_comes_back_as_what_it_was(
+    api: Api, peer: Peers, kind: type[RequestError]
+) -> None:
+    api.service.failure = kind("in words", id=ID, state=State.PARKED, retry_after_s=3)
+    with pytest.raises(RequestError) as error:
+        await peer.find(api.url, ID, bodies=False)
+    assert type(error.value) is kind
+    assert str(error.value) == "in words"
+    assert error.value.details == {"id": ID, "state": "parked", "retry_after_s": 3}
+
+
+async def test_kafka_that_does_not_answer_there_is_named(api: Api, peer: Peers) -> None:
+    api.service.failure = KafkaUnavailable("no broker")
+    with pytest.raises(KafkaDown, match="no broker"):
+        await peer.find(api.url, ID, bodies=False)
+
+
+async def test_a_fault_of_the_other_proxy_is_no_secret_told(api: Api, peer: Peers) -> None:
+    api.service.failure = ValueError("a detail")
+    with pytest.raises(RequestError) as error:
+        await peer.find(api.url, ID, bodies=False)
+    assert (error.value.code, "detail" in str(error.value)) == ("failed", False)
+
+
+async def test_an_error_of_a_newer_build_is_a_failure(peer: Peers) -> None:
+    failure = msgspec.msgpack.encode({"code": "brand_new", "message": "new", "more": 1})
+    async with server(saying(http(CONTENT_TYPE, failure, "409 Conflict"))) as url:
+        with pytest.raises(RequestError, match="new") as error:
+            await peer.find(url, ID, bodies=False)
+    assert error.value.code == "failed"
+
+
+# --- builds of different age -----------------------------------------------------------------
+
+
+async def test_unknown_fields_are_ignored_and_missing_ones_defaulted(api: Api) -> None:
+    body = {"group": "orders", "messages": [{"topic": "payments", "colour": 1}], "colour": "red"}
+    status, answer = await post(api, "prepare", body)
+    assert (status, answer["state"]) == (200, "pending")
+    assert api.service.requests == [PrepareRequest("orders", (Message("payments"),))]
+    status, _ = await post(api, "decide", {"id": answer["id"], "decision": "rollback", "new": [1]})
+    assert status == 200
+    assert api.service.requests[-1] == DecideRequest(answer["id"], Decision.ROLLBACK)
+    status, found = await post(api, "find", {"id": answer["id"]})
+    assert (status, found["id"]) == (200, answer["id"])
+
+
+# --- who may call ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["prepare", "decide", "check", "revive", "find", "list", "leases"])
+async def test_only_proxies_may_call(call: str, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    right = {"authorization": "Bearer secret"}
+    async with running_api(token_file=tmp_path / "token") as api:
+        refusals = {
+            401: {},
+            403: {**right, "origin": api.url},
+            415: {**right, "content_type": "application/json"},
+        }
+        for expected, headers in refusals.items():
+            assert (await post(api, call, {}, **headers))[0] == expected
+        status, error = await post(api, call, {}, leave_out=PROXY_HEADER, **right)
+        assert (status, PROXY_HEADER in error["message"]) == (400, True)
+        assert api.service.requests == []
+        assert (await post(api, call, b"\xc1", **right))[0] == 400
+        assert api.service.requests == []
+
+
+async def test_sessions_are_told_to_proxies_only(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    async with running_api(token_file=tmp_path / "token") as api:
+        url = f"{api.url}{PREFIX}/sessions"
+        right = {"authorization": "Bearer secret", PROXY_HEADER: ME}
+        for headers, expected in (
+            ({}, 401),
+            ({**right, "origin": api.url}, 403),
+            ({"authorization": "Bearer secret"}, 400),
+            (right, 200),
+        ):
+            async with api.client.get(url, headers=headers) as answer:
+                assert answer.status == expected
+
+
+async def test_a_proxy_of_another_group_gets_nothing(
+    api: Api, peer: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        api.service, "knows", lambda url: url == "http://proxy-c:8470", raising=False
+    )
+    with pytest.raises(OwnerUnavailable, match="none of this proxy's group"):
+        await peer.prepare(api.url, PREPARE)
+    monkeypatch.setattr(api.service, "knows", lambda url: url == ME)
+    assert (await peer.prepare(api.url, PREPARE)).created
+
+
+async def test_the_token_goes_along_and_is_read_anew() -> None:
+    seen: list[str | None] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        lines = [line for line in head.splitlines() if line.startswith("authorization:")]
+        seen.append(lines[0].partition(": ")[2] if lines else None)
+
+    tokens: list[str | None] = [None, "one", "two"]
+    async with server(answer) as url, peers(bearer=lambda: tokens[len(seen)]) as made:
+        for _ in tokens:
+            with pytest.raises(OwnerUnavailable):
+                await made.find(url, ID, bodies=False)
+    assert seen == [None, "bearer one", "bearer two"]
+
+
+async def test_another_token_there_is_no_refusal_of_the_caller(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("theirs")
+    async with (
+        running_api(token_file=tmp_path / "token") as api,
+        peers(bearer=lambda: "ours") as made,
+    ):
+        with pytest.raises(OwnerUnavailable, match="401"):
+            await made.find(api.url, ID, bodies=False)
+
+
+# --- bounds ----------------------------------------------------------------------------------
+
+
+async def test_limits_hold_for_what_is_handed_on_too() -> None:
+    async with running_api(request_bytes_max=5000, message_bytes_max=1000) as api:
+        async with peers() as made:
+            for size in (2000, 20_000):
+                large = PrepareRequest("orders", (Message("payments", value=bytes(size)),))
+                with pytest.raises(TooLarge):
+                    await made.prepare(api.url, large)
+        assert api.service.requests == []
+
+
+@pytest.mark.parametrize(
+    ("call", "body"),
+    [
+        ("prepare", {"group": "", "messages": [{"topic": "t"}]}),
+        ("prepare", {"group": "g", "messages": []}),
+        ("prepare", {"group": "g", "messages": [{"topic": "t"}], "id": "x"}),
+        ("prepare", {"messages": 7}),
+        ("decide", {"id": "x", "decision": "commit"}),
+        ("decide", {"id": ID, "decision": "maybe"}),
+        ("check", {"id": "x"}),
+        ("revive", {"id": ID, "reason": "x" * 5000}),
+        ("find", {"id": "../../x"}),
+        ("list", {}),
+        ("list", {"partitions": [0], "limit": 0}),
+        ("list", {"partitions": [0], "limit": 10**9}),
+    ],
+)
+async def test_rubbish_is_refused(api: Api, call: str, body: object) -> None:
+    status, error = await post(api, call, body)
+    assert (status, error["code"][:4]) == (400, "bad_")
+    assert api.service.requests == []
+
+
+# --- owners that do not answer ---------------------------------------------------------------
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def server(talk: Talk) -> AsyncIterator[str]:
+    """Serve connections by hand; each ends when `talk` does."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await talk(reader, writer)
+        finally:
+            writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+
+
+def saying(text: bytes) -> Talk:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(text)
+        await writer.drain()
+
+    return talk
+
+
+def http(content_type: str, body: bytes, status: str = "200 OK") -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def test_nobody_there_is_known_to_have_got_nothing(peer: Peers) -> None:
+    async with server(saying(b"")) as url:
+        pass
+    with pytest.raises(Unsent) as error:
+        await peer.prepare(url, msgspec.structs.replace(PREPARE, id=ID))
+    assert (error.value.code, error.value.details) == ("owner_unavailable", {"id": ID})
+
+
+ODD_ANSWERS = {
+    "none": b"",
+    "half a head": b"HTTP/1.1 200 OK\r\ncontent-ty",
+    "half a body": http(CONTENT_TYPE, b"\x83" * 50)[:-20],
+    "no http": b"\x00\x01\x02\r\n\r\n",
+    "an ack in json": http("application/json", b'{"id": "x", "state": "committed"}'),
+    "an ack of nothing": http(CONTENT_TYPE, b""),
+    "an ack without a state": http(CONTENT_TYPE, msgspec.msgpack.encode({"id": ID})),
+    "a state that nobody knows": http(
+        CONTENT_TYPE, msgspec.msgpack.encode({"id": ID, "state": "levitating"})
+    ),
+    "elsewhere": b"HTTP/1.1 307 Away\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
+    "an error that does not read": http(CONTENT_TYPE, b"\xc1", "500 Oh"),
+}
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS.keys())
+async def test_what_is_no_answer_is_never_an_ack(peer: Peers, answer: bytes) -> None:
+    async with server(saying(answer)) as url:
+        with pytest.raises(OwnerUnavailable) as error:
+            await peer.decide(url, DecideRequest(ID, Decision.COMMIT))
+    assert not isinstance(error.value, Unsent)
+    assert error.value.details == {"id": ID}
+
+
+async def test_a_call_is_sent_once(peer: Peers) -> None:
+    calls: list[bytes] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls.append(await reader.readuntil(b"\r\n"))
+
+    async with server(talk) as url:
+        with pytest.raises(OwnerUnavailable):
+            await peer.decide(url, DecideRequest(ID, Decision.COMMIT))
+    assert calls == [b"POST /internal/v1/decide HTTP/1.1\r\n"]
+
+
+async def test_an_answer_takes_only_so_long(api: Api) -> None:
+    api.service.gate = asyncio.Event()
+    async with peers(call_s=0.1, wait_s=60.0) as made:
+        with pytest.raises(OwnerUnavailable) as error:
+            await made.prepare(api.url, msgspec.structs.replace(PREPARE, id=ID))
+        assert error.value.details == {"id": ID}
+        waits = DecideRequest(ID, Decision.COMMIT, wait=True)
+        waiting = asyncio.ensure_future(made.decide(api.url, waits))
+        with pytest.raises(OwnerUnavailable):
+            await made.find(api.url, ID, bodies=False)
+        assert not waiting.done()
+        api.service.gate.set()
+        assert (await waiting).state is State.PROMOTED
+
+
+async def test_calls_to_a_proxy_that_left_end(api: Api, peer: Peers) -> None:
+    api.service.gate = asyncio.Event()
+    waits = DecideRequest(ID, Decision.COMMIT, wait=True)
+    waiting = asyncio.ensure_future(peer.decide(api.url, waits))
+    while not api.service.requests:
+        await asyncio.sleep(0)
+    peer.only([api.url])
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    peer.only(["http://proxy-c:8470"])
+    with pytest.raises(OwnerUnavailable):
+        await waiting
+    api.service.gate.set()
