@@ -443,7 +443,7 @@ async def test_one_that_is_decided_while_it_is_read_is_not_asked(small: Small) -
     await small.mark("rollback", transaction)
     small.door.half.gate.set()
     assert await attempt is None
-    assert transaction.attempts == []
+    assert transaction.attempts == ()
     assert small.door.calls.count("op.append") == 1
 
 
@@ -452,7 +452,7 @@ async def test_no_attempt_is_used_while_messages_cannot_be_read(small: Small) ->
     small.door.half.silent = True
     with pytest.raises(OwnerUnavailable):
         await small.checks.attempt(transaction.id, DUE, "http://g")
-    assert transaction.attempts == []
+    assert transaction.attempts == ()
     small.door.half.silent = False
     assert await small.checks.attempt(transaction.id, DUE, "http://g") is not None
 
@@ -464,7 +464,7 @@ async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small
     await until(lambda: len(small.runner.taken) == 2)
     assert await small.checks.attempt(lost.id, DUE, "http://g") is None
     assert await small.checks.attempt(whole.id, DUE, "http://g") is not None
-    assert (lost.state, lost.attempts, small.lost) == (State.PENDING, [], [1])
+    assert (lost.state, lost.attempts, small.lost) == (State.PENDING, (), [1])
     # It is off the schedule: no check, no parking, no loop.
     small.runner.taken.clear()
     small.runner.offers.clear()
@@ -554,6 +554,10 @@ async def test_what_is_written_is_of_the_version_that_all_understand(small: Smal
     await small.commit(other)
     await until(lambda: other.state is State.PROMOTED)
     assert small.door.turns[-1].progress.v == 7
+    refused_one = await small.prepare(message("x", topic="gone"))
+    await refused(small, refused_one)
+    versions = [record.headers[0] for record in small.kafka.visible("txbroker.parked")]
+    assert [value.split()[0] for _, value in versions if value] == [b"7"]
 
 
 async def test_since_when_no_turn_has_come_through(

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import structlog
 from msgspec import Struct, field
@@ -29,7 +29,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.states import SETTLED
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import Place, Transaction
 from txbroker.door import (
     Fenced,
     PartitionDoor,
@@ -45,9 +45,6 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.bodies import BODY_LOST, Bodies, lost_cause
 from txbroker.proxy.targets import takes
 from txbroker.proxy.trouble import Trouble
-
-if TYPE_CHECKING:
-    from txbroker.core.transaction import Place
 
 COPIES_MAX = 100
 """Whole transactions that one turn copies into the parked topic, or removes from it, beside those
@@ -316,7 +313,7 @@ class Promoter:
         while True:
             unknown: set[str] = set()
 
-            def examine(place: "Place", unknown: set[str] = unknown) -> Verdict:
+            def examine(place: Place, unknown: set[str] = unknown) -> Verdict:
                 cause = self._trouble.avoided(place.topic, place.partition)
                 if cause is not None:
                     return cause
@@ -368,7 +365,7 @@ class Promoter:
             *[(transaction, transaction.state, None) for transaction in flight.keep],
         ]
         for transaction, state, cause in copied:
-            records = encode_kept(transaction.copy(state, cause))
+            records = encode_kept(transaction.copy(state, cause), self._record_version())
             parked.extend(records)
             flight.copies.append((transaction, len(records)))
         for transaction in plan.promote:
