@@ -37,23 +37,17 @@ from txbroker.errors import (
 from txbroker.proxy.checkback import Runner, placed_like
 from txbroker.proxy.clock import LogTime
 from txbroker.proxy.forwarding import (
-    decode_cursor,
-    encode_cursor,
     home,
     merge,
     new_id,
     partition_of,
 )
+from txbroker.proxy.listing import page_of
 from txbroker.proxy.owner import Owner, OwnerEvents, standing
 from txbroker.proxy.ownership import Ownership
 from txbroker.proxy.targets import check_timestamps, examine_all, place, verdict
-from txbroker.proxy.views import summary, view
+from txbroker.proxy.views import view
 
-SLICE = 256
-"""Transactions that a list looks at before everybody else gets a turn: well below a
-millisecond."""
-LISTED_MESSAGES_MAX = 10_000
-"""Messages in the transactions of one page: it ends earlier where they have many."""
 LAST_CALLS_S = 5.0
 """How long calls under way may take when the proxy stops, seconds. Kafka's answer to an append
 takes less; whoever waits for a target without a leader gives up."""
@@ -388,31 +382,11 @@ class Broker:
             raise BadRequest(f"half partitions are 0 to {self._door.partitions - 1}")
         with self._call():
             owners = [self._ownership.owner(partition) for partition in wanted]
-            pages = [await self._page(owner, request) for owner in owners]
+            pages = [await page_of(owner.ledger, request, owner.now_ms()) for owner in owners]
             for owner in owners:
                 if self._ownership.owner(owner.partition) is not owner:
                     raise OwnerUnavailable(f"half partition {owner.partition} moved: try again")
         return merge(pages, request.limit)
-
-    async def _page(self, owner: Owner, request: ListRequest) -> Page:
-        """Return one partition's share of a page; everybody else gets turns meanwhile."""
-        at_ms, id = decode_cursor(request.cursor)
-        before_ms: float = owner.now_ms() - round((request.older_than_s or 0) * 1000)
-        found: list[TransactionView] = []
-        messages = 0
-        while True:
-            part = owner.ledger.since(at_ms, SLICE, id)
-            for transaction in part:
-                if not _matches(transaction, request, before_ms):
-                    continue
-                messages += len(transaction.messages)
-                if len(found) >= request.limit or (found and messages > LISTED_MESSAGES_MAX):
-                    return Page(tuple(found), encode_cursor(found[-1]))
-                found.append(summary(transaction))
-            if len(part) < SLICE:
-                return Page(tuple(found))
-            at_ms, id = part[-1].prepared_at_ms, part[-1].id
-            await asyncio.sleep(0)
 
     def unsettled(self) -> Iterator[tuple[Owner, Transaction]]:
         """Yield every transaction that is not settled, with its owner."""
@@ -428,16 +402,3 @@ class Broker:
     def topic_problems(self) -> Sequence[str]:
         """Return what has happened to txbroker's own topics that it cannot work with."""
         return self._ownership.topic_problems()
-
-
-def _matches(transaction: Transaction, request: ListRequest, before_ms: float) -> bool:
-    if request.state is None:
-        if transaction.state in SETTLED:
-            return False
-    elif transaction.state is not request.state:
-        return False
-    if request.group is not None and transaction.half.group != request.group:
-        return False
-    if request.older_than_s is not None and transaction.prepared_at_ms > before_ms:
-        return False
-    return request.topic is None or any(m.topic == request.topic for m in transaction.messages)

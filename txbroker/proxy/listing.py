@@ -1,0 +1,116 @@
+"""One half partition's share of a list, page by page, while everybody else gets turns."""
+
+import asyncio
+from heapq import nsmallest
+
+from txbroker.contract import ListRequest, Page, TransactionView
+from txbroker.core.ledger import Ledger
+from txbroker.core.settled import Brief, prepared_ms, whole
+from txbroker.core.states import SETTLED
+from txbroker.core.transaction import Transaction
+from txbroker.proxy.forwarding import decode_cursor, encode_cursor
+from txbroker.proxy.views import summary
+
+SLICE = 256
+"""Transactions that a list looks at before everybody else gets a turn: well below a
+millisecond."""
+LISTED_MESSAGES_MAX = 10_000
+"""Messages in the transactions of one page: it ends earlier where they have many."""
+
+
+async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Page:
+    """Return a page of one partition's transactions, oldest first.
+
+    Args:
+        now_ms: the time by which `older_than_s` is judged.
+
+    Raises:
+        BadRequest: the cursor is none of ours.
+    """
+    before_ms = None
+    if request.older_than_s is not None:
+        before_ms = now_ms - round(request.older_than_s * 1000)
+    if request.state in SETTLED:
+        return await _settled(ledger, request, before_ms)
+    at_ms, id = decode_cursor(request.cursor)
+    page = _Page(request.limit)
+    while True:
+        part = ledger.since(at_ms, SLICE, id)
+        for transaction in part:
+            if _wanted(transaction, request, before_ms) and not page.take(transaction):
+                return page.done(more=True)
+        if len(part) < SLICE:
+            return page.done(more=False)
+        at_ms, id = part[-1].prepared_at_ms, part[-1].id
+        await asyncio.sleep(0)
+
+
+class _Page:
+    """A page while it is filled."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._views: list[TransactionView] = []
+        self._messages = 0
+
+    def take(self, transaction: Transaction) -> bool:
+        """Put a transaction on the page; False where it is full."""
+        self._messages += len(transaction.places)
+        if self._views and (
+            len(self._views) >= self._limit or self._messages > LISTED_MESSAGES_MAX
+        ):
+            return False
+        self._views.append(summary(transaction))
+        return True
+
+    def done(self, *, more: bool) -> Page:
+        """Return the page."""
+        return Page(tuple(self._views), encode_cursor(self._views[-1]) if more else None)
+
+
+def _wanted(transaction: Transaction, request: ListRequest, before_ms: int | None) -> bool:
+    if request.state is None:
+        if transaction.state in SETTLED:
+            return False
+    elif transaction.state is not request.state:
+        return False
+    if request.group is not None and transaction.half.group != request.group:
+        return False
+    if before_ms is not None and transaction.prepared_at_ms > before_ms:
+        return False
+    return request.topic is None or any(p.topic == request.topic for p in transaction.places)
+
+
+async def _settled(ledger: Ledger, request: ListRequest, before_ms: int | None) -> Page:
+    """Return a page of what is settled and still remembered.
+
+    It lies in the order in which it was settled, so each page looks at all of it.
+    """
+    after = decode_cursor(request.cursor)
+    # One more than fits tells whether there are more.
+    best: list[tuple[int, str]] = []
+    briefs: dict[str, Brief] = {}
+    for number, (id, brief) in enumerate(ledger.settled.since(0), 1):
+        if number % SLICE == 0:
+            await asyncio.sleep(0)
+        key = (prepared_ms(brief), id)
+        if key > after and _wanted_brief(brief, key[0], request, before_ms):
+            best.append(key)
+            briefs[id] = brief
+            if len(best) > 4 * request.limit + SLICE:
+                best = nsmallest(request.limit + 1, best)
+                briefs = {id: briefs[id] for _, id in best}
+    page = _Page(request.limit)
+    for _, id in nsmallest(request.limit + 1, best):
+        if not page.take(ledger.get(id) or whole(id, briefs[id])):
+            return page.done(more=True)
+    return page.done(more=False)
+
+
+def _wanted_brief(brief: Brief, at_ms: int, request: ListRequest, before_ms: int | None) -> bool:
+    return (
+        brief.state is request.state
+        and (request.group is None or brief.group == request.group)
+        and (before_ms is None or at_ms <= before_ms)
+        and (request.topic is None or any(p.topic == request.topic for p in brief.places))
+    )
