@@ -1,0 +1,337 @@
+"""A snapshot, and what comes behind it in the logs, make the ledger that a replay makes."""
+
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from core_fuzz import fuzz
+from core_histories import histories
+from core_logs import (
+    PARTITION,
+    START_MS,
+    WINDOW_MS,
+    Logs,
+    apply_all,
+    half_of,
+    id_of,
+    marker_of,
+    message,
+    new_ledger,
+    replayed,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from txbroker.core import snapshot
+from txbroker.core.ids import parse_id
+from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Waiting
+from txbroker.core.records import RECORD_VERSION, Cause, Record, State
+from txbroker.core.settled import SHOWN_MAX
+from txbroker.core.snapshot import Capture, chunks_in, find_whole, load
+from txbroker.core.states import SETTLED
+from txbroker.core.transaction import Transaction
+
+CAUSE = Cause("too_large", "too large", "t", 0)
+PENDING_BYTES_MAX = 760
+"""What one pending transaction may take in the ledger without its messages; its place in the
+schedule and all strings and numbers of its own included."""
+SETTLED_BYTES_MAX = 420
+
+
+def step(logs: Logs, ledger: Ledger, *, half: bool) -> None:
+    """Apply the next record of one log, of the other where that one is at its end."""
+    half_left = ledger.half_position < len(logs.half.records)
+    op_left = ledger.op_position < len(logs.op.records)
+    if half_left and (half or not op_left):
+        ledger.apply_half(logs.half.records[ledger.half_position])
+    elif op_left:
+        ledger.apply_op(logs.op.records[ledger.op_position])
+
+
+def essence(transaction: Transaction) -> dict[str, object]:
+    """What a snapshot holds of a transaction that is not settled."""
+    half, facts = transaction.half, structs.asdict(transaction)
+    for name in ("half", "has_bodies", "contents", "kept", "kept_at", "instance", "cause"):
+        del facts[name]
+    facts["half"] = (half.id, half.group, half.order_key, half.dedup_key, half.policy)
+    facts["cause"] = transaction.cause if transaction.state is State.REFUSED else None
+    # What a transaction without attempts has is the same as no part for them.
+    facts["checks"] = (transaction.round, transaction.round_started_ms, transaction.number,
+                       transaction.counted_ms, transaction.last_check_ms,
+                       transaction.not_before_ms, transaction.attempts)  # fmt: skip
+    return facts
+
+
+def end_of(transaction: Transaction) -> tuple[object, ...]:
+    """What is remembered of a settled transaction."""
+    half = transaction.half
+    return (
+        transaction.state, transaction.decision, transaction.offset, transaction.op_offset,
+        transaction.prepared_at_ms, transaction.decided_at_ms, transaction.fingerprint,
+        transaction.contents_fingerprint, transaction.places, half.group, half.dedup_key,
+    )  # fmt: skip
+
+
+def capture(ledger: Ledger, id: str = "one", slot: int = 0) -> list[Record]:
+    """Return the records of a snapshot that is taken at once."""
+    return list(Capture(ledger, id, slot, RECORD_VERSION).records())
+
+
+def loaded(records: list[Record]) -> Ledger:
+    """Return a new ledger at the greatest whole snapshot."""
+    ledger = new_ledger()
+    for _ in load(find_whole(records)[0], ledger):
+        pass
+    return ledger
+
+
+def waits(ledger: Ledger) -> dict[str, list[Waiting]]:
+    """The markers that may still find their half message."""
+    return {
+        id: entries
+        for id, entries in ledger.waiting.items()
+        if ledger.half_clock_ms - parse_id(id).time_ms <= WINDOW_MS
+    }
+
+
+def compare(found: Ledger, expected: Ledger, clock_ms: int) -> None:
+    """Compare a ledger that came out of a snapshot, taken at `clock_ms`, with a replayed one."""
+    assert {id: essence(t) for id, t in found.transactions.items()} == {
+        id: essence(t) for id, t in expected.transactions.items()
+    }
+    assert list(found.ready) == list(expected.ready)
+    assert found.refused.keys() == expected.refused.keys()
+    assert found.parked.keys() == expected.parked.keys()
+    assert found.undecided_count == expected.undecided_count
+    assert found.pending_by_group == expected.pending_by_group
+    assert found.parked_by_group == expected.parked_by_group
+    in_order = [t.id for t in expected.in_order(-1, 1000)]
+    assert [t.id for t in found.in_order(-1, 1000)] == in_order
+    assert (found.half_clock_ms, found.op_clock_ms) == (
+        expected.half_clock_ms, expected.op_clock_ms)  # fmt: skip
+    assert (found.half_whole, found.op_whole) == (expected.half_whole, expected.op_whole)
+    assert (found.half_whole_anchor, found.op_whole_anchor) == (
+        expected.half_whole_anchor, expected.op_whole_anchor)  # fmt: skip
+    assert waits(found) == waits(expected)
+    remembered = {t.id: end_of(t) for t in found.settled}
+    for transaction in expected.settled:
+        if transaction.id in remembered:
+            assert remembered.pop(transaction.id) == end_of(transaction)
+        else:
+            last_ms = max(parse_id(transaction.id).time_ms, transaction.prepared_at_ms)
+            assert last_ms < clock_ms - WINDOW_MS
+    assert not remembered
+    for group in ("g", "h"):
+        for key in ("d", "e"):
+            holder, other = expected.by_dedup_key(group, key), found.by_dedup_key(group, key)
+            if holder is None or found.get(holder.id) is not None:
+                assert (holder and holder.id) == (other and other.id)
+
+
+@fuzz
+@given(histories(), st.integers(0, 2**32))
+def test_a_snapshot_and_the_rest_are_a_replay(logs: Logs, seed: int) -> None:
+    """The capture begins anywhere, and its records are taken while the ledger goes on."""
+    chance = Random(seed)
+    length = len(logs.half.records) + len(logs.op.records)
+    begin = chance.randrange(length + 1)
+    ledger = new_ledger()
+    promoted: list[str] = []
+    refused: list[str] = []
+    taken: Iterator[Record] = iter(())
+    records: list[Record] = []
+    clock_ms = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "CHUNK_ENTRIES", 2)
+        for number in range(length + 1):
+            if number == begin:
+                clock_ms = ledger.half_clock_ms
+                expected_promoted, expected_refused = list(promoted), list(refused)
+                taken = Capture(ledger, "one", 0, RECORD_VERSION).records()
+            for id in list(ledger.ready):
+                turn = chance.choice(["", "", "promote", "refuse"])
+                if turn == "promote":
+                    ledger.promote(id)
+                    promoted.append(id)
+                elif turn == "refuse":
+                    ledger.refuse(id, CAUSE)
+                    refused.append(id)
+            if number >= begin and chance.random() < 0.5:
+                records.extend(record for record in [next(taken, None)] if record)
+            step(logs, ledger, half=chance.random() < 0.5)
+        records.extend(taken)
+    assert ledger.watcher is None
+    expected = replayed(logs)
+    for id in expected_promoted:
+        expected.promote(id)
+    for id in expected_refused:
+        expected.refuse(id, CAUSE)
+    found = loaded(records)
+    while found.half_position < len(logs.half.records) or found.op_position < len(logs.op.records):
+        step(logs, found, half=chance.random() < 0.5)
+    compare(found, expected, clock_ms)
+
+
+# --- which snapshot counts -------------------------------------------------------------------
+
+
+def many(count: int = 5, logs: Logs | None = None) -> Ledger:
+    """Return a ledger with some pending transactions, of several chunks."""
+    logs = logs or Logs()
+    first = len(logs.half.records)
+    for number in range(first, first + count):
+        logs.prepare(half_of(id_of(number)), START_MS + number)
+    return replayed(logs)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two, so that a few transactions make several."""
+    monkeypatch.setattr(snapshot, "CHUNK_ENTRIES", 2)
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_without_one_of_its_records_it_does_not_count(missing: int) -> None:
+    records = capture(many())
+    assert len(records) == 4
+    assert find_whole(records[:missing] + records[missing + 1 :]) == []
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_with_a_damaged_record_it_does_not_count(number: int) -> None:
+    records = capture(many())
+    value = records[number].value
+    assert value is not None
+    for at in range(0, len(value), 7):
+        damaged = value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
+        broken = [*records]
+        broken[number] = structs.replace(records[number], value=damaged)
+        for whole in find_whole(broken):
+            # Only where it tells something that its digest does not cover, and reads.
+            assert number == 3
+            assert whole.chunks == find_whole(records)[0].chunks
+
+
+def test_chunks_of_another_snapshot_do_not_count() -> None:
+    logs = Logs()
+    older, newer = capture(many(logs=logs), "older"), capture(many(logs=logs), "newer")
+    for number in range(3):
+        mixed = [*newer]
+        mixed[number] = older[number]
+        assert find_whole(mixed) == []
+
+
+def test_the_greatest_positions_count_not_the_last_written() -> None:
+    logs = Logs()
+    older, newer = capture(many(logs=logs), "older", 0), capture(many(logs=logs), "newer", 1)
+    for records in (older + newer, newer + older):
+        assert [whole.closing.snapshot for whole in find_whole(records)] == ["newer", "older"]
+
+
+def test_a_newer_version_does_not_count() -> None:
+    ledger = many()
+    records = list(Capture(ledger, "one", 0, RECORD_VERSION + 1).records())
+    assert find_whole(records) == []
+    assert find_whole(records + capture(ledger, "two", 1))[0].closing.snapshot == "two"
+
+
+def test_what_the_slot_held_before_is_removed() -> None:
+    logs = Logs()
+    before = capture(many(20, logs))
+    assert chunks_in(0, before) == 10
+    after = list(Capture(many(), "two", 0, RECORD_VERSION, chunks_in(0, before)).records())
+    newest = {record.key: record for record in before + after}
+    left = [record for record in newest.values() if record.value is not None]
+    assert chunks_in(0, left) == 3
+    assert find_whole(left)[0].closing.snapshot == "two"
+
+
+def test_an_abandoned_capture_is_in_nobodys_way() -> None:
+    ledger = many()
+    taken = Capture(ledger, "one", 0, RECORD_VERSION)
+    next(taken.records())
+    taken.abandon()
+    assert ledger.watcher is None
+
+
+def test_an_empty_ledger_is_a_snapshot_too() -> None:
+    ledger = loaded(capture(new_ledger()))
+    assert not ledger.transactions
+
+
+def test_a_snapshot_in_the_middle_of_a_batch_begins_before_it() -> None:
+    logs = Logs()
+    logs.prepare(half_of(id_of(1)), START_MS)
+    logs.prepare(half_of(id_of(2), message("a"), message("b")), START_MS + 1)
+    half = half_of(id_of(1))
+    logs.commit_with(half, [message("other")], START_MS + 2)
+    ledger = new_ledger()
+    apply_all(ledger, logs, 2, 1)
+    found = loaded(capture(ledger))
+    assert (found.half_position, found.op_position) == (1, 0)
+    apply_all(found, logs, 3, 2)
+    compare(found, replayed(logs), START_MS)
+
+
+# --- what it costs ---------------------------------------------------------------------------
+
+
+def bytes_of(count: int, logs: Logs, finish: bool) -> float:
+    """Return what one transaction takes in a ledger, bytes."""
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    ledger = Ledger(PARTITION, WINDOW_MS, count)
+    for record in logs.half.records:
+        ledger.apply_half(record)
+    for record in logs.op.records:
+        ledger.apply_op(record)
+    for transaction in list(ledger.transactions.values()):
+        ledger.evict(transaction)
+        if finish:
+            ledger.promote(transaction.id)
+    gc.collect()
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    del ledger
+    return taken / count
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_a_transaction_takes_no_more_memory_than_is_said(finish: bool) -> None:
+    count = 20_000
+    logs = Logs()
+    for number in range(count):
+        body = message("x" * 1000, key=b"%d" % number, at=number % 8)
+        logs.prepare(half_of(id_of(number), body), START_MS + number // 4)
+        if finish:
+            logs.mark(marker_of("commit", id_of(number), group="g"), START_MS + number // 4)
+    assert bytes_of(count, logs, finish) < (SETTLED_BYTES_MAX if finish else PENDING_BYTES_MAX)
+    assert count > 2 * SHOWN_MAX
+
+
+def test_briefs_answer_like_whole_ones() -> None:
+    logs = Logs()
+    count = 3 * SHOWN_MAX
+    for number in range(count):
+        half = half_of(id_of(number), message(f"v{number}"), dedup_key=f"d{number}")
+        logs.prepare(half, START_MS + number)
+        logs.mark(marker_of("rollback", half.id, group="g"), START_MS + number)
+    ledger = replayed(logs)
+    whole = {t.id: end_of(t) for t in ledger}
+    again = Ledger(PARTITION, WINDOW_MS, 10_000)
+    for record in logs.half.records:
+        again.apply_half(record)
+    ends = {}
+    for record in logs.op.records:
+        transaction = again.apply_op(record).transaction
+        assert transaction is not None
+        ends[transaction.id] = end_of(transaction)
+    assert whole == ends
+    assert ledger.settled.is_brief(id_of(0))
+    assert ledger.by_dedup_key("g", "d0") is not None
+    assert all(t.state in SETTLED for t in ledger)
