@@ -276,7 +276,7 @@ class Ledger:
         To be called before the operation topic is applied, which may have lost the markers too:
         a parked one stays parked until a marker that is still there says otherwise.
         """
-        if kept.half.id not in self.transactions:
+        if self.get(kept.half.id) is None:
             transaction = self._from_copy(kept)
             if kept.state is State.PARKED:
                 transaction.take(Step.PARK)
@@ -490,8 +490,10 @@ class Ledger:
     def _take_copies(self, copies: dict[str, Kept]) -> None:
         self.to_keep.clear()
         self.to_release.clear()
-        for transaction in self.transactions.values():
-            copy = copies.get(transaction.id)
+        for id, transaction in self.transactions.items():
+            copy = copies.get(id)
+            if copy is None and not transaction.kept and transaction.state is not State.PARKED:
+                continue
             transaction.kept = copy is not None
             transaction.kept_at = () if copy is None else copy.at
             if transaction.state is State.PARKED and (

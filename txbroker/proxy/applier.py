@@ -6,7 +6,7 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Record
 from txbroker.core.transaction import Transaction
-from txbroker.errors import InvariantBroken
+from txbroker.errors import NewerRecord
 
 
 class Applier:
@@ -42,7 +42,7 @@ class Applier:
         elif outcome.effect is Effect.NEWER:
             # It may decide a transaction in a way that this build does not know: going on could
             # promote what was rolled back.
-            raise InvariantBroken(
+            raise NewerRecord(
                 f"{topic} record at offset {record.offset} was written by a newer txbroker "
                 f"({outcome.why}): upgrade this proxy"
             )
