@@ -83,13 +83,29 @@ class Desk:
 
 
 class Service:
-    """One proxy, its Kafka, and the calls that tests make."""
+    """One proxy, its Kafka, and the calls that tests make.
 
-    def __init__(self, world: KafkaWorld | MemoryWorld, desk: Desk) -> None:
+    Args:
+        instance: the proxy's name among others on the same Kafka.
+        partitions: half partitions to create.
+        settings: of the proxy, beside those that tests need.
+    """
+
+    def __init__(
+        self,
+        world: KafkaWorld | MemoryWorld,
+        desk: Desk,
+        instance: str = "one",
+        partitions: int = _PARTITIONS,
+        **settings: Any,
+    ) -> None:
         self.world = world
         self.desk = desk
+        self.instance = instance
         self.proxy: Proxy
         self.door: Door
+        self._partitions = partitions
+        self._settings = settings
         self._listen = "127.0.0.1:0"
         self._stack = AsyncExitStack()
         self._http: aiohttp.ClientSession
@@ -99,10 +115,15 @@ class Service:
     async def start(self) -> None:
         """Run a proxy on a new door."""
         if isinstance(self.world, KafkaWorld):
-            self.door = self.world.closed_door(partitions=_PARTITIONS, facts_ttl_s=0.2)
+            self.door = self.world.closed_door(
+                self.instance, partitions=self._partitions, facts_ttl_s=0.2
+            )
         else:
-            self.door = self.world.closed_door(half_partitions=_PARTITIONS, facts_ttl_s=0.2)
-        settings = Settings(listen=self._listen, instance="one", check_timeout_s=2.0)
+            self.door = self.world.closed_door(
+                self.instance, half_partitions=self._partitions, facts_ttl_s=0.2
+            )
+        given: Json = {"listen": self._listen, "instance": self.instance, "check_timeout_s": 2.0}
+        settings = Settings(**{**given, **self._settings})
         self.proxy = await self._stack.enter_async_context(run_proxy(self.door, settings))
         self._http = await self._stack.enter_async_context(aiohttp.ClientSession(self.proxy.url))
         self._listen = self.proxy.url.removeprefix("http://")
@@ -119,6 +140,11 @@ class Service:
         """End the proxy and start another one at the same address, on the same Kafka."""
         await self.stop()
         await self.start()
+
+    async def owned(self) -> frozenset[int]:
+        """Return the half partitions that this proxy can answer for."""
+        states = (await self.get("/readyz"))["partitions"]
+        return frozenset(int(number) for number, text in states.items() if text == "owned")
 
     # --- calls ---------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from cluster_world import Proxies
 from kafka_world import KafkaWorld
 from memory_world import MemoryWorld
 from service_world import Client, Desk, HttpClient, SdkClient, Service, unique
@@ -73,3 +74,35 @@ async def client(request: pytest.FixtureRequest, service: Service) -> AsyncItera
         return
     async with service.producer(group) as producer:
         yield SdkClient(producer)
+
+
+# --- several proxies -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+async def two(request: pytest.FixtureRequest, desk: Desk) -> AsyncIterator[Proxies]:
+    """Two proxies that share four half partitions, for all tests that move nothing."""
+    made = WORLDS[request.param](request)
+    running = Proxies(made, desk)
+    await running.add("one", "two")
+    yield running
+    await running.close()
+    await made.close()
+
+
+@pytest.fixture
+async def proxies(world: Any, desk: Desk) -> AsyncIterator[Proxies]:
+    """No proxy yet; those that a test starts end with it."""
+    running = Proxies(world, desk)
+    yield running
+    await running.close()
+
+
+@pytest.fixture
+async def in_memory(desk: Desk) -> AsyncIterator[Proxies]:
+    """The same on a Kafka in memory only, for what a test cannot make happen on a real one."""
+    world = MemoryWorld()
+    running = Proxies(world, desk)
+    yield running
+    await running.close()
+    await world.close()

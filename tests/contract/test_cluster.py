@@ -1,0 +1,326 @@
+"""Several proxies are one: whichever is asked, the answer is the owner's, or none at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import pytest
+from cluster_world import Proxies
+from service_world import unique, until
+
+from txbroker.contract import DecideRequest, PrepareRequest
+from txbroker.core.codec import decode_marker, is_content
+from txbroker.core.ids import make_id, parse_id
+from txbroker.core.records import Message
+from txbroker.errors import (
+    AlreadyDecided,
+    BadId,
+    BadRequest,
+    IdConflict,
+    IdExpired,
+    NotFound,
+    NotPending,
+    TooLarge,
+    UnknownTopic,
+    WrongGroup,
+)
+from txbroker.proxy.cluster import Cluster
+from txbroker.sdk import CheckRequest, Decision
+
+UNKNOWN = {"decision": "unknown"}
+RACED = 5000
+"""Transactions about which both proxies are told the contrary at once."""
+
+
+@pytest.fixture
+async def topic(two: Proxies) -> str:
+    """A target of the test's own."""
+    return await two.running["one"].topic()
+
+
+def now_ms() -> int:
+    return round(time.time() * 1000)
+
+
+# --- exact answers through the wrong proxy ---------------------------------------------------
+
+
+async def test_a_whole_life_through_the_wrong_proxy(two: Proxies, topic: str) -> None:
+    for partition in range(two.partitions):
+        wrong = await two.wrong_for(partition)
+        message = Message(topic, two.key(topic, partition), b"%d" % partition)
+        status, answer = await wrong.send(message)
+        id = answer["id"]
+        assert (status, answer["state"], parse_id(id).partition) == (201, "pending", partition)
+        assert await wrong.send(message, id=id) == (200, answer)
+        shown = await wrong.show(id, bodies=True)
+        assert shown["messages"][0]["value"] == str(partition)
+        assert shown == await (await two.right_for(partition)).show(id, bodies=True)
+        done = {"id": id, "decision": "commit", "state": "promoted"}
+        assert await wrong.commit(id) == done
+        assert await wrong.tell(id, "commit") == done
+    assert await wrong.values(topic) == [b"%d" % n for n in range(two.partitions)]
+
+
+async def test_what_cannot_be_is_refused_alike_by_both(two: Proxies, topic: str) -> None:
+    unknown = two.world.name("none")
+    for partition in range(two.partitions):
+        right, wrong = await two.right_for(partition), await two.wrong_for(partition)
+        key = two.key(topic, partition)
+        id = await wrong.prepare(Message(topic, key, b"v"), group="mine")
+        other = make_id((partition + 1) % two.partitions, now_ms(), 1)
+        missing = make_id(partition, now_ms(), 2)
+        old = make_id(partition, now_ms() - 300_000, 3)
+        for service in (right, wrong):
+            with pytest.raises(WrongGroup):
+                await service.tell(id, "rollback", group="theirs")
+            with pytest.raises(NotFound):
+                await service.show(missing)
+            with pytest.raises(NotFound):
+                await service.tell(missing, "commit")
+            with pytest.raises(IdConflict):
+                await service.send(Message(topic, key, b"w"), id=id, group="mine")
+            with pytest.raises(BadId):
+                await service.send(Message(topic, key, b"v"), id=other)
+            with pytest.raises(BadId):
+                await service.tell(make_id(two.partitions, now_ms(), 4), "commit")
+            with pytest.raises(IdExpired):
+                await service.send(Message(topic, key, b"v"), id=old)
+            with pytest.raises(NotPending):
+                await service.tell(id, "revive")
+            with pytest.raises(UnknownTopic):
+                await service.send(Message(unknown, two.key(unknown, partition), b""), id=missing)
+            with pytest.raises(BadRequest):
+                await service.tell(id, "commit", messages=[])
+        await right.tell(id, "rollback", reason="enough")
+        for service in (wrong, right):
+            with pytest.raises(AlreadyDecided) as error:
+                await service.tell(id, "commit")
+            details = error.value.details
+            assert (details["decision"], details["state"]) == ("rollback", "rolled_back")
+
+
+async def test_who_decided_stays_true_through_a_forward(two: Proxies, topic: str) -> None:
+    wrong = await two.wrong_for(0)
+    id = await two.prepare_in(0, topic, wrong)
+    await wrong.tell(id, "rollback", reason="a test")
+    shown = await wrong.show(id)
+    assert (shown["source"], shown["reason"], shown["by"]) == (
+        "operator",
+        "a test",
+        "http 127.0.0.1",
+    )
+    id = await two.prepare_in(0, topic, wrong, group="mine")
+    await wrong.tell(id, "commit", group="mine")
+    assert (await wrong.show(id))["source"] == "producer"
+
+
+async def test_final_content_goes_through(two: Proxies, topic: str) -> None:
+    wrong = await two.wrong_for(1)
+    id = await two.prepare_in(1, topic, wrong)
+    await wrong.commit(id, messages=[{"topic": topic, "value_base64": "AP8="}])
+    assert await wrong.values(topic) == [b"\x00\xff"]
+
+
+async def test_a_target_that_takes_less_is_told_through_a_forward(two: Proxies) -> None:
+    wrong = await two.wrong_for(2)
+    small = await wrong.topic(max_message_bytes="2000")
+    with pytest.raises(TooLarge):
+        await wrong.send(Message(small, two.key(small, 2), b"x" * 3000))
+
+
+async def test_one_dedup_key_is_one_transaction_whoever_is_asked(two: Proxies, topic: str) -> None:
+    one, other = two.running.values()
+    for _ in range(6):
+        message, key = Message(topic, None, b"v"), unique("key")
+        answers = await asyncio.gather(
+            *[service.send(message, dedup_key=key) for service in (one, other) * 3]
+        )
+        assert len({answer["id"] for _, answer in answers}) == 1
+        assert sorted(status for status, _ in answers) == [200] * 5 + [201]
+        for service in (one, other):
+            with pytest.raises(IdConflict):
+                await service.send(Message(topic, None, b"w"), dedup_key=key)
+
+
+async def test_without_a_key_a_proxy_takes_its_own_partitions(two: Proxies, topic: str) -> None:
+    for name, share in (await two.shares()).items():
+        ids = [await two.running[name].prepare(Message(topic, None, b"v")) for _ in range(12)]
+        assert {parse_id(id).partition for id in ids} <= share
+
+
+async def test_a_check_and_a_revival_go_through(two: Proxies, topic: str) -> None:
+    wrong, right = await two.wrong_for(3), await two.right_for(3)
+    group = await wrong.group(UNKNOWN, check_after_s=3600, attempts_max=3)
+    id = await two.prepare_in(3, topic, wrong, group=group)
+    await wrong.tell(id, "check", reason="now")
+    await wrong.asked_times(group, 1)
+    parks = await wrong.group(UNKNOWN, attempts_max=1, timeout_s=0.1)
+    id = await two.prepare_in(3, topic, wrong, group=parks)
+    await right.reaches(id, "parked")
+    assert (await wrong.tell(id, "revive"))["state"] == "pending"
+    assert (await right.show(id))["round"] == 2
+
+
+# --- contrary decisions ----------------------------------------------------------------------
+
+
+async def test_contrary_decisions_through_both_agree_with_the_log(two: Proxies, topic: str) -> None:
+    one, other = [service.proxy.cluster for service in two.running.values()]
+    gate = asyncio.Semaphore(256)
+
+    async def prepare(number: int) -> str:
+        async with gate:
+            message = Message(topic, b"%d" % number, b"%d" % number)
+            return (await one.prepare(PrepareRequest("race", (message,)))).id
+
+    answers: list[tuple[str, str]] = []
+
+    async def decide(id: str, service: Cluster, decision: Decision) -> None:
+        async with gate:
+            try:
+                answer = (await service.decide(DecideRequest(id, decision))).decision
+            except AlreadyDecided as error:
+                answer = error.details["decision"]
+        answers.append((id, str(answer)))
+
+    ids = await asyncio.gather(*[prepare(number) for number in range(RACED)])
+    racing = []
+    for number, id in enumerate(ids):
+        first, second = (one, other) if number % 2 else (other, one)
+        racing += [decide(id, first, Decision.COMMIT), decide(id, second, Decision.ROLLBACK)]
+    await asyncio.gather(*racing)
+
+    told = await decisions(two)
+    assert len(answers) == 2 * RACED
+    assert {pair for pair in answers if told[pair[0]] != pair[1]} == set()
+    committed = {id for id in ids if told[id] == "commit"}
+    assert 0 < len(committed) < RACED
+
+    async def all_visible() -> bool:
+        return len(await two.running["one"].visible(topic)) >= len(committed)
+
+    await until(all_visible)
+    seen = Counter(
+        dict(record.headers)["txb-id"] for record in await two.running["one"].visible(topic)
+    )
+    assert seen == Counter(id.encode() for id in committed)
+
+
+async def decisions(proxies: Proxies) -> dict[str, str]:
+    """Return what the operation topic says of every transaction: its first deciding marker."""
+    told: dict[str, str] = {}
+    for partition in range(proxies.partitions):
+        for record in await proxies.world.visible(proxies.world.name("op"), partition):
+            if is_content(record):
+                continue
+            marker = decode_marker(record)
+            if marker.kind in ("commit", "rollback"):
+                told.setdefault(marker.id, str(marker.kind))
+    return told
+
+
+# --- lists -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1, 3, 7, 100])
+async def test_a_list_has_every_owners_once_and_in_order(
+    two: Proxies, topic: str, limit: int
+) -> None:
+    one, other = two.running.values()
+    group = unique("group")
+    ids = {
+        await two.prepare_in(number % two.partitions, topic, one, group=group)
+        for number in range(17)
+    }
+    for service in (one, other):
+        listed = await two.all_listed(service, limit, group=group)
+        keys = [(each["prepared_at_ms"], each["id"]) for each in listed]
+        assert keys == sorted(set(keys))
+        assert {each["id"] for each in listed} == ids
+        assert await two.all_listed(service, limit, group=group, state="promoted") == []
+    for id in sorted(ids)[:9]:
+        await other.commit(id)
+    for state, count in (("promoted", 9), ("pending", 8)):
+        listed = await two.all_listed(one, limit, group=group, state=state)
+        keys = [(each["prepared_at_ms"], each["id"]) for each in listed]
+        assert len(keys) == count
+        assert keys == sorted(set(keys))
+
+
+async def test_paging_shows_what_stays_while_others_come_and_go(two: Proxies, topic: str) -> None:
+    one, other = two.running.values()
+    group = unique("group")
+    staying, going = set(), []
+    for number in range(60):
+        id = await two.prepare_in(number % two.partitions, topic, other, group=group)
+        if number % 2:
+            staying.add(id)
+        else:
+            going.append(id)
+
+    async def change() -> None:
+        for number, id in enumerate(going):
+            await one.tell(id, "commit")
+            await two.prepare_in(number % two.partitions, topic, one, group=group)
+
+    changing = asyncio.ensure_future(change())
+    rounds = 0
+    while not changing.done() or not rounds:
+        listed = [each["id"] for each in await two.all_listed(other, 4, group=group)]
+        assert len(listed) == len(set(listed))
+        assert staying <= set(listed)
+        rounds += 1
+    await changing
+
+
+async def test_a_cursor_that_no_list_gave_is_refused(two: Proxies) -> None:
+    for cursor in ("x", "1.x", ".", "1"):
+        with pytest.raises(BadRequest):
+            await two.running["one"].page(cursor=cursor)
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+async def test_a_check_reaches_a_session_on_another_proxy(two: Proxies, topic: str) -> None:
+    holder = two.running["one"]
+    (partition, *_) = await two.running["two"].owned()
+    group, asked = unique("group"), asyncio.Event()
+
+    async def answer(call: CheckRequest) -> Decision:
+        asked.set()
+        return Decision.COMMIT
+
+    async with holder.producer(group, check=answer):
+        assert group in holder.proxy.sessions.counts()
+        assert group not in two.running["two"].proxy.sessions.counts()
+        id = await two.prepare_in(partition, topic, holder, group=group, check_after_s=0)
+        shown = await holder.reaches(id, "promoted")
+    assert asked.is_set()
+    assert shown["source"] == "check"
+    (check,) = shown["checks"]
+    assert check["endpoint"].endswith(f" at {holder.proxy.url}")
+
+
+async def test_a_group_that_appears_elsewhere_is_asked_at_once(two: Proxies, topic: str) -> None:
+    holder, owner = two.running["one"], two.running["two"]
+    (partition, *_) = await owner.owned()
+    group = unique("group")
+    id = await two.prepare_in(
+        partition, topic, holder, group=group, check_after_s=0, check_interval_s=3600
+    )
+
+    async def rests() -> bool:
+        return group in owner.proxy.checks.unreachable()
+
+    await until(rests)
+
+    async def answer(call: CheckRequest) -> Decision:
+        return Decision.ROLLBACK
+
+    async with holder.producer(group, check=answer):
+        shown = await holder.reaches(id, "rolled_back")
+    assert shown["attempts"] == 1

@@ -1,0 +1,382 @@
+"""Proxies that come, go, fall silent and die: what stays is not touched, what moves is not lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from cluster_world import TAKEOVER_S, Proxies
+from memory_world import MemoryWorld
+from service_world import Service, unique, until
+
+from txbroker.core.ids import make_id, parse_id
+from txbroker.core.records import Message
+from txbroker.errors import OwnerUnavailable, RequestError, TooOld
+from txbroker.sdk import CheckRequest, Decision
+from txbroker.testing.members import Coordinator, Place
+
+NOBODY_URL = "http://127.0.0.1:9"
+"""Nobody listens there."""
+PAUSE_MAX_S = 1.0
+"""How long promotion of a partition that stays may pause while proxies come and go."""
+
+
+# --- who has what ----------------------------------------------------------------------------
+
+
+async def test_more_proxies_than_partitions(proxies: Proxies) -> None:
+    proxies.partitions = 2
+    await proxies.add("one", "two", "three")
+    shares = await proxies.shares()
+    assert sorted(map(len, shares.values())) == [0, 1, 1]
+    (idle,) = [proxies.running[name] for name, share in shares.items() if not share]
+    assert (await idle.get("/readyz"))["ready"] is True
+    topic = await idle.topic()
+    ids = [await idle.prepare(Message(topic, None, b"v")) for _ in range(8)]
+    ids += [await proxies.prepare_in(number, topic, idle) for number in range(2)]
+    assert {each["id"] for each in await idle.listed()} == set(ids)
+    for id in ids:
+        await idle.commit(id)
+    assert len(await idle.visible(topic)) == len(ids)
+
+
+async def test_one_that_leaves_is_replaced_at_once(proxies: Proxies) -> None:
+    one, two = await proxies.add("one", "two")
+    topic = await one.topic()
+    ids = [await proxies.prepare_in(number, topic, two) for number in range(proxies.partitions)]
+    await proxies.stop("two")
+    started = time.monotonic()
+    await proxies.settled()
+    # A session that times out would take ten seconds.
+    assert time.monotonic() - started < 8.0
+    for id in ids:
+        await one.commit(id)
+
+
+@asynccontextmanager
+async def promoting(service: Service, topic: str, key: bytes) -> AsyncIterator[list[float]]:
+    """Commit one transaction after the other; yields the times at which consumers saw one."""
+    seen: list[float] = []
+    ends = asyncio.Event()
+
+    async def promote() -> None:
+        while not ends.is_set():
+            id = await service.prepare(Message(topic, key, b"v"))
+            await service.commit(id)
+            seen.append(time.monotonic())
+
+    work = asyncio.ensure_future(promote())
+
+    async def begun() -> bool:
+        return len(seen) > 3 or work.done()
+
+    await until(begun)
+    try:
+        yield seen
+    finally:
+        ends.set()
+        await work
+
+
+async def test_what_stays_is_neither_claimed_nor_paused(proxies: Proxies) -> None:
+    one, _ = await proxies.add("one", "two")
+    topic = await one.topic()
+    before = await proxies.shares()
+    owners = dict(one.proxy.broker._ownership.open())
+    claims = {number: await proxies.claims(number) for number in range(proxies.partitions)}
+    # Which of its two partitions the first proxy will keep is the group's affair: watch both.
+    numbers = sorted(before["one"])
+    keys = [proxies.key(topic, number) for number in numbers]
+    times: dict[int, list[float]] = {}
+    async with promoting(one, topic, keys[0]) as first, promoting(one, topic, keys[1]) as second:
+        times = dict(zip(numbers, (first, second), strict=True))
+        await proxies.add("three")
+        after = await proxies.shares()
+    for name in ("one", "two"):
+        for number in before[name] & after[name]:
+            assert await proxies.claims(number) == claims[number]
+    kept = before["one"] & after["one"]
+    assert kept
+    for number in kept:
+        assert one.proxy.broker._ownership.open()[number] is owners[number]
+        gaps = [b - a for a, b in zip(times[number], times[number][1:], strict=False)]
+        assert max(gaps) < PAUSE_MAX_S, f"promotion of partition {number} paused {max(gaps):.2f} s"
+
+
+async def test_nothing_is_lost_while_proxies_come_and_go(proxies: Proxies) -> None:
+    one, _ = await proxies.add("one", "two")
+    topic = await one.topic()
+    ends = asyncio.Event()
+    committed: set[str] = set()
+
+    async def again(call: Any) -> Any:
+        """Repeat what may be repeated, on whichever proxy there is."""
+        while True:
+            service = next(iter(proxies.running.values()))
+            try:
+                return await call(service)
+            except RequestError as error:
+                if not error.retryable:
+                    raise
+            except OSError:
+                pass
+            await asyncio.sleep(0.02)
+
+    async def work(worker: int) -> None:
+        number = 0
+        while not ends.is_set():
+            number += 1
+            message, key = Message(topic, None, b"v"), f"{worker}.{number}"
+            _, answer = await again(lambda s: s.send(message, dedup_key=key))  # noqa: B023
+            await again(lambda s: s.tell(answer["id"], "commit"))  # noqa: B023
+            committed.add(answer["id"])
+
+    working = [asyncio.ensure_future(work(number)) for number in range(8)]
+    await proxies.add("three")
+    await proxies.stop("two")
+    await proxies.settled()
+    await proxies.add("two")
+    await proxies.stop("three")
+    await proxies.settled()
+    ends.set()
+    await asyncio.gather(*working)
+
+    async def all_visible() -> bool:
+        return len(await one.visible(topic)) >= len(committed)
+
+    await until(all_visible)
+    ids = [dict(record.headers)["txb-id"] for record in await one.visible(topic)]
+    assert Counter(ids) == Counter(id.encode() for id in committed)
+
+
+async def test_calls_under_way_are_answered_when_a_proxy_leaves(proxies: Proxies) -> None:
+    one, two = await proxies.add("one", "two")
+    topic = await one.topic()
+    mine = sorted(await two.owned())
+    calls = [
+        asyncio.ensure_future(
+            one.send(Message(topic, proxies.key(topic, mine[n % len(mine)]), b"%d" % n))
+        )
+        for n in range(60)
+    ]
+    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    await proxies.stop("two")
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    await proxies.settled()
+    acked = [result[1]["id"] for result in results if isinstance(result, tuple)]
+    refused = [result for result in results if not isinstance(result, tuple)]
+    assert acked
+    assert all(isinstance(error, OwnerUnavailable) for error in refused)
+    listed = {each["id"] for each in await proxies.all_listed(one, 100)}
+    assert set(acked) <= listed
+    for error in refused:
+        assert isinstance(error, OwnerUnavailable)
+        if "id" not in error.details:
+            continue
+        # Whether it was stored or not, the same id again is the same transaction.
+        assert parse_id(error.details["id"]).partition in mine
+
+
+async def test_an_id_that_the_log_does_not_reach_back_to(proxies: Proxies) -> None:
+    await proxies.add("one", "two")
+    for number in range(proxies.partitions):
+        wrong = await proxies.wrong_for(number)
+        topic = await wrong.topic()
+        for _ in range(3):
+            await wrong.commit(await proxies.prepare_in(number, topic, wrong))
+        await proxies.world.truncate(proxies.world.name("half"), number, 2)
+        old = make_id(number, round(time.time() * 1000) - 3_600_000, 1)
+        with pytest.raises(TooOld):
+            await wrong.tell(old, "commit")
+
+
+# --- owners that are not there ---------------------------------------------------------------
+
+
+def coordinator_of(proxies: Proxies) -> Coordinator:
+    """Return the group's coordinator, which does as it is told."""
+    assert isinstance(proxies.world, MemoryWorld)
+    return proxies.world.kafka.coordinator("test")
+
+
+async def test_an_owner_out_of_reach_is_never_an_ack(in_memory: Proxies) -> None:
+    (one,) = await in_memory.add("one")
+    topic = await one.topic()
+    ids = [await in_memory.prepare_in(number, topic, one) for number in range(in_memory.partitions)]
+    gone = Place("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
+    coordinator = coordinator_of(in_memory)
+    coordinator.join(gone, in_memory.partitions)
+    theirs = coordinator.owned(gone)
+    assert 0 < len(theirs) < in_memory.partitions
+    for number, id in enumerate(ids):
+        if number not in theirs:
+            await one.commit(id)
+            continue
+        message = Message(topic, in_memory.key(topic, number), b"v")
+        with pytest.raises(OwnerUnavailable) as error:
+            await one.send(message)
+        assert parse_id(error.value.details["id"]).partition == number
+        sent = error.value.details["id"]
+        with pytest.raises(OwnerUnavailable) as error:
+            await one.send(message, id=sent)
+        assert error.value.details["id"] == sent
+        for what in ("commit", "rollback", "check", "revive"):
+            with pytest.raises(OwnerUnavailable) as error:
+                await one.tell(id, what)
+            assert error.value.details["id"] == id
+        with pytest.raises(OwnerUnavailable):
+            await one.show(id)
+    with pytest.raises(OwnerUnavailable):
+        await one.listed()
+    states = (await one.get("/readyz"))["partitions"]
+    assert {states[str(number)] for number in theirs} == {"elsewhere"}
+    coordinator.leave(gone)
+    await in_memory.settled()
+    for id in ids:
+        await one.commit(id)
+    assert len(await one.visible(topic)) == len(ids)
+
+
+async def test_touch_that_is_lost_suspends_and_costs_no_claim(in_memory: Proxies) -> None:
+    one, two = await in_memory.add("one", "two")
+    topic = await one.topic()
+    mine = sorted(await one.owned())
+    claims = [await in_memory.claims(number) for number in mine]
+    id = await in_memory.prepare_in(mine[0], topic, one)
+    coordinator_of(in_memory).silence("one")
+    ready = await one.get("/readyz")
+    assert ready["ready"] is False
+    assert {ready["partitions"][str(number)] for number in mine} == {"suspended"}
+    for service in (one, two):
+        with pytest.raises(OwnerUnavailable):
+            await service.tell(id, "commit")
+        with pytest.raises(OwnerUnavailable):
+            await service.send(Message(topic, in_memory.key(topic, mine[0]), b"v"))
+    coordinator_of(in_memory).let_back("one")
+    await in_memory.settled()
+    assert [await in_memory.claims(number) for number in mine] == claims
+    assert (await two.commit(id))["state"] == "promoted"
+
+
+async def test_a_zombie_gets_nothing_visible(in_memory: Proxies) -> None:
+    one, two = await in_memory.add("one", "two")
+    topic = await one.topic()
+    mine = sorted(await one.owned())
+    ids = [await in_memory.prepare_in(number, topic, one) for number in mine]
+    coordinator = coordinator_of(in_memory)
+    coordinator.silence("one")
+    coordinator.forget("one")
+
+    async def taken_over() -> bool:
+        return len(await two.owned()) == in_memory.partitions
+
+    await until(taken_over)
+    for id in ids:
+        with pytest.raises(OwnerUnavailable):
+            await one.tell(id, "commit")
+        assert (await two.tell(id, "rollback"))["state"] == "rolled_back"
+    coordinator.let_back("one")
+    await in_memory.settled()
+    for id in ids:
+        assert await one.state(id) == await two.state(id) == "rolled_back"
+    assert await two.visible(topic) == []
+
+
+async def test_a_stuck_proxy_lets_another_one_try(
+    in_memory: Proxies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await in_memory.add("one", "two", stuck_after_s=0.5)
+    ownership = one.proxy.broker._ownership
+    monkeypatch.setattr(ownership, "_rejoin_s", 0.1)
+    stuck = next(iter(ownership.open().values()))
+    claims = await in_memory.claims(stuck.partition)
+    monkeypatch.setattr(stuck, "stuck_since_s", lambda: 60.0)
+
+    async def moved() -> bool:
+        return await in_memory.claims(stuck.partition) > claims
+
+    await until(moved)
+    shares = await in_memory.settled()
+    assert all(shares.values())
+    topic = await one.topic()
+    for number in range(in_memory.partitions):
+        await one.commit(await in_memory.prepare_in(number, topic, two))
+
+
+async def test_changed_topics_are_shown(in_memory: Proxies) -> None:
+    (one,) = await in_memory.add("one")
+    assert (await one.get("/readyz"))["problems"] == []
+    await in_memory.world.add_partitions(in_memory.world.name("op"), in_memory.partitions + 1)
+    await one.proxy.broker._ownership.look_at_topics()
+    (problem,) = (await one.get("/readyz"))["problems"]
+    assert in_memory.world.name("op") in problem
+    assert await one.metric("topic_problems") == 1
+
+
+# --- checks through moves --------------------------------------------------------------------
+
+
+async def test_a_session_is_found_again_after_a_takeover(proxies: Proxies) -> None:
+    one, two = await proxies.add("one", "two")
+    topic, group = await one.topic(), unique("group")
+    asked: list[str] = []
+    known = asyncio.Event()
+
+    async def answer(call: CheckRequest) -> Decision:
+        asked.append(call.id)
+        return Decision.COMMIT if known.is_set() else Decision.UNKNOWN
+
+    number = min(await two.owned())
+    async with one.producer(group, check=answer):
+        id = await proxies.prepare_in(
+            number, topic, one, group=group, check_after_s=0, check_interval_s=0.2
+        )
+
+        async def unknown() -> bool:
+            return bool(asked)
+
+        await until(unknown)
+        await proxies.add("three")
+        await proxies.stop("two")
+        known.set()
+        await proxies.settled()
+        shown = await one.reaches(id, "promoted")
+    attempts = [(each["round"], each["number"]) for each in shown["checks"]]
+    assert attempts == sorted(set(attempts))
+    assert shown["attempts"] <= shown["attempts_max"]
+
+
+async def test_a_holder_that_goes_between_call_and_answer_costs_one_attempt(
+    proxies: Proxies,
+) -> None:
+    one, two = await proxies.add("one", "two")
+    topic, group = await two.topic(), unique("group")
+    asked, never = asyncio.Event(), asyncio.Event()
+
+    async def hang(call: CheckRequest) -> Decision:
+        asked.set()
+        await never.wait()
+        return Decision.COMMIT
+
+    async def roll_back(call: CheckRequest) -> Decision:
+        return Decision.ROLLBACK
+
+    number = min(await two.owned())
+    producer = one.producer(group, check=hang)
+    async with producer:
+        id = await proxies.prepare_in(
+            number, topic, two, group=group, check_after_s=0, check_interval_s=0.2
+        )
+        await asyncio.wait_for(asked.wait(), TAKEOVER_S)
+        assert (await two.show(id))["attempts"] == 1
+        await proxies.stop("one")
+        never.set()
+    async with two.producer(group, check=roll_back):
+        shown = await two.reaches(id, "rolled_back")
+    assert [each["number"] for each in shown["checks"]] == list(range(1, len(shown["checks"]) + 1))
+    assert shown["checks"][0]["counts"] is True
