@@ -29,6 +29,12 @@ class Proxies:
 
     async def add(self, *names: str, **settings: Any) -> list[Service]:
         """Start proxies at the same time, and wait until everything has an owner again."""
+        added = await self.start(*names, **settings)
+        await self.settled()
+        return added
+
+    async def start(self, *names: str, **settings: Any) -> list[Service]:
+        """Start proxies at the same time, and wait until each has what is its own."""
         added = [
             Service(self.world, self._desk, name, self.partitions, **settings) for name in names
         ]
@@ -38,7 +44,6 @@ class Proxies:
             self.running[added[0].instance] = added[0]
         await asyncio.gather(*[s.start() for s in added if s.instance not in self.running])
         self.running.update({service.instance: service for service in added})
-        await self.settled()
         return added
 
     async def stop(self, name: str) -> None:

@@ -308,6 +308,50 @@ async def test_a_stuck_proxy_lets_another_one_try(
         await one.commit(await in_memory.prepare_in(number, topic, two))
 
 
+async def test_a_proxy_that_is_alone_leaves_to_nobody(in_memory: Proxies) -> None:
+    (one,) = await in_memory.add("one")
+    ownership = one.proxy.broker._ownership
+    assert not ownership._should_leave(3600.0)
+    await in_memory.add("two")
+    assert ownership._should_leave(3600.0)
+    assert not ownership._should_leave(29.0)
+    coordinator_of(in_memory).silence("one")
+    assert not ownership._should_leave(3600.0)
+    coordinator_of(in_memory).let_back("one")
+    await in_memory.settled()
+
+
+async def test_a_proxy_that_does_not_know_kafkas_clock_asks_the_owner(in_memory: Proxies) -> None:
+    assert isinstance(in_memory.world, MemoryWorld)
+    in_memory.world.kafka.clock.advance(600)
+    in_memory.partitions = 2
+    await in_memory.add("one", "two", "three")
+    (idle,) = [in_memory.running[n] for n, share in (await in_memory.shares()).items() if not share]
+    topic = await idle.topic()
+    for number in range(2):
+        id = await in_memory.prepare_in(number, topic, idle)
+        assert parse_id(id).time_ms > time.time() * 1000 + 500_000
+    assert await idle.prepare(Message(topic, None, b"v"), dedup_key="key")
+    status, _ = await idle.send(Message(topic, None, b"v"), dedup_key="key")
+    assert status == 200
+
+
+async def test_what_was_not_sent_may_go_to_another_owner(in_memory: Proxies) -> None:
+    in_memory.partitions = 2
+    await in_memory.add("one")
+    coordinator = coordinator_of(in_memory)
+    gone = Place("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
+    coordinator.join(gone, 2)
+    (idle,) = await in_memory.start("two")
+    assert not await idle.owned()
+    assert NOBODY_URL in idle.proxy.broker.assigned()
+    topic = await idle.topic()
+    for _ in range(10):
+        await idle.prepare(Message(topic, None, b"v"))
+    coordinator.leave(gone)
+    await in_memory.settled()
+
+
 async def test_changed_topics_are_shown(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     assert (await one.get("/readyz"))["problems"] == []

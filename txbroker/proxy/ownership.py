@@ -55,6 +55,10 @@ class Holding:
             return self.candidate.phase, self.why
         return self.state, self.why
 
+    def owners(self) -> list[Owner]:
+        """Return the one that works or is being opened, if any."""
+        return [owner for owner in (self.owner, self.candidate) if owner is not None]
+
     def stuck_s(self) -> float:
         """Return for how long a claim or a turn has not come through, seconds; 0 where all is
         well, and where nobody else would fare better."""
@@ -236,8 +240,9 @@ class Ownership:
             holding = self._held.get(partition)
             if holding is None:
                 self._begin(partition)
-            elif holding.owner is not None:
-                holding.owner.resume()
+            else:
+                for owner in holding.owners():
+                    owner.resume()
         self._tell()
 
     def _lost(self, why: str) -> None:
@@ -248,8 +253,8 @@ class Ownership:
         self._in_touch.clear()
         self._out_because = f"out of touch with the proxies' group: {why}"
         for holding in self._held.values():
-            if holding.owner is not None:
-                holding.owner.suspend()
+            for owner in holding.owners():
+                owner.suspend()
         self._tell()
 
     async def _still_ours(self, partition: int) -> bool:
@@ -288,6 +293,7 @@ class Ownership:
                 holding.why = str(error)
                 if isinstance(error, Hanging):
                     holding.state = PartitionState.HANGING
+                holding.candidate = None
                 await owner.close()
                 await asyncio.sleep(REOPEN_S * (0.5 + random.random()))
             except Exception as error:
@@ -300,9 +306,6 @@ class Ownership:
             else:
                 break
         holding.owner, holding.candidate, holding.opening = owner, None, None
-        if not self._in_touch.is_set():
-            # Nothing was awaited since it opened, so nothing was written.
-            owner.suspend()
         took_s = time.monotonic() - started
         self._events.recovered(took_s)
         log.info(
@@ -403,11 +406,14 @@ class Ownership:
             worst_s = max((each.stuck_s() for each in self._held.values()), default=0.0)
             if worst_s == 0.0 and self.readiness().ready:
                 self._leave_after_s = self._settings.stuck_after_s
-            alone = not any(url != self.url for url in self.proxies())
-            if worst_s < self._leave_after_s or alone or not self._in_touch.is_set():
-                continue
-            self._leave_after_s = min(self._leave_after_s * 2, LEAVE_AGAIN_MAX_S)
-            await self._leave_and_join(worst_s)
+            if self._should_leave(worst_s):
+                self._leave_after_s = min(self._leave_after_s * 2, LEAVE_AGAIN_MAX_S)
+                await self._leave_and_join(worst_s)
+
+    def _should_leave(self, stuck_s: float) -> bool:
+        """Say whether another proxy should get its turn: there must be one."""
+        others = any(url != self.url for url in self.proxies())
+        return others and self._in_touch.is_set() and stuck_s >= self._leave_after_s
 
     async def _leave_and_join(self, stuck_s: float) -> None:
         log.error("stuck: leaving the group for a while", seconds=round(stuck_s))
