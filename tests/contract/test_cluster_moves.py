@@ -352,6 +352,36 @@ async def test_what_was_not_sent_may_go_to_another_owner(in_memory: Proxies) -> 
     await in_memory.settled()
 
 
+async def test_what_was_sent_to_an_owner_goes_to_no_other(in_memory: Proxies) -> None:
+    async def take_and_go(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(take_and_go, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    in_memory.partitions = 2
+    await in_memory.add("one")
+    coordinator = coordinator_of(in_memory)
+    gone = Place("gone", url, 1, lambda _: None, lambda _: None)
+    coordinator.join(gone, 2)
+    (idle,) = await in_memory.start("two")
+    (theirs,) = coordinator.owned(gone)
+    topic = await idle.topic()
+    # Each prepare goes to one of two owners by chance.
+    refused: list[OwnerUnavailable] = []
+    for _ in range(60):
+        try:
+            await idle.prepare(Message(topic, None, b"v"))
+        except OwnerUnavailable as error:
+            refused.append(error)
+            break
+    (error,) = refused
+    assert parse_id(error.details["id"]).partition == theirs
+    server.close()
+    coordinator.leave(gone)
+    await in_memory.settled()
+
+
 async def test_changed_topics_are_shown(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     assert (await one.get("/readyz"))["problems"] == []
