@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from rules_world import OwnersTime, World
 
-from txbroker.proxy import broker, clock, owner, trouble
+from txbroker.proxy import clock, owner, ownership, trouble
 
 
 @pytest.fixture
@@ -17,8 +17,9 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     owners_time = OwnersTime()
     monkeypatch.setattr(clock, "time", owners_time)
     monkeypatch.setattr(owner, "IDLE_S", 0.005)
+    monkeypatch.setattr(owner, "EDGES_S", 0.01)
     monkeypatch.setattr(owner, "CLAIM_PAUSE_S", 0.002)
-    monkeypatch.setattr(broker, "REOPEN_S", 0.002)
+    monkeypatch.setattr(ownership, "REOPEN_S", 0.002)
     monkeypatch.setattr(trouble, "RETRY_FIRST_S", 0.005)
     monkeypatch.setattr(trouble, "RETRY_MAX_S", 0.01)
     before = asyncio.all_tasks()

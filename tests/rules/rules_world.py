@@ -55,6 +55,7 @@ _NUMBERS = itertools.count(1)
 Append = Callable[[Log, Sequence[Record]], Awaitable[Appended]]
 Write = Callable[[MemoryPartitionDoor, Turn], Awaitable[TurnHandle]]
 Claims = Callable[[MemoryPartitionDoor, Claim], Awaitable[Claimed]]
+Store = Callable[[MemoryPartitionDoor, Sequence[Record]], Awaitable[None]]
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
@@ -101,6 +102,11 @@ class ScriptedLog:
         async for records in self.inner.read(start, end):
             yield records
 
+    async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Pick as it is."""
+        self._calls.append(f"{self._name}.pick")
+        return await self.inner.pick(offsets)
+
 
 class ScriptedPartition:
     """A `txbroker.door.PartitionDoor` on one in memory, with scripts for claims and turns."""
@@ -114,6 +120,7 @@ class ScriptedPartition:
         self.turns: list[Turn] = []
         self.writes: deque[Write] = deque()
         self.claims: deque[Claims] = deque()
+        self.stores: deque[Store] = deque()
 
     async def claim(self, claim: Claim) -> Claimed:
         """Claim as the script says, else as it is."""
@@ -127,6 +134,18 @@ class ScriptedPartition:
         self.calls.append("parked")
         async for records in self.inner.parked():
             yield records
+
+    async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
+        """Pick as it is."""
+        self.calls.append("pick_parked")
+        return await self.inner.pick_parked(offsets)
+
+    async def store(self, records: Sequence[Record]) -> None:
+        """Store as the script says, else as it is."""
+        self.calls.append("store")
+        if self.stores:
+            return await self.stores.popleft()(self.inner, records)
+        return await self.inner.store(records)
 
     async def write(self, turn: Turn) -> TurnHandle:
         """Write as the script says, else as it is."""
@@ -182,6 +201,9 @@ class Told:
         self.decisions: list[str] = []
         self.prepares: list[str] = []
         self.failures: list[str] = []
+        self.losses: list[int] = []
+        self.snapshots: list[int] = []
+        self.snapshot_failures = 0
 
     def outcome(self, outcome: Outcome) -> None:
         """A record changed nothing."""
@@ -202,6 +224,18 @@ class Told:
     def refused(self, transactions: list[Transaction]) -> None:
         """These were set aside."""
         self.refusals.extend(transaction.id for transaction in transactions)
+
+    def lost(self, count: int) -> None:
+        """Half messages vanished."""
+        self.losses.append(count)
+
+    def snapshot_written(self, seconds: float, entries: int) -> None:
+        """A snapshot was written."""
+        self.snapshots.append(entries)
+
+    def snapshot_failed(self) -> None:
+        """A snapshot could not be written."""
+        self.snapshot_failures += 1
 
     def recovered(self, seconds: float) -> None:
         """A partition was gained."""
@@ -244,6 +278,8 @@ class World:
         self.runner = Handed()
         self.told = Told()
         self.still_ours = True
+        self.share = 1 << 30
+        self.version = RECORD_VERSION
         self.stops: list[Exception] = []
         self._owners: list[Owner] = []
         self._brokers: list[tuple[Broker, ScriptedDoor]] = []
@@ -267,6 +303,7 @@ class World:
         given = OwnerSettings(
             dedup_window_ms=WINDOW_MS,
             pending_max=1000,
+            pending_group_max=1000,
             settled_max=1000,
             half_retention_ms=14 * DAY_MS,
             turns=TurnLimits(),
@@ -284,6 +321,8 @@ class World:
             ("one", "http://127.0.0.1:1"),
             still_ours,
             self.stops.append,
+            lambda: self.share,
+            lambda: self.version,
         )
         self._owners.append(owner)
         return owner
@@ -479,12 +518,14 @@ class Held:
         if visible:
             self.at_visible.open()
         self.offsets: Sequence[int] = ()
+        self.parked_offsets: Sequence[int] = ()
         self._inner: TurnHandle | None = None
 
     async def write(self, door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
         """Write, and hand out this as the turn."""
         self._inner = await door.write(turn)
         self.offsets = self._inner.offsets
+        self.parked_offsets = self._inner.parked_offsets
         return self
 
     async def committed(self) -> None:

@@ -4,11 +4,16 @@ An appender is the only writer of one log, and the only one that reads it for th
 that it wrote itself need not be read back as long as their offsets follow one another; whatever
 somebody else wrote in between (an owner that does not know yet that it was fenced) shows as a gap
 and is read and applied first.
+
+Each log has a queue of its own, so prepares never stand in the way of decisions and checks; and in
+the operation topic decisions and what the schedule writes take turns, so a storm of checks does not
+hold decisions back, nor the other way round.
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 from msgspec import Struct, structs
 
@@ -19,13 +24,50 @@ from txbroker.door import AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import KafkaUnavailable, Overloaded, OwnerUnavailable, TooLarge
 
 QUEUE_BYTES_MAX = 64 * 1024 * 1024
-"""What may wait for the next batches before callers are told to come again."""
+"""What may wait in one lane for the next batches before callers are told to come again."""
+BATCH_RECORDS_MAX = 1000
+"""Records in one batch: applying them takes about ten milliseconds, in which nobody else runs."""
+
+
+class Lane(Enum):
+    """Who waits for a place in the next batch. Lanes that wait get equal shares of it."""
+
+    CALLS = "calls"
+    """Somebody waits for an answer: prepares in the half topic, decisions in the other one."""
+    SCHEDULE = "schedule"
+    """Markers of checks, and of what becomes of them."""
 
 
 class _Entry(Struct, eq=False):
     records: Sequence[Record]
     size: int
     outcome: asyncio.Future[Outcome]
+
+
+class _Queue:
+    """What waits in one lane, in order."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._entries: OrderedDict[_Entry, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: _Entry) -> None:
+        """Put an entry at the end."""
+        self._entries[entry] = None
+        self.size += entry.size
+
+    def first(self) -> _Entry | None:
+        """Return the entry whose turn it is."""
+        return next(iter(self._entries), None)
+
+    def remove(self, entry: _Entry) -> None:
+        """Take an entry out, wherever it stands; nothing happens if it was taken before."""
+        if entry in self._entries:
+            del self._entries[entry]
+            self.size -= entry.size
 
 
 class Appender:
@@ -49,8 +91,8 @@ class Appender:
         self._apply = apply
         self._position = position
         self._unanswered = unanswered
-        self._queue: deque[_Entry] = deque()
-        self._queued_bytes = 0
+        self._queues = {lane: _Queue() for lane in Lane}
+        self._next_lane = Lane.CALLS
         self._wake = asyncio.Event()
         self._ended = False
         # Held from sending a batch until it is applied, and while reading what others wrote.
@@ -58,8 +100,10 @@ class Appender:
         self._asked = 0
         self._answered = 0
 
-    async def append(self, records: Sequence[Record]) -> Outcome:
+    async def append(self, records: Sequence[Record], lane: Lane = Lane.SCHEDULE) -> Outcome:
         """Append records that belong together, and return what applying the last one did.
+
+        A caller that gives up takes its records along, if they are not on their way yet.
 
         Raises:
             TooLarge: they do not fit a batch of this topic.
@@ -74,13 +118,16 @@ class Appender:
             raise TooLarge(
                 f"the transaction takes {size} bytes; {self._log.batch_bytes_max} fit a batch"
             )
-        if self._queued_bytes + size > QUEUE_BYTES_MAX:
+        queue = self._queues[lane]
+        if queue.size + size > QUEUE_BYTES_MAX:
             raise Overloaded("Kafka takes records slower than they arrive")
         entry = _Entry(records, size, asyncio.get_running_loop().create_future())
-        self._queue.append(entry)
-        self._queued_bytes += size
+        queue.add(entry)
         self._wake.set()
-        return await entry.outcome
+        try:
+            return await entry.outcome
+        finally:
+            queue.remove(entry)
 
     async def catch_up(self) -> None:
         """Read and apply the log up to an end offset that is asked for now.
@@ -109,25 +156,51 @@ class Appender:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._queue:
+                while any(self._queues.values()):
                     async with self._lock:
-                        await self._send(self._take())
+                        entries = self._take()
+                        if entries:
+                            await self._send(entries)
         finally:
             self._ended = True
-            for entry in self._queue:
+            for entry in self._waiting():
                 _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
-            self._queue.clear()
+
+    def _waiting(self) -> list[_Entry]:
+        entries = []
+        for queue in self._queues.values():
+            while (entry := queue.first()) is not None:
+                queue.remove(entry)
+                entries.append(entry)
+        return entries
 
     def _take(self) -> list[_Entry]:
-        """Take as many entries as fit one batch."""
-        entries = [self._queue.popleft()]
-        size = BATCH_OVERHEAD_BYTES + entries[0].size
-        while self._queue and size + self._queue[0].size <= self._log.batch_bytes_max:
-            entry = self._queue.popleft()
+        """Take as many entries as fit one batch, from each lane in turn.
+
+        None where those that waited have given up meanwhile.
+        """
+        entries: list[_Entry] = []
+        size, count = BATCH_OVERHEAD_BYTES, 0
+        while True:
+            queue = self._whose_turn()
+            entry = None if queue is None else queue.first()
+            if queue is None or entry is None:
+                return entries
             size += entry.size
+            count += len(entry.records)
+            too_much = size > self._log.batch_bytes_max or count > BATCH_RECORDS_MAX
+            if entries and too_much:
+                # It is first in the next batch, as its lane's turn has not passed.
+                return entries
+            self._next_lane = _other(self._next_lane)
+            queue.remove(entry)
             entries.append(entry)
-        self._queued_bytes -= size - BATCH_OVERHEAD_BYTES
-        return entries
+
+    def _whose_turn(self) -> _Queue | None:
+        """Return the queue whose turn it is; None where nobody waits."""
+        if not self._queues[self._next_lane]:
+            self._next_lane = _other(self._next_lane)
+        return self._queues[self._next_lane] or None
 
     async def _send(self, entries: list[_Entry]) -> None:
         records = [record for entry in entries for record in entry.records]
@@ -207,15 +280,22 @@ class Appender:
         return [found.get(place, missing) for place in places]
 
     async def _catch_up(self, note: Callable[[Record, Outcome], None] | None = None) -> None:
-        _, end = await self._log.bounds()
+        start, end = await self._log.bounds()
         position = self._position()
-        if position >= end:
-            return
+        if position > end or position < start:
+            raise LogTruncated(
+                f"the log holds offsets {start} to {end}, but {position} was reached before: "
+                "the topic was truncated or recreated"
+            )
         async for records in self._log.read(position, end):
             for record in records:
                 outcome = self._apply(record)
                 if note is not None:
                     note(record, outcome)
+
+
+def _other(lane: Lane) -> Lane:
+    return Lane.SCHEDULE if lane is Lane.CALLS else Lane.CALLS
 
 
 def _fail(entry: _Entry, error: Exception) -> None:

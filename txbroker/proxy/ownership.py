@@ -329,6 +329,7 @@ class Ownership:
                 pending_group_max=settings.pending_group_max,
                 settled_max=settings.settled_max,
                 half_retention_ms=round(settings.half_retention_s * 1000),
+                snapshot_records_min=settings.snapshot_records_min,
             ),
             (settings.instance, self.url),
             lambda: self._still_ours(partition),

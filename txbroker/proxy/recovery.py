@@ -1,303 +1,261 @@
 """How an owner comes to know its partition: claim, snapshot, kept copies, replay, progress."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-import structlog
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from txbroker.core.codec import HalfPart, KeptPart, Malformed, decode_kept
-from txbroker.core.ledger import Ledger, join_parts
-from txbroker.core.records import Anchor, Claim, Kept, Message, Progress, Record, State
-from txbroker.core.snapshot import SLOTS, Whole, chunks_in, find_whole, load
+from txbroker.core.ledger import Ledger
+from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
+from txbroker.core.snapshot import Whole, find_whole, load
 from txbroker.door import Log, LogTruncated, PartitionDoor
+from txbroker.errors import InvariantBroken
 from txbroker.proxy.applier import Applier
-from txbroker.proxy.clock import LogTime
-
-log = structlog.get_logger()
+from txbroker.proxy.copies import batches, read_copies, with_messages
+from txbroker.proxy.pace import Pace
 
 
 class Recovered(Struct, frozen=True):
-    """What recovery found out beside the ledger.
+    """What a recovery found beside the ledger.
 
     Attributes:
-        clock: the time by the claim record.
-        replayed_from: records applied before these counts are in a snapshot; 0 without one.
-        slot: where the next snapshot goes, so that the greatest whole one stays.
-        chunks: how many chunks each slot may hold.
+        timestamp_ms: the claim record's append time.
+        snapshots: the records of all snapshots.
+        greatest: the greatest whole one; None without any.
+        position: the sum of the offsets from which on the logs were replayed.
+        half_start: where the half topic began.
     """
 
-    clock: LogTime
-    replayed_from: int
-    slot: int
-    chunks: tuple[int, ...]
-
-
-class _Bounds(Struct, frozen=True):
-    """The first offset that is kept and the offset that the next record gets, of both logs."""
-
+    timestamp_ms: int
+    snapshots: Sequence[Record]
+    greatest: Whole | None
+    position: int
     half_start: int
-    half_end: int
-    op_start: int
-    op_end: int
 
 
-# --- copies ----------------------------------------------------------------------------------
+class _Known(Struct, frozen=True):
+    """A position of a log that an earlier owner has written down, and a record by which the log
+    is recognised."""
+
+    position: int
+    anchor: Anchor | None
+
+    @property
+    def end(self) -> int:
+        """Where the log ends at least: behind what is counted, and behind the last record that
+        was read when this was written, which may be further."""
+        return self.position if self.anchor is None else max(self.position, self.anchor.offset + 1)
 
 
-class _Copy(Struct):
-    """A copy in the parked topic, as its records are read."""
-
-    parts: dict[int, KeptPart]
-    offsets: dict[int, int]
-    whole: bool
-    """Whether its messages are wanted too; else they are dropped as soon as they are read."""
-
-
-def _nobody(_half_offset: int) -> bool:
-    return False
-
-
-async def read_kept(
-    door: PartitionDoor, with_messages: Callable[[int], bool] = _nobody
-) -> list[Kept]:
-    """Return the transactions of which the parked topic holds a whole copy.
-
-    The topic is compacted and read from its start, so that no tombstone can have been missed.
-
-    Args:
-        with_messages: says by the offset of its half message whether a copy's messages are
-            wanted; those of the others are bare.
-    """
-    copies: dict[str, _Copy] = {}
-    async for records in door.parked():
-        for record in records:
-            try:
-                part = decode_kept(record)
-            except Malformed:
-                # A poison record is set aside: it is nobody's copy.
-                continue
-            if part.part is None:
-                copies.pop(part.id, None)
-            else:
-                _take(copies, part, record.offset, with_messages)
-    return [kept for copy in copies.values() if (kept := _join(copy)) is not None]
-
-
-def _take(
-    copies: dict[str, _Copy], part: KeptPart, offset: int, with_messages: Callable[[int], bool]
-) -> None:
-    copy = copies.get(part.id)
-    if part.facts is not None:
-        # The first record of a copy; what was read before belongs to an older one.
-        copy = copies[part.id] = _Copy({}, {}, with_messages(part.facts.half))
-    if copy is None:
-        return
-    if part.part is not None and not copy.whole:
-        message = part.part.message
-        bare = Message(message.topic, partition=message.partition)
-        part = structs.replace(part, part=structs.replace(part.part, message=bare))
-    copy.parts[part.sequence] = part
-    copy.offsets[part.sequence] = offset
-
-
-def _join(copy: _Copy) -> Kept | None:
-    first = copy.parts.get(0)
-    if first is None or first.part is None or first.facts is None:
-        return None
-    halves: list[HalfPart] = []
-    for sequence in range(first.part.count):
-        part = copy.parts.get(sequence)
-        if part is None or part.part is None:
-            return None
-        halves.append(part.part)
-    facts = first.facts
-    return Kept(
-        join_parts(halves),
-        facts.half,
-        facts.at_ms,
-        State(facts.state),
-        facts.cause,
-        facts.decided_ms,
-        tuple([copy.offsets[sequence] for sequence in range(len(halves))]),
-    )
-
-
-# --- claim and replay ------------------------------------------------------------------------
-
-
-async def claim_and_replay(
-    door: PartitionDoor, claim: Claim, applier: Applier, claimed_by_us: Callable[[], None]
+async def recover(
+    door: PartitionDoor,
+    claim: Claim,
+    applier: Applier,
+    half_retention_ms: int,
+    claimed: Callable[[], None],
 ) -> Recovered:
-    """Claim the partition, bring an empty ledger to the end of its logs, and say what was found.
+    """Claim the partition, and bring an empty ledger to the end of its logs.
 
     Args:
-        claimed_by_us: called once the claim has succeeded.
+        door: the partition.
+        claim: is written first.
+        applier: applies records to the ledger.
+        half_retention_ms: how long records are kept at least: younger ones that are gone were
+            deleted by somebody.
+        claimed: called when the claim has succeeded.
 
     Raises:
-        Fenced: another owner claimed at the same time.
-        LogTruncated: half or operation topic are not those that progress or snapshot were
-            written against.
+        Fenced: another owner claimed at the same time; nothing was changed.
+        LogTruncated: half or operation topic are not what they were.
+        NewerRecord: a newer version wrote what this one does not understand.
         KafkaUnavailable: Kafka does not answer.
     """
-    ledger = applier.ledger
-    claimed = await door.claim(claim)
-    clock = LogTime(claimed.timestamp_ms)
-    claimed_by_us()
+    found = await door.claim(claim)
+    claimed()
+    ledger, progress = applier.ledger, found.progress
+    copies = await read_copies(door)
     # The operation topic's end first: every marker below it has its half below half's end, or
     # had none when it was written.
     op_start, op_end = await door.op.bounds()
     half_start, half_end = await door.half.bounds()
-    bounds = _Bounds(half_start, half_end, op_start, op_end)
-    progress = claimed.progress
-    if progress is not None:
-        _check_ends(door.partition, progress, bounds)
-    wholes = await asyncio.to_thread(find_whole, claimed.snapshots)
-    whole = await _usable(door, wholes[0], bounds) if wholes else None
-    if whole is None:
-        ledger.start_at(half_start, op_start)
-    else:
-        await _load(whole, ledger)
-    from_half, from_op = max(ledger.half_position, half_start), ledger.op_position
-    kept = await read_kept(door, lambda offset: ledger.half_position <= offset < half_start)
-    for copy in kept:
-        # Below the snapshot's position everything that is not settled is in the snapshot: the
-        # copy of another one was only left over.
-        if ledger.half_position <= copy.half_offset < half_start:
-            ledger.restore(copy)
-    _skip_vanished(door.partition, ledger, half_start)
-    halves = _records(door.half, from_half, half_end, progress.half_anchor if progress else None)
-    markers = _records(door.op, from_op, op_end, progress.op_anchor if progress else None)
-    await _replay(halves, markers, applier)
-    ledger.reconcile(progress, kept)
-    used = SLOTS - 1 if whole is None else whole.slot
+    wholes = find_whole(found.snapshots)
+    kept_since_ms = found.timestamp_ms - half_retention_ms
+    markers = _op_known(progress, wholes)
+    _check_kept(markers, op_start, kept_since_ms)
+    await _compare(door.op, "op", (op_start, op_end), markers, kept_since_ms)
+    halves = _half_known(progress, wholes)
+    await _compare(door.half, "half", (half_start, half_end), halves, kept_since_ms)
+    # Of one that is older than the operation topic nobody knows what was decided since.
+    whole = next((each for each in wholes if each.closing.op >= op_start), None)
+    h0, o0 = await _begin(ledger, whole, half_start, op_start)
+    if not ledger.refused.keys().isdisjoint(copies.torn):
+        raise InvariantBroken("a copy of a refused transaction is not whole: parked topic damaged")
+    await _restore(door, ledger, copies.whole, 0 if whole is None else whole.closing.half, h0)
+    await _replay(_read(door.half, h0, half_end), _read(door.op, o0, op_end), applier)
+    ledger.reconcile(progress, copies.whole)
     return Recovered(
-        clock,
-        0 if whole is None else from_half + from_op,
-        (used + 1) % SLOTS,
-        tuple([chunks_in(slot, claimed.snapshots) for slot in range(SLOTS)]),
+        found.timestamp_ms, found.snapshots, wholes[0] if wholes else None, h0 + o0, half_start
     )
 
 
-def _check_ends(partition: int, progress: Progress, bounds: _Bounds) -> None:
-    if bounds.op_end < _needed(progress.op, progress.op_anchor) or bounds.half_end < _needed(
-        progress.half, progress.half_anchor
-    ):
-        raise LogTruncated(
-            f"partition {partition}: progress is at half {progress.half}, op {progress.op}, but "
-            f"the topics end at {bounds.half_end} and {bounds.op_end}: they were truncated or "
-            "recreated"
-        )
+# --- is it still the same log? ---------------------------------------------------------------
 
 
-def _needed(position: int, anchor: Anchor | None) -> int:
-    """Return where a log ends at least: behind what progress counts, and behind the last record
-    that was read when it was written, which may be further."""
-    return position if anchor is None else max(position, anchor.offset + 1)
+def _op_known(progress: Progress | None, wholes: Iterable[Whole]) -> list[_Known]:
+    known = [_Known(each.closing.op, each.closing.op_anchor) for each in wholes]
+    return known if progress is None else [*known, _Known(progress.op, progress.op_anchor)]
 
 
-# --- snapshot --------------------------------------------------------------------------------
+def _half_known(progress: Progress | None, wholes: Iterable[Whole]) -> list[_Known]:
+    known = [_Known(each.closing.half, each.closing.half_anchor) for each in wholes]
+    return known if progress is None else [*known, _Known(progress.half, progress.half_anchor)]
 
 
-async def _usable(door: PartitionDoor, whole: Whole, bounds: _Bounds) -> Whole | None:
-    """Return a snapshot if the logs go on from it; None where both were left to retention since.
+async def _compare(
+    log: Log, name: str, bounds: tuple[int, int], known: Sequence[_Known], kept_since_ms: int
+) -> None:
+    """Compare a log with what earlier owners have written down of it.
 
     Raises:
-        LogTruncated: the logs are not those that it was taken of.
+        LogTruncated: it is another one, or ends before it was read, or what nobody had read was
+            deleted before its time.
     """
-    closing = whole.closing
-    if closing.half > bounds.half_end or closing.op > bounds.op_end:
-        raise LogTruncated(
-            f"partition {door.partition}: a snapshot was taken at half {closing.half}, op "
-            f"{closing.op}, but the topics end at {bounds.half_end} and {bounds.op_end}: they were "
-            "truncated or recreated"
-        )
-    if closing.op < bounds.op_start:
-        if closing.half <= bounds.half_start:
-            # Down for longer than markers are kept: half messages of that time are gone too, and
-            # what was undecided is in the copies.
-            log.warning("snapshot too old", partition=door.partition, op=closing.op)
-            return None
-        raise LogTruncated(
-            f"partition {door.partition}: markers from offset {closing.op} to {bounds.op_start} "
-            "were deleted, half messages of their time were not: what was decided is not known"
-        )
-    await _check_anchor(door.half, closing.half_anchor, bounds.half_start)
-    await _check_anchor(door.op, closing.op_anchor, bounds.op_start)
-    return whole
-
-
-async def _check_anchor(records: Log, anchor: Anchor | None, start: int) -> None:
-    if anchor is None or anchor.offset < start:
+    start, end = bounds
+    furthest = max(known, key=lambda each: each.end, default=None)
+    if furthest is None:
         return
-    found = await records.pick([anchor.offset])
-    if not found or found[0].timestamp_ms != anchor.timestamp_ms:
+    if end < furthest.end:
         raise LogTruncated(
-            f"offset {anchor.offset} holds another record than when the snapshot was taken: the "
-            "topic was recreated"
+            f"an earlier owner has read the {name} topic to offset {furthest.end}, but it ends at "
+            f"{end}: it was truncated or recreated"
         )
+    # Retention has taken what lies below its start, if it is old enough for that.
+    young = furthest.anchor is not None and furthest.anchor.timestamp_ms > kept_since_ms
+    if furthest.end < start and young:
+        raise LogTruncated(
+            f"the {name} topic begins at offset {start}, but was read only to {furthest.end}: "
+            "records that nobody has read were deleted"
+        )
+    anchors = {each.anchor for each in known if each.anchor is not None}
+    there = sorted([each for each in anchors if each.offset >= start], key=lambda each: each.offset)
+    picked = {
+        record.offset: record
+        for record in await log.pick(sorted({anchor.offset for anchor in there}))
+    }
+    for anchor in there:
+        if not _same(picked.get(anchor.offset), anchor):
+            raise LogTruncated(
+                f"offset {anchor.offset} of the {name} topic holds another record than when it "
+                "was read: the topic was recreated"
+            )
 
 
-async def _load(whole: Whole, ledger: Ledger) -> None:
+def _check_kept(known: Iterable[_Known], start: int, kept_since_ms: int) -> None:
+    """Check that nobody has deleted markers: what they decided would be open again.
+
+    Raises:
+        LogTruncated: some that retention cannot have taken yet are gone.
+    """
+    for each in known:
+        anchor = each.anchor
+        if anchor is not None and anchor.offset < start and anchor.timestamp_ms > kept_since_ms:
+            raise LogTruncated(
+                f"the op topic begins at offset {start}: markers were deleted that are younger "
+                "than its retention, and nobody can tell any more what they decided"
+            )
+
+
+def _same(record: Record | None, anchor: Anchor) -> bool:
+    return record is not None and record.timestamp_ms == anchor.timestamp_ms
+
+
+# --- to the end of the logs ------------------------------------------------------------------
+
+
+async def _begin(
+    ledger: Ledger, whole: Whole | None, half_start: int, op_start: int
+) -> tuple[int, int]:
+    """Load a snapshot, if there is one, and return where both logs are replayed from."""
+    if whole is None:
+        ledger.start_at(half_start, op_start)
+        return half_start, op_start
+    pace = Pace()
     for _ in load(whole, ledger):
-        # Other partitions' turns and the group's heartbeat go on meanwhile.
-        await asyncio.sleep(0)
+        await pace.piece()
+    # Half's retention may have passed the snapshot meanwhile: of what lay between, whatever is
+    # not settled has a copy.
+    half, op = max(whole.closing.half, half_start), whole.closing.op
+    ledger.start_at(half, op)
+    return half, op
 
 
-def _skip_vanished(partition: int, ledger: Ledger, half_start: int) -> None:
-    """Go on where half begins, though it ended before that when the snapshot was taken."""
-    if ledger.half_position < half_start:
-        log.error(
-            "half messages vanished",
-            partition=partition,
-            count=half_start - ledger.half_position,
-            why="they were deleted before anybody had read them",
-        )
-        ledger.start_at(half_start, ledger.op_position)
+async def _restore(
+    door: PartitionDoor, ledger: Ledger, copies: Sequence[Kept], known_to: int, start: int
+) -> None:
+    """Take back what is not settled and whose half message is gone.
+
+    A snapshot knows all of what lies below `known_to`: a copy of something that it does not hold
+    was left over, and would come back to life.
+    """
+    gone = [copy for copy in copies if known_to <= copy.half_offset < start]
+    pace = Pace()
+    for batch in batches([copy for copy in gone if copy.half.id not in ledger.transactions]):
+        for copy in await with_messages(door, batch):
+            ledger.restore(copy)
+            transaction = ledger.transactions.get(copy.half.id)
+            if transaction is not None:
+                ledger.evict(transaction)
+        await pace.piece()
 
 
-# --- replay ----------------------------------------------------------------------------------
+class _Feed:
+    """The records of one log, one after another, the next one in view."""
+
+    def __init__(self, batches: AsyncIterator[Sequence[Record]]) -> None:
+        self.record: Record | None = None
+        self._batches = batches
+        self._batch: Sequence[Record] = ()
+        self._next = 0
+
+    async def move(self) -> None:
+        """Bring the next record into view."""
+        while self._next >= len(self._batch):
+            batch = await anext(self._batches, None)
+            if batch is None:
+                self.record = None
+                return
+            self._batch, self._next = batch, 0
+        self.record = self._batch[self._next]
+        self._next += 1
 
 
 async def _replay(
-    halves: AsyncIterator[Record], markers: AsyncIterator[Record], applier: Applier
+    halves: AsyncIterator[Sequence[Record]],
+    markers: AsyncIterator[Sequence[Record]],
+    applier: Applier,
 ) -> None:
     """Apply both logs, the older record first.
 
     The ledger comes out the same in any order; this one settles transactions early, so that not
-    all bodies of the past are in memory at once.
+    all of the past are in memory at once.
     """
-    record = await anext(halves, None)
-    marker = await anext(markers, None)
-    while record is not None or marker is not None:
-        if marker is None or (record is not None and record.timestamp_ms <= marker.timestamp_ms):
-            assert record is not None
-            applier.half(record)
-            record = await anext(halves, None)
+    half, op = _Feed(halves), _Feed(markers)
+    await half.move()
+    await op.move()
+    pace = Pace()
+    while half.record is not None or op.record is not None:
+        if op.record is None or (
+            half.record is not None and half.record.timestamp_ms <= op.record.timestamp_ms
+        ):
+            assert half.record is not None
+            applier.half(half.record)
+            await half.move()
         else:
-            applier.op(marker)
-            marker = await anext(markers, None)
+            applier.op(op.record)
+            await op.move()
+        await pace.step()
 
 
-async def _records(
-    records: Log, start: int, end: int, anchor: Anchor | None
-) -> AsyncIterator[Record]:
-    """Yield a log's records; stop at one that is not the one that progress was written against.
-
-    Raises:
-        LogTruncated: the topic was recreated and has grown past the progress since.
-    """
-    if start >= end:
-        return
-    async for some in records.read(start, end):
-        for record in some:
-            if anchor is not None and _replaced(record, anchor):
-                raise LogTruncated(
-                    f"offset {record.offset} holds another record than when the progress was "
-                    "written: the topic was recreated"
-                )
-            yield record
-
-
-def _replaced(record: Record, anchor: Anchor) -> bool:
-    return record.offset == anchor.offset and record.timestamp_ms != anchor.timestamp_ms
+async def _read(log: Log, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+    if start < end:
+        async for records in log.read(start, end):
+            yield records

@@ -1,52 +1,57 @@
-"""Snapshots of one half partition, written beside its work and never in its way."""
+"""Snapshots are written beside the work: chunk by chunk, never in its way, never two at once.
+
+One that cannot be written is given up: the next owner replays more, and that is all.
+"""
 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
 
 from txbroker.core.ledger import Ledger
-from txbroker.core.snapshot import SLOTS, Capture
+from txbroker.core.records import Record
+from txbroker.core.snapshot import SLOTS, Capture, Whole, chunks_in, closing_key
 from txbroker.door import AppendRefused, PartitionDoor
 from txbroker.errors import KafkaUnavailable
-from txbroker.proxy.recovery import Recovered
 
 LOOK_S = 1.0
-"""How often it is looked at whether another snapshot is due."""
-ENTRIES_PER_RECORD = 4
-"""A snapshot of N transactions is worth writing after N divided by this records: so it costs a
-bounded share of the work, however many transactions there are."""
-FAILED_PAUSE_S = 30.0
-"""After one that Kafka did not take."""
+"""How often it is seen whether a snapshot is due, seconds."""
+REST = 4.0
+"""After each chunk a rest of so many times what it took: others get most of the time."""
+REST_MIN_S, REST_MAX_S = 0.005, 0.2
+PAUSE_S = 30.0
+"""After a snapshot that could not be written, seconds."""
+ENTRIES_SHARE = 4
+"""A snapshot of many transactions is due only when a fraction of as many records have come: so
+writing snapshots costs less than a fixed share of what is written anyway."""
 
 log = structlog.get_logger()
 
 
 class SnapshotEvents(Protocol):
-    """Who is told of snapshots; called from the event loop."""
+    """Who is told what becomes of snapshots; called from the event loop."""
 
     def snapshot_written(self, seconds: float, entries: int) -> None:
-        """One of so many transactions was written."""
+        """A snapshot of so many transactions was written, in so many seconds."""
         ...
 
     def snapshot_failed(self) -> None:
-        """Kafka did not take one; the one before stands."""
+        """A snapshot could not be written."""
         ...
 
 
 class SnapshotWriter:
-    """Writes a snapshot whenever enough has happened since the last.
+    """Writes the snapshots of one half partition.
 
     Args:
-        door: where it is stored.
-        ledger: what is captured.
-        events: told of every snapshot.
+        door: where they are stored.
+        ledger: what they hold.
+        events: told what becomes of them.
+        records_min: records of half and operation topic after which one is due at least.
         record_version: the version of the records to write.
-        records_min: how many records there must be since the last one at least.
-        writable: while this is not set nothing is begun.
     """
 
     def __init__(
@@ -54,72 +59,112 @@ class SnapshotWriter:
         door: PartitionDoor,
         ledger: Ledger,
         events: SnapshotEvents,
-        record_version: Callable[[], int],
         records_min: int,
-        writable: asyncio.Event,
+        record_version: Callable[[], int],
     ) -> None:
         self._door = door
         self._ledger = ledger
         self._events = events
-        self._record_version = record_version
         self._records_min = records_min
-        self._writable = writable
-        self._written_to = 0
+        self._record_version = record_version
         self._slot = 0
         self._chunks = [0] * SLOTS
+        self._last = 0
+        self._capture: Capture | None = None
 
-    def begin(self, recovered: Recovered) -> None:
-        """Go on from what recovery has found."""
-        self._written_to = recovered.replayed_from
-        self._slot = recovered.slot
-        self._chunks = list(recovered.chunks)
+    def found(self, greatest: Whole | None, stored: Sequence[Record], position: int) -> None:
+        """Begin with what recovery has found.
+
+        Args:
+            greatest: the greatest whole snapshot, never to be overwritten; None without one.
+            stored: the records of all snapshots.
+            position: the sum of the offsets from which on the logs were replayed.
+        """
+        self._slot = 0 if greatest is None else _other(greatest.slot)
+        self._chunks = [chunks_in(slot, stored) for slot in range(SLOTS)]
+        self._last = position
+
+    def abandon(self) -> None:
+        """Give up the one that is being written, if any: the ledger is to be changed otherwise
+        than by records and acknowledged turns, or nothing may be written now."""
+        if self._capture is not None:
+            self._capture.abandon()
+            self._capture = None
 
     @property
     def due(self) -> bool:
-        """Whether a restart now would have to read more than is worth a snapshot."""
+        """Whether so much has come since the last one that the next should be written."""
         ledger = self._ledger
-        entries = len(ledger.transactions) + ledger.settled_count
-        enough = max(self._records_min, entries // ENTRIES_PER_RECORD)
-        return ledger.half_position + ledger.op_position - self._written_to >= enough
+        tail = ledger.half_whole + ledger.op_whole - self._last
+        return tail >= max(self._records_min, len(ledger.transactions) // ENTRIES_SHARE)
 
     async def run(self) -> None:
-        """Write snapshots until cancelled."""
+        """Write a snapshot whenever one is due, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            await self._writable.wait()
             if self.due and not await self.write():
-                await asyncio.sleep(FAILED_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
 
     async def write(self) -> bool:
-        """Write one; say whether it is stored whole."""
-        started = time.monotonic()
-        ledger = self._ledger
+        """Write a snapshot of the ledger as it is now; say whether it is stored whole."""
+        ledger, slot = self._ledger, self._slot
         position = ledger.half_whole + ledger.op_whole
-        capture = Capture(
-            ledger, uuid.uuid4().hex, self._slot, self._record_version(), self._chunks[self._slot]
+        began_s = time.monotonic()
+        capture = self._capture = Capture(
+            ledger, uuid.uuid4().hex, slot, self._record_version(), self._chunks[slot]
         )
         try:
-            for record in capture.records():
-                await self._door.store([record])
-                # One chunk is some milliseconds of work: everybody else has a turn now.
-                await asyncio.sleep(0)
+            whole = await self._store(capture, slot)
         except (AppendRefused, KafkaUnavailable) as error:
-            # Of what is stored by now nothing counts.
-            log.warning("snapshot not written", partition=self._door.partition, why=str(error))
-            self._chunks[self._slot] = max(self._chunks[self._slot], capture.chunks)
+            log.warning("snapshot not written", partition=ledger.partition, why=str(error))
             self._events.snapshot_failed()
             return False
         finally:
             capture.abandon()
-        self._chunks[self._slot] = capture.chunks
-        self._slot = (self._slot + 1) % SLOTS
-        self._written_to = position
-        took_s = time.monotonic() - started
-        self._events.snapshot_written(took_s, capture.entries)
-        log.info(
-            "snapshot written",
-            partition=self._door.partition,
-            transactions=capture.entries,
-            seconds=round(took_s, 3),
-        )
-        return True
+            if self._capture is capture:
+                self._capture = None
+        if whole:
+            self._last = position
+            self._slot = _other(slot)
+            took_s = time.monotonic() - began_s
+            self._events.snapshot_written(took_s, capture.entries)
+            log.info(
+                "snapshot written",
+                partition=ledger.partition,
+                entries=capture.entries,
+                seconds=round(took_s, 3),
+            )
+        return whole
+
+    async def _store(self, capture: Capture, slot: int) -> bool:
+        """Store record after record; False where the snapshot was abandoned before its end.
+
+        Raises:
+            AppendRefused, KafkaUnavailable: before its end.
+        """
+        closed = False
+        since_s = time.monotonic()
+        for record in capture.records():
+            if not closed:
+                if self._capture is not capture:
+                    return False
+                # Even where it is not stored: nobody knows.
+                self._chunks[slot] = max(self._chunks[slot], capture.chunks + 1)
+            try:
+                await self._door.store([record])
+            except (AppendRefused, KafkaUnavailable):
+                if closed:
+                    # Only chunks of an older one were left to be removed: next time.
+                    return True
+                raise
+            closed = closed or record.key == closing_key(slot)
+            rest_s = REST * (time.monotonic() - since_s)
+            await asyncio.sleep(min(max(rest_s, REST_MIN_S), REST_MAX_S))
+            since_s = time.monotonic()
+        if closed:
+            self._chunks[slot] = capture.chunks
+        return closed
+
+
+def _other(slot: int) -> int:
+    return (slot + 1) % SLOTS

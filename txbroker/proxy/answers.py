@@ -1,0 +1,397 @@
+"""What one half partition answers: prepare, decide and revive, each by the rules of the ledger."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from txbroker.contract import DecideRequest, Standing
+from txbroker.core.codec import encode_contents, encode_half, encode_marker
+from txbroker.core.ids import parse_id
+from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Effect
+from txbroker.core.records import Half, Marker, MarkerKind, Message, Record, Source, State
+from txbroker.core.states import SETTLED
+from txbroker.core.transaction import Transaction, fingerprint
+from txbroker.door import Log, LogTruncated
+from txbroker.errors import (
+    AlreadyDecided,
+    BadRequest,
+    IdConflict,
+    IdExpired,
+    InvariantBroken,
+    KafkaUnavailable,
+    NotFound,
+    NotPending,
+    Overloaded,
+    OwnerUnavailable,
+    WrongGroup,
+)
+from txbroker.proxy.appender import Appender, Lane
+from txbroker.proxy.checkback import CheckBack
+from txbroker.proxy.clock import LogTime
+from txbroker.proxy.history import search
+from txbroker.proxy.promoter import Promoter
+
+
+class Bounds(Struct, frozen=True):
+    """How much a half partition holds.
+
+    Attributes:
+        dedup_window_ms: for how long ids and keys are remembered.
+        pending_max: transactions that are undecided or wait to be promoted.
+        pending_group_max: undecided ones of one group.
+        settled_max: settled ones of the dedup window.
+    """
+
+    dedup_window_ms: int
+    pending_max: int
+    pending_group_max: int
+    settled_max: int
+
+
+class AnswerEvents(Protocol):
+    """Who is told what was answered; called from the event loop."""
+
+    def prepared(self, transaction: Transaction) -> None:
+        """A half message was stored by this owner."""
+        ...
+
+    def decided(self, transaction: Transaction) -> None:
+        """A deciding marker took effect."""
+        ...
+
+
+class Parts(Struct, frozen=True):
+    """What answers are made with: the owner's own, all of one partition.
+
+    `half_log` and `op_log` are read for transactions that the ledger has forgotten.
+    """
+
+    ledger: Ledger
+    half: Appender
+    op: Appender
+    half_log: Log
+    op_log: Log
+    id_clock: LogTime
+    promoter: Promoter
+    checks: CheckBack
+
+
+class Visible:
+    """Who waits until a transaction is visible, by its id."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._waiting))
+
+    def release(self, transactions: Iterable[Transaction]) -> None:
+        """These are visible, or will not become so by themselves."""
+        if self._waiting:
+            for transaction in transactions:
+                for future in self._waiting.pop(transaction.id, ()):
+                    if not future.done():
+                        future.set_result(None)
+
+    def close(self) -> None:
+        """Nobody here will know any more."""
+        self._closed = True
+        for waiting in self._waiting.values():
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(OwnerUnavailable())
+        self._waiting.clear()
+
+    async def wait(self, id: str) -> None:
+        """Wait until a transaction is visible.
+
+        Raises:
+            OwnerUnavailable: this owner closes.
+        """
+        if self._closed:
+            raise OwnerUnavailable(id=id)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(id, []).append(future)
+        try:
+            await future
+        finally:
+            # Whoever gave up and asks again must not be remembered each time.
+            waiting = self._waiting.get(id, [])
+            if future in waiting:
+                waiting.remove(future)
+            if not waiting:
+                self._waiting.pop(id, None)
+
+
+class Answers:
+    """Answers the calls for one half partition.
+
+    Args:
+        parts: what answers are made with.
+        bounds: how much the partition holds.
+        events: told what was stored.
+        claim: the name of the owner's present claim, for markers.
+        record_version: the version of the records to write.
+        stopped: told where a call met a log that is not what it was.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        bounds: Bounds,
+        events: AnswerEvents,
+        claim: Callable[[], str],
+        record_version: Callable[[], int],
+        stopped: Callable[[Exception], None],
+    ) -> None:
+        self.visible = Visible()
+        self.suspended = False
+        """Whether nobody knows whose the partition is: then nothing new is taken."""
+        self._ledger = parts.ledger
+        self._half = parts.half
+        self._op = parts.op
+        self._logs = (parts.half_log, parts.op_log)
+        self._id_clock = parts.id_clock
+        self._promoter = parts.promoter
+        self._checks = parts.checks
+        self._bounds = bounds
+        self._events = events
+        self._claim = claim
+        self._record_version = record_version
+        self._stopped = stopped
+        # On their way into the half topic, by group.
+        self._preparing: Counter[str] = Counter()
+        self._searching = asyncio.Semaphore()
+
+    def _check_open(self, id: str) -> None:
+        if self.suspended:
+            raise OwnerUnavailable(
+                "this proxy is out of touch with the others: nobody knows now whose the "
+                "partition is",
+                id=id,
+            )
+
+    # --- prepare ---------------------------------------------------------------------------
+
+    def standing_prepare(
+        self, half_id: str | None, group: str, dedup_key: str | None, messages: Sequence[Message]
+    ) -> Standing | None:
+        """Return the standing of a prepare that was stored before, None for a new one.
+
+        Raises:
+            IdConflict: the id or key was used for other content.
+        """
+        transaction = self._ledger.get(half_id) if half_id else None
+        if transaction is None and dedup_key is not None:
+            transaction = self._ledger.by_dedup_key(group, dedup_key)
+            if transaction is not None and transaction.state in SETTLED:
+                age_ms = self._id_clock.now_ms() - transaction.prepared_at_ms
+                if age_ms > self._bounds.dedup_window_ms:
+                    return None
+        if transaction is None:
+            return None
+        if transaction.fingerprint != fingerprint(messages, group):
+            raise IdConflict(id=transaction.id, state=transaction.state)
+        return standing(transaction)
+
+    async def prepare(self, half: Half, instance: str = "") -> Standing:
+        """Store a half message whose target partitions are fixed.
+
+        Raises:
+            IdExpired, IdConflict, TooLarge, Overloaded: it was not stored.
+            OwnerUnavailable: it may or may not be stored; the same again is safe.
+        """
+        age_ms = abs(self._id_clock.now_ms() - parse_id(half.id).time_ms)
+        if age_ms > self._bounds.dedup_window_ms:
+            raise IdExpired(f"the id is {age_ms // 1000} s away from Kafka's clock", id=half.id)
+        self._check_open(half.id)
+        self._check_room(half)
+        self._preparing[half.group] += 1
+        try:
+            records = encode_half(half, self._record_version())
+            outcome = await self._half.append(records, Lane.CALLS)
+        finally:
+            self._preparing[half.group] -= 1
+            if not self._preparing[half.group]:
+                del self._preparing[half.group]
+        self._id_clock.follow(self._ledger.half_clock_ms)
+        transaction = outcome.transaction
+        if outcome.effect is Effect.APPLIED and transaction is not None:
+            transaction.instance = instance
+            self._events.prepared(transaction)
+            return standing(transaction, created=True)
+        if outcome.effect is Effect.REPEATED and transaction is not None:
+            return standing(transaction)
+        if outcome.effect is Effect.CONFLICT and transaction is not None:
+            raise IdConflict(id=transaction.id, state=transaction.state)
+        if outcome.effect is Effect.EXPIRED:
+            raise IdExpired(id=half.id)
+        raise BadRequest(f"the half message is void: {outcome.why}", id=half.id)
+
+    def _check_room(self, half: Half) -> None:
+        """Refuse a prepare that would make the partition hold more than it can.
+
+        Raises:
+            Overloaded: with what has to happen first.
+        """
+        ledger, bounds, id = self._ledger, self._bounds, half.id
+        held = ledger.undecided_count + len(ledger.ready) + self._preparing.total()
+        if held >= bounds.pending_max:
+            raise Overloaded(
+                f"partition {ledger.partition} holds {held} transactions that are undecided or "
+                "wait to be promoted, its limit: decide some, or wait",
+                id=id,
+            )
+        of_group = ledger.undecided_of(half.group) + self._preparing[half.group]
+        if of_group >= bounds.pending_group_max:
+            raise Overloaded(
+                f"group {half.group!r} has {of_group} undecided transactions in partition "
+                f"{ledger.partition}, its limit: decide some, or wait",
+                id=id,
+                group=half.group,
+            )
+        if self._promoter.full:
+            raise Overloaded(
+                "too many transactions wait for target partitions without a leader", id=id
+            )
+        # By our time, not the log's clock: that stands still while prepares are refused.
+        remembered_until_ms = ledger.oldest_settled_ms() + bounds.dedup_window_ms
+        full = ledger.settled_count >= bounds.settled_max
+        if full and self._id_clock.now_ms() <= remembered_until_ms:
+            raise Overloaded(
+                f"partition {ledger.partition} remembers {ledger.settled_count} settled "
+                "transactions of the dedup window, its limit: wait",
+                id=id,
+            )
+
+    # --- decide ----------------------------------------------------------------------------
+
+    async def get(self, id: str) -> Transaction:
+        """Return a transaction, after reading half to an end asked for now if it is unknown.
+
+        Raises:
+            NotFound: there is none.
+            TooOld: the log does not reach back to it.
+            OwnerUnavailable: Kafka does not answer.
+        """
+        transaction = self._ledger.get(id)
+        if transaction is None:
+            try:
+                await self._half.catch_up()
+            except KafkaUnavailable as error:
+                raise OwnerUnavailable(str(error), id=id) from None
+            except (InvariantBroken, LogTruncated) as error:
+                # The record that cannot be applied is behind us now: nobody else would meet it.
+                self._stopped(error)
+                raise OwnerUnavailable(str(error), id=id) from None
+            transaction = self._ledger.get(id)
+        return transaction or await self._settled_before(id)
+
+    async def _settled_before(self, id: str) -> Transaction:
+        """Find a transaction that was settled before what the ledger remembers."""
+        window_ms = self._bounds.dedup_window_ms
+        if abs(self._id_clock.now_ms() - parse_id(id).time_ms) <= window_ms:
+            raise NotFound(id=id)
+        if self._searching.locked():
+            raise Overloaded("another transaction is being looked up in the log", id=id)
+        async with self._searching:
+            try:
+                return await search(*self._logs, id, window_ms)
+            except KafkaUnavailable as error:
+                raise OwnerUnavailable(str(error), id=id) from None
+
+    async def decide(self, request: DecideRequest) -> Standing:
+        """Write a deciding marker; answered when the ledger has applied it.
+
+        Raises:
+            AlreadyDecided, WrongGroup, NotFound, TooOld, TooLarge, BadRequest: not written, or
+                without effect.
+            OwnerUnavailable: it may or may not be written; the same again is safe.
+        """
+        self._check_open(request.id)
+        transaction = await self.get(request.id)
+        self._may_decide(transaction, request)
+        if transaction.decision is None:
+            outcome = await self._op.append(self._deciding(transaction, request), Lane.CALLS)
+            if outcome.effect is Effect.APPLIED:
+                self._events.decided(transaction)
+            elif transaction.decision is None:
+                raise OwnerUnavailable(f"the marker had no effect: {outcome.why}", id=request.id)
+            self._may_decide(transaction, request)
+        if request.wait and transaction.state is State.COMMITTED:
+            await self.visible.wait(transaction.id)
+        return standing(transaction)
+
+    def _may_decide(self, transaction: Transaction, request: DecideRequest) -> None:
+        """Raise if the request cannot be, or was not, what decides the transaction."""
+        if request.group and request.group != transaction.half.group:
+            raise WrongGroup(
+                f"the transaction belongs to group {transaction.half.group!r}", id=request.id
+            )
+        if transaction.decision is None:
+            return
+        mark = b"" if request.messages is None else fingerprint(request.messages)
+        if transaction.decision is not request.decision:
+            why = f"the transaction was decided before: {transaction.decision}"
+        elif mark not in (b"", transaction.contents_fingerprint):
+            why = "the transaction was committed before, with other messages"
+        else:
+            return
+        raise AlreadyDecided(
+            why, id=request.id, decision=transaction.decision, state=transaction.state
+        )
+
+    def _deciding(self, transaction: Transaction, request: DecideRequest) -> list[Record]:
+        contents = request.messages
+        marker = Marker(
+            v=self._record_version(),
+            kind=MarkerKind(request.decision),
+            id=transaction.id,
+            half=transaction.offset,
+            source=request.source,
+            group=request.group,
+            by=request.by,
+            reason=request.reason,
+            round=transaction.round,
+            number=transaction.number,
+            claim=self._claim(),
+            contents=0 if contents is None else len(contents),
+        )
+        records = [encode_marker(marker)]
+        if contents is not None:
+            records.extend(encode_contents(transaction.half, contents, marker.v))
+        return records
+
+    async def revive(self, id: str, by: str, reason: str) -> Standing:
+        """Begin a new round for a parked transaction, or try a refused one again now.
+
+        Raises:
+            NotPending: it is neither parked nor refused.
+        """
+        self._check_open(id)
+        transaction = await self.get(id)
+        if transaction.state not in (State.PARKED, State.REFUSED):
+            raise NotPending(
+                f"the transaction is {transaction.state}; only parked and refused ones are revived",
+                id=id,
+                state=transaction.state,
+            )
+        await self._checks.write(
+            transaction, MarkerKind.REVIVE, source=Source.OPERATOR, by=by, reason=reason
+        )
+        if transaction.state is State.REFUSED:
+            self._promoter.retry_refused(id)
+        return standing(transaction)
+
+
+def standing(transaction: Transaction, *, created: bool = False) -> Standing:
+    """Return where a transaction stands."""
+    return Standing(transaction.id, transaction.state, transaction.decision, created)

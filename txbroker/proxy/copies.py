@@ -1,0 +1,136 @@
+"""Copies in the parked topic: read as a takeover needs them, without their messages."""
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct, structs
+
+from txbroker.core.codec import HalfPart, KeptPart, Malformed, NewerVersion, decode_kept
+from txbroker.core.ledger import join_parts
+from txbroker.core.records import Kept, Record, State
+from txbroker.core.transaction import bare
+from txbroker.door import PartitionDoor
+from txbroker.errors import KafkaUnavailable, NewerRecord
+from txbroker.proxy.pace import Pace
+
+PICKED_MAX = 200
+"""Copies whose messages are in memory at the same time while they are taken back."""
+
+
+class Copies(Struct, frozen=True):
+    """What the parked topic holds.
+
+    Attributes:
+        whole: the copies, with bare messages and with the offsets of their records.
+        torn: ids of which some records are there and others are not, by nobody's doing of ours.
+    """
+
+    whole: list[Kept]
+    torn: frozenset[str]
+
+
+async def read_copies(door: PartitionDoor) -> Copies:
+    """Read the parked topic from its start: it is compacted, so its size is that of what is kept.
+
+    Raises:
+        NewerRecord: a newer version wrote a copy.
+        KafkaUnavailable: Kafka does not answer.
+    """
+    pace = Pace()
+    parts: dict[str, dict[int, tuple[int, KeptPart]]] = {}
+    async for records in door.parked():
+        for record in records:
+            part = _decode(record)
+            if part is None:
+                continue
+            if part.part is None:
+                left = parts.get(part.id, {})
+                left.pop(part.sequence, None)
+                if not left:
+                    parts.pop(part.id, None)
+            else:
+                part = structs.replace(part, part=_bare(part.part))
+                parts.setdefault(part.id, {})[part.sequence] = (record.offset, part)
+            await pace.step()
+    whole: list[Kept] = []
+    torn = set()
+    for id, found in parts.items():
+        kept = _join(found)
+        if kept is None:
+            torn.add(id)
+        else:
+            whole.append(kept)
+        await pace.step()
+    return Copies(whole, frozenset(torn))
+
+
+async def with_messages(door: PartitionDoor, copies: Sequence[Kept]) -> list[Kept]:
+    """Read the messages of a few copies again, by the offsets of their records.
+
+    Raises:
+        KafkaUnavailable: Kafka does not answer, or a copy is not there any more.
+    """
+    offsets = sorted({offset for copy in copies for offset in copy.at})
+    records = {record.offset: record for record in await door.pick_parked(offsets)}
+    return [_filled(copy, records) for copy in copies]
+
+
+def batches(copies: Sequence[Kept]) -> Iterable[Sequence[Kept]]:
+    """Yield a few copies at a time."""
+    for first in range(0, len(copies), PICKED_MAX):
+        yield copies[first : first + PICKED_MAX]
+
+
+def _decode(record: Record) -> KeptPart | None:
+    try:
+        return decode_kept(record)
+    except NewerVersion as error:
+        raise NewerRecord(
+            f"a record of the parked topic at offset {record.offset} was written by a newer "
+            f"txbroker ({error}): upgrade this proxy"
+        ) from None
+    except Malformed:
+        # A poison record is set aside: it is nobody's copy.
+        return None
+
+
+def _bare(part: HalfPart) -> HalfPart:
+    return structs.replace(part, message=bare([part.message])[0])
+
+
+def _join(found: dict[int, tuple[int, KeptPart]]) -> Kept | None:
+    _, first = found.get(0, (-1, None))
+    if first is None or first.part is None or first.facts is None:
+        return None
+    halves: list[HalfPart] = []
+    at: list[int] = []
+    for sequence in range(first.part.count):
+        offset, part = found.get(sequence, (-1, None))
+        if part is None or part.part is None:
+            return None
+        halves.append(part.part)
+        at.append(offset)
+    facts = first.facts
+    return Kept(
+        join_parts(halves),
+        facts.half,
+        facts.at_ms,
+        State(facts.state),
+        facts.cause,
+        facts.decided_ms,
+        tuple(at),
+    )
+
+
+def _filled(copy: Kept, records: dict[int, Record]) -> Kept:
+    messages = []
+    for sequence, offset in enumerate(copy.at):
+        record = records.get(offset)
+        part = None if record is None else _decode(record)
+        if (
+            part is None
+            or part.part is None
+            or (part.id, part.sequence) != (copy.half.id, sequence)
+        ):
+            raise KafkaUnavailable(f"the copy of {copy.half.id} moved while it was read")
+        messages.append(part.part.message)
+    return structs.replace(copy, half=structs.replace(copy.half, messages=tuple(messages)))

@@ -1,0 +1,139 @@
+"""The logs' edges: what retention, and whoever deletes records, does to them under an owner."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import structlog
+
+from txbroker.core.ledger import Ledger
+from txbroker.core.records import Anchor
+from txbroker.core.transaction import Transaction
+from txbroker.door import Log, LogTruncated, PartitionDoor
+from txbroker.proxy.bodies import BATCH_MAX, Bodies
+from txbroker.proxy.pace import Pace
+
+log = structlog.get_logger()
+
+
+class Edges:
+    """Looks after what is not settled while its half messages may vanish.
+
+    Args:
+        door: the logs.
+        ledger: what is not settled.
+        bodies: reads messages again, and alarms about those that are gone.
+        wake: there is something to be copied into the parked topic.
+        now_ms: the brokers' clock.
+        half_retention_ms: how long half messages are kept.
+    """
+
+    def __init__(
+        self,
+        door: PartitionDoor,
+        ledger: Ledger,
+        bodies: Bodies,
+        wake: Callable[[], None],
+        now_ms: Callable[[], int],
+        half_retention_ms: int,
+    ) -> None:
+        self._door = door
+        self._ledger = ledger
+        self._bodies = bodies
+        self._wake = wake
+        self._now_ms = now_ms
+        self._half_retention_ms = half_retention_ms
+        # What lies at or below these offsets was seen to.
+        self._old_to = self._deleted_to = -1
+        # Must stay in memory until their copies are committed.
+        self._held: dict[str, tuple[Transaction, ExitStack]] = {}
+
+    def again(self) -> None:
+        """Turns were lost: what they were to copy may have to be copied again."""
+        self._old_to = self._deleted_to = -1
+
+    async def keep_old(self) -> None:
+        """At half of half's retention the bodies of what is not settled are copied out."""
+        ledger, pace = self._ledger, Pace()
+        before_ms = self._now_ms() - self._half_retention_ms // 2
+        while found := ledger.in_order(self._old_to, BATCH_MAX):
+            for transaction in found:
+                if transaction.prepared_at_ms >= before_ms:
+                    return
+                self._old_to = transaction.offset
+                if not transaction.kept and transaction.id not in ledger.to_keep:
+                    log.warning("half retention near, body copied", id=transaction.id)
+                    ledger.to_keep[transaction.id] = transaction
+                    self._wake()
+            await pace.piece()
+
+    async def look(self) -> None:
+        """See whether the logs are what they were, and save what can be saved of deleted records.
+
+        Raises:
+            LogTruncated: they are not: promoting could lose or double.
+            KafkaUnavailable: Kafka does not answer.
+        """
+        await _compare("half", self._door.half, self._ledger.half_anchor)
+        await _compare("op", self._door.op, self._ledger.op_anchor)
+        start, _ = await self._door.half.bounds()
+        await self.deleted_before(start)
+
+    async def deleted_before(self, half_start: int) -> None:
+        """The half topic begins here by now: messages that are in memory are copied out at once,
+        those that are nowhere any more are lost, alarmed and counted.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        self._let_go()
+        pace = Pace()
+        while found := self._ledger.in_order(self._deleted_to, BATCH_MAX):
+            below = [each for each in found if each.offset < half_start]
+            bare = [each for each in below if not each.kept and not each.lost]
+            with self._bodies.hold(bare):
+                # What a commit has replaced is in the operation topic.
+                await self._bodies.load(bare)
+                for transaction in bare:
+                    self._save(transaction)
+            if below:
+                self._deleted_to = below[-1].offset
+            if len(below) < len(found):
+                return
+            await pace.piece()
+
+    def _save(self, transaction: Transaction) -> None:
+        ledger, id = self._ledger, transaction.id
+        if not transaction.has_bodies or transaction.kept or id not in ledger.transactions:
+            return
+        log.error("half message deleted, body copied", id=id)
+        ledger.to_keep[id] = transaction
+        if id not in self._held:
+            stack = ExitStack()
+            stack.enter_context(self._bodies.hold([transaction]))
+            self._held[id] = transaction, stack
+        self._wake()
+
+    def _let_go(self) -> None:
+        for id, (transaction, stack) in list(self._held.items()):
+            if transaction.kept_at or id not in self._ledger.transactions:
+                stack.close()
+                del self._held[id]
+
+
+async def _compare(name: str, at: Log, anchor: Anchor | None) -> None:
+    """Compare the last record that was read with what stands there now.
+
+    Raises:
+        LogTruncated: it is another one, or none though the log is kept from before it.
+    """
+    if anchor is None:
+        return
+    found = await at.pick([anchor.offset])
+    if found and found[0].timestamp_ms == anchor.timestamp_ms:
+        return
+    start, _ = await at.bounds()
+    if anchor.offset >= start:
+        raise LogTruncated(
+            f"the {name} topic holds another record at offset {anchor.offset} than when it was "
+            "read: it was truncated or recreated"
+        )
