@@ -368,7 +368,11 @@ class Broker:
     async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
         """Return all that is known of a transaction."""
         with self._call():
-            return view(await self._owner_of(id).get(id), bodies=bodies)
+            owner = self._owner_of(id)
+            transaction = await owner.get(id)
+            if bodies:
+                await owner.bodies.show(transaction)
+            return view(transaction, bodies=bodies)
 
     async def list(self, request: ListRequest) -> Page:
         """Return transactions of `request.partitions` (None: of all), oldest first.
