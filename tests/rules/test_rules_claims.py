@@ -28,7 +28,7 @@ from txbroker.contract import DecideRequest, PrepareRequest
 from txbroker.core.codec import decode_checkpoint, encode_half, encode_marker, encode_progress
 from txbroker.core.ids import make_id
 from txbroker.core.records import Claim, Decision, MarkerKind, Progress, Record, State
-from txbroker.door import Claimed, Fenced, LogTruncated, TurnLost
+from txbroker.door import Assignment, Claimed, Fenced, LogTruncated, TurnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.kafka.batch import encode_batch
 from txbroker.kafka.client import Client, Patience
@@ -93,7 +93,8 @@ async def test_a_hanging_claim_is_shown_and_tried_again(world: World) -> None:
         partition.claims.append(claim)
 
     broker = await broker_on(world, 2, script)
-    await until(lambda: 0 in broker._owners or broker.readiness().partitions[0] == "claiming")
+    await until(lambda: broker.readiness().partitions[0].startswith("claiming: "))
+    assert "hides the progress" in broker.readiness().partitions[0]
     assert not broker.readiness().ready
     hangs = False
     await until(lambda: broker.readiness().ready)
@@ -212,7 +213,7 @@ async def test_attempts_count_over_a_restart(world: World) -> None:
         world.advance(40.0)
         world.zombie_mark(MarkerKind.CHECK, half.id, round=1, number=number, reason="due")
     await until(lambda: known(owner, half.id).number == 2)
-    before = list(known(owner, half.id).counted_ms)
+    before = known(owner, half.id).counted_ms
     await owner.close()
     again = await world.owner()
     assert known(again, half.id).counted_ms == before
@@ -231,7 +232,7 @@ async def test_a_truncated_or_recreated_topic_stops_its_partition_and_no_other(
     world.kafka.truncate("x.op", 0, end=0)
     broker = await broker_on(world, 2)
     await until(lambda: broker.readiness().partitions[1] == "owned")
-    await until(lambda: broker.readiness().partitions[0].startswith("stopped"))
+    await until(lambda: broker.readiness().partitions[0].startswith("truncated"))
     assert not broker.readiness().ready
     assert any("truncated or recreated" in problem for problem in broker.readiness().problems)
     await through(broker, world, 1)
@@ -414,9 +415,9 @@ async def test_assignments_are_taken_at_once_and_recovery_runs_beside(world: Wor
     broker = await broker_on(world, 2, lambda partition: partition.claims.append(claim))
     assert set(broker.readiness().partitions.values()) == {"claiming"}
     started = time.monotonic()
-    broker._assigned(frozenset())
+    broker._ownership._assigned(Assignment(frozenset(), ("http://other",) * 2, (), 1))
     assert set(broker.readiness().partitions.values()) == {"elsewhere"}
-    broker._assigned(frozenset({0, 1}))
+    broker._ownership._assigned(Assignment(frozenset({0, 1}), ("",) * 2, (), 1))
     assert time.monotonic() - started < 1.0
     opened.set()
     await until(lambda: set(broker.readiness().partitions.values()) == {"owned"})
@@ -450,14 +451,14 @@ async def test_a_newer_marker_stops_the_partition_and_no_other(world: World, kin
     id = await _prepare(broker, world, 0)
     op = world.kafka.topics["x.op"].partitions[0]
     op.append([newer_marker(world, id, kind)], world.clock.now_ms())
-    await until(lambda: broker.readiness().partitions[0].startswith("stopped"))
+    await until(lambda: broker.readiness().partitions[0].startswith("newer"))
     assert "newer txbroker" in broker.readiness().partitions[0]
     assert not broker.readiness().ready
     await through(broker, world, 1)
     await broker.close()
     again = await broker_on(world, 2)
     await until(lambda: again.readiness().partitions[1] == "owned")
-    await until(lambda: again.readiness().partitions[0].startswith("stopped"))
+    await until(lambda: again.readiness().partitions[0].startswith("newer"))
 
 
 async def test_a_newer_half_message_stops_the_partition_whoever_reads_it(world: World) -> None:

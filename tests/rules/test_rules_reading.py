@@ -51,7 +51,7 @@ async def test_a_prepare_without_an_answer_is_no_ack_and_can_be_sent_again(
     assert (await owner.prepare(half)).id == half.id
     await commit(owner, half.id)
     await until(lambda: world.visible() == ["once"])
-    assert list(owner.ledger.transactions) == [half.id]
+    assert [transaction.id for transaction in owner.ledger] == [half.id]
 
 
 @pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])

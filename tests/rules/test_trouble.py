@@ -25,6 +25,7 @@ from txbroker.core.records import (
 from txbroker.door import (
     Appended,
     AppendRefused,
+    Assignment,
     Fenced,
     Log,
     LogTruncated,
@@ -273,7 +274,7 @@ async def test_nobody_waits_for_promotion_at_an_owner_that_is_closed(world: Worl
 async def test_prepares_go_on_when_the_brokers_clock_jumps_back(world: World) -> None:
     door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
     broker = await world.broker(door)
-    await until(lambda: broker.owned == 1)
+    await until(lambda: len(broker.mine()) == 1)
     request = PrepareRequest("g", (Message("t", b"k", b"v"),))
     await broker.prepare(request)
     world.clock.advance(-3600)
@@ -289,7 +290,7 @@ async def test_prepares_go_on_when_one_brokers_clock_jumps_forward(
 ) -> None:
     door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
     broker = await world.broker(door)
-    await until(lambda: broker.owned == 1)
+    await until(lambda: len(broker.mine()) == 1)
     request = PrepareRequest("g", (Message("t", b"k", b"v"),))
     await broker.prepare(request)
     appends = world.kafka.topics[topic].partitions[0].append
@@ -325,13 +326,13 @@ async def test_a_partition_that_was_lost_while_it_was_claimed_is_opened_when_it_
     told: list[Any] = []
     join = door.membership.join
 
-    async def joined(assigned: Any) -> None:
+    async def joined(url: str, assigned: Any, lost: Any) -> None:
         told.append(assigned)
-        await join(assigned)
+        await join(url, assigned, lost)
 
     async def still_ours(_partition: int) -> bool:
         # As on Kafka: the group has forgotten us, which is told before the answer is no.
-        told[0](frozenset())
+        told[0](Assignment(frozenset(), ("http://other",), (), 1))
         return False
 
     async def fenced(_inner: MemoryPartitionDoor, _claim: Any) -> Any:
@@ -345,7 +346,7 @@ async def test_a_partition_that_was_lost_while_it_was_claimed_is_opened_when_it_
     door.membership.still_ours = still_ours  # type: ignore[method-assign]
     door.prepare_partition = script
     broker = await world.broker(door)
-    await until(lambda: not broker._status or broker._status.get(0) == "elsewhere", 2)
+    await until(lambda: broker.readiness().partitions[0] == "elsewhere", 2)
     await settled()
-    told[0](frozenset({0}))
-    await until(lambda: broker.owned == 1, 2)
+    told[0](Assignment(frozenset({0}), ("",), (), 1))
+    await until(lambda: len(broker.mine()) == 1, 2)
