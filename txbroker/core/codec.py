@@ -6,6 +6,9 @@ headers that are there (`1 ts order`), so a reader knows where ours end.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from sys import intern
+from typing import cast
 
 import msgspec
 
@@ -140,31 +143,29 @@ def _decode_part(record: Record) -> tuple[HalfPart, dict[str, bytes]]:
     if not headers or headers[0][0] != VERSION_HEADER:
         raise Malformed(f"the first header is not {VERSION_HEADER}")
     try:
-        version, *optional = _bytes(*headers[0]).decode().split(" ")
-        if _natural(version) > RECORD_VERSION:
-            raise NewerVersion(f"half record of version {version}")
-        ours = len(_FIXED) + 1 + len(optional)
-        names = [VERSION_HEADER, *_FIXED, *(f"txb-{name}" for name in optional)]
-        if [name for name, _ in headers[:ours]] != names or len(set(names)) != ours:
-            raise Malformed(f"the headers are not {', '.join(names)}")
-        values = {name: _bytes(name, value) for name, value in headers[1:ours]}
-        sequence, _, count = values["txb-seq"].decode().partition("/")
+        names = _header_names(headers[0][1] or b"")
+        ours = len(names) + 1
+        found = dict(headers[1:ours])
+        if list(found) != names or None in found.values():
+            raise Malformed(f"the headers are not {', '.join(names)}, each with a value")
+        values = cast(dict[str, bytes], found)
+        sequence, count = _sequence(values["txb-seq"])
         timestamp = values.get("txb-ts")
         message = Message(
-            topic=values["txb-topic"].decode(),
+            topic=_shared(values["txb-topic"]),
             key=record.key,
             value=record.value,
             headers=headers[ours:],
-            partition=_natural(values["txb-part"].decode()),
+            partition=_number(values["txb-part"]),
             timestamp_ms=None if timestamp is None else _natural(timestamp.decode()),
         )
         part = HalfPart(
             id=values["txb-id"].decode(),
-            group=values["txb-group"].decode(),
+            group=_shared(values["txb-group"]),
             message=message,
-            sequence=_natural(sequence),
-            count=_natural(count),
-            policy=_decode_policy(_optional_text(values, "txb-check")),
+            sequence=sequence,
+            count=count,
+            policy=_decode_policy(values.get("txb-check")),
             order_key=_optional_text(values, "txb-order"),
             dedup_key=_optional_text(values, "txb-dedup"),
         )
@@ -172,15 +173,43 @@ def _decode_part(record: Record) -> tuple[HalfPart, dict[str, bytes]]:
         raise
     except ValueError as error:
         raise Malformed(f"a header of ours does not read: {error}") from None
-    if not 0 <= part.sequence < part.count:
-        raise Malformed(f"sequence {part.sequence} of {part.count}")
     return part, values
 
 
-def _bytes(name: str, value: bytes | None) -> bytes:
-    if value is None:
-        raise Malformed(f"{name} is null")
-    return value
+# Of these there are few, in very many records: each is read once, and all share what came of it.
+
+
+@lru_cache(maxsize=1000)
+def _header_names(first: bytes) -> list[str]:
+    """Return the names of our headers behind the first, which tells them."""
+    version, *optional = first.decode().split(" ")
+    if _natural(version) > RECORD_VERSION:
+        raise NewerVersion(f"half record of version {version}")
+    names = [*_FIXED, *(f"txb-{name}" for name in optional)]
+    if len({VERSION_HEADER, *names}) <= len(names):
+        raise Malformed(f"a header twice among {', '.join(names)}")
+    return names
+
+
+@lru_cache(maxsize=10_000)
+def _shared(text: bytes) -> str:
+    """Return the name of a group or topic."""
+    return intern(text.decode())
+
+
+@lru_cache(maxsize=10_000)
+def _number(text: bytes) -> int:
+    return _natural(text.decode())
+
+
+@lru_cache(maxsize=10_000)
+def _sequence(text: bytes) -> tuple[int, int]:
+    """Return the number of a message among those of its transaction, and how many there are."""
+    first, _, second = text.decode().partition("/")
+    sequence, count = _natural(first), _natural(second)
+    if sequence >= count:
+        raise Malformed(f"sequence {sequence} of {count}")
+    return sequence, count
 
 
 def _optional_text(values: dict[str, bytes], name: str) -> str | None:
@@ -215,10 +244,11 @@ def _check_policy(policy: CheckPolicy) -> CheckPolicy:
     return policy
 
 
-def _decode_policy(text: str | None) -> CheckPolicy:
+@lru_cache(maxsize=1000)
+def _decode_policy(text: bytes | None) -> CheckPolicy:
     if text is None:
         return CheckPolicy()
-    after, interval, attempts, timeout = text.split("/")
+    after, interval, attempts, timeout = text.decode().split("/")
     return _check_policy(
         CheckPolicy(float(after), float(interval), _natural(attempts), float(timeout))
     )
@@ -258,19 +288,27 @@ def decode_marker(record: Record) -> Marker:
     if record.value is None:
         raise Malformed("a marker without a value")
     try:
-        version = _version_decoder.decode(record.value).v
-        if version > RECORD_VERSION:
-            raise NewerVersion(f"marker of version {version}")
         marker = _marker_decoder.decode(record.value)
-    except NewerVersion:
-        raise
     except _UNREADABLE as error:
+        _look_for_newer(record.value, "marker")
         raise Malformed(f"not a marker: {error}") from None
+    if marker.v > RECORD_VERSION:
+        raise NewerVersion(f"marker of version {marker.v}")
     if record.key != marker.id.encode():
         raise Malformed("the key of a marker is its transaction's id")
     if marker.contents and (marker.contents < 0 or marker.kind is not MarkerKind.COMMIT):
         raise Malformed(f"{marker.contents} replaced messages with a {marker.kind}")
     return marker
+
+
+def _look_for_newer(value: bytes, what: str) -> None:
+    """Raise NewerVersion where a record that does not read says that it is a newer version's."""
+    try:
+        version = _version_decoder.decode(value).v
+    except _UNREADABLE:
+        return
+    if version > RECORD_VERSION:
+        raise NewerVersion(f"{what} of version {version}")
 
 
 # --- checkpoint ------------------------------------------------------------------------------

@@ -6,12 +6,9 @@ marker whose half message has not been read yet waits for it. So any replay, by 
 test or an audit, comes to the same answer.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from sys import intern
-from typing import Protocol
+from collections.abc import Collection, Iterable, Sequence
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from txbroker.core.codec import (
     HalfPart,
@@ -21,14 +18,13 @@ from txbroker.core.codec import (
     decode_marker,
     is_content,
 )
+from txbroker.core.holdings import Holdings
 from txbroker.core.ids import parse_id
-from txbroker.core.order import Line, Undecided
 from txbroker.core.outcome import Effect, Outcome, Waiting
-from txbroker.core.placement import order_hash
+from txbroker.core.placement import order_mark
 from txbroker.core.records import (
     Anchor,
     Cause,
-    CheckPolicy,
     Decision,
     Half,
     Kept,
@@ -39,8 +35,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
-from txbroker.core.settled import Brief, SettledWindow, offset_of
-from txbroker.core.states import SETTLED, UNDECIDED, IllegalStep, Step
+from txbroker.core.states import UNDECIDED, IllegalStep, Step
 from txbroker.core.transaction import Transaction, Verdict, fingerprint, places
 
 WAITING_SWEEP_MIN = 1000
@@ -51,14 +46,6 @@ class Gap(Exception):
     """A record is not the next one of its log."""
 
 
-class Watcher(Protocol):
-    """Who has to see a transaction before it changes: a snapshot that is being captured."""
-
-    def before(self, transaction: Transaction) -> None:
-        """This one is about to change."""
-        ...
-
-
 class _Batch(Struct):
     """A commit marker and the replaced messages that follow it, while they are being read."""
 
@@ -67,8 +54,8 @@ class _Batch(Struct):
     parts: list[HalfPart]
 
 
-class Ledger:
-    """All transactions of one half partition that are not settled, and the recently settled.
+class Ledger(Holdings):
+    """The transactions of one half partition as far as its logs were read.
 
     Args:
         partition: the half partition.
@@ -78,6 +65,7 @@ class Ledger:
     """
 
     def __init__(self, partition: int, dedup_window_ms: int, settled_max: int = 10_000) -> None:
+        super().__init__()
         self.partition = partition
         self.dedup_window_ms = dedup_window_ms
         self.settled_max = settled_max
@@ -91,52 +79,16 @@ class Ledger:
         self._op_before: Anchor | None = None
         self.op_progress = 0
         """The `op` of the newest progress, written or on its way: it never goes back."""
-        self.transactions: dict[str, Transaction] = {}
-        """What is not settled."""
-        self.refused: dict[str, Transaction] = {}
-        self.parked: dict[str, Transaction] = {}
         self.to_keep: dict[str, Transaction] = {}
         """Whole bodies that are to be copied into the parked topic."""
         self.to_release: dict[str, Transaction] = {}
         """Rolled back: their copies in the parked topic are to be removed."""
-        self.settled = SettledWindow()
-        self.body_bytes = 0
-        """What all messages take that are in memory."""
-        self.watcher: Watcher | None = None
-        self._ready: dict[str, Transaction] = {}
-        self._ready_in_order = True
-        self._ready_to = -1
-        self._line = Line(_unsettled)
-        self._groups: dict[str, Undecided] = {}
-        self._policies: dict[CheckPolicy, CheckPolicy] = {}
-        self._dedup: dict[tuple[str, str], str] = {}
         self._parts: list[HalfPart] = []
         self._parts_offset = 0
         self.waiting: dict[str, list[Waiting]] = {}
         """Markers before their half message, by id."""
         self._batch: _Batch | None = None
         self._waiting_max = WAITING_SWEEP_MIN
-        self.undecided_count = 0
-        """Pending and parked transactions."""
-
-    def __iter__(self) -> Iterator[Transaction]:
-        """Yield what is not settled, then the settled ones as far as they are remembered."""
-        yield from self.transactions.values()
-        yield from self.settled
-
-    def get(self, id: str) -> Transaction | None:
-        """Return a transaction that is not settled, or settled recently; of most of the latter
-        only what answers need is remembered."""
-        return self.transactions.get(id) or self.settled.get(id)
-
-    def by_dedup_key(self, group: str, dedup_key: str) -> Transaction | None:
-        """Return the transaction that holds a client's own key."""
-        id = self._dedup.get((group, dedup_key))
-        return None if id is None else self.get(id)
-
-    def pending(self) -> list[Transaction]:
-        """Return half minus operation: the undecided transactions, parked ones left out."""
-        return [t for t in self.transactions.values() if t.state is State.PENDING]
 
     def start_at(self, half: int, op: int) -> None:
         """Begin with logs whose first kept offsets are these."""
@@ -226,43 +178,8 @@ class Ledger:
 
     def _made(self, half: Half, offset: int, at_ms: int, mark: bytes) -> Transaction:
         first = half.messages[0]
-        policy = self._policies.setdefault(half.policy, half.policy)
-        if len(self._policies) > _POLICIES_MAX:
-            self._policies.clear()
-        half = structs.replace(half, group=intern(half.group), policy=policy)
-        order = order_hash(half.order_key, first.topic, first.key)
+        order = order_mark(half.order_key, first.topic, first.key)
         return Transaction(half, offset, at_ms, mark, places(half.messages), order)
-
-    def take_in(self, transaction: Transaction) -> None:
-        """Take a transaction that is not settled, in whatever state, as a snapshot has it."""
-        half, state = transaction.half, transaction.state
-        self.transactions[half.id] = transaction
-        self.body_bytes += transaction.body_bytes
-        self._line.add(transaction)
-        if half.dedup_key is not None:
-            self._hold_key((half.group, half.dedup_key), half.id, transaction.offset)
-        if state in UNDECIDED:
-            self.undecided_count += 1
-            self._group(half.group).enter(transaction)
-        if state is State.PARKED:
-            self.parked[half.id] = transaction
-        elif state is State.REFUSED:
-            self.refused[half.id] = transaction
-        elif state is State.COMMITTED:
-            self._make_ready(transaction)
-
-    def remember(self, id: str, brief: Brief) -> None:
-        """Take a settled transaction, as a snapshot has it."""
-        self.settled.add_brief(id, brief)
-        if brief.dedup_key is not None:
-            self._hold_key((brief.group, brief.dedup_key), id, offset_of(brief))
-
-    def _hold_key(self, key: tuple[str, str], id: str, offset: int) -> None:
-        """Of several uses of one `dedup_key` the last prepared one holds it."""
-        holder = self._dedup.get(key)
-        known = None if holder is None else self.get(holder)
-        if known is None or known.offset <= offset:
-            self._dedup[key] = id
 
     def _enter(self, transaction: Transaction) -> None:
         half = transaction.half
@@ -307,7 +224,8 @@ class Ledger:
         self._batch = None
         try:
             marker = decode_marker(record)
-            parse_id(marker.id)
+            if marker.id not in self.transactions:
+                parse_id(marker.id)
         except NewerVersion as error:
             return Outcome(Effect.NEWER, why=str(error))
         except ValueError as error:
@@ -387,7 +305,7 @@ class Ledger:
         return Outcome(Effect.APPLIED, transaction)
 
     def _decide(self, transaction: Transaction, entry: Waiting) -> Outcome:
-        marker, decision = entry.marker, Decision(entry.marker.kind)
+        marker, decision = entry.marker, _DECISIONS[entry.marker.kind]
         if marker.group and marker.group != transaction.half.group:
             return Outcome(Effect.ILLEGAL, transaction, f"group {marker.group!r} does not own it")
         if transaction.decision is not None:
@@ -410,40 +328,6 @@ class Ledger:
             self._settle(transaction)
         return Outcome(Effect.APPLIED, transaction)
 
-    def _leave_undecided(self, transaction: Transaction) -> None:
-        """It is about to be decided."""
-        self.undecided_count -= 1
-        group = transaction.half.group
-        if self._group(group).leave(transaction):
-            del self._groups[group]
-        self.parked.pop(transaction.id, None)
-
-    def _group(self, name: str) -> Undecided:
-        found = self._groups.get(name)
-        if found is None:
-            found = self._groups[name] = Undecided()
-        return found
-
-    def _make_ready(self, transaction: Transaction) -> None:
-        self._ready[transaction.id] = transaction
-        if transaction.op_offset > self._ready_to:
-            self._ready_to = transaction.op_offset
-        else:
-            # Its marker was read before its half message, or it comes out of a snapshot.
-            self._ready_in_order = False
-
-    @property
-    def ready(self) -> Mapping[str, Transaction]:
-        """Committed, not yet promoted or refused, in the order of the deciding markers."""
-        if not self._ready_in_order:
-            self._ready = dict(sorted(self._ready.items(), key=lambda item: item[1].op_offset))
-            self._ready_in_order = True
-        return self._ready
-
-    def _changing(self, transaction: Transaction) -> None:
-        if self.watcher is not None:
-            self.watcher.before(transaction)
-
     # --- turns ---------------------------------------------------------------------------
 
     def promote(self, id: str, offsets: tuple[int, ...] = ()) -> None:
@@ -451,11 +335,11 @@ class Ledger:
         transaction = self.transactions[id]
         self._changing(transaction)
         transaction.take(Step.PROMOTE)
+        self._ready.pop(id, None)
+        self._no_more_refused(transaction)
         transaction.offsets = offsets
         transaction.cause = None
         transaction.kept = False
-        self._ready.pop(id, None)
-        self.refused.pop(id, None)
         self._settle(transaction)
 
     def refuse(self, id: str, cause: Cause) -> None:
@@ -463,10 +347,11 @@ class Ledger:
         transaction = self.transactions[id]
         self._changing(transaction)
         transaction.take(Step.REFUSE)
+        self._ready.pop(id, None)
+        self._no_more_refused(transaction)
         transaction.cause = cause
         transaction.kept = True
-        self._ready.pop(id, None)
-        self.refused[id] = transaction
+        self._hold_refused(transaction)
 
     def reconcile(
         self, progress: Progress | None, kept: Iterable[Kept], unseen: Collection[str] = ()
@@ -533,37 +418,11 @@ class Ledger:
 
     def _settle(self, transaction: Transaction) -> None:
         del self.transactions[transaction.id]
-        self._line.left()
-        self.evict(transaction)
+        self._line.remove(transaction)
+        if transaction.has_bodies:
+            self.evict(transaction)
         self.settled.add(transaction)
         self._forget()
-
-    def evict(self, transaction: Transaction) -> None:
-        """Drop a transaction's messages from memory."""
-        self.body_bytes -= transaction.body_bytes
-        transaction.evict()
-
-    def fill(self, transaction: Transaction, messages: tuple[Message, ...]) -> None:
-        """Take messages that were read again.
-
-        Raises:
-            ValueError: they are not those of this transaction.
-        """
-        self.body_bytes -= transaction.body_bytes
-        try:
-            transaction.fill(messages)
-        finally:
-            self.body_bytes += transaction.body_bytes
-
-    @property
-    def settled_count(self) -> int:
-        """How many settled transactions are remembered."""
-        return len(self.settled)
-
-    def oldest_settled_ms(self) -> int:
-        """Return the later of the id's time and the append time of the transaction that was
-        settled first among those remembered; 0 if there is none."""
-        return self.settled.oldest_ms()
 
     def _forget(self) -> None:
         """Forget settled transactions, by the log clock: a repeat of theirs would be void."""
@@ -586,72 +445,11 @@ class Ledger:
             # would be quadratic.
             self._waiting_max = max(WAITING_SWEEP_MIN, 2 * len(self.waiting))
 
-    # --- looking through them ------------------------------------------------------------
 
-    def in_order(self, after_offset: int, count: int) -> list[Transaction]:
-        """Return so many at most of what is not settled, by half offset, behind an offset."""
-        return self._line.after(after_offset, count)
-
-    def since(self, prepared_at_ms: int, count: int, after_id: str = "") -> list[Transaction]:
-        """Return what is not settled by (time of preparation, id), behind such a pair; about
-        `count`, and of one and the same time all."""
-        return self._line.since(prepared_at_ms, count, after_id)
-
-    def unsettled_before(self, prepared_ms: int) -> Iterator[Transaction]:
-        """Yield what still has to become something and was prepared before a time."""
-        for transaction in self._line:
-            if transaction.prepared_at_ms >= prepared_ms:
-                break
-            yield transaction
-
-    def lost_before(self, half_start: int) -> list[Transaction]:
-        """Return whose messages are neither in memory nor in the half topic any more, which
-        begins at `half_start`, nor kept as a copy, and which are not known as lost yet."""
-        found = []
-        for transaction in self._line:
-            if transaction.offset >= half_start:
-                break
-            if not (transaction.has_bodies or transaction.kept or transaction.lost):
-                found.append(transaction)
-        return found
-
-    @property
-    def pending_by_group(self) -> Mapping[str, int]:
-        """How many transactions of each group are pending."""
-        return {name: each.pending_count for name, each in self._groups.items()}
-
-    @property
-    def parked_by_group(self) -> Mapping[str, int]:
-        """How many transactions of each group are parked."""
-        return {name: each.parked_count for name, each in self._groups.items()}
-
-    @property
-    def refused_by_topic(self) -> Mapping[str, int]:
-        """How many transactions are refused because of each target topic."""
-        return Counter([t.cause.topic for t in self.refused.values() if t.cause is not None])
-
-    def undecided_of(self, group: str) -> int:
-        """Return how many of a group are pending or parked."""
-        found = self._groups.get(group)
-        return 0 if found is None else found.pending_count + found.parked_count
-
-    def oldest_pending_ms(self, group: str) -> int | None:
-        """Return when the oldest pending one of a group was prepared; None without any."""
-        found = self._groups.get(group)
-        oldest = None if found is None else found.line.first()
-        return None if oldest is None else oldest.prepared_at_ms
-
-    def oldest_unsettled_ms(self) -> int | None:
-        """Return when the oldest one that is not settled was prepared; None without any."""
-        oldest = self._line.first()
-        return None if oldest is None else oldest.prepared_at_ms
-
-
-def _unsettled(transaction: Transaction) -> bool:
-    return transaction.state not in SETTLED
-
-
-_POLICIES_MAX = 1000
+_DECISIONS = {
+    MarkerKind.COMMIT: Decision.COMMIT,
+    MarkerKind.ROLLBACK: Decision.ROLLBACK,
+}
 _CAUSE_LOST = Cause("unknown", "the copy does not say why", "", -1)
 
 

@@ -1,125 +1,151 @@
-"""Transactions in the order of their half offsets, of which most are gone soon."""
+"""Transactions in the order of their half offsets: added, taken out and paged through anywhere."""
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from heapq import nsmallest
+from itertools import islice
 
 from txbroker.core.records import State
 from txbroker.core.transaction import Transaction
 
-_SWEEP_MIN = 64
-
-
-def _offset(transaction: Transaction) -> int:
-    return transaction.offset
-
-
-def _prepared_ms(transaction: Transaction) -> int:
-    return transaction.prepared_at_ms
+_BLOCK_MAX = 1024
+"""Transactions in one block: few enough that putting one into its middle costs next to nothing."""
+_SMALL = 64
+"""Blocks with fewer are joined with the next."""
 
 
 class Line:
-    """Transactions by half offset: added at the end, left out anywhere.
+    """Transactions by half offset.
 
-    One that is not wanted any more stays in its place until many are, so leaving costs nothing;
-    no more than half of the places hold such.
-
-    Args:
-        wanted: says whether a transaction is still in line.
+    They are in blocks, so that no step takes long however many there are: adding at the end, which
+    is nearly always so, costs nothing; anything else moves a part of one block.
     """
 
-    __slots__ = ("_gone", "_head", "_items", "_wanted")
+    __slots__ = ("_blocks", "_firsts", "_offsets")
 
-    def __init__(self, wanted: Callable[[Transaction], bool]) -> None:
-        self._wanted = wanted
-        self._items: list[Transaction] = []
-        self._gone = 0
-        self._head = 0
+    def __init__(self) -> None:
+        self._blocks: list[list[Transaction]] = []
+        # Beside each block its offsets, and the least of them: there the search is C's.
+        self._offsets: list[array[int]] = []
+        self._firsts: list[int] = []
 
     def __iter__(self) -> Iterator[Transaction]:
-        return filter(self._wanted, self._items)
+        """Yield them in order; whoever goes on may change the line meanwhile."""
+        for block in list(self._blocks):
+            yield from list(block)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._blocks))
 
     def add(self, transaction: Transaction) -> None:
-        """Put a transaction in line, at the end in the common case."""
-        if not self._items or self._items[-1].offset < transaction.offset:
-            self._items.append(transaction)
+        """Put a transaction in its place."""
+        offset = transaction.offset
+        if not self._blocks:
+            self._insert(0, [transaction], array("q", (offset,)), offset)
+            return
+        at = len(self._blocks) - 1
+        if self._offsets[at][-1] < offset:
+            self._offsets[at].append(offset)
+            self._blocks[at].append(transaction)
         else:
-            insort(self._items, transaction, key=_offset)
-            self._head = 0
+            at = max(0, bisect_right(self._firsts, offset) - 1)
+            self._firsts[at] = min(self._firsts[at], offset)
+            place = bisect_left(self._offsets[at], offset)
+            self._offsets[at].insert(place, offset)
+            self._blocks[at].insert(place, transaction)
+        if len(self._blocks[at]) > _BLOCK_MAX:
+            self._split(at)
 
-    def left(self) -> None:
-        """One that was in line is not wanted any more."""
-        self._gone += 1
-        if self._gone > _SWEEP_MIN + len(self._items) // 2:
-            self._items = list(self)
-            self._gone = self._head = 0
+    def _split(self, at: int) -> None:
+        offsets, block = self._offsets[at], self._blocks[at]
+        # One that grows at its end only stays full: nothing will come into its middle.
+        middle = len(block) - 1 if at == len(self._blocks) - 1 else len(block) // 2
+        self._insert(at + 1, block[middle:], offsets[middle:], offsets[middle])
+        del block[middle:], offsets[middle:]
 
-    def back(self, transaction: Transaction) -> None:
-        """One that had left is wanted again; it may still have its place."""
-        at = bisect_left(self._items, transaction.offset, key=_offset)
-        if at < len(self._items) and self._items[at] is transaction:
-            self._gone = max(0, self._gone - 1)
-            self._head = min(self._head, at)
-        else:
-            self.add(transaction)
+    def _insert(self, at: int, block: list[Transaction], offsets: "array[int]", first: int) -> None:
+        self._blocks.insert(at, block)
+        self._offsets.insert(at, offsets)
+        self._firsts.insert(at, first)
+
+    def remove(self, transaction: Transaction) -> None:
+        """Take a transaction out, which is in line."""
+        at = place = 0
+        if self._blocks[0][0] is not transaction:
+            at = bisect_right(self._firsts, transaction.offset) - 1
+            place = bisect_left(self._offsets[at], transaction.offset)
+        offsets = self._offsets[at]
+        del offsets[place], self._blocks[at][place]
+        if not offsets:
+            del self._blocks[at], self._offsets[at], self._firsts[at]
+        elif len(offsets) < _SMALL and at + 1 < len(self._blocks):
+            self._join(at)
+
+    def _join(self, at: int) -> None:
+        """Make one block of a small one and the next; else many would be left with one each."""
+        if len(self._blocks[at + 1]) > _BLOCK_MAX // 2:
+            return
+        self._offsets[at].extend(self._offsets.pop(at + 1))
+        self._blocks[at].extend(self._blocks.pop(at + 1))
+        del self._firsts[at + 1]
 
     def first(self) -> Transaction | None:
-        """Return the first one that is wanted."""
-        items = self._items
-        while self._head < len(items):
-            if self._wanted(items[self._head]):
-                return items[self._head]
-            self._head += 1
-        return None
+        """Return the first one, None if there is none."""
+        return self._blocks[0][0] if self._blocks else None
 
     def after(self, offset: int, count: int) -> list[Transaction]:
         """Return so many at most of those behind an offset."""
-        return self._from(bisect_right(self._items, offset, key=_offset), count)
+        return list(islice(self._behind(offset), count))
+
+    def _behind(self, offset: int) -> Iterator[Transaction]:
+        at = max(0, bisect_right(self._firsts, offset) - 1)
+        if at < len(self._blocks):
+            yield from islice(self._blocks[at], bisect_right(self._offsets[at], offset), None)
+        for block in islice(self._blocks, at + 1, None):
+            yield from block
 
     def since(self, prepared_at_ms: int, count: int, after_id: str = "") -> list[Transaction]:
-        """Return, by time of preparation and then by id, those behind a time and id.
-
-        Args:
-            count: how many are enough; of one and the same time all are returned.
-            after_id: of those that were prepared at this very time only greater ids.
-        """
-        items = self._items
-        at = bisect_left(items, prepared_at_ms, key=_prepared_ms)
+        """Return so many at most, by time of preparation and then by id, of those behind a time
+        and id: log clocks grow with the offsets, so by time they are in order."""
         found: list[Transaction] = []
-        while at < len(items):
-            time_ms = items[at].prepared_at_ms
-            if len(found) >= count:
-                break
-            same = []
-            while at < len(items) and items[at].prepared_at_ms == time_ms:
-                if self._wanted(items[at]):
-                    same.append(items[at])
-                at += 1
-            if time_ms == prepared_at_ms:
-                same = [each for each in same if each.id > after_id]
-            found.extend(sorted(same, key=lambda each: each.id))
-        return found
+        same: list[Transaction] = []
+        for transaction in self._since(prepared_at_ms):
+            if same and transaction.prepared_at_ms != same[0].prepared_at_ms:
+                found += nsmallest(count - len(found), same, key=_id)
+                same = []
+                if len(found) == count:
+                    return found
+            if transaction.prepared_at_ms > prepared_at_ms or transaction.id > after_id:
+                same.append(transaction)
+        return found + nsmallest(count - len(found), same, key=_id)
 
-    def _from(self, at: int, count: int) -> list[Transaction]:
-        found: list[Transaction] = []
-        items = self._items
-        while at < len(items) and len(found) < count:
-            if self._wanted(items[at]):
-                found.append(items[at])
-            at += 1
-        return found
+    def _since(self, prepared_at_ms: int) -> Iterator[Transaction]:
+        """Yield those prepared at a time or later."""
+        firsts = [block[0].prepared_at_ms for block in self._blocks]
+        at = max(0, bisect_left(firsts, prepared_at_ms) - 1)
+        for block in islice(self._blocks, at, None):
+            if block[-1].prepared_at_ms >= prepared_at_ms:
+                yield from islice(
+                    block, bisect_left(block, prepared_at_ms, key=_prepared_at_ms), None
+                )
 
 
-def _pending(transaction: Transaction) -> bool:
-    return transaction.state is State.PENDING
+def _id(transaction: Transaction) -> str:
+    return transaction.id
+
+
+def _prepared_at_ms(transaction: Transaction) -> int:
+    return transaction.prepared_at_ms
 
 
 class Undecided:
-    """What is undecided of one group: counted, and the pending ones in line."""
+    """What is undecided of one group: the pending ones in line, the parked ones counted."""
 
     __slots__ = ("line", "parked_count", "pending_count")
 
     def __init__(self) -> None:
-        self.line = Line(_pending)
+        self.line = Line()
         self.pending_count = 0
         self.parked_count = 0
 
@@ -133,15 +159,14 @@ class Undecided:
 
     def parked(self, transaction: Transaction) -> None:
         """It was pending, and is parked now."""
-        self.pending_count -= 1
         self.parked_count += 1
-        self.line.left()
+        self.pending_count -= 1
+        self.line.remove(transaction)
 
     def revived(self, transaction: Transaction) -> None:
         """It was parked, and is pending again."""
         self.parked_count -= 1
-        self.pending_count += 1
-        self.line.back(transaction)
+        self.enter(transaction)
 
     def leave(self, transaction: Transaction) -> bool:
         """It is about to be decided; say whether it was the last one."""
@@ -149,5 +174,5 @@ class Undecided:
             self.parked_count -= 1
         else:
             self.pending_count -= 1
-            self.line.left()
+            self.line.remove(transaction)
         return not self.pending_count and not self.parked_count

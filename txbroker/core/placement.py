@@ -1,5 +1,7 @@
 """Which partition: of the half topic for a transaction, of the target for a message."""
 
+from zlib import crc32
+
 
 def murmur2(data: bytes) -> int:
     """Return the 31-bit hash by which Java's Kafka client spreads keys.
@@ -35,6 +37,19 @@ def order_hash(order_key: str | None, topic: str, key: bytes | None) -> int | No
         return murmur2(b"o\0" + order_key.encode())
     if key is not None:
         return murmur2(b"k\0" + topic.encode() + b"\0" + key)
+    return None
+
+
+def order_mark(order_key: str | None, topic: str, key: bytes | None) -> int | None:
+    """Return what transactions whose order is kept have in common, None without an order to keep.
+
+    It stands for the same key as `order_hash`, and costs a tenth. Keys that share one by chance
+    wait for one another without need. It is stored in snapshots.
+    """
+    if order_key is not None:
+        return crc32(b"o\0" + order_key.encode())
+    if key is not None:
+        return crc32(b"k\0" + topic.encode() + b"\0" + key)
     return None
 
 

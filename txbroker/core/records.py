@@ -25,7 +25,7 @@ class Record(Struct, frozen=True):
     offset: int = -1
 
 
-class Message(Struct, frozen=True):
+class Message(Struct, frozen=True, gc=False):
     """One message for one target topic.
 
     `value` None is a tombstone. `partition` None lets the key decide, as Kafka's Java client
@@ -41,7 +41,7 @@ class Message(Struct, frozen=True):
     timestamp_ms: int | None = None
 
 
-class CheckPolicy(Struct, frozen=True):
+class CheckPolicy(Struct, frozen=True, gc=False):
     """When a pending transaction is checked back, fixed when it is prepared.
 
     The first check comes `after_s` seconds after the half message was appended, each further one
@@ -55,7 +55,7 @@ class CheckPolicy(Struct, frozen=True):
     timeout_s: float = 5.0
 
 
-class Half(Struct, frozen=True):
+class Half(Struct, frozen=True, gc=False):
     """A transaction as it is prepared: who sent it and the messages that it holds back."""
 
     id: str
@@ -120,7 +120,7 @@ class CheckReason(StrEnum):
     ASKED = "asked"
 
 
-class Attempt(Struct, frozen=True):
+class Attempt(Struct, frozen=True, gc=False):
     """One check: when it was recorded, whom it asked and what came back so far."""
 
     round: int
@@ -166,7 +166,7 @@ class Marker(Struct, frozen=True, omit_defaults=True):
     contents: int = 0
 
 
-class Anchor(Struct, frozen=True):
+class Anchor(Struct, frozen=True, gc=False):
     """A record by which progress recognises the log that it was written against."""
 
     offset: int
@@ -199,7 +199,7 @@ class Progress(Struct, frozen=True):
     snapshot: str | None = None
 
 
-class Cause(Struct, frozen=True):
+class Cause(Struct, frozen=True, gc=False):
     """Why a target does not take a message, in a code and a sentence with what to do."""
 
     code: str

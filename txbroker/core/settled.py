@@ -37,15 +37,16 @@ class Brief(Struct, frozen=True, gc=False):
 
 def brief(transaction: Transaction) -> Brief:
     """Return what is remembered of a settled transaction."""
+    half, verdict = transaction.half, transaction.verdict
+    assert verdict is not None
     facts = _PACKING.pack(
         transaction.fingerprint,
-        transaction.contents_fingerprint or _NONE,
+        verdict.contents_fingerprint or _NONE,
         transaction.offset,
-        transaction.op_offset,
+        verdict.op_offset,
         transaction.prepared_at_ms,
-        transaction.decided_at_ms,
+        verdict.at_ms,
     )
-    half = transaction.half
     return Brief(half.group, transaction.state, facts, transaction.places, half.dedup_key)
 
 

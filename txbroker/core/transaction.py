@@ -214,7 +214,10 @@ class Transaction(Struct, gc=False):
     @property
     def body_bytes(self) -> int:
         """What its messages take while they are in memory, bytes; 0 while they are not."""
-        return sum([place.size for place in self.places]) if self.has_bodies else 0
+        if not self.has_bodies:
+            return 0
+        places = self.places
+        return places[0].size if len(places) == 1 else sum([place.size for place in places])
 
     def evict(self) -> None:
         """Drop the messages' keys, values and headers; where they go stays known."""
@@ -254,7 +257,7 @@ class Transaction(Struct, gc=False):
         Raises:
             IllegalStep: nothing was changed.
         """
-        self.take(Step(marker.kind))
+        self.take(_DECIDING[decision])
         self.verdict = Verdict(decision, offset, at_ms, marker.source, marker.by, marker.reason)
 
     def replace(self, contents: tuple[Message, ...]) -> None:
@@ -421,30 +424,29 @@ def places(messages: Sequence[Message]) -> tuple[Place, ...]:
     return found
 
 
+_DECIDING = {Decision.COMMIT: Step.COMMIT, Decision.ROLLBACK: Step.ROLLBACK}
+_NULL = b"\xff\xff\xff\xff\xff"
+
+
 def fingerprint(messages: Sequence[Message], group: str = "") -> bytes:
     """Return 16 bytes that tell whether two prepares hold the same content.
 
     The target partitions stay out of it: a keyless message gets one when it is prepared, and the
     same prepare sent again would get another.
     """
-    digest = hashlib.blake2b(digest_size=16, person=b"txb-content")
-    _feed(digest, group.encode())
+    parts: list[bytes | None] = [group.encode()]
     for message in messages:
-        _feed(digest, message.topic.encode())
-        _feed(digest, message.key)
-        _feed(digest, message.value)
         stamp = message.timestamp_ms
-        _feed(digest, None if stamp is None else str(stamp).encode())
-        _feed(digest, str(len(message.headers)).encode())
+        parts += (
+            message.topic.encode(),
+            message.key,
+            message.value,
+            None if stamp is None else b"%d" % stamp,
+            b"%d" % len(message.headers),
+        )
         for name, value in message.headers:
-            _feed(digest, name.encode())
-            _feed(digest, value)
-    return digest.digest()
-
-
-def _feed(digest: "hashlib.blake2b", part: bytes | None) -> None:
-    if part is None:
-        digest.update(b"\xff\xff\xff\xff\xff")
-    else:
-        digest.update(len(part).to_bytes(5, "big"))
-        digest.update(part)
+            parts += (name.encode(), value)
+    told_apart = b"".join(
+        [_NULL if part is None else len(part).to_bytes(5, "big") + part for part in parts]
+    )
+    return hashlib.blake2b(told_apart, digest_size=16, person=b"txb-content").digest()
