@@ -18,6 +18,7 @@ from txbroker.core.ids import make_id, parse_id
 from txbroker.core.records import Message
 from txbroker.errors import OwnerUnavailable, RequestError, TooOld
 from txbroker.sdk import CheckRequest, Decision
+from txbroker.testing.door import MemoryDoor
 from txbroker.testing.members import Coordinator, Place
 
 NOBODY_URL = "http://127.0.0.1:9"
@@ -454,3 +455,23 @@ async def test_a_holder_that_goes_between_call_and_answer_costs_one_attempt(
         shown = await two.reaches(id, "rolled_back")
     assert [each["number"] for each in shown["checks"]] == list(range(1, len(shown["checks"]) + 1))
     assert shown["checks"][0]["counts"] is True
+
+
+async def test_what_hangs_for_everybody_is_shown_and_left_to_nobody(in_memory: Proxies) -> None:
+    one, two = await in_memory.add("one", "two", stuck_after_s=0.5)
+    kept = min(await one.owned())
+    moving = min(await two.owned())
+    end = await in_memory.world.hang(in_memory.world.name("checkpoint"), moving)
+    assert isinstance(one.door, MemoryDoor)
+    one.door._claim_timeout_s = 0.1
+    await in_memory.stop("two")
+
+    async def shown() -> bool:
+        states = (await one.get("/readyz"))["partitions"]
+        return bool(states[str(moving)].startswith("hanging") and states[str(kept)] == "owned")
+
+    await until(shown)
+    holding = one.proxy.broker._ownership._held[moving]
+    assert holding.stuck_s() == 0.0
+    await end()
+    await in_memory.settled()

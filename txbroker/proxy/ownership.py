@@ -25,6 +25,9 @@ REJOIN_S = 5.0
 """A proxy that left because it was stuck stays away for this long at least, seconds: time for the
 others to share out what it had, and to claim it."""
 STUCK_LOOK_S = 1.0
+HANGING_KNOWN_S = 5.0
+"""A claim that a hanging transaction hides says so after its own time, as long as that after which
+a proxy leaves. By then it must be known, seconds: other proxies would fare no better."""
 LEAVE_AGAIN_MAX_S = 600.0
 """What is stuck for everybody would have the proxies leave in turn for ever, each time with all of
 their other partitions: so each time they wait twice as long, up to this."""
@@ -51,9 +54,15 @@ class Holding:
         """Return what is going on, and what more there is to say."""
         if self.owner is not None:
             return self.owner.phase, ""
-        if self.candidate is not None and self.state is PartitionState.CLAIMING:
-            return self.candidate.phase, self.why
-        return self.state, self.why
+        phase = None if self.candidate is None else self.candidate.phase
+        if phase is None or (self.hanging and phase is PartitionState.CLAIMING):
+            return self.state, self.why
+        return phase, self.why
+
+    @property
+    def hanging(self) -> bool:
+        """True while a transaction that nobody ends has hidden the progress at the last try."""
+        return self.state is PartitionState.HANGING
 
     def owners(self) -> list[Owner]:
         """Return the one that works or is being opened, if any."""
@@ -66,7 +75,7 @@ class Holding:
             return self.owner.stuck_since_s()
         if self.opening is None or self.shown()[0] is not PartitionState.CLAIMING:
             return 0.0
-        return time.monotonic() - self.since
+        return max(0.0, time.monotonic() - self.since - HANGING_KNOWN_S)
 
 
 class Ownership:
@@ -278,7 +287,6 @@ class Ownership:
         while True:
             await self._in_touch.wait()
             owner = holding.candidate = self._make_owner(partition, holding)
-            holding.state = PartitionState.CLAIMING
             started = time.monotonic()
             try:
                 await owner.open()
@@ -291,8 +299,8 @@ class Ownership:
                 log.warning("partition not opened", partition=partition, why=str(error))
                 self._events.kafka_failed("claim")
                 holding.why = str(error)
-                if isinstance(error, Hanging):
-                    holding.state = PartitionState.HANGING
+                hanging = isinstance(error, Hanging)
+                holding.state = PartitionState.HANGING if hanging else PartitionState.CLAIMING
                 holding.candidate = None
                 await owner.close()
                 await asyncio.sleep(REOPEN_S * (0.5 + random.random()))
