@@ -376,8 +376,8 @@ async def test_what_was_sent_to_an_owner_goes_to_no_other(in_memory: Proxies) ->
         except OwnerUnavailable as error:
             refused.append(error)
             break
-    (error,) = refused
-    assert parse_id(error.details["id"]).partition == theirs
+    (refusal,) = refused
+    assert parse_id(refusal.details["id"]).partition == theirs
     server.close()
     coordinator.leave(gone)
     await in_memory.settled()
