@@ -394,6 +394,7 @@ class Ledger(Holdings):
 
     def _refused_before(self, transaction: Transaction, copy: Kept) -> None:
         """A turn has set it aside. Its commit marker may have fallen to retention since."""
+        self._changing(transaction)
         if transaction.state in UNDECIDED:
             self._leave_undecided(transaction)
             transaction.take(Step.COMMIT)
@@ -426,7 +427,8 @@ class Ledger(Holdings):
 
     def _forget(self) -> None:
         """Forget settled transactions, by the log clock: a repeat of theirs would be void."""
-        while len(self.settled) > self.settled_max:
+        # A snapshot that is being captured holds all of them as they were when it began.
+        while len(self.settled) > self.settled_max and self.watcher is None:
             if self.half_clock_ms - self.settled.oldest_ms() <= self.dedup_window_ms:
                 break
             if self.settled.oldest in self.to_release:

@@ -144,19 +144,10 @@ class SettledWindow:
         packed = self._briefs.pop(id)
         return id, packed.group, packed.dedup_key
 
-    def since(self, prepared_since_ms: int) -> Iterator[tuple[str, Brief]]:
-        """Return those that answers may still need, oldest first: of the older ones a half
-        message would be void. They are as of now, whenever they are taken."""
-        return _since(list(self._order), dict(self._briefs), dict(self.shown), prepared_since_ms)
+    def ids(self) -> Iterator[str]:
+        """Yield the ids of all, the one first that was settled first."""
+        return iter(self._order)
 
-
-def _since(
-    order: list[str],
-    briefs: dict[str, Brief],
-    shown: dict[str, Transaction],
-    prepared_since_ms: int,
-) -> Iterator[tuple[str, Brief]]:
-    for id in order:
-        packed = briefs.get(id) or brief(shown[id])
-        if max(parse_id(id).time_ms, prepared_ms(packed)) >= prepared_since_ms:
-            yield id, packed
+    def brief_of(self, id: str) -> Brief:
+        """Return what is remembered of one that is."""
+        return self._briefs.get(id) or brief(self.shown[id])

@@ -14,24 +14,42 @@ A chunk tells the *shapes* of its transactions once: group, check policy and pla
 import hashlib
 from collections.abc import Iterable, Iterator
 from sys import intern
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from txbroker.core.ids import parse_id
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Waiting
-from txbroker.core.records import RECORD_VERSION, Anchor, Cause, CheckPolicy, Half, Record, State
-from txbroker.core.settled import Brief
+from txbroker.core.records import (
+    RECORD_VERSION,
+    Anchor,
+    Cause,
+    CheckPolicy,
+    Half,
+    Message,
+    Record,
+    State,
+)
+from txbroker.core.settled import Brief, prepared_ms
+from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Checks, Place, Transaction, Verdict, bare_of
 
 CHUNK_ENTRIES = 2000
-"""Transactions in one chunk: a few milliseconds of work, and far below the topic's limit."""
+CHUNK_BYTES = 256 * 1024
+"""Transactions and bytes in one chunk: a few milliseconds of work, and far below the topic's limit.
+A transaction of very many messages has a chunk of its own, which may be larger."""
 SLOTS = 2
 _PREFIX = b"snapshot/"
+_LOOK_AHEAD = 64
+_LENGTH = 4
+_SHAPES_MAX = 100_000
+_NO_POLICY = CheckPolicy()
+_SHAPE_BYTES = 32
+"""More than a group, a policy or a place takes beside the name in it."""
 
 
-class _Shape(Struct, frozen=True, array_like=True):
+class _Shape(Struct, frozen=True, array_like=True, gc=False):
     """What many transactions have in common."""
 
     group: str
@@ -39,7 +57,7 @@ class _Shape(Struct, frozen=True, array_like=True):
     places: tuple[Place, ...]
 
 
-class _More(Struct, array_like=True):
+class _More(Struct, array_like=True, gc=False):
     """What few transactions have."""
 
     state: State
@@ -51,19 +69,50 @@ class _More(Struct, array_like=True):
     lost: bool
 
 
-# id, shape, offset, prepared_at_ms, fingerprint, order, instance, more
-_Row = tuple[str, int, int, int, bytes, int | None, str, _More | None]
+class _Facts(Struct, array_like=True, gc=False):
+    """What each transaction that is not settled has of its own."""
+
+    id: str
+    offset: int
+    prepared_at_ms: int
+    fingerprint: bytes
+    order: int | None
+    instance: str
+    more: _More | None
+
+
+class _End(Struct, array_like=True, gc=False):
+    """What is remembered of a settled transaction."""
+
+    id: str
+    state: State
+    facts: bytes
+    dedup_key: str | None
 
 
 class _Chunk(Struct, array_like=True):
-    """A part of a snapshot; its version and snapshot first."""
+    """A part of a snapshot; its version and snapshot first.
+
+    `open` and `settled` name the shape of each by its place in `shapes`. `waiting` is the next
+    part of all waiting markers, each behind its length: with replaced messages one can be larger
+    than a chunk.
+    """
 
     v: int
     snapshot: str
     shapes: list[_Shape]
-    rows: list[_Row]
-    settled: list[tuple[str, int, State, bytes, str | None]]
-    waiting: list[Waiting]
+    open: list[tuple[int, _Facts]]
+    settled: list[tuple[int, _End]]
+    waiting: bytes
+
+
+class _Piece(Struct, gc=False):
+    """What goes into a chunk next, encoded: a transaction (`shape` is there) or a part of the
+    waiting markers."""
+
+    data: bytes
+    shape: _Shape | None = None
+    settled: bool = False
 
 
 class Closing(Struct, frozen=True, omit_defaults=True):
@@ -110,8 +159,9 @@ class _ChunkHead(Struct, array_like=True):
     snapshot: str = ""
 
 
-_encode_chunk = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 _decode_chunk = msgspec.msgpack.Decoder(_Chunk).decode
+_decode_waiting = msgspec.msgpack.Decoder(Waiting).decode
 _decode_head = msgspec.msgpack.Decoder(_ChunkHead).decode
 _decode_version = msgspec.json.Decoder(_Version).decode
 _decode_closing = msgspec.json.Decoder(Closing).decode
@@ -136,17 +186,25 @@ def closing_key(slot: int) -> bytes:
 class Capture:
     """A ledger as it is now, encoded piece by piece while it goes on changing.
 
+    Transactions are taken by half offset; one that changes ahead of that is put aside as it was.
+
     Args:
-        ledger: is watched until the last record is taken, or the capture abandoned.
+        ledger: is watched until the last record is taken, or the capture abandoned. Meanwhile it
+            forgets no settled ones.
         id: names the snapshot; no other one may have it.
         slot: 0 or 1; never that of the greatest whole snapshot.
         version: the record version to write.
         chunks_before: how many chunks the slot held before; superfluous ones are removed.
+
+    Raises:
+        ValueError: the ledger is being captured already.
     """
 
     def __init__(
         self, ledger: Ledger, id: str, slot: int, version: int, chunks_before: int = 0
     ) -> None:
+        if ledger.watcher is not None:
+            raise ValueError("one snapshot at a time")
         self._ledger = ledger
         self._id = id
         self._slot = slot
@@ -155,37 +213,41 @@ class Capture:
         self._half, self._op = ledger.half_whole, ledger.op_whole
         self._clocks = (ledger.half_clock_ms, ledger.op_clock_ms)
         self._anchors = (ledger.half_whole_anchor, ledger.op_whole_anchor)
-        self._left = dict(ledger.transactions)
-        # In the order of offsets, but for those that change meanwhile.
-        self._ids = iter(list(self._left))
-        since_ms = ledger.half_clock_ms - ledger.dedup_window_ms
-        self._settled = ledger.settled.since(since_ms)
+        # Up to this offset all were taken; ahead of it those that were put aside.
+        self._taken_to = -1
+        self._aside: list[_Piece] = []
+        self._put_aside: set[int] = set()
+        self._settled = list(ledger.settled.ids())
         self._waiting = [entry for found in ledger.waiting.values() for entry in found]
-        self._aside: list[Transaction] = []
+        self._pieces = self._all_pieces()
+        self._held_over: _Piece | None = None
         self._digest = hashlib.blake2b(digest_size=16)
         self._count = 0
         self.entries = 0
+        """Transactions in the chunks made so far."""
         ledger.watcher = self
 
     def before(self, transaction: Transaction) -> None:
-        """This one is about to change: put it aside as it is."""
-        if self._left.pop(transaction.id, None) is not None:
-            self._aside.append(_copied(transaction))
+        """This one is about to change: put it aside as it is, unless it was taken already or is
+        none of this snapshot's."""
+        offset = transaction.offset
+        if (
+            self._taken_to < offset < self._half
+            and transaction.state not in SETTLED
+            and offset not in self._put_aside
+        ):
+            self._put_aside.add(offset)
+            self._aside.append(_piece(transaction))
 
     def abandon(self) -> None:
         """Watch no longer."""
-        self._left.clear()
         if self._ledger.watcher is self:
             self._ledger.watcher = None
 
     def records(self) -> Iterator[Record]:
         """Yield the snapshot's records: chunks, the closing record, then tombstones of what the
         slot held before. A caller may do anything between two of them."""
-        while True:
-            chunk = self._chunk()
-            if chunk is None:
-                break
-            value = _encode_chunk(chunk)
+        while (value := self._chunk()) is not None:
             self._digest.update(value)
             yield Record(chunk_key(self._slot, self._count), value)
             self._count += 1
@@ -210,53 +272,69 @@ class Capture:
         """How many chunks were made so far."""
         return self._count
 
-    def _chunk(self) -> _Chunk | None:
+    def _chunk(self) -> bytes | None:
         """Return the next chunk; None at the end."""
         shapes: dict[_Shape, int] = {}
-        chunk = _Chunk(self._version, self._id, [], [], [], self._waiting)
-        self._waiting = []
-        room = CHUNK_ENTRIES
-        while room and (transaction := self._next()) is not None:
-            chunk.rows.append(_row(transaction, shapes))
-            room -= 1
-        while room and (settled := next(self._settled, None)) is not None:
-            id, brief = settled
-            shape = _shape(brief.group, CheckPolicy(), brief.places, shapes)
-            chunk.settled.append((id, shape, brief.state, brief.facts, brief.dedup_key))
-            room -= 1
-        if room == CHUNK_ENTRIES and not chunk.waiting:
+        rows: tuple[list[object], list[object]] = ([], [])
+        waiting: list[bytes] = []
+        size = looked_at = 0
+        while looked_at < CHUNK_ENTRIES:
+            piece = self._held_over or next(self._pieces, None)
+            if piece is None:
+                break
+            shape, more = piece.shape, len(piece.data)
+            if shape is not None and shape not in shapes:
+                more += _shape_bytes(shape)
+            if size and size + more > CHUNK_BYTES:
+                self._held_over = piece
+                break
+            self._held_over = None
+            looked_at += 1
+            size += more
+            if shape is not None:
+                place = shapes.setdefault(shape, len(shapes))
+                rows[piece.settled].append((place, msgspec.Raw(piece.data)))
+            elif piece.data:
+                waiting.append(piece.data)
+        if not looked_at:
             return None
-        chunk.shapes = list(shapes)
-        self.entries += CHUNK_ENTRIES - room
-        return chunk
+        self.entries += len(rows[False]) + len(rows[True])
+        return _encode((self._version, self._id, list(shapes), *rows, b"".join(waiting)))
 
-    def _next(self) -> Transaction | None:
-        if self._aside:
-            return self._aside.pop()
-        for id in self._ids:
-            transaction = self._left.pop(id, None)
-            if transaction is not None:
-                return transaction
-        return None
+    def _all_pieces(self) -> Iterator[_Piece]:
+        """Yield all there is, as it was when the capture began; anything may change in between."""
+        while found := self._ahead():
+            for transaction in found:
+                yield from self._those_put_aside()
+                self._taken_to = transaction.offset
+                if transaction.offset in self._put_aside:
+                    self._put_aside.remove(transaction.offset)
+                else:
+                    yield _piece(transaction)
+        self._taken_to = self._half
+        yield from self._those_put_aside()
+        since_ms = self._clocks[0] - self._ledger.dedup_window_ms
+        for id in self._settled:
+            ended = self._ledger.settled.brief_of(id)
+            # Of older ones a half message would be void.
+            needed = max(parse_id(id).time_ms, prepared_ms(ended)) >= since_ms
+            yield _end_piece(id, ended) if needed else _Piece(b"")
+        for entry in self._waiting:
+            data = _encode(entry)
+            data = len(data).to_bytes(_LENGTH, "big") + data
+            for at in range(0, len(data), CHUNK_BYTES):
+                yield _Piece(data[at : at + CHUNK_BYTES])
+
+    def _ahead(self) -> list[Transaction]:
+        found = self._ledger.in_order(self._taken_to, _LOOK_AHEAD)
+        return [transaction for transaction in found if transaction.offset < self._half]
+
+    def _those_put_aside(self) -> Iterator[_Piece]:
+        while self._aside:
+            yield self._aside.pop()
 
 
-def _copied(transaction: Transaction) -> Transaction:
-    """Return a transaction that stays as it is; parts that change are copied."""
-    checks, verdict = transaction.checks, transaction.verdict
-    return msgspec.structs.replace(
-        transaction,
-        checks=None if checks is None else msgspec.structs.replace(checks),
-        verdict=None if verdict is None else msgspec.structs.replace(verdict),
-    )
-
-
-def _shape(
-    group: str, policy: CheckPolicy, places: tuple[Place, ...], shapes: dict[_Shape, int]
-) -> int:
-    return shapes.setdefault(_Shape(group, policy, places), len(shapes))
-
-
-def _row(transaction: Transaction, shapes: dict[_Shape, int]) -> _Row:
+def _piece(transaction: Transaction) -> _Piece:
     half = transaction.half
     more: _More | None = None
     if (
@@ -275,9 +353,8 @@ def _row(transaction: Transaction, shapes: dict[_Shape, int]) -> _Row:
             transaction.cause if transaction.state is State.REFUSED else None,
             transaction.lost,
         )
-    return (
+    facts = _Facts(
         half.id,
-        _shape(half.group, half.policy, transaction.places, shapes),
         transaction.offset,
         transaction.prepared_at_ms,
         transaction.fingerprint,
@@ -285,6 +362,17 @@ def _row(transaction: Transaction, shapes: dict[_Shape, int]) -> _Row:
         transaction.instance,
         more,
     )
+    return _Piece(_encode(facts), _Shape(half.group, half.policy, transaction.places))
+
+
+def _end_piece(id: str, ended: Brief) -> _Piece:
+    end = _End(id, ended.state, ended.facts, ended.dedup_key)
+    return _Piece(_encode(end), _Shape(ended.group, _NO_POLICY, ended.places), settled=True)
+
+
+def _shape_bytes(shape: _Shape) -> int:
+    names = [shape.group, *[place.topic for place in shape.places]]
+    return sum([_SHAPE_BYTES + 4 * len(name) for name in names])
 
 
 # --- reading ---------------------------------------------------------------------------------
@@ -328,7 +416,10 @@ def _whole(slot: int, newest: dict[bytes | None, bytes | None]) -> Whole | None:
         digest = hashlib.blake2b(digest_size=16)
         for number in range(closing.chunks):
             chunk = newest.get(chunk_key(slot, number))
-            if chunk is None or _decode_head(chunk).snapshot != closing.snapshot:
+            if chunk is None:
+                return None
+            head = _decode_head(chunk)
+            if head.v > RECORD_VERSION or head.snapshot != closing.snapshot:
                 return None
             digest.update(chunk)
             chunks.append(chunk)
@@ -343,16 +434,19 @@ def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
     """Bring an empty ledger to where a snapshot was taken. Yields after each chunk, so that a
     caller can do something else in between; the ledger is right when all is done."""
     closing = whole.closing
-    shapes: dict[_Shape, _Shape] = {}
+    shapes: dict[_Shape, tuple[_Shape, tuple[Message, ...]]] = {}
+    waiting = bytearray()
     for chunk_bytes in whole.chunks:
         chunk = _decode_chunk(chunk_bytes)
-        known = [_interned(shape, shapes) for shape in chunk.shapes]
-        for row in chunk.rows:
-            ledger.take_in(_transaction(row, known))
-        for id, shape, state, facts, dedup_key in chunk.settled:
-            group, places = known[shape].group, known[shape].places
-            ledger.remember(id, Brief(group, state, facts, places, dedup_key))
-        for entry in chunk.waiting:
+        known = [_shared(shape, shapes) for shape in chunk.shapes]
+        for number, facts in chunk.open:
+            ledger.take_in(_transaction(facts, *known[number]))
+        for number, end in chunk.settled:
+            shape, _ = known[number]
+            ended = Brief(shape.group, end.state, end.facts, shape.places, end.dedup_key)
+            ledger.remember(end.id, ended)
+        waiting += chunk.waiting
+        for entry in _complete(waiting):
             ledger.waiting.setdefault(entry.marker.id, []).append(entry)
         yield
     ledger.start_at(closing.half, closing.op)
@@ -360,27 +454,59 @@ def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
     ledger.half_anchor, ledger.op_anchor = closing.half_anchor, closing.op_anchor
 
 
-def _interned(shape: _Shape, shapes: dict[_Shape, _Shape]) -> _Shape:
+def _shared(
+    shape: _Shape, shapes: dict[_Shape, tuple[_Shape, tuple[Message, ...]]]
+) -> tuple[_Shape, tuple[Message, ...]]:
+    """Return a shape, and the bare messages of its places, that all transactions of it share."""
     found = shapes.get(shape)
     if found is None:
+        if len(shapes) >= _SHAPES_MAX:
+            shapes.clear()
+        messages = bare_of(shape.places)
         places = tuple([Place(intern(p.topic), p.partition, p.size) for p in shape.places])
-        found = shapes[shape] = _Shape(intern(shape.group), shape.policy, places)
+        mine = _Shape(intern(shape.group), shape.policy, places)
+        found = shapes[shape] = (mine, messages)
     return found
 
 
-def _transaction(row: _Row, shapes: list[_Shape]) -> Transaction:
-    id, number, offset, prepared_at_ms, mark, order, instance, more = row
-    shape = shapes[number]
-    messages = bare_of(shape.places)
+def _complete(waiting: bytearray) -> Iterator[Waiting]:
+    """Take the markers out of `waiting` that are there whole."""
+    at = 0
+    while at + _LENGTH <= len(waiting):
+        begin = at + _LENGTH
+        end = begin + int.from_bytes(waiting[at:begin], "big")
+        if end > len(waiting):
+            break
+        yield _decode_waiting(waiting[begin:end])
+        at = end
+    del waiting[:at]
+
+
+def _transaction(facts: _Facts, shape: _Shape, messages: tuple[Message, ...]) -> Transaction:
+    more = facts.more
     if more is None:
-        half = Half(id, shape.group, messages, None, None, shape.policy)
         return Transaction(
-            half, offset, prepared_at_ms, mark, shape.places, order, State.PENDING, False,
-            instance=intern(instance),
-        )  # fmt: skip
-    half = Half(id, shape.group, messages, more.order_key, more.dedup_key, shape.policy)
-    extra: dict[str, Any] = {"instance": intern(instance), "cause": more.cause}
+            Half(facts.id, shape.group, messages, None, None, shape.policy),
+            facts.offset,
+            facts.prepared_at_ms,
+            facts.fingerprint,
+            shape.places,
+            facts.order,
+            has_bodies=False,
+            instance=intern(facts.instance),
+        )
     return Transaction(
-        half, offset, prepared_at_ms, mark, shape.places, order, more.state, False,
-        lost=more.lost, checks=more.checks, verdict=more.verdict, **extra,
-    )  # fmt: skip
+        Half(facts.id, shape.group, messages, more.order_key, more.dedup_key, shape.policy),
+        facts.offset,
+        facts.prepared_at_ms,
+        facts.fingerprint,
+        shape.places,
+        facts.order,
+        more.state,
+        has_bodies=False,
+        lost=more.lost,
+        checks=more.checks,
+        verdict=more.verdict,
+        instance=intern(facts.instance),
+        cause=more.cause,
+    )
