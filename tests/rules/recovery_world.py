@@ -1,0 +1,97 @@
+"""Ledgers of recovered owners, told as values that can be compared."""
+
+from __future__ import annotations
+
+from msgspec import structs
+from rules_world import WINDOW_MS, World
+
+from txbroker.core.ledger import Ledger
+from txbroker.core.records import Progress, Record
+from txbroker.core.states import SETTLED
+from txbroker.core.transaction import Transaction
+from txbroker.proxy.owner import Owner
+from txbroker.testing.memory import Partition
+
+OWN = ("half", "op", "checkpoint", "parked")
+
+
+def told(transaction: Transaction) -> tuple[object, ...]:
+    """Return what of a transaction is a function of the log and of acknowledged turns."""
+    cause = None if transaction.cause is None else transaction.cause.code
+    return (
+        transaction.state,
+        transaction.half.group,
+        transaction.offset,
+        transaction.prepared_at_ms,
+        transaction.fingerprint,
+        transaction.contents_fingerprint,
+        transaction.places,
+        transaction.order,
+        transaction.decision,
+        transaction.op_offset,
+        transaction.decided_at_ms,
+        transaction.round,
+        transaction.number,
+        transaction.counted_ms,
+        transaction.not_before_ms,
+        cause if transaction.state not in SETTLED else None,
+        transaction.kept,
+    )
+
+
+def unsettled(ledger: Ledger) -> dict[str, tuple[object, ...]]:
+    """Return all that is not settled."""
+    return {id: told(transaction) for id, transaction in ledger.transactions.items()}
+
+
+def remembered(ledger: Ledger) -> dict[str, object]:
+    """Return what became of those that were settled within the dedup window."""
+    since_ms = ledger.half_clock_ms - WINDOW_MS
+    return {
+        transaction.id: (transaction.state, transaction.fingerprint, transaction.decision)
+        for transaction in ledger.settled
+        if transaction.prepared_at_ms >= since_ms
+    }
+
+
+def positions(ledger: Ledger) -> tuple[object, ...]:
+    """Return where a ledger stands."""
+    return (
+        ledger.half_position,
+        ledger.op_position,
+        ledger.half_clock_ms,
+        ledger.op_clock_ms,
+        ledger.half_anchor,
+        ledger.op_anchor,
+        ledger.undecided_count,
+        list(ledger.ready),
+        sorted(ledger.refused),
+        sorted(ledger.parked),
+        sorted(ledger.to_release),
+    )
+
+
+def partition(world: World, name: str) -> Partition:
+    """Return partition 0 of one of txbroker's own topics."""
+    return world.kafka.topics[f"txbroker.{name}"].partitions[0]
+
+
+def records(world: World, name: str) -> list[Record]:
+    """Return what `read_committed` readers see of one of txbroker's own topics."""
+    return world.kafka.visible(f"txbroker.{name}")
+
+
+async def snapshot(owner: Owner) -> bool:
+    """Write a snapshot now."""
+    return await owner._snapshots.write()
+
+
+def forget_bodies(owner: Owner) -> None:
+    """Evict all messages."""
+    for transaction in list(owner.ledger.transactions.values()):
+        owner.ledger.evict(transaction)
+
+
+def moved(progress: Progress, **fields: object) -> Progress:
+    """Return a progress that differs."""
+    return structs.replace(progress, **fields)

@@ -1,0 +1,255 @@
+"""Recovery equals a replay from the start, wherever a crash cuts progress and snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+
+import pytest
+from journal import Journal
+from recovery_world import forget_bodies, positions, remembered, snapshot, unsettled
+from rules_world import (
+    DAY_MS,
+    WINDOW_MS,
+    World,
+    commit,
+    message,
+    raising,
+    roll_back,
+    settled,
+    until,
+)
+
+from txbroker.core import snapshot as core_snapshot
+from txbroker.core.ledger import Ledger
+from txbroker.core.records import (
+    RECORD_VERSION,
+    CheckPolicy,
+    Claim,
+    Decision,
+    MarkerKind,
+    Source,
+    State,
+)
+from txbroker.core.transaction import Transaction
+from txbroker.door import TurnLost
+from txbroker.errors import RequestError
+from txbroker.proxy import snapshots
+from txbroker.proxy.applier import Applier
+from txbroker.proxy.owner import Owner
+from txbroker.proxy.recovery import Recovered, recover
+from txbroker.testing.memory import Outcome
+
+STEPS = 80
+LONG = bool(os.environ.get("TXBROKER_TEST_LONG"))
+SEEDS = 60 if LONG else 4
+BIG = "big" * 100
+SMALL_BYTES, LARGE_BYTES = 150, 100_000
+POLICY = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=2, timeout_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _small_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_snapshot, "CHUNK_ENTRIES", 3)
+    monkeypatch.setattr(snapshots, "REST_MIN_S", 0.0)
+    monkeypatch.setattr(snapshots, "REST_MAX_S", 0.0)
+
+
+class Work:
+    """A random life of one partition, its owners, and everything that befalls them."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.random = random.Random(seed)
+        self.journal = Journal(world)
+        self.writing: set[asyncio.Task[bool]] = set()
+
+    async def run(self) -> None:
+        """Live, after everything that is to be seen was there once."""
+        self.owner = await self.world.owner()
+        await self.first()
+        steps = (
+            [self.prepare] * 6
+            + [self.decide] * 6
+            + [self.check] * 6
+            + [self.snapshot] * 3
+            + [self.lose, self.shrink, self.grow, self.revive, self.let_go, self.take_over]
+        )
+        for _ in range(STEPS):
+            step = self.random.choice(steps)
+            try:
+                await step()
+            except RequestError:
+                continue
+            for _ in range(self.random.randrange(4)):
+                await asyncio.sleep(0)
+        await asyncio.gather(*self.writing, return_exceptions=True)
+        await settled()
+        await self.owner.close()
+
+    async def first(self) -> None:
+        """Refuse one, park one, leave one pending, and write a snapshot of them."""
+        await self.shrink()
+        refused = await self.world.prepared(self.owner, message(BIG, topic="u"))
+        parked = await self.world.prepared(self.owner, message("parked"), policy=POLICY)
+        await self.world.prepared(self.owner, message("pending"))
+        await commit(self.owner, refused)
+        await until(lambda: self.world.told.refusals == [refused])
+        found = self.owner.ledger.transactions[parked]
+        for number in (1, 2):
+            fields = {"reason": "due", "number": number}
+            await self.owner.checks.write(found, MarkerKind.CHECK, source=Source.SCHEDULE, **fields)
+        await until(lambda: found.state is State.PARKED)
+        assert await snapshot(self.owner)
+
+    def _any(self, *states: State) -> Transaction | None:
+        found = [t for t in self.owner.ledger.transactions.values() if t.state in states]
+        return self.random.choice(found) if found else None
+
+    async def prepare(self) -> None:
+        """Prepare one of one or two messages, for a target that may be too small for it."""
+        messages = [message(BIG if self.random.random() < 0.3 else "v", topic="u")]
+        if self.random.random() < 0.5:
+            messages.append(message("second", at=self.random.randrange(2)))
+        await self.world.prepared(self.owner, *messages, policy=POLICY)
+
+    async def decide(self) -> None:
+        """Commit mostly."""
+        found = self._any(State.PENDING, State.PARKED)
+        if found is not None:
+            await (commit if self.random.random() < 0.75 else roll_back)(self.owner, found.id)
+
+    async def check(self) -> None:
+        """Make an attempt, or park."""
+        found = self._any(State.PENDING)
+        if found is None:
+            return
+        over = found.park_ms() is not None
+        kind = MarkerKind.PARK if over else MarkerKind.CHECK
+        fields = {} if over else {"reason": "due", "number": found.number + 1}
+        await self.owner.checks.write(found, kind, source=Source.SCHEDULE, **fields)
+
+    async def revive(self) -> None:
+        """Revive a parked or refused one."""
+        found = self._any(State.PARKED, State.REFUSED)
+        if found is not None:
+            await self.owner.revive(found.id, "ops", "")
+
+    async def snapshot(self) -> None:
+        """Write a snapshot, beside everything that follows."""
+        if self.random.random() < 0.5:
+            forget_bodies(self.owner)
+        if not any(not task.done() for task in self.writing):
+            self.writing.add(asyncio.create_task(snapshot(self.owner)))
+
+    async def lose(self) -> None:
+        """Lose a turn, before or after it took effect."""
+        if self.random.random() < 0.5:
+            self.world.partition.writes.append(raising(TurnLost()))
+        else:
+            outcome = self.random.choice([Outcome.DONE, Outcome.NOT_DONE])
+            self.world.kafka.lose_answer_of_next_commit(outcome)
+
+    async def shrink(self) -> None:
+        """The target takes large messages no more."""
+        self.world.kafka.set_message_bytes_max("u", SMALL_BYTES)
+
+    async def grow(self) -> None:
+        """The target takes large messages again."""
+        self.world.kafka.set_message_bytes_max("u", LARGE_BYTES)
+
+    async def let_go(self) -> None:
+        """Let everything that can go on go on, retries included."""
+        await asyncio.sleep(0.012)
+
+    async def take_over(self) -> None:
+        """Another owner takes over, from one that closed or that does not know yet."""
+        old = self.owner
+        if self.random.random() < 0.5:
+            await old.close()
+        self.owner = await self.world.owner()
+        old._still_ours = _not_ours
+
+
+async def _not_ours() -> bool:
+    return False
+
+
+async def recovered(world: World) -> tuple[Ledger, Recovered]:
+    """Return the ledger of an owner that claims now and does nothing else."""
+    ledger = Ledger(0, WINDOW_MS, 1000)
+    applier = Applier(ledger, lambda _: None, lambda _: None)
+    claim = Claim(RECORD_VERSION, f"claim-{random.random()}", "test", "")
+    door = world.door.partition(0)
+    found = await recover(door, claim, applier, 14 * DAY_MS, lambda: None)
+    return ledger, found
+
+
+async def check_moment(journal: Journal, count: int, logs_to: int | None) -> Counter[str]:
+    """Recover from what is there at a moment, with and without snapshots, and go on."""
+    owners_time = journal.world.owners_time
+    plain = await journal.world_at(owners_time, count, logs_to=logs_to, snapshots=False)
+    wanted, _ = await recovered(plain)
+    world = await journal.world_at(owners_time, count, logs_to=logs_to, snapshots=True)
+    ledger, found = await recovered(world)
+    assert unsettled(ledger) == unsettled(wanted)
+    assert positions(ledger) == positions(wanted)
+    assert remembered(ledger) == remembered(wanted)
+    world.kafka.set_message_bytes_max("u", LARGE_BYTES)
+    owner = await world.owner()
+    await _drained(owner)
+    _check_promoted(world, owner)
+    await world.close()
+    seen = Counter({"snapshots": int(found.greatest is not None)})
+    seen.update(str(each.state) for each in ledger.transactions.values())
+    return seen
+
+
+async def _drained(owner: Owner) -> None:
+    ledger = owner.ledger
+    await until(lambda: not ledger.ready and not ledger.refused and not ledger.to_keep)
+
+
+def _check_promoted(world: World, owner: Owner) -> None:
+    """Each message of each committed transaction is visible once, and nothing else is."""
+    visible = Counter(
+        (dict(record.headers)["txb-id"] or b"").decode()
+        for topic, partition in (("t", 0), ("t", 1), ("u", 0))
+        for record in world.kafka.visible(topic, partition)
+    )
+    first: dict[str, str] = {}
+    for marker in world.markers():
+        if marker.kind in (MarkerKind.COMMIT, MarkerKind.ROLLBACK):
+            first.setdefault(marker.id, marker.kind)
+    for transaction in owner.ledger:
+        committed = first.get(transaction.id) == MarkerKind.COMMIT
+        assert (transaction.decision is Decision.COMMIT) is committed
+        expected = len(transaction.places) if committed else 0
+        assert visible.pop(transaction.id, 0) == expected, transaction
+    assert not visible
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+async def test_recovery_equals_a_replay_at_every_moment(world: World, seed: int) -> None:
+    work = Work(world, seed)
+    await work.run()
+    seen: Counter[str] = Counter()
+    for count in work.journal.moments():
+        seen += await check_moment(work.journal, count, None)
+    # What is not seen is not tested.
+    for what in ("snapshots", "pending", "committed", "refused", "parked"):
+        assert seen[what], (what, seen)
+
+
+@pytest.mark.parametrize("seed", range(100, 100 + SEEDS))
+async def test_recovery_equals_a_replay_wherever_the_checkpoint_topic_ends(
+    world: World, seed: int
+) -> None:
+    work = Work(world, seed)
+    await work.run()
+    seen: Counter[str] = Counter()
+    for count in work.journal.checkpoint_cuts():
+        seen += await check_moment(work.journal, count, len(work.journal.lines))
+    assert seen["snapshots"]
