@@ -12,7 +12,7 @@ from txbroker.core.transaction import Transaction
 _BLOCK_MAX = 1024
 """Transactions in one block: few enough that putting one into its middle costs next to nothing."""
 _SMALL = 64
-"""Blocks with fewer are joined with the next."""
+"""Blocks with fewer are joined with a neighbour, if that is not too large."""
 
 
 class Line:
@@ -79,16 +79,19 @@ class Line:
         del offsets[place], self._blocks[at][place]
         if not offsets:
             del self._blocks[at], self._offsets[at], self._firsts[at]
-        elif len(offsets) < _SMALL and at + 1 < len(self._blocks):
+        elif len(offsets) < _SMALL:
             self._join(at)
 
     def _join(self, at: int) -> None:
-        """Make one block of a small one and the next; else many would be left with one each."""
-        if len(self._blocks[at + 1]) > _BLOCK_MAX // 2:
-            return
-        self._offsets[at].extend(self._offsets.pop(at + 1))
-        self._blocks[at].extend(self._blocks.pop(at + 1))
-        del self._firsts[at + 1]
+        """Make one block of a small one and a neighbour; else many would be left with one each."""
+        for left in (at, at - 1):
+            if left < 0 or left + 1 == len(self._blocks):
+                continue
+            if len(self._blocks[left]) + len(self._blocks[left + 1]) <= _BLOCK_MAX // 2:
+                self._offsets[left].extend(self._offsets.pop(left + 1))
+                self._blocks[left].extend(self._blocks.pop(left + 1))
+                del self._firsts[left + 1]
+                return
 
     def first(self) -> Transaction | None:
         """Return the first one, None if there is none."""
