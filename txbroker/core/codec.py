@@ -7,7 +7,6 @@ headers that are there (`1 ts order`), so a reader knows where ours end.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from sys import intern
 from typing import cast
 
 import msgspec
@@ -194,7 +193,7 @@ def _header_names(first: bytes) -> list[str]:
 @lru_cache(maxsize=10_000)
 def _shared(text: bytes) -> str:
     """Return the name of a group or topic."""
-    return intern(text.decode())
+    return text.decode()
 
 
 @lru_cache(maxsize=10_000)

@@ -13,11 +13,11 @@ A chunk tells the *shapes* of its transactions once: group, check policy and pla
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from sys import intern
 
 import msgspec
 from msgspec import Struct
 
+from txbroker.core.alike import alike
 from txbroker.core.ids import parse_id
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Waiting
@@ -463,8 +463,8 @@ def _shared(
         if len(shapes) >= _SHAPES_MAX:
             shapes.clear()
         messages = bare_of(shape.places)
-        places = tuple([Place(intern(p.topic), p.partition, p.size) for p in shape.places])
-        mine = _Shape(intern(shape.group), shape.policy, places)
+        places = tuple([Place(alike(p.topic), p.partition, p.size) for p in shape.places])
+        mine = _Shape(alike(shape.group), shape.policy, places)
         found = shapes[shape] = (mine, messages)
     return found
 
@@ -493,7 +493,7 @@ def _transaction(facts: _Facts, shape: _Shape, messages: tuple[Message, ...]) ->
             shape.places,
             facts.order,
             has_bodies=False,
-            instance=intern(facts.instance),
+            instance=alike(facts.instance),
         )
     return Transaction(
         Half(facts.id, shape.group, messages, more.order_key, more.dedup_key, shape.policy),
@@ -507,6 +507,6 @@ def _transaction(facts: _Facts, shape: _Shape, messages: tuple[Message, ...]) ->
         lost=more.lost,
         checks=more.checks,
         verdict=more.verdict,
-        instance=intern(facts.instance),
+        instance=alike(facts.instance),
         cause=more.cause,
     )

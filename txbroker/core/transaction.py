@@ -6,10 +6,10 @@ nothing else goes into it, so every replay comes to the same one.
 
 import hashlib
 from collections.abc import Sequence
-from sys import intern
 
 from msgspec import Struct, structs
 
+from txbroker.core.alike import alike
 from txbroker.core.records import (
     Attempt,
     Cause,
@@ -288,7 +288,7 @@ class Transaction(Struct, gc=False):
         if marker.previous:
             self.note_outcome(marker.previous)
         reason = CheckReason(marker.reason)
-        attempt = Attempt(self.round, marker.number, at_ms, reason, intern(marker.endpoint))
+        attempt = Attempt(self.round, marker.number, at_ms, reason, alike(marker.endpoint))
         checks.attempts = (*checks.attempts[1 - ATTEMPTS_KEPT :], attempt)
 
     def _no_check(self, marker: Marker, at_ms: int) -> str:
@@ -375,7 +375,7 @@ class Transaction(Struct, gc=False):
     def note_outcome(self, detail: str) -> None:
         """Remember what came back from the last attempt; the next marker will carry it."""
         if self.attempts and not self.attempts[-1].outcome:
-            last = structs.replace(self.attempts[-1], outcome=intern(detail))
+            last = structs.replace(self.attempts[-1], outcome=alike(detail))
             self._checked().attempts = (*self.attempts[:-1], last)
 
     def copy(self, state: State, cause: Cause | None) -> Kept:
@@ -407,7 +407,7 @@ def _bare_as(shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
     if found is None:
         if len(_bare) >= _CACHED_MAX:
             _bare.clear()
-        found = tuple([Message(intern(topic), partition=at) for topic, at in shape])
+        found = tuple([Message(alike(topic), partition=at) for topic, at in shape])
         _bare[shape] = found
     return found
 
@@ -419,7 +419,7 @@ def places(messages: Sequence[Message]) -> tuple[Place, ...]:
     if found is None:
         if len(_places) >= _CACHED_MAX:
             _places.clear()
-        found = tuple([Place(intern(t), -1 if p is None else p, size) for t, p, size in shape])
+        found = tuple([Place(alike(t), -1 if p is None else p, size) for t, p, size in shape])
         _places[shape] = found
     return found
 
