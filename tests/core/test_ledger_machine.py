@@ -1,5 +1,6 @@
 """The ledger against a model of forty lines, whatever happens in whatever order."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from core_fuzz import fuzz
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from txbroker.core.records import Cause, CheckPolicy, Kept, Message, Progress, State
+from txbroker.core.states import SETTLED
 
 POLICY = CheckPolicy(after_s=6.0, interval_s=30.0, attempts_max=3, timeout_s=5.0)
 KINDS = st.sampled_from(
@@ -242,6 +244,35 @@ class LedgerMachine(RuleBasedStateMachine):
             model = self.model[transaction.id]
             assert values == [None if settled else model.value.encode()]
             assert isinstance(transaction.messages[0], Message)
+
+    @invariant()
+    def what_is_counted_is_there(self) -> None:
+        ledger = self.ledger
+        open_ones = [t for t in ledger if t.state not in SETTLED]
+        assert set(ledger.transactions) == {t.id for t in open_ones}
+        assert ledger.in_order(-1, 100) == sorted(open_ones, key=lambda t: t.offset)
+        assert ledger.body_bytes == sum(t.body_bytes for t in open_ones)
+        by_state = {
+            state: {t.id for t in open_ones if t.state is state} for state in set(State) - SETTLED
+        }
+        assert set(ledger.ready) == by_state[State.COMMITTED]
+        assert set(ledger.refused) == by_state[State.REFUSED]
+        assert set(ledger.parked) == by_state[State.PARKED]
+        assert ledger.refused_by_topic == Counter("t" for _ in ledger.refused)
+        for state, counted in (
+            (State.PENDING, ledger.pending_by_group),
+            (State.PARKED, ledger.parked_by_group),
+        ):
+            assert counted == Counter(t.half.group for t in open_ones if t.state is state)
+        for group in "gh":
+            times = [
+                t.prepared_at_ms
+                for t in open_ones
+                if t.state is State.PENDING and t.half.group == group
+            ]
+            assert ledger.oldest_pending_ms(group) == min(times, default=None)
+        times = [t.prepared_at_ms for t in open_ones]
+        assert ledger.oldest_unsettled_ms() == min(times, default=None)
 
     @invariant()
     def copies_are_where_they_should_be(self) -> None:

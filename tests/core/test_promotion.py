@@ -1,6 +1,6 @@
 """Turns: what is promoted, in which order, exactly once whatever breaks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from core_fuzz import fuzz
 from core_logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
@@ -12,20 +12,20 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn
 from txbroker.core.records import Cause, Half, Kept, Message, Progress, State
 from txbroker.core.sizes import bytes_in_batch
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import Place, Transaction
 
 ROOMY = TurnLimits()
 PASSING = Cause("no_leader", "wait", "t", 0, passing=True)
 LASTING = Cause("too_large", "raise it", "t", 0)
 
 
-def well(_: Message) -> Verdict:
+def well(_: Place) -> Verdict:
     return None
 
 
-def sick(**topics: Cause) -> Callable[[Message], Verdict]:
-    """Return what examines messages when these topics are ill."""
-    return lambda message: topics.get(message.topic)
+def sick(**topics: Cause) -> Callable[[Place], Verdict]:
+    """Return what examines places when these topics are ill."""
+    return lambda place: topics.get(place.topic)
 
 
 def committed(*halves: Half) -> Ledger:
@@ -48,7 +48,7 @@ def simple(number: int, *topics: str, order_key: str | None = "k") -> Half:
 
 
 def plan_of(
-    ledger: Ledger, examine: Callable[[Message], Verdict] = well, limits: TurnLimits = ROOMY
+    ledger: Ledger, examine: Callable[[Place], Verdict] = well, limits: TurnLimits = ROOMY
 ) -> Plan:
     return plan_turn(ledger.ready.values(), ledger.op_whole, examine, limits)
 
@@ -144,6 +144,62 @@ def test_retried_ones_keep_the_limits() -> None:
     assert numbers(plan.promote) == [1, 2]
     plan = plan_turn([], 4, sick(t=PASSING), ROOMY, retried=retried)
     assert plan.empty
+
+
+def test_a_turn_is_planned_without_messages() -> None:
+    ledger = committed(simple(1, "ill", "b"), simple(2, "b"), simple(3, "c"))
+    for transaction in ledger.ready.values():
+        ledger.evict(transaction)
+    sizes = []
+
+    def examine(place: Place) -> Verdict:
+        sizes.append(place.size)
+        return PASSING if place.topic == "ill" else None
+
+    plan = plan_of(ledger, examine)
+    assert [transaction.id for transaction in plan.promote] == [id_of(3)]
+    assert list(plan.deferred) == [id_of(1), id_of(2)]
+    assert set(sizes) == {bytes_in_batch(message("1"))}
+
+
+def test_planning_looks_at_no_more_than_the_turn_holds() -> None:
+    count, per_turn = 3000, 100
+    ledger = committed(*[simple(number, order_key=str(number)) for number in range(count)])
+    looked_at = 0
+
+    def watched(ready: Iterable[Transaction]) -> Iterator[Transaction]:
+        nonlocal looked_at
+        for transaction in ready:
+            looked_at += 1
+            yield transaction
+
+    for _ in range(count // per_turn):
+        ready = ledger.ready
+        plan = plan_turn(watched(ready.values()), ledger.op_whole, well, TurnLimits(per_turn))
+        assert len(plan.promote) == per_turn
+        for transaction in plan.promote:
+            ledger.promote(transaction.id)
+        # Not sorted anew, which would make another.
+        assert ledger.ready is ready
+    assert not ledger.ready
+    assert looked_at <= count + count // per_turn
+
+
+def test_one_that_comes_late_has_its_place() -> None:
+    logs = Logs()
+    for number in (1, 2, 3):
+        logs.mark(marker_of("commit", id_of(number)), START_MS)
+    for number in (2, 3, 1):
+        logs.prepare(simple(number), START_MS)
+    ledger = new_ledger()
+    for record in logs.op.records:
+        ledger.apply_op(record)
+    for record in logs.half.records[:2]:
+        ledger.apply_half(record)
+    assert list(ledger.ready) == [id_of(2), id_of(3)]
+    ledger.apply_half(logs.half.records[2])
+    assert list(ledger.ready) == [id_of(1), id_of(2), id_of(3)]
+    assert numbers(plan_of(ledger).promote) == [1, 2, 3]
 
 
 def test_a_message_is_never_larger_than_its_bound() -> None:
