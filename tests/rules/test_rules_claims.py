@@ -248,7 +248,7 @@ async def test_a_log_that_ends_before_progress_is_refused(world: World, topic: s
     await until(lambda: len(world.visible()) == 3)
     await owner.close()
     world.kafka.truncate(f"txbroker.{topic}", end=2)
-    with pytest.raises(LogTruncated):
+    with pytest.raises(LogTruncated, match="it ends at"):
         await world.owner()
 
 
@@ -283,7 +283,7 @@ async def test_a_log_that_ends_before_the_last_record_that_was_read_is_refused(
     # As a turn says that had no room for the second transaction, though it was read.
     _commit_progress(world, structs.replace(world.progress(), op=1, half=1))
     world.kafka.truncate(f"txbroker.{topic}", end=1)
-    with pytest.raises(LogTruncated):
+    with pytest.raises(LogTruncated, match="it ends at"):
         await world.owner()
 
 

@@ -18,7 +18,7 @@ from enum import Enum
 from msgspec import Struct, structs
 
 from txbroker.core.outcome import Effect, Outcome
-from txbroker.core.records import Record
+from txbroker.core.records import Anchor, Record
 from txbroker.core.sizes import BATCH_OVERHEAD_BYTES, bytes_in_batch
 from txbroker.door import AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import KafkaUnavailable, Overloaded, OwnerUnavailable, TooLarge
@@ -78,6 +78,9 @@ class Appender:
         apply: applies one record to the ledger; gets every record of the log, in order.
         position: the next offset that `apply` expects.
         unanswered: told whenever Kafka did not answer an append.
+        anchor: the last record that was applied, by which the log is recognised where others
+            wrote to it.
+        gate: nothing is taken from the queue while it is not set; always open without.
     """
 
     def __init__(
@@ -86,11 +89,15 @@ class Appender:
         apply: Callable[[Record], Outcome],
         position: Callable[[], int],
         unanswered: Callable[[], None],
+        anchor: Callable[[], Anchor | None] = lambda: None,
+        gate: asyncio.Event | None = None,
     ) -> None:
         self._log = log
         self._apply = apply
         self._position = position
         self._unanswered = unanswered
+        self._anchor = anchor
+        self._gate = gate
         self._queues = {lane: _Queue() for lane in Lane}
         self._next_lane = Lane.CALLS
         self._wake = asyncio.Event()
@@ -157,6 +164,9 @@ class Appender:
                 await self._wake.wait()
                 self._wake.clear()
                 while any(self._queues.values()):
+                    if self._gate is not None:
+                        # Not under the lock: reading goes on.
+                        await self._gate.wait()
                     async with self._lock:
                         entries = self._take()
                         if entries:
@@ -287,11 +297,33 @@ class Appender:
                 f"the log holds offsets {start} to {end}, but {position} was reached before: "
                 "the topic was truncated or recreated"
             )
-        async for records in self._log.read(position, end):
+        if position == end:
+            return
+        anchor = self._anchor()
+        # Others wrote: from the record on that was read last, to see that it is the same log.
+        first = position if anchor is None else max(start, anchor.offset)
+        async for records in self._log.read(first, end):
             for record in records:
+                if record.offset < position:
+                    _check_same(record, anchor)
+                    continue
                 outcome = self._apply(record)
                 if note is not None:
                     note(record, outcome)
+
+
+def _check_same(record: Record, anchor: Anchor | None) -> None:
+    """Raise if another record stands where the last one was read.
+
+    Raises:
+        LogTruncated: it does.
+    """
+    read = None if anchor is None or anchor.offset != record.offset else anchor.timestamp_ms
+    if read is not None and read != record.timestamp_ms:
+        raise LogTruncated(
+            f"offset {record.offset} holds another record than when it was read: the topic was "
+            "truncated or recreated"
+        )
 
 
 def _other(lane: Lane) -> Lane:

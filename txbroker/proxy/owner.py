@@ -168,10 +168,20 @@ class Owner:
         door, ledger, events = self._door, self.ledger, self._events
         self._applier = Applier(ledger, self._changed, events.outcome)
         self._half = Appender(
-            door.half, self._applier.half, lambda: ledger.half_position, self._append_failed
+            door.half,
+            self._applier.half,
+            lambda: ledger.half_position,
+            self._append_failed,
+            lambda: ledger.half_anchor,
+            self._gate,
         )
         self._op = Appender(
-            door.op, self._applier.op, lambda: ledger.op_position, self._append_failed
+            door.op,
+            self._applier.op,
+            lambda: ledger.op_position,
+            self._append_failed,
+            lambda: ledger.op_anchor,
+            self._gate,
         )
         self.bodies = Bodies(door, ledger, bodies_share, events.lost, self._stopped)
         self._promoter = Promoter(

@@ -1,0 +1,307 @@
+"""The logs' edges: records that vanish, topics that are made anew, and touch that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec import structs
+from recovery_world import forget_bodies, snapshot
+from rules_world import DAY_MS, GROUP, World, commit, known, message, raising, settled, until
+
+from txbroker.contract import PartitionState
+from txbroker.core.codec import encode_half, encode_kept
+from txbroker.core.records import Claim, Kept, Record, State
+from txbroker.door import Claimed, Hanging, LogTruncated, TurnLost
+from txbroker.errors import NewerRecord, Overloaded, OwnerUnavailable
+from txbroker.testing.door import MemoryPartitionDoor
+
+LOGS = ["half", "op"]
+
+
+# --- deleted ---------------------------------------------------------------------------------
+
+
+async def test_deleted_half_messages_that_are_in_memory_are_copied_out(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, message("saved"))
+    world.kafka.truncate("txbroker.half", before=1)
+    await until(lambda: world.parked() == [(f"{id}/0".encode(), True)])
+    forget_bodies(owner)
+    await commit(owner, id)
+    await until(lambda: world.visible() == ["saved"])
+    assert world.told.losses == []
+    assert world.stops == []
+
+
+async def test_what_is_to_be_copied_out_stays_in_memory_until_it_is(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, message("saved"))
+    world.partition.writes.append(raising(TurnLost()))
+    world.share = 0
+    world.kafka.truncate("txbroker.half", before=1)
+    await until(lambda: id in owner._edges._held)
+    await world.prepared(owner)
+    await until(lambda: known(owner, id).kept_at)
+    await until(lambda: id not in owner._edges._held or not owner._edges._let_go())
+    assert not known(owner, id).lost
+
+
+async def test_deleted_half_messages_that_are_nowhere_are_lost_and_told(world: World) -> None:
+    owner = await world.owner()
+    lost = [await world.prepared(owner) for _ in range(3)]
+    forget_bodies(owner)
+    kept = await world.prepared(owner)
+    world.kafka.truncate("txbroker.half", before=3)
+    await until(lambda: sum(world.told.losses) == 3)
+    assert [known(owner, id).lost for id in [*lost, kept]] == [True] * 3 + [False]
+    assert {known(owner, id).state for id in lost} == {State.PENDING}
+    await commit(owner, kept)
+    await until(lambda: world.visible() == [kept])
+
+
+async def test_what_a_snapshot_knows_and_the_log_has_lost_is_told(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    assert await snapshot(owner)
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=1)
+    again = await world.owner()
+    assert world.told.losses == [1]
+    assert known(again, id).lost
+
+
+@pytest.mark.parametrize("days", [1, 20])
+async def test_deleted_markers_stop_the_partition_unless_they_were_old(
+    world: World, days: int
+) -> None:
+    owner = await world.owner()
+    for _ in range(3):
+        await world.committed(owner)
+    await until(lambda: len(world.visible()) == 3)
+    await owner.close()
+    world.advance(days * DAY_MS / 1000)
+    for name in LOGS:
+        world.kafka.truncate(f"txbroker.{name}", before=3)
+    if days == 1:
+        with pytest.raises(LogTruncated, match="younger than its retention"):
+            await world.owner()
+    else:
+        id = await world.committed(await world.owner())
+        await until(lambda: world.visible()[3:] == [id])
+
+
+async def test_half_messages_that_nobody_read_and_somebody_deleted_stop_it(world: World) -> None:
+    owner = await world.owner()
+    await world.committed(owner)
+    await until(lambda: len(world.visible()) == 1)
+    await owner.close()
+    for _ in range(2):
+        world.zombie_half(world.half())
+    world.kafka.truncate("txbroker.half", before=2)
+    with pytest.raises(LogTruncated, match="nobody has read"):
+        await world.owner()
+
+
+async def test_retention_may_pass_a_snapshot(world: World) -> None:
+    """A quiet partition writes none for longer than half messages are kept."""
+    owner = await world.owner()
+    id = await world.prepared(owner, message("old"))
+    assert await snapshot(owner)
+    world.advance(8 * DAY_MS / 1000)
+    await until(lambda: len(world.parked()) == 1)
+    late = await world.prepared(owner, message("late"))
+    world.advance(8 * DAY_MS / 1000)
+    await until(lambda: len(world.parked()) == 2)
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=2)
+    again = await world.owner()
+    assert {known(again, each).state for each in (id, late)} == {State.PENDING}
+    assert world.told.losses == []
+    for each in (id, late):
+        await commit(again, each)
+    await until(lambda: world.visible() == ["old", "late"])
+
+
+async def test_a_copy_that_was_left_over_does_not_come_back_to_life(world: World) -> None:
+    """The snapshot knows better: it was rolled back before, and forgotten since."""
+    owner = await world.owner()
+    id = await world.committed(owner)
+    await until(lambda: world.visible() == [id])
+    half = world.half(id=id)
+    world.advance(1000)
+    await world.prepared(owner)
+    assert await snapshot(owner)
+    await owner.close()
+    copy = encode_kept(Kept(half, 0, 0, State.PENDING))
+    world.kafka.topics["txbroker.parked"].partitions[0].append(copy, world.clock.now_ms())
+    world.kafka.truncate("txbroker.half", before=1)
+    again = await world.owner()
+    assert id not in again.ledger.transactions
+    await until(lambda: world.parked()[-1] == (f"{id}/0".encode(), False))
+
+
+# --- truncated and recreated -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topic", LOGS)
+async def test_a_snapshot_beyond_the_end_stops_the_partition(world: World, topic: str) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    await commit(owner, id)
+    await until(lambda: world.visible() == [id])
+    for _ in range(2):
+        await world.prepared(owner)
+    world.zombie_mark("check", id, round=1, number=1, reason="due")
+    await until(lambda: owner.ledger.op_position == 2)
+    assert await snapshot(owner)
+    await owner.close()
+    world.kafka.truncate(f"txbroker.{topic}", end=1)
+    with pytest.raises(LogTruncated, match="truncated or recreated"):
+        await world.owner()
+
+
+@pytest.mark.parametrize("topic", LOGS)
+async def test_a_snapshot_of_another_log_stops_the_partition(world: World, topic: str) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    world.zombie_mark("check", id, round=1, number=1, reason="due")
+    await until(lambda: owner.ledger.op_position == 1)
+    assert await snapshot(owner)
+    await owner.close()
+    old = world.kafka.visible(f"txbroker.{topic}")
+    world.advance(5.0)
+    _made_anew(world, topic, [*old, *old])
+    with pytest.raises(LogTruncated, match="another record"):
+        await world.owner()
+
+
+@pytest.mark.parametrize("more", [0, 1, 3])
+@pytest.mark.parametrize("topic", LOGS)
+async def test_a_log_that_is_made_anew_under_its_owner_stops_it(
+    world: World, topic: str, more: int
+) -> None:
+    owner = await world.owner()
+    for _ in range(2):
+        await world.committed(owner)
+    await until(lambda: len(world.visible()) == 2)
+    old = world.kafka.visible(f"txbroker.{topic}")
+    world.advance(5.0)
+    _made_anew(world, topic, (old * 2)[:more] if more < 3 else old * 2)
+    await until(lambda: world.stops)
+    assert isinstance(world.stops[0], LogTruncated)
+
+
+def _made_anew(world: World, topic: str, records: list[Record]) -> None:
+    world.kafka.recreate_topic(f"txbroker.{topic}")
+    bare = [structs.replace(record, timestamp_ms=-1) for record in records]
+    world.kafka.topics[f"txbroker.{topic}"].partitions[0].append(bare, world.clock.now_ms())
+
+
+# --- hanging -----------------------------------------------------------------------------------
+
+
+async def test_a_claim_that_hangs_is_shown_until_it_does_not(world: World) -> None:
+    hangs = asyncio.Event()
+
+    async def hanging(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
+        hangs.set()
+        await asyncio.sleep(0)
+        raise Hanging("nobody ends it")
+
+    owner = await world.owner()
+    world.partition.writes.append(raising(TurnLost()))
+    world.partition.claims.extend([hanging] * 3)
+    id = await world.committed(owner)
+    await hangs.wait()
+    await until(lambda: owner.phase is PartitionState.HANGING)
+    await until(lambda: world.visible() == [id])
+    assert owner.phase is PartitionState.OWNED
+    assert world.told.failures.count("claim") == 3
+
+
+# --- suspended ---------------------------------------------------------------------------------
+
+
+async def test_suspended_it_writes_nothing_and_resumed_it_goes_on_without_a_claim(
+    world: World,
+) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    owner.suspend()
+    assert owner.phase is PartitionState.SUSPENDED
+    before = list(world.partition.calls)
+    with pytest.raises(OwnerUnavailable):
+        await world.prepared(owner)
+    with pytest.raises(OwnerUnavailable):
+        await commit(owner, id)
+    attempt = asyncio.create_task(
+        owner.checks.write(known(owner, id), "check", source="schedule", number=1)  # type: ignore[arg-type]
+    )
+    # What others write is seen, and still no turn is begun.
+    world.zombie_mark("commit", id, group=GROUP)
+    await until(lambda: known(owner, id).state is State.COMMITTED)
+    await settled()
+    writes = ("half.append", "op.append", "claim", "store")
+    assert [c for c in world.partition.calls if c in writes] == [c for c in before if c in writes]
+    assert world.partition.turns == []
+    assert owner.stuck_since_s() == 0.0
+    owner.resume()
+    await until(lambda: world.visible() == [id])
+    await attempt
+    assert world.partition.calls.count("claim") == 1
+    assert owner.phase is PartitionState.OWNED
+    again = await world.committed(owner)
+    await until(lambda: world.visible() == [id, again])
+
+
+async def test_an_owner_that_slept_through_a_takeover_is_fenced_when_it_resumes(
+    world: World,
+) -> None:
+    zombie = await world.owner()
+    id = await world.prepared(zombie)
+    zombie.suspend()
+    heir = await world.owner()
+    await commit(heir, id)
+    await until(lambda: world.visible() == [id])
+    world.still_ours = False
+    zombie.resume()
+    await world.committed(zombie)
+    await until(lambda: world.stops)
+    await until(lambda: len(world.visible()) == 2)
+    assert world.visible()[0] == id
+
+
+# --- newer, full -------------------------------------------------------------------------------
+
+
+async def test_a_newer_copy_is_kept_and_stops_the_partition(world: World) -> None:
+    await (await world.owner()).close()
+    (record,) = encode_kept(Kept(world.half(), 0, 0, State.PARKED))
+    newer = structs.replace(record, headers=(("txb-v", b"9 check kept"), *record.headers[1:]))
+    world.kafka.topics["txbroker.parked"].partitions[0].append([newer], world.clock.now_ms())
+    with pytest.raises(NewerRecord, match="upgrade"):
+        await world.owner()
+    assert len(world.kafka.visible("txbroker.parked")) == 1
+
+
+async def test_a_newer_half_message_stops_a_takeover(world: World) -> None:
+    await (await world.owner()).close()
+    (record,) = encode_half(world.half())
+    newer = structs.replace(record, headers=(("txb-v", b"9 check"), *record.headers[1:]))
+    world.kafka.topics["txbroker.half"].partitions[0].append([newer], world.clock.now_ms())
+    with pytest.raises(NewerRecord):
+        await world.owner()
+
+
+async def test_one_group_cannot_take_all_the_room(world: World) -> None:
+    owner = await world.owner(pending_group_max=3)
+    halves = [world.half() for _ in range(10)]
+    done = await asyncio.gather(*[owner.prepare(h) for h in halves], return_exceptions=True)
+    refused = [each for each in done if isinstance(each, Overloaded)]
+    assert len(done) - len(refused) == 3
+    assert all(GROUP in str(each) and each.details["group"] == GROUP for each in refused)
+    other = world.half(group="another")
+    assert (await owner.prepare(other)).id == other.id
+    await commit(owner, next(iter(owner.ledger.transactions)))
+    assert (await owner.prepare(world.half())).state is State.PENDING
