@@ -10,7 +10,6 @@ from typing import Protocol
 from txbroker.core.order import Line, Undecided
 from txbroker.core.records import Message, State
 from txbroker.core.settled import Brief, SettledWindow, offset_of
-from txbroker.core.states import UNDECIDED
 from txbroker.core.transaction import Transaction
 
 
@@ -73,11 +72,11 @@ class Holdings:
         self._line.add(transaction)
         if half.dedup_key is not None:
             self._hold_key((half.group, half.dedup_key), half.id, transaction.offset)
-        if state in UNDECIDED:
+        if state is State.PENDING or state is State.PARKED:
             self.undecided_count += 1
             self._group(half.group).enter(transaction)
-        if state is State.PARKED:
-            self.parked[half.id] = transaction
+            if state is State.PARKED:
+                self.parked[half.id] = transaction
         elif state is State.REFUSED:
             self._hold_refused(transaction)
         elif state is State.COMMITTED:

@@ -128,7 +128,8 @@ class Ledger(Holdings):
         if record.offset != self.half_position:
             raise Gap(f"half {self.partition}: offset {record.offset}, not {self.half_position}")
         self.half_position += 1
-        self.half_clock_ms = max(self.half_clock_ms, record.timestamp_ms)
+        if record.timestamp_ms > self.half_clock_ms:
+            self.half_clock_ms = record.timestamp_ms
         before, self.half_anchor = self.half_anchor, anchor_of(record)
         try:
             part = decode_half(record)
@@ -488,10 +489,10 @@ def join_parts(parts: list[HalfPart]) -> Half:
     """Return the half message whose records these are, all of one transaction, in order."""
     first = parts[0]
     return Half(
-        id=first.id,
-        group=first.group,
-        messages=tuple([part.message for part in parts]),
-        order_key=first.order_key,
-        dedup_key=first.dedup_key,
-        policy=first.policy,
+        first.id,
+        first.group,
+        tuple([part.message for part in parts]),
+        first.order_key,
+        first.dedup_key,
+        first.policy,
     )

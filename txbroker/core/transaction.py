@@ -6,6 +6,7 @@ nothing else goes into it, so every replay comes to the same one.
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 from msgspec import Struct, structs
 
@@ -434,19 +435,27 @@ def fingerprint(messages: Sequence[Message], group: str = "") -> bytes:
     The target partitions stay out of it: a keyless message gets one when it is prepared, and the
     same prepare sent again would get another.
     """
-    parts: list[bytes | None] = [group.encode()]
+    told_apart = [_name(group)]
     for message in messages:
         stamp = message.timestamp_ms
-        parts += (
-            message.topic.encode(),
-            message.key,
-            message.value,
-            None if stamp is None else b"%d" % stamp,
-            b"%d" % len(message.headers),
+        told_apart += (
+            _name(message.topic),
+            _sized(message.key),
+            _sized(message.value),
+            _NULL if stamp is None else _sized(b"%d" % stamp),
+            _sized(b"%d" % len(message.headers)),
         )
         for name, value in message.headers:
-            parts += (name.encode(), value)
-    told_apart = b"".join(
-        [_NULL if part is None else len(part).to_bytes(5, "big") + part for part in parts]
-    )
-    return hashlib.blake2b(told_apart, digest_size=16, person=b"txb-content").digest()
+            told_apart += (_sized(name.encode()), _sized(value))
+    whole = b"".join(told_apart)
+    return hashlib.blake2b(whole, digest_size=16, person=b"txb-content").digest()
+
+
+def _sized(part: bytes | None) -> bytes:
+    """Return what is told apart from any other wherever it stands."""
+    return _NULL if part is None else len(part).to_bytes(5, "big") + part
+
+
+@lru_cache(maxsize=10_000)
+def _name(text: str) -> bytes:
+    return _sized(text.encode())
