@@ -1,0 +1,92 @@
+"""Who gets a place in the next batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rules_world import Gate, World, commit, marker, settled, until
+
+from txbroker.core.codec import encode_marker
+from txbroker.core.records import MarkerKind, Record
+from txbroker.door import Appended, Log
+from txbroker.proxy import appender
+from txbroker.proxy.owner import Owner
+
+STORM = 100_000
+
+
+def check(id: str) -> Record:
+    """Return an attempt's marker."""
+    return encode_marker(marker(MarkerKind.CHECK, id, round=1, number=1, reason="due"))
+
+
+async def held_up(world: World, owner: Owner) -> tuple[Gate, list[Sequence[Record]]]:
+    """Let one batch be on its way, and see what is in those behind it."""
+    gate, batches = Gate(), []
+
+    async def seen(log: Log, records: Sequence[Record]) -> Appended:
+        batches.append(records)
+        return await log.append(records)
+
+    world.partition.op.script.append(gate.append)
+    world.partition.op.script.extend([seen] * 1000)
+    return gate, batches
+
+
+async def test_a_storm_of_checks_does_not_hold_back_decisions(world: World) -> None:
+    owner = await world.owner()
+    first, id = await world.prepared(owner), await world.prepared(owner)
+    gate, batches = await held_up(world, owner)
+    going = asyncio.create_task(commit(owner, first))
+    await gate.reached.wait()
+    record = check(first)
+    storm = [asyncio.create_task(owner._op.append([record])) for _ in range(STORM)]
+    await settled()
+    deciding = asyncio.create_task(commit(owner, id))
+    await settled()
+    gate.open()
+    await deciding
+    # It was in the next batch, which is a small one.
+    assert [r.key for r in batches[0]].count(id.encode()) == 1
+    assert len(batches[0]) == appender.BATCH_RECORDS_MAX
+    assert len(batches) <= 3
+    for task in storm:
+        task.cancel()
+    await asyncio.gather(going, *storm, return_exceptions=True)
+
+
+async def test_a_flood_of_decisions_does_not_hold_back_checks(world: World) -> None:
+    owner = await world.owner(pending_max=10_000, pending_group_max=10_000)
+    ids = list(await asyncio.gather(*[world.prepared(owner) for _ in range(3000)]))
+    gate, batches = await held_up(world, owner)
+    flood = [asyncio.create_task(commit(owner, ids[0]))]
+    await gate.reached.wait()
+    flood += [asyncio.create_task(commit(owner, id)) for id in ids[1:]]
+    await settled()
+    attempt = asyncio.create_task(owner._op.append([check(ids[-1])]))
+    await settled()
+    gate.open()
+    await attempt
+    assert check(ids[-1]).value in [record.value for record in batches[0]]
+    await asyncio.gather(*flood)
+
+
+async def test_who_gives_up_leaves_nothing_behind(world: World) -> None:
+    owner = await world.owner()
+    ids = [await world.prepared(owner) for _ in range(4)]
+    gate, batches = await held_up(world, owner)
+    going = asyncio.create_task(commit(owner, ids[0]))
+    await gate.reached.wait()
+    given_up = [asyncio.create_task(commit(owner, id)) for id in ids[1:3]]
+    stays = asyncio.create_task(commit(owner, ids[3]))
+    await settled()
+    for task in given_up:
+        task.cancel()
+    await asyncio.gather(*given_up, return_exceptions=True)
+    assert sum(queue.size for queue in owner._op._queues.values()) > 0
+    gate.open()
+    await asyncio.gather(going, stays)
+    assert [r.key for batch in batches for r in batch] == [ids[3].encode()]
+    assert [queue.size for queue in owner._op._queues.values()] == [0, 0]
+    await until(lambda: len(world.visible()) == 2)

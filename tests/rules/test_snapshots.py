@@ -1,0 +1,185 @@
+"""Snapshots are written beside the work: when, where, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from recovery_world import snapshot
+from rules_world import Gate, World, commit, known, raising, until
+
+from txbroker.core import snapshot as core_snapshot
+from txbroker.core.records import Record, State
+from txbroker.core.snapshot import Whole, find_whole
+from txbroker.door import TurnLost
+from txbroker.errors import KafkaUnavailable
+from txbroker.proxy import snapshots
+from txbroker.proxy.owner import Owner
+from txbroker.testing.door import MemoryPartitionDoor
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_snapshot, "CHUNK_ENTRIES", 2)
+    monkeypatch.setattr(snapshots, "LOOK_S", 0.002)
+    monkeypatch.setattr(snapshots, "PAUSE_S", 0.002)
+    monkeypatch.setattr(snapshots, "REST_MIN_S", 0.0)
+    monkeypatch.setattr(snapshots, "REST_MAX_S", 0.0)
+
+
+def whole(world: World) -> list[Whole]:
+    """The whole snapshots that are stored, the greatest first."""
+    return find_whole(world.kafka.visible("txbroker.checkpoint"))
+
+
+async def refused(door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
+    """Kafka does not take it."""
+    raise KafkaUnavailable("not now")
+
+
+async def some(world: World, owner: Owner, count: int) -> list[str]:
+    """Prepare so many."""
+    return [await world.prepared(owner) for _ in range(count)]
+
+
+async def test_one_is_written_when_enough_has_come_since_the_last(world: World) -> None:
+    owner = await world.owner(snapshot_records_min=10)
+    await some(world, owner, 9)
+    await asyncio.sleep(0.02)
+    assert world.told.snapshots == []
+    await some(world, owner, 1)
+    await until(lambda: world.told.snapshots == [10])
+    await some(world, owner, 9)
+    await asyncio.sleep(0.02)
+    assert world.told.snapshots == [10]
+    await some(world, owner, 1)
+    await until(lambda: world.told.snapshots == [10, 20])
+
+
+async def test_many_entries_put_the_next_one_off(world: World) -> None:
+    owner = await world.owner(snapshot_records_min=2)
+    await some(world, owner, 40)
+    await until(lambda: not owner._snapshots.due)
+    count = len(world.told.snapshots)
+    await some(world, owner, 8)
+    assert not owner._snapshots.due
+    await asyncio.sleep(0.02)
+    assert len(world.told.snapshots) == count
+
+
+async def test_what_was_replayed_counts_after_a_restart(world: World) -> None:
+    owner = await world.owner()
+    await some(world, owner, 10)
+    await owner.close()
+    await world.owner(snapshot_records_min=10)
+    await until(lambda: world.told.snapshots == [10])
+
+
+async def test_the_greatest_whole_one_is_never_overwritten(world: World) -> None:
+    """Also after restarts, and with any number of failures in between."""
+    slots = []
+    for round_number in range(4):
+        owner = await world.owner()
+        await some(world, owner, 3)
+        before = whole(world)
+        for stored in range(2):
+            world.partition.stores.extend([MemoryPartitionDoor.store] * stored + [refused])
+            assert not await snapshot(owner)
+            assert [each.closing for each in whole(world)][:1] == [each.closing for each in before][
+                :1
+            ]
+        assert await snapshot(owner)
+        slots.append(whole(world)[0].slot)
+        assert whole(world)[0].closing.half == 3 * (round_number + 1)
+        await owner.close()
+    assert slots == [0, 1, 0, 1]
+    assert world.told.snapshot_failures == 8
+
+
+async def test_one_that_kafka_does_not_take_is_tried_again_later(world: World) -> None:
+    owner = await world.owner(snapshot_records_min=3)
+    world.partition.stores.extend([refused] * 3)
+    ids = await some(world, owner, 3)
+    await until(lambda: world.told.snapshots == [3])
+    assert world.told.snapshot_failures == 3
+    assert world.stops == []
+    await owner.close()
+    assert {known(await world.owner(), id).state for id in ids} == {State.PENDING}
+
+
+async def test_one_is_abandoned_when_turns_are_lost(world: World) -> None:
+    owner = await world.owner()
+    id = (await some(world, owner, 5))[0]
+    gate = Gate()
+
+    async def held(door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
+        await gate.wait()
+        await door.store(records)
+
+    world.partition.stores.append(held)
+    writing = asyncio.create_task(snapshot(owner))
+    await gate.reached.wait()
+    world.partition.writes.append(raising(TurnLost()))
+    await commit(owner, id)
+    await until(lambda: world.visible() == [id])
+    gate.open()
+    assert not await writing
+    assert whole(world) == []
+    assert owner.ledger.watcher is None
+    assert await snapshot(owner)
+
+
+async def test_closing_leaves_the_ledger_unwatched(world: World) -> None:
+    owner = await world.owner(snapshot_records_min=1)
+    gate = Gate()
+
+    async def held(door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
+        await gate.wait()
+
+    world.partition.stores.append(held)
+    await some(world, owner, 3)
+    await gate.reached.wait()
+    # Never two at once, however much is due.
+    await asyncio.sleep(0.02)
+    assert world.partition.calls.count("store") == 1
+    await owner.close()
+    assert owner.ledger.watcher is None
+    assert world.told.snapshots == []
+
+
+async def test_the_work_goes_on_while_one_is_stored(world: World) -> None:
+    owner = await world.owner()
+    ids = await some(world, owner, 4)
+    gate = Gate()
+
+    async def held(door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
+        await gate.wait()
+        await door.store(records)
+
+    world.partition.stores.append(held)
+    writing = asyncio.create_task(snapshot(owner))
+    await gate.reached.wait()
+    late = await world.committed(owner)
+    await commit(owner, ids[0])
+    await until(lambda: world.visible() == [late, ids[0]])
+    gate.open()
+    assert await writing
+    # It is as of where it began: the rest is replayed.
+    assert (whole(world)[0].closing.half, whole(world)[0].closing.op) == (4, 0)
+    await owner.close()
+    again = await world.owner()
+    assert sorted(again.ledger.transactions) == ids[1:]
+    assert world.visible() == [late, ids[0]]
+
+
+async def test_a_damaged_one_costs_a_longer_replay_and_no_more(world: World) -> None:
+    owner = await world.owner()
+    ids = await some(world, owner, 5)
+    assert await snapshot(owner)
+    await owner.close()
+    found = world.kafka.topics["txbroker.checkpoint"].partitions[0]
+    found.append([Record(b"snapshot/0/0", b"rubbish")], world.clock.now_ms())
+    assert whole(world) == []
+    again = await world.owner()
+    assert list(again.ledger.transactions) == ids
