@@ -217,9 +217,14 @@ class Owner:
         self._snapshots = SnapshotWriter(
             door, ledger, events, self._settings.snapshot_records_min, self._record_version
         )
-        self._answers = Answers(
+        self._answers = self._make_answers()
+        self._visible = self._answers.visible
+
+    def _make_answers(self) -> Answers:
+        door = self._door
+        return Answers(
             Parts(
-                ledger,
+                self.ledger,
                 self._half,
                 self._op,
                 door.half,
@@ -229,12 +234,11 @@ class Owner:
                 self.checks,
             ),
             self._settings.bounds(),
-            events,
+            self._events,
             self._claim_name,
             self._record_version,
             self._stopped,
         )
-        self._visible = self._answers.visible
 
     # --- life ------------------------------------------------------------------------------
 
@@ -431,7 +435,6 @@ class Owner:
 
         `unseen`: what is known to be committed already, and will be visible.
         """
-        self._snapshots.abandon()
         pause_s = CLAIM_PAUSE_S
         while True:
             try:
@@ -449,7 +452,7 @@ class Owner:
             except Fenced:
                 pause_s = await self._claim_again(pause_s)
         self._phase = PartitionState.OWNED
-        # Nothing of the one that may have begun meanwhile holds what the lost turns did.
+        # One that is being captured would see only a part of what changes now.
         self._snapshots.abandon()
         done = self.ledger.reconcile(claimed.progress, kept.whole, unseen)
         self._edges.again()
