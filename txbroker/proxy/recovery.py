@@ -1,5 +1,6 @@
 """How an owner comes to know its partition: claim, snapshot, kept copies, replay, progress."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from msgspec import Struct
@@ -77,7 +78,8 @@ async def recover(
     # had none when it was written.
     op_start, op_end = await door.op.bounds()
     half_start, half_end = await door.half.bounds()
-    wholes = find_whole(found.snapshots)
+    # Hashing all of it holds nobody up in a thread.
+    wholes = await asyncio.to_thread(find_whole, found.snapshots)
     kept_since_ms = found.timestamp_ms - half_retention_ms
     markers = _op_known(progress, wholes)
     _check_kept(markers, op_start, kept_since_ms)
