@@ -58,14 +58,16 @@ async def test_one_is_written_when_enough_has_come_since_the_last(world: World) 
 
 
 async def test_many_entries_put_the_next_one_off(world: World) -> None:
-    owner = await world.owner(snapshot_records_min=2)
+    owner = await world.owner()
     await some(world, owner, 40)
-    await until(lambda: not owner._snapshots.due)
-    count = len(world.told.snapshots)
-    await some(world, owner, 8)
+    assert await snapshot(owner)
+    owner._snapshots._records_min = 2
+    await some(world, owner, 11)
     assert not owner._snapshots.due
     await asyncio.sleep(0.02)
-    assert len(world.told.snapshots) == count
+    assert world.told.snapshots == [40]
+    await some(world, owner, 2)
+    await until(lambda: len(world.told.snapshots) == 2)
 
 
 async def test_what_was_replayed_counts_after_a_restart(world: World) -> None:
