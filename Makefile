@@ -54,6 +54,15 @@ test-long: $(VENV)/.dev ## Run the long tests too: other Kafka versions, mutants
 bench: $(VENV)/.dev ## Measure complete transactions per second
 	@$(BIN)/python benchmarks/rough.py
 
+.PHONY: bench-recovery
+bench-recovery: $(VENV)/.dev ## Measure restarts, and what a million undecided transactions cost
+	@$(BIN)/python benchmarks/recovery.py
+
+MINUTES ?= 10
+.PHONY: soak
+soak: $(VENV)/.dev ## Kill one of three proxies every 20 s under load, for MINUTES (10)
+	@$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## Check style and types
 	@$(BIN)/ruff check .

@@ -89,6 +89,12 @@ class World:
         self.stdout: list[str] = []
         self.stderr: list[str] = []
 
+    @property
+    def pid(self) -> int:
+        """The proxy's process."""
+        assert self._process is not None
+        return self._process.pid
+
     def twin(self) -> World:
         """Return another proxy with the same settings, not started yet, at an URL of its own."""
         return World(

@@ -1,0 +1,286 @@
+"""Steady load on three proxies, one of them killed every 20 s: in the end everything adds up.
+
+Prepared is committed + rolled back + parked + pending; committed is visible + refused; no message
+is there twice. It is counted in the topics themselves, by code that imports nothing of txbroker,
+and the judge of the tests looks at every transaction's story. Run as `make soak MINUTES=10`.
+
+Beside the usual load (SDK with check-backs on a database, and plain HTTP to any proxy) some
+producers are never sure, so that their transactions park, and some topics are missing for a while,
+or for good, so that transactions are refused.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("cluster", "e2e", "")]
+
+from fleet import Fleet, Web  # noqa: E402
+from judge import Judge, Topics, read_log  # noqa: E402
+from topic_reader import read_all  # noqa: E402
+from workload import Lane, LocalFailure, Recorder, Shop, answering  # noqa: E402
+from world import World, until  # noqa: E402
+
+from txbroker.embedded import EmbeddedKafka  # noqa: E402
+from txbroker.errors import RequestError  # noqa: E402
+from txbroker.sdk import Decision, Limits, Message, TransactionalProducer  # noqa: E402
+
+KILL_EVERY_S = 20.0
+LANES = 24
+WEB_LANES = 4
+REFUSED = 20
+
+
+class Soak:
+    """One run.
+
+    Args:
+        fleet: the proxies.
+        shop: the business database.
+        seconds: how long the load goes on.
+        seed: of all random choices.
+    """
+
+    def __init__(self, fleet: Fleet, shop: Shop, seconds: float, seed: int) -> None:
+        self._fleet = fleet
+        self._shop = shop
+        self._seconds = seconds
+        self._seed = seed
+        self._end = 0.0
+        self._recorder = Recorder()
+        self._kills = 0
+        self._outages_s: list[float] = []
+        self._memory: list[int] = []
+
+    async def run(self) -> bool:
+        """Run it and print what came of it; say whether everything adds up."""
+        first = self._fleet.proxies[0]
+        topics = [await first.topic(3), await first.topic(1)]
+        gone, back = await first.topic(), await first.topic()
+        stuck = [*await self._committed_later(gone), *await self._committed_later(back)]
+        await first.delete_topic(gone)
+        await first.delete_topic(back)
+        for id in stuck:
+            await first.tell(id, "commit")
+        self._end = time.monotonic() + self._seconds
+        async with contextlib.AsyncExitStack() as stack:
+            producers = [
+                await stack.enter_async_context(self._producer(number, group))
+                for number, group in enumerate(("orders", "orders", "bills"))
+            ]
+            unsure = await stack.enter_async_context(self._producer(0, "unsure"))
+            trouble = [asyncio.create_task(each) for each in (self._kill(), self._watch())]
+            await asyncio.gather(
+                *[self._lane(n, producers[n % 3], topics) for n in range(LANES)],
+                *[self._web(n, topics[1]) for n in range(WEB_LANES)],
+                self._unsure(unsure, topics[0]),
+                self._bring_back(back),
+            )
+            for task in trouble:
+                task.cancel()
+            await asyncio.gather(*trouble, return_exceptions=True)
+            await self._settle()
+        read = await asyncio.to_thread(read_all, first.bootstrap, first.prefix, [*topics, back])
+        return self._report(read)
+
+    def _producer(self, number: int, group: str) -> TransactionalProducer:
+        urls = self._fleet.urls
+        check = answering(self._shop, self._recorder)
+        return TransactionalProducer(
+            [*urls[number:], *urls[:number]],
+            group=group,
+            check=(lambda request: Decision.UNKNOWN) if group == "unsure" else check,
+            limits=Limits(answer_timeout_s=3, heartbeat_s=3),
+        )
+
+    # --- load ------------------------------------------------------------------------------
+
+    async def _lane(self, number: int, producer: TransactionalProducer, topics: list[str]) -> None:
+        fate = random.Random(f"{self._seed}/{number}")
+        lane = Lane(f"lane-{number}", producer, self._shop, self._recorder, topics, fate)
+        while time.monotonic() < self._end:
+            await lane.run(1)
+            await asyncio.sleep(fate.uniform(0.1, 0.3))
+
+    async def _web(self, number: int, topic: str) -> None:
+        fate = random.Random(f"{self._seed}/web/{number}")
+        round_ = 0
+        while time.monotonic() < self._end:
+            round_ += 1
+            name = f"web-{number}-{round_}"
+            await Web(name, self._fleet.urls, topic, self._recorder).run(5, fate)
+            await asyncio.sleep(fate.uniform(0.2, 1.0))
+
+    async def _unsure(self, producer: TransactionalProducer, topic: str) -> None:
+        """Transactions of which nobody ever knows how they ended."""
+        for number in range(max(1, round(self._seconds / 5))):
+            token = f"unsure/{number}"
+            message = Message(topic, value=b"?", headers=(("token", token.encode()),))
+            self._recorder.means(token, [message], business=False)
+            with contextlib.suppress(LocalFailure, RequestError):
+                with self._recorder.call("prepare", token) as call:
+                    block = producer.transaction(message)
+                    transaction = await block.__aenter__()
+                    call.id = transaction.id
+                error = LocalFailure("never sure")
+                await block.__aexit__(LocalFailure, error, None)
+            await asyncio.sleep(1)
+
+    async def _committed_later(self, topic: str) -> list[str]:
+        """Prepare some for a topic that will be gone when they are committed."""
+        ids = []
+        for number in range(REFUSED):
+            token = f"{topic}/{number}"
+            headers = (("token", token.encode()),)
+            self._recorder.means(token, [Message(topic, None, b"v", headers)], business=False)
+            world = self._fleet.proxies[number % len(self._fleet.proxies)]
+            body = {"topic": topic, "value": "v", "headers": {"token": token}}
+            with self._recorder.call("prepare", token) as call:
+                call.id = await world.prepare(body, group="refused", check_after_s=3000)
+            ids.append(call.id)
+        return ids
+
+    async def _bring_back(self, topic: str) -> None:
+        await asyncio.sleep(self._seconds * 0.7)
+        await self._fleet.proxies[0].create_again(topic)
+
+    # --- trouble ---------------------------------------------------------------------------
+
+    async def _kill(self) -> None:
+        fate = random.Random(f"{self._seed}/kill")
+        while True:
+            await asyncio.sleep(KILL_EVERY_S)
+            if time.monotonic() > self._end:
+                return
+            proxy = fate.choice(self._fleet.proxies)
+            self._memory.append(_resident_mib(proxy))
+            await proxy.kill()
+            self._kills += 1
+            # Half of them are away for longer than their session: others take their place.
+            await asyncio.sleep(fate.choice([0, 9]))
+            await proxy.launch()
+
+    async def _watch(self) -> None:
+        """See how long nothing at all was finished, and say how it goes."""
+        began = last = time.monotonic()
+        finished, longest, shown = 0, 0.0, 0.0
+        while True:
+            await asyncio.sleep(0.05)
+            now = time.monotonic()
+            if len(self._recorder.history.calls) != finished:
+                finished, last = len(self._recorder.history.calls), now
+            longest = max(longest, now - last)
+            if now - shown > KILL_EVERY_S:
+                self._outages_s.append(longest)
+                shown, longest = now, 0.0
+                print(
+                    f"{now - began:5.0f} s: {finished} calls, {self._kills} kills",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    async def _settle(self) -> None:
+        first = self._fleet.proxies[0]
+        await self._fleet.whole(self._fleet.proxies)
+        for left in await first.unsettled("web"):
+            # What was stored without an answer is nobody's: no client knows its id.
+            await first.tell(left["id"], "rollback")
+        for group in ("orders", "bills", "unsure", "web"):
+            await first.all_settled(group)
+
+        async def only_gone_left() -> bool:
+            return len(await first.unsettled("refused")) == REFUSED
+
+        await until(only_gone_left)
+        self._memory.extend(_resident_mib(proxy) for proxy in self._fleet.proxies)
+
+    # --- what came of it -------------------------------------------------------------------
+
+    def _report(self, read: Topics) -> bool:
+        sums = _sums(read)
+        calls = Counter(f"{c.what} {c.result}" for c in self._recorder.history.calls)
+        print(f"{self._seconds:.0f} s, {self._kills} kills, seed {self._seed}")
+        print("calls: " + ", ".join(f"{name} {n}" for name, n in sorted(calls.items())))
+        print(", ".join(f"{name} {n}" for name, n in sums.items()))
+        longest = max(self._outages_s[1:], default=0.0)
+        took_s = sorted(c.ended - c.began for c in self._recorder.history.calls if c.result == "ok")
+        print(
+            f"calls took {took_s[len(took_s) // 2] * 1000:.0f} ms (median), "
+            f"{took_s[len(took_s) * 999 // 1000]:.1f} s (99.9 %), {took_s[-1]:.1f} s at most; "
+            f"longest time without any answer at all: {longest:.1f} s"
+        )
+        print(f"memory of a proxy: {max(self._memory)} MiB at most")
+        decided = sums["committed"] + sums["rolled back"] + sums["parked"] + sums["pending"]
+        whole = sums["prepared"] == decided and sums["doubled"] == 0
+        whole = whole and sums["committed"] == sums["visible"] + sums["refused"]
+        print("adds up" if whole else "DOES NOT ADD UP")
+        found = Judge(self._recorder.history, read, self._shop.rows()).judge()
+        for violation in found[:10]:
+            print(violation)
+        return whole and not found
+
+
+def _sums(read: Topics) -> dict[str, int]:
+    """Count transactions in the topics."""
+    log = read_log(read)
+    states = Counter(tx.state for tx in log.values())
+    copies: dict[bytes | None, Any] = {}
+    for record in sorted(read.parked, key=lambda record: (record.partition, record.offset)):
+        copies[record.key] = record
+    refused = {
+        record.header("txb-id")
+        for record in copies.values()
+        if record.value is not None and '"refused"' in str(record.header("txb-kept"))
+    }
+    visible = Counter(
+        (record.header("txb-id"), record.header("txb-seq")) for record in read.targets
+    )
+    return {
+        "prepared": len(log),
+        "committed": states["committed"],
+        "rolled back": states["rolled_back"],
+        "parked": states["parked"],
+        "pending": states["pending"],
+        "visible": len({id for id, _ in visible}),
+        "refused": len(refused),
+        "doubled": sum(count - 1 for count in visible.values()),
+    }
+
+
+def _resident_mib(proxy: World) -> int:
+    status = Path(f"/proc/{proxy.pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) // 1024
+
+
+async def soak(minutes: float, seed: int) -> bool:
+    """Run on a Kafka of its own."""
+    with tempfile.TemporaryDirectory() as folder, EmbeddedKafka() as kafka:
+        fleet = Fleet(kafka.bootstrap, 3, check_attempts_max=6)
+        shop = Shop(Path(folder) / "shop.db")
+        try:
+            await fleet.start()
+            return await Soak(fleet, shop, minutes * 60, seed).run()
+        finally:
+            await fleet.close()
+
+
+def main() -> int:
+    """Run, print the sums, and fail if anything does not add up."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    arguments = parser.parse_args()
+    return 0 if asyncio.run(soak(arguments.minutes, arguments.seed)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
