@@ -189,7 +189,12 @@ class PartitionDoor(Protocol):
         ...
 
     def parked(self) -> AsyncIterator[Sequence[Record]]:
-        """Yield all records of this partition of the parked topic, `read_committed`, in order."""
+        """Yield all records of this partition of the parked topic, `read_committed`, in order.
+
+        Raises:
+            Hanging: a transaction that nobody ends hides some of them.
+            KafkaUnavailable: Kafka does not answer.
+        """
         ...
 
     async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:

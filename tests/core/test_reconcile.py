@@ -3,6 +3,7 @@
 from core_logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
 
 from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Effect
 from txbroker.core.records import Cause, CheckPolicy, Kept, Message, Progress, State
 from txbroker.core.transaction import Transaction
 
@@ -51,6 +52,22 @@ def test_a_parked_one_outlives_half_message_and_markers() -> None:
     logs.mark(marker_of("revive", ID, round=1), START_MS)
     ledger.apply_op(logs.op.records[0])
     assert (only(ledger).state, only(ledger).round) == (State.PENDING, 2)
+
+
+def test_a_deferred_one_outlives_half_message_and_marker() -> None:
+    _, before = one_committed()
+    copy = only(before).copy(State.COMMITTED, None)
+    ledger = new_ledger()
+    ledger.restore(copy)
+    ledger.reconcile(Progress(1, "c", 9, 9, deferred=(ID,)), [copy])
+    assert (only(ledger).state, only(ledger).decided_at_ms) == (State.COMMITTED, START_MS + 7)
+    assert list(ledger.ready) == [ID]
+    assert ledger.undecided_count == 0
+    # Its marker, where it is still there, says nothing new; a later contrary one is too late.
+    logs, _ = one_committed()
+    logs.mark(marker_of("rollback", ID), START_MS + 8)
+    effects = [ledger.apply_op(record).effect for record in logs.op.records]
+    assert effects == [Effect.REPEATED, Effect.CONFLICT]
 
 
 def test_a_copy_that_was_left_over_is_removed() -> None:

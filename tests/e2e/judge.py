@@ -417,6 +417,15 @@ class Judge:
             return ""
         return str(json.loads(parts[0].header("txb-kept") or "{}").get("state", ""))
 
+    def unsettled(self) -> dict[str, str]:
+        """What the topics hold that is not settled: the state of each such transaction by id."""
+        visible = {record.header("txb-id") for record in self.topics.targets}
+        left = {id: tx.state for id, tx in self.log.items() if tx.state in ("pending", "parked")}
+        for id, tx in self.log.items():
+            if tx.decision == "commit" and id not in visible:
+                left[id] = self._kept_state(tx) if self._kept_state(tx) == "refused" else "committed"
+        return left
+
     # --- I1, I2, I3, I4, I10, I12 --------------------------------------------------------
 
     def _was_committed(self, id: str, records: list[Rec]) -> None:

@@ -192,12 +192,16 @@ class Ledger(Holdings):
         """Take a transaction from its copy: half's retention has taken the half message.
 
         To be called before the operation topic is applied, which may have lost the markers too:
-        a parked one stays parked until a marker that is still there says otherwise.
+        a parked one stays parked until a marker that is still there says otherwise, and what was
+        committed stays so.
         """
         if self.get(kept.half.id) is None:
             transaction = self._from_copy(kept)
             if kept.state is State.PARKED:
                 transaction.take(Step.PARK)
+            elif kept.state is State.COMMITTED:
+                transaction.take(Step.COMMIT)
+                transaction.verdict = Verdict(Decision.COMMIT, at_ms=kept.decided_at_ms)
             self._enter(transaction)
 
     def _from_copy(self, kept: Kept) -> Transaction:

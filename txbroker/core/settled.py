@@ -95,6 +95,9 @@ class SettledWindow:
             assert found is not None
             yield found
 
+    def __contains__(self, id: str) -> bool:
+        return id in self.shown or id in self._briefs
+
     def add(self, transaction: Transaction) -> None:
         """Remember one that was settled just now."""
         self._order.append(transaction.id)

@@ -13,7 +13,7 @@ from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.offset import OffsetRequest
 
 from txbroker.core.records import Record
-from txbroker.door import LogTruncated
+from txbroker.door import Hanging, LogTruncated
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered, may_pass
 from txbroker.kafka.codes import LEADER_MOVED, Code
@@ -141,7 +141,7 @@ class Reader:
             return
         if fetched.high_watermark < end:
             raise LogTruncated(f"{self.name} ends at {fetched.high_watermark}, before {end}")
-        raise KafkaUnavailable(
+        raise Hanging(
             f"{self.name}: an open transaction hides the records from {fetched.next_offset} on"
         )
 

@@ -90,9 +90,13 @@ async def _settled(ledger: Ledger, request: ListRequest, before_ms: int | None) 
     # One more than fits tells whether there are more.
     best: list[tuple[int, str]] = []
     briefs: dict[str, Brief] = {}
-    for number, (id, brief) in enumerate(ledger.settled.since(0), 1):
+    for number, id in enumerate(list(ledger.settled.ids()), 1):
         if number % SLICE == 0:
             await asyncio.sleep(0)
+        if id not in ledger.settled:
+            # Forgotten while others had their turn.
+            continue
+        brief = ledger.settled.brief_of(id)
         key = (prepared_ms(brief), id)
         if key > after and _wanted_brief(brief, key[0], request, before_ms):
             best.append(key)

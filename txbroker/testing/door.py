@@ -319,9 +319,13 @@ class MemoryPartitionDoor:
         """Yield all records of this partition of the parked topic, `read_committed`, in order.
 
         Raises:
+            Hanging: an open transaction hides some of them.
             KafkaUnavailable: Kafka is down.
         """
         await self._kafka.reach()
+        found = self._kafka.partition(self._parked, self.partition)
+        if found.stable_end < found.end:
+            raise Hanging(f"{self._parked}: an open transaction hides records")
         records = self._kafka.visible(self._parked, self.partition)
         for first in range(0, len(records), _READ_MAX):
             yield records[first : first + _READ_MAX]
