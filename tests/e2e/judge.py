@@ -423,7 +423,7 @@ class Judge:
         left = {id: tx.state for id, tx in self.log.items() if tx.state in ("pending", "parked")}
         for id, tx in self.log.items():
             if tx.decision == "commit" and id not in visible:
-                left[id] = self._kept_state(tx) if self._kept_state(tx) == "refused" else "committed"
+                left[id] = "refused" if self._kept_state(tx) == "refused" else "committed"
         return left
 
     # --- I1, I2, I3, I4, I10, I12 --------------------------------------------------------

@@ -292,3 +292,16 @@ def test_the_story_of_a_violation_tells_what_happened() -> None:
     ]
     for word in ("prepare", "commit", "half 0:", "op ", "visible in a-0", "business rows: 0"):
         assert word in str(violation)
+
+
+def test_what_is_not_settled_is_told_from_the_topics() -> None:
+    run = sound()
+    run.prepare(8, at_ms=9000)
+    run.prepare(9, at_ms=9000)
+    run.decide(9, "commit", 9010)
+    assert Judge(run.history, run.topics).unsettled() == {
+        make_id(3): "parked",
+        make_id(7): "refused",
+        make_id(8): "pending",
+        make_id(9): "committed",
+    }

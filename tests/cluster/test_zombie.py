@@ -1,0 +1,229 @@
+"""A proxy that hung for longer than its session wakes up behind its successor: it thinks that
+nothing has happened, has turns and calls in hand, and not a byte of it may become visible."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+from evidence import claims, convict
+from fleet import PARTITIONS, Fleet, Web, owned_by
+from topic_reader import read_all
+from workload import Recorder
+from world import DEADLINE_S, Json, World, unique, until
+
+from txbroker.embedded import EmbeddedKafka
+from txbroker.errors import RequestError
+
+LANES = 24
+LETTERS = 80
+BEFORE, AFTER = (150, 600), 100
+"""How many calls are made before a proxy hangs (between these), and while it does."""
+ROUNDS = 5 if os.environ.get("TXBROKER_TEST_LONG") else 1
+
+
+@pytest.fixture
+async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[Fleet]:
+    """Two proxies. Nothing is checked: whatever happens is the doing of calls and turns."""
+    made = Fleet(kafka.bootstrap, 2)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def lines_to(proxy: World) -> list[Line]:
+    """Open connections while the proxy still takes them: what hangs has only a short queue."""
+    address = urlsplit(proxy.url)
+    return [await asyncio.open_connection(address.hostname, address.port) for _ in range(LETTERS)]
+
+
+class Letter:
+    """A call that lies in a proxy's socket before the proxy can read it."""
+
+    def __init__(self, line: Line, what: str, id: str = "") -> None:
+        self.what = what
+        self.id = id
+        self._reader, self._writer = line
+
+    async def post(self, proxy: World, body: Json) -> None:
+        """Hand the call to the system on which the proxy hangs."""
+        path = f"/v1/transactions/{self.id}/{self.what}" if self.id else "/v1/transactions"
+        text = json.dumps(body).encode()
+        host = urlsplit(proxy.url).netloc
+        self._writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n".encode()
+            + text
+        )
+        await self._writer.drain()
+
+    async def answer(self) -> tuple[int, Json]:
+        """Return status and body."""
+        async with asyncio.timeout(DEADLINE_S):
+            head, _, body = (await self._reader.read()).partition(b"\r\n\r\n")
+        self._writer.close()
+        return int(head.split()[1]), json.loads(body)
+
+
+async def posted(
+    hung: World, lines: Sequence[Line], topic: str, decided: dict[str, str]
+) -> list[Letter]:
+    """Write to a proxy that hangs: the same decision as the standing one, the contrary, and
+    prepares."""
+    letters = []
+    left = list(lines)
+    for number, (id, decision) in enumerate(decided.items()):
+        letters.append(Letter(left.pop(), decision if number % 3 == 0 else _contrary(decision), id))
+        await letters[-1].post(hung, {"group": "web"})
+    for number, line in enumerate(left):
+        message = {"topic": topic, "key": f"letter-{number}", "value": "letter"}
+        letters.append(Letter(line, "prepare"))
+        body = {"group": "web", "messages": [message], "check_after_s": 600}
+        await letters[-1].post(hung, body)
+    return letters
+
+
+def _contrary(decision: str) -> str:
+    return "rollback" if decision == "commit" else "commit"
+
+
+def standing(recorder: Recorder) -> dict[str, str]:
+    """Return the decisions that were acknowledged, by id."""
+    calls = recorder.history.calls
+    return {c.id: c.what for c in calls if c.result == "ok" and c.what != "prepare"}
+
+
+async def rest(proxy: World, recorder: Recorder) -> None:
+    """Wait until nothing is under way any more."""
+    for left in await proxy.unsettled():
+        if left["state"] == "pending":
+            # What was stored without an answer is nobody's: no client knows its id.
+            with suppress(RequestError), recorder.call("rollback", "", left["id"]):
+                await proxy.tell(left["id"], "rollback")
+    await proxy.all_settled()
+
+
+class Busy(Web):
+    """Works until it is told to stop, and does not wait long for a proxy that hangs."""
+
+    async def work(self, over: asyncio.Event, fate: random.Random) -> None:
+        """Do one transaction after the other."""
+        timeout = aiohttp.ClientTimeout(total=1)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            for number in itertools.count():
+                if over.is_set():
+                    return
+                with suppress(RequestError):
+                    await self._one(http, f"{self._name}/{number}", fate)
+
+
+async def work_until_it_hangs(
+    fleet: Fleet, hung: World, topic: str, recorder: Recorder, fate: random.Random
+) -> None:
+    """Load both proxies, let one hang in the middle of it, and go on with the other until all is
+    at rest."""
+    (other,) = (proxy for proxy in fleet.proxies if proxy is not hung)
+    over = asyncio.Event()
+    urls = fleet.urls
+    lanes = []
+    for _ in range(LANES):
+        name = unique("lane")
+        lane = Busy(name, urls, topic, recorder)
+        lanes.append(lane.work(over, random.Random(f"{fate.random()}")))
+    working = asyncio.gather(*lanes)
+    try:
+        await more_calls(recorder, fate.randint(*BEFORE))
+        hung.pause()
+
+        async def taken() -> bool:
+            return len(await owned_by(other)) == PARTITIONS
+
+        await until(taken)
+        urls.remove(hung.url)
+        await more_calls(recorder, AFTER)
+        over.set()
+        await working
+    finally:
+        working.cancel()
+    await rest(other, recorder)
+
+
+async def more_calls(recorder: Recorder, count: int) -> None:
+    """Wait until so many more calls have been answered."""
+
+    def answered() -> int:
+        return sum(call.result == "ok" for call in recorder.history.calls)
+
+    wanted = answered() + count
+
+    async def enough() -> bool:
+        return answered() >= wanted
+
+    await until(enough)
+
+
+def check_answers(
+    letters: Sequence[Letter], answers: Sequence[tuple[int, Json]], decided: dict[str, str]
+) -> set[str]:
+    """A proxy that was replaced answers right or not at all; returns the ids that it prepared."""
+    prepared = set()
+    for letter, (status, answer) in zip(letters, answers, strict=True):
+        if letter.what == "prepare":
+            assert status in (201, 503), answer
+            prepared |= {str(answer["id"])} if status == 201 else set()
+        elif status != 503:
+            assert status == (200 if letter.what == decided[letter.id] else 409), answer
+    return prepared
+
+
+async def test_not_a_byte_of_a_proxy_that_was_replaced_becomes_visible(fleet: Fleet) -> None:
+    topic = await fleet.proxies[0].topic(2)
+    recorder = Recorder()
+    fate = random.Random(os.environ.get("TXBROKER_TEST_SEED", random.random()))
+    written: set[str] = set()
+    for _ in range(ROUNDS):
+        hung, other = fate.sample(fleet.proxies, 2)
+        stays, goes = set(await owned_by(other)), set(await owned_by(hung))
+        claimed = await claims(other)
+        lines = await lines_to(hung)
+        await work_until_it_hangs(fleet, hung, topic, recorder, fate)
+        taken = await claims(other)
+        assert {p for p in taken if taken[p] > claimed[p]} >= goes
+        assert {p: taken[p] for p in stays} == {p: claimed[p] for p in stays}
+        before = await asyncio.to_thread(read_all, other.bootstrap, other.prefix, [topic])
+        decided = standing(recorder)
+        newest = dict(list(decided.items())[-LETTERS * 3 // 4 :])
+        letters = await posted(hung, lines, topic, newest)
+        hung.resume()
+        answers = await asyncio.gather(*[letter.answer() for letter in letters])
+        written |= check_answers(letters, answers, newest)
+        # It finds out by itself, and takes its share in an orderly way.
+        await fleet.whole(fleet.proxies)
+        await other.all_settled("none")
+        after = await asyncio.to_thread(read_all, other.bootstrap, other.prefix, [topic])
+        assert after.targets == before.targets
+        assert after.parked == before.parked
+        for id in written & set(await ids_pending(other)):
+            with recorder.call("commit", "", id):
+                await hung.tell(id, "commit", wait="promoted")
+    judge = await convict(fleet, recorder, [topic])
+    assert written <= set(judge.visible)
+    assert judge.unsettled() == {}
+
+
+async def ids_pending(proxy: World) -> list[str]:
+    """Return what is undecided."""
+    return [t["id"] for t in await proxy.unsettled() if t["state"] == "pending"]
