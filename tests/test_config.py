@@ -125,6 +125,8 @@ def test_unknown_names_elsewhere() -> None:
         ({"advertise": "http://proxy-1/path"}, "must end after host and port"),
         ({"advertise": "http://proxy-1:99999"}, "advertise"),
         ({"advertise": "http://["}, "advertise"),
+        ({"advertise": "http://proxy..one:8470"}, "advertise"),
+        ({"advertise": f"http://{'p' * 64}:8470"}, "advertise"),
         ({"topic_prefix": "a/b"}, "topic_prefix"),
         # listening in public
         ({"listen": "0.0.0.0:8470"}, "set token_file, or insecure"),

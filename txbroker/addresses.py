@@ -8,6 +8,12 @@ from urllib.parse import urlsplit
 
 from txbroker.errors import ConfigurationError
 
+HOST_CHARS_MAX = 253
+"""The longest name that DNS knows. A longer one, or one with an empty or longer label, is no
+unknown host: resolvers refuse to look for it."""
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+
 
 class Address(NamedTuple):
     """A host and a port to listen on; the host without brackets."""
@@ -59,7 +65,7 @@ def _is_host(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
     except ValueError:
-        return re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text) is not None
+        return len(text) <= HOST_CHARS_MAX and _NAME.fullmatch(text) is not None
     return True
 
 

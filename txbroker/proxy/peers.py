@@ -180,7 +180,8 @@ class Peers:
             raise OwnerUnavailable(
                 f"the proxy at {url} did not answer in time, or has left", id=id
             ) from None
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:
+            # UnicodeError: a name that no resolver is asked for, as a label of it is too long.
             why = str(error) or type(error).__name__
             raise OwnerUnavailable(
                 f"the talk to the proxy at {url} broke off: {why}", id=id
