@@ -246,6 +246,12 @@ async def test_limits_hold_for_what_is_handed_on_too() -> None:
         ("list", {}),
         ("list", {"partitions": [0], "limit": 0}),
         ("list", {"partitions": [0], "limit": 10**9}),
+        ("list", {"partitions": [0] * 1_000_000}),
+        ("list", {"partitions": [0], "older_than_s": float("nan")}),
+        ("list", {"partitions": [0], "older_than_s": float("inf")}),
+        ("decide", {"id": ID, "decision": "unknown"}),
+        ("decide", {"id": ID, "decision": "commit", "by": "x" * 5000}),
+        ("check", {"id": ID, "by": "x" * 5000}),
     ],
 )
 async def test_rubbish_is_refused(api: Api, call: str, body: object) -> None:
@@ -290,6 +296,14 @@ def http(content_type: str, body: bytes, status: str = "200 OK") -> bytes:
         f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+async def test_a_name_that_nobody_can_have_is_a_proxy_that_does_not_answer(
+    peer: Peers, host: str
+) -> None:
+    with pytest.raises(OwnerUnavailable):
+        await peer.sessions(f"http://{host}:8470")
 
 
 async def test_nobody_there_is_known_to_have_got_nothing(peer: Peers) -> None:

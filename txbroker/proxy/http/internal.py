@@ -21,6 +21,7 @@ from txbroker.checkers.leases import (
     to_answer,
 )
 from txbroker.contract import DecideRequest, ListRequest, PrepareRequest, Service
+from txbroker.core.records import Decision
 from txbroker.errors import (
     BadRequest,
     Forbidden,
@@ -41,6 +42,7 @@ from txbroker.proxy.forwarding import (
     encode,
     failed,
 )
+from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 from txbroker.proxy.http.reading import Body
 from txbroker.proxy.http.shell import Shell, check_group, check_id, check_reason
 from txbroker.proxy.logging import get_logger
@@ -102,6 +104,9 @@ class Internal:
         return await self._service.prepare(request)
 
     async def _decide(self, request: DecideRequest) -> object:
+        if request.decision is Decision.UNKNOWN:
+            raise BadRequest("unknown is no decision")
+        _check_by(request.by)
         self._shell.check_decide(request)
         return await self._service.decide(request)
 
@@ -122,6 +127,12 @@ class Internal:
             raise BadRequest("partitions: one proxy lists only what it is asked for")
         if not 1 <= request.limit <= LIMIT_MAX:
             raise BadRequest(f"limit must be from 1 to {LIMIT_MAX}")
+        # Each is looked through as often as it is named.
+        if len(set(request.partitions)) < len(request.partitions):
+            raise BadRequest("partitions: one is named twice")
+        # A range that a number that is none lies outside of, too.
+        if not 0 <= (request.older_than_s or 0) <= SECONDS_MAX * 100:
+            raise BadRequest(f"older_than_s must be from 0 to {SECONDS_MAX * 100}")
         return await self._service.list(request)
 
     # --- sessions ----------------------------------------------------------------------------
@@ -230,4 +241,10 @@ def _decoded(raw: bytes, kind: type[T]) -> T:
 
 def _check_by_id(request: ById) -> None:
     check_id(request.id)
+    _check_by(request.by)
     check_reason(request.reason)
+
+
+def _check_by(by: str) -> None:
+    if len(by) > TEXT_MAX:
+        raise BadRequest(f"by has at most {TEXT_MAX} characters", path="by")
