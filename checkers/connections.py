@@ -28,7 +28,11 @@ def look_up(host: str) -> Sequence[str]:
     Raises:
         OSError: the name is not known, or nobody answers.
     """
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        # Python finds that no name can be so, with an empty label say, before anybody is asked.
+        raise socket.gaierror(socket.EAI_NONAME, "no name can be so") from None
     return list(dict.fromkeys(str(address[4][0]) for address in found))
 
 

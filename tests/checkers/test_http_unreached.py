@@ -35,6 +35,12 @@ async def test_a_connection_that_ends_before_the_request_reached_nobody(
     assert result == Unreached("the connection closed before the question was sent")
 
 
+@pytest.mark.parametrize("host", ["orders..svc", "o" * 64])
+async def test_a_name_that_nobody_can_have_is_not_known(checks: HttpChecks, host: str) -> None:
+    url = f"http://{host}:8080/check"
+    assert await checks.acquire("orders", url) == Unreached(f"{host}:8080: the name is not known")
+
+
 async def test_nobody_listens(checks: HttpChecks) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening
