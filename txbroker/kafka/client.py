@@ -93,6 +93,7 @@ class Client:
         self._controller = -1
         self._connections: dict[tuple[int, str], Connection] = {}
         self._locks: dict[tuple[int, str], asyncio.Lock] = {}
+        self._failed: dict[tuple[int, str], tuple[float, str]] = {}
         self._leaders: dict[tuple[str, int], int] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
         self._closed = False
@@ -148,22 +149,36 @@ class Client:
         connection = self._connections.get(key)
         if connection is not None and connection.connected():
             return connection
+        asked_at = asyncio.get_running_loop().time()
         async with self._locks.setdefault(key, asyncio.Lock()):
             connection = self._connections.get(key)
             if connection is not None and connection.connected():
                 return connection
-            address = self._brokers.get(node)
-            if address is None:
-                await self.refresh(())
-                address = self._brokers.get(node)
-            if address is None:
-                raise NotSent(f"broker {node} is not known")
-            connection = await self._connect(*address, timeout_s)
-            if self._closed:
-                connection.close(reason=CloseReason.SHUTDOWN)
-                raise NotSent("the door to Kafka is closed")
+            failed_at, why = self._failed.get(key, (-1.0, ""))
+            if failed_at >= asked_at:
+                # Whoever waited for an attempt that failed has failed with it: one attempt after
+                # the other would keep the last of many waiting for minutes, heartbeats too.
+                raise NotSent(why)
+            try:
+                connection = await self._connect_to(node, timeout_s)
+            except KafkaUnavailable as error:
+                self._failed[key] = (asyncio.get_running_loop().time(), str(error))
+                raise
             self._connections[key] = connection
             return connection
+
+    async def _connect_to(self, node: int, timeout_s: float | None) -> Connection:
+        address = self._brokers.get(node)
+        if address is None:
+            await self.refresh(())
+            address = self._brokers.get(node)
+        if address is None:
+            raise NotSent(f"broker {node} is not known")
+        connection = await self._connect(*address, timeout_s)
+        if self._closed:
+            connection.close(reason=CloseReason.SHUTDOWN)
+            raise NotSent("the door to Kafka is closed")
+        return connection
 
     async def _connect(self, host: str, port: int, timeout_s: float | None = None) -> Connection:
         if self._closed:
@@ -193,6 +208,7 @@ class Client:
         for (node, lane), connection in list(self._connections.items()):
             if lane.startswith(prefix):
                 self._drop(node, lane, connection)
+        self._failed = {k: v for k, v in self._failed.items() if not k[1].startswith(prefix)}
         self._locks = {
             key: lock
             for key, lock in self._locks.items()

@@ -26,6 +26,7 @@ _log = logging.getLogger("txbroker.kafka")
 _BEATS_A_SESSION = 10
 _BEAT_MAX_S = 0.3  # how late the others hear that one has left
 _PAUSE_S, _PAUSE_MAX_S = 0.2, 1.0
+_ANSWER_S = 1.0  # what a heartbeat gets after a pause of ours that was longer than the session
 _HOPELESS = {
     Code.GROUP_AUTHORIZATION_FAILED: "may not be used by this proxy: grant it Read on the group",
     Code.INCONSISTENT_GROUP_PROTOCOL: "is used by consumers that are no proxies: set another",
@@ -38,6 +39,7 @@ _HOPELESS = {
 
 TAKEN = "another process has joined with our instance id"
 FORGOTTEN = "the group's coordinator does not know us any more"
+SILENT = "the group's coordinator has been silent for a whole session"
 _LOST = {Code.FENCED_INSTANCE_ID: TAKEN, Code.UNKNOWN_MEMBER: FORGOTTEN}
 """Answers that say that nothing is ours. Behind an old generation is not among them: a member
 that did not hear of the new one has its place, and joining tells what is in it."""
@@ -222,7 +224,13 @@ class KafkaMembership(Membership):
                 return
             sent_at = asyncio.get_running_loop().time()
             try:
-                code = await member.heartbeat(self._joined.generation, "group/heartbeat")
+                # However long it takes to find out that a broker is silent: after a session the
+                # others have what was ours.
+                async with asyncio.timeout(max(_ANSWER_S, self._session_s - self._silent_s)):
+                    code = await member.heartbeat(self._joined.generation, "group/heartbeat")
+            except TimeoutError:
+                self._lose(SILENT)
+                raise KafkaUnavailable(SILENT) from None
             except KafkaUnavailable:
                 if self._silent_s > self._session_s:
                     raise

@@ -1,0 +1,41 @@
+"""Connections that cannot be opened: nobody waits for the attempts of everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiokafka.protocol.metadata import MetadataRequest
+from kafka_world import KafkaWorld
+
+from txbroker.kafka.client import Client, Connection, NotSent
+
+
+async def test_who_waits_for_a_connection_that_fails_has_failed_with_it() -> None:
+    """Heartbeats were behind dozens of others that each tried for five seconds: a proxy that was
+    cut off from Kafka took itself for the owner for minutes."""
+    attempts = 0
+    silent = asyncio.Event()
+
+    async def open_connection(*_: Any, **__: Any) -> Connection:
+        nonlocal attempts
+        attempts += 1
+        await silent.wait()
+        raise TimeoutError
+
+    client = Client(KafkaWorld("127.0.0.1:1").settings(), open_connection)
+    client._brokers = {1: ("127.0.0.1", 1)}
+    request = MetadataRequest([], allow_auto_topic_creation=False)
+    asks = [asyncio.create_task(client.ask(1, request, "metadata")) for _ in range(50)]
+    while not attempts:
+        await asyncio.sleep(0)
+    silent.set()
+    for ask in asks:
+        with pytest.raises(NotSent, match="no answer in time"):
+            await ask
+    assert attempts == 1
+    # Who comes later tries anew.
+    with pytest.raises(NotSent):
+        await client.ask(1, request, "metadata")
+    assert attempts == 2
