@@ -53,8 +53,9 @@ DEADLINE_S = 3600.0
 class Proxy:
     """One `txbroker proxy` in a process of its own, that can be killed and started again."""
 
-    def __init__(self, kafka: str, prefix: str, folder: Path) -> None:
+    def __init__(self, kafka: str, prefix: str, folder: Path, dedup_window_s: float) -> None:
         self._options = {
+            "dedup_window_s": str(dedup_window_s),
             "kafka": kafka,
             "topic_prefix": prefix,
             "listen": "127.0.0.1:0",
@@ -164,9 +165,9 @@ class Filler:
 
 
 @contextmanager
-def proxy_on(kafka: str, prefix: str, folder: Path) -> Iterator[Proxy]:
+def proxy_on(kafka: str, prefix: str, folder: Path, dedup_window_s: float) -> Iterator[Proxy]:
     """Run a proxy of an installation of its own."""
-    made = Proxy(kafka, prefix, folder)
+    made = Proxy(kafka, prefix, folder, dedup_window_s)
     try:
         made.start()
         yield made
@@ -202,7 +203,7 @@ def measure(
     kafka: str, folder: Path, name: str, pending: int, settled: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Fill an installation, restart its proxy, and return the figures."""
-    with proxy_on(kafka, name, folder) as proxy:
+    with proxy_on(kafka, name, folder, arguments.dedup_window_s) as proxy:
         small = Filler(kafka, name, arguments.settled_size)
         committed = round(settled * arguments.committed_share)
         if settled:
@@ -229,8 +230,16 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--settled-size", type=int, default=100)
     parser.add_argument("--committed-share", type=float, default=0.01)
-    parser.add_argument("--rate", type=float, default=6600.0, help="transactions a second at most")
-    parser.add_argument("--settle-s", type=float, default=5.0, help="rest before the restart")
+    parser.add_argument(
+        "--rate", type=float, default=12_000.0, help="transactions a second at most"
+    )
+    parser.add_argument(
+        "--dedup-window-s",
+        type=float,
+        default=60.0,
+        help="with the rate it says how many settled ones are remembered",
+    )
+    parser.add_argument("--settle-s", type=float, default=30.0, help="rest before the restart")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     cases = [("pending", arguments.pending, 0)] if arguments.pending else []
