@@ -1,0 +1,255 @@
+"""Check-backs that have to find their group on whichever proxy it is, while proxies die and leave.
+
+Nothing here is decided by its producer: every transaction is prepared over plain HTTP at any
+proxy, and what becomes of it is known to an SDK session at another one, or to a check URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+from evidence import convict
+from fleet import Fleet, Web
+from judge import Asked
+from workload import Recorder
+from world import World, until
+
+from txbroker.embedded import EmbeddedKafka
+from txbroker.errors import RequestError
+from txbroker.sdk import CheckRequest, Decision, Limits, Message, NotYet, TransactionalProducer
+
+LANES, EACH = 5, 16
+GROUPS = ("home", "everywhere", "url", "never", "later")
+ATTEMPTS = 3
+"""After so many a transaction of the group `never` parks."""
+
+
+@pytest.fixture
+async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[Fleet]:
+    """Three proxies."""
+    made = Fleet(kafka.bootstrap, 3)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+class Truth:
+    """What became of each transaction; told to whoever asks, sometimes only the second time."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.told: Counter[str] = Counter()
+
+    def answer(self, id: str, token: str, group: str) -> str:
+        """Return `commit`, `rollback`, `unknown` or `not yet`, and write it down."""
+        draw = hashlib.sha256(token.encode()).digest()
+        first = self.told[id] == 0
+        self.told[id] += 1
+        said = "commit" if draw[0] % 4 else "rollback"
+        if group == "never" or (first and draw[1] % 4 == 0):
+            said = "unknown"
+        elif first and draw[1] % 4 == 1:
+            said = "not yet"
+        self._recorder.history.asked.append(Asked(id, time.time(), said))
+        return said
+
+    def check(self, request: CheckRequest) -> Decision | NotYet:
+        """The SDK's check function."""
+        (token,) = (value for name, value in request.messages[0].headers if name == "token")
+        said = self.answer(request.id, (token or b"").decode(), request.group)
+        return NotYet(1.0) if said == "not yet" else Decision(said)
+
+    async def post(self, request: web.Request) -> web.Response:
+        """The check URL. Now and then it cannot take the question, or nobody hears its answer."""
+        asked = await request.json()
+        token = dict(asked["messages"][0]["headers"])["token"]
+        fate = (hashlib.sha256(token.encode()).digest()[2] + self.told[asked["id"]]) % 8
+        if fate == 0:
+            # By contract: not handled. The attempt is given back.
+            self.told[asked["id"]] += 1
+            return web.Response(status=503)
+        said = self.answer(asked["id"], token, asked["group"])
+        if fate == 1 and request.transport is not None:
+            request.transport.abort()
+        if said == "not yet":
+            return web.json_response({"decision": "unknown", "ask_again_s": 1})
+        return web.json_response({"decision": said})
+
+
+@contextlib.asynccontextmanager
+async def serving(truth: Truth) -> AsyncIterator[str]:
+    """Serve the check URL."""
+    app = web.Application()
+    app.router.add_post("/check", truth.post)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/check"
+    finally:
+        await runner.cleanup()
+
+
+class Undecided(Web):
+    """Prepares, and never says more."""
+
+    async def run(self, count: int, fate: random.Random) -> None:
+        """Prepare so many, of one group after the other."""
+        groups = itertools.cycle(GROUPS)
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            for number in range(count):
+                token = f"{self._name}/{number}"
+                with contextlib.suppress(RequestError):
+                    await self._prepare(http, token, next(groups), fate)
+                self._recorder.finished += 1
+
+    async def _prepare(
+        self, http: aiohttp.ClientSession, token: str, group: str, fate: random.Random
+    ) -> None:
+        key = f"key-{fate.randrange(50)}"
+        headers = (("token", token.encode()),)
+        message = Message(self._topic, key.encode(), token.encode(), headers)
+        self._recorder.means(token, [message], business=False)
+        shown = {"topic": self._topic, "key": key, "value": token, "headers": {"token": token}}
+        body = {"group": group, "messages": [shown]}
+        with self._recorder.call("prepare", token) as call:
+            call.id = str((await self._answer(http, "", body, fate))["id"])
+
+
+async def registered(proxy: World, url: str) -> None:
+    """Register the groups that have a check URL."""
+    for group, policy in {
+        "url": {},
+        "never": {"attempts_max": ATTEMPTS, "check_after_s": 0.5},
+        "later": {"check_after_s": 3600.0},
+    }.items():
+        given = {"check_url": url, **policy}
+        status, answer = await proxy.request("PUT", f"/v1/groups/{group}", given)
+        assert status == 200, answer
+
+
+async def test_checks_find_their_group_while_proxies_die_and_leave(
+    fleet: Fleet,
+) -> None:
+    home, dies, leaves = fleet.proxies
+    topic = await home.topic(3)
+    recorder = Recorder()
+    truth = Truth(recorder)
+    sessions = [("home", home)] + [("everywhere", proxy) for proxy in fleet.proxies]
+    async with contextlib.AsyncExitStack() as stack:
+        await registered(home, await stack.enter_async_context(serving(truth)))
+        for group, proxy in sessions:
+            limits = Limits(answer_timeout_s=3, heartbeat_s=3)
+            producer = TransactionalProducer(
+                proxy.url, group=group, check=truth.check, limits=limits
+            )
+            await stack.enter_async_context(producer)
+        lanes = [Undecided(f"lane-{n}", fleet.urls, topic, recorder) for n in range(LANES)]
+        preparing = asyncio.gather(
+            *[lane.run(EACH, random.Random(n)) for n, lane in enumerate(lanes)]
+        )
+        await asked(recorder, 5)
+        await dies.kill()
+        await preparing
+        await fleet.whole([home, leaves])
+        await dies.launch()
+        await fleet.whole(fleet.proxies)
+        lanes = [Undecided(f"more-{n}", fleet.urls, topic, recorder) for n in range(LANES)]
+        preparing = asyncio.gather(
+            *[lane.run(EACH, random.Random(n)) for n, lane in enumerate(lanes)]
+        )
+        await asked(recorder, 5)
+        assert await leaves.stop() == 0
+        await preparing
+        await leaves.start()
+        await fleet.whole(fleet.proxies)
+
+        async def settled() -> bool:
+            left = await home.unsettled()
+            return {t["state"] for t in left if t["group"] != "later"} <= {"parked"}
+
+        await until(settled)
+    assert recorder.finished == 2 * LANES * EACH
+    judge = await convict(fleet, recorder, [topic])
+    for tx in judge.log.values():
+        wanted = {"never": {"parked"}, "later": {"pending"}}
+        assert tx.state in wanted.get(tx.group, {"committed", "rolled_back"}), judge.story(tx.id)
+        if tx.group == "never":
+            assert len(tx.counted) == ATTEMPTS
+    assert {tx.group for tx in judge.log.values()} == set(GROUPS)
+
+
+async def asked(recorder: Recorder, count: int) -> None:
+    """Wait until so many more checks were answered."""
+    wanted = len(recorder.history.asked) + count
+
+    async def enough() -> bool:
+        return len(recorder.history.asked) >= wanted
+
+    await until(enough)
+
+
+async def test_a_proxy_that_dies_between_question_and_answer_counts_as_an_attempt(
+    fleet: Fleet,
+) -> None:
+    """The session's proxy dies with the question under way; the SDK moves to another by itself,
+    and is asked again there."""
+    topic = await fleet.proxies[0].topic()
+    recorder = Recorder()
+    going_on, heard = asyncio.Event(), asyncio.Event()
+
+    async def check(request: CheckRequest) -> Decision:
+        recorder.history.asked.append(Asked(request.id, time.time(), "commit"))
+        heard.set()
+        await going_on.wait()
+        return Decision.COMMIT
+
+    async with TransactionalProducer(
+        fleet.urls, group="moving", check=check, limits=Limits(answer_timeout_s=3, heartbeat_s=3)
+    ):
+        at = await holder(fleet, "moving")
+        (asks, *_) = (proxy for proxy in fleet.proxies if proxy is not at)
+        token = "moving/0"
+        message = Message(topic, None, b"v", (("token", token.encode()),))
+        recorder.means(token, [message], business=False)
+        shown = {"topic": topic, "value": "v", "headers": {"token": token}}
+        with recorder.call("prepare", token) as call:
+            # Without a key it stays with the proxy that is called: not the session's.
+            call.id = await asks.prepare(shown, group="moving")
+        await asyncio.wait_for(heard.wait(), 20)
+        await at.kill()
+        going_on.set()
+        shown = await asks.reaches(call.id, "promoted")
+        assert (shown["source"], shown["attempts"]) == ("check", 2)
+        await at.launch()
+        await fleet.whole(fleet.proxies)
+    judge = await convict(fleet, recorder, [topic])
+    assert len(judge.asked[call.id]) == 2
+    assert judge.unsettled() == {}
+
+
+async def holder(fleet: Fleet, group: str) -> World:
+    """Return the one proxy at which a group has its session."""
+
+    async def found() -> World | None:
+        for proxy in fleet.proxies:
+            if f'txbroker_sessions{{group="{group}"}} 1.0' in await proxy.text("/metrics"):
+                return proxy
+        return None
+
+    world = await until(found)
+    assert isinstance(world, World)
+    return world
