@@ -281,6 +281,13 @@ async def test_a_zombie_gets_nothing_visible(in_memory: Proxies) -> None:
         with pytest.raises(OwnerUnavailable):
             await one.tell(id, "commit")
         assert (await two.tell(id, "rollback"))["state"] == "rolled_back"
+        # Nor does it tell what it remembers: that was so once.
+        with pytest.raises(OwnerUnavailable):
+            await one.state(id)
+        with pytest.raises(OwnerUnavailable):
+            await one.tell(id, "check")
+    with pytest.raises(OwnerUnavailable):
+        await one.listed(state="pending")
     coordinator.let_back("one")
     await in_memory.settled()
     for id in ids:

@@ -163,11 +163,13 @@ class Ownership:
         """Return the owner of a half partition.
 
         Raises:
-            OwnerUnavailable: it is not this proxy's, or not caught up.
+            OwnerUnavailable: it is not this proxy's, or not caught up, or suspended: then it may
+                be another one's by now, and what this one remembers is not how it stands.
         """
         holding = self._held.get(partition)
-        if holding is not None and holding.owner is not None:
-            return holding.owner
+        owner = None if holding is None else holding.owner
+        if owner is not None and owner.phase is not PartitionState.SUSPENDED:
+            return owner
         state, why = self._state(partition)
         ends = (PartitionState.TRUNCATED, PartitionState.NEWER, PartitionState.STOPPED)
         advice = "see /readyz and the proxy's log" if state in ends else "try again"
