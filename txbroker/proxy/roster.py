@@ -1,7 +1,10 @@
 """What goes on at the other proxies: who is there, and whose sessions they have."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
+
+import structlog
 
 from txbroker.checkers.leases import PeerSessions
 from txbroker.errors import RequestError
@@ -10,6 +13,10 @@ from txbroker.proxy.peers import Peers
 LOOK_EVERY_S = 1.0
 """How often the other proxies are asked for their sessions, seconds: about as long a group that
 appears there waits for its checks."""
+SILENT_LOOKS = 3
+"""Looks without an answer before it is said: one that comes or goes misses one or two."""
+
+log = structlog.get_logger()
 
 
 class Roster:
@@ -33,6 +40,8 @@ class Roster:
         self._sessions = sessions
         self._others = others
         self._every_s = every_s
+        self._silent: Counter[str] = Counter()
+        """How often in a row a proxy has not answered."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -50,6 +59,8 @@ class Roster:
         others = self._others()
         self._peers.only(others)
         self._sessions.only(others)
+        for url in self._silent.keys() - set(others):
+            del self._silent[url]
 
     async def _follow(self) -> None:
         while True:
@@ -59,8 +70,18 @@ class Roster:
     async def _look(self, url: str) -> None:
         try:
             found = await self._peers.sessions(url)
-        except RequestError:
+        except RequestError as error:
             self._sessions.forget(url)
+            self._not_answered(url, error)
             return
+        if self._silent.pop(url, 0) >= SILENT_LOOKS:
+            log.info("proxy answers again", url=url)
         if url in self._others():
             self._sessions.saw(url, found)
+
+    def _not_answered(self, url: str, error: RequestError) -> None:
+        """Say it, once: calls for what that proxy owns fail, and nothing else here shows why."""
+        if url in self._others():
+            self._silent[url] += 1
+            if self._silent[url] == SILENT_LOOKS:
+                log.warning("proxy does not answer", url=url, why=str(error))

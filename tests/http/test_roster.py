@@ -1,0 +1,52 @@
+"""What goes on at the other proxies: whom they can ask, and who of them does not answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from http_api import running_api
+from structlog.testing import capture_logs
+
+from txbroker.checkers.leases import PeerSessions
+from txbroker.proxy.peers import Peers
+from txbroker.proxy.roster import SILENT_LOOKS, Roster
+
+ME = "http://proxy-b:8470"
+
+
+async def test_a_proxy_with_another_token_is_told_of_once(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("theirs")
+    token = "ours"
+    async with running_api(token_file=file) as api:
+        others = [api.url]
+        peers = Peers(lambda: ME, lambda: token)
+        roster = Roster(peers, PeerSessions(lambda: ME), lambda: others)
+        with capture_logs() as logs:
+            for _ in range(SILENT_LOOKS - 1):
+                await roster._look(api.url)
+            assert logs == []
+            for _ in range(SILENT_LOOKS):
+                await roster._look(api.url)
+            assert [line["event"] for line in logs] == ["proxy does not answer"]
+            assert "it answered 401" in logs[0]["why"]
+            token = "theirs"
+            for _ in range(2):
+                await roster._look(api.url)
+            assert [line["event"] for line in logs[1:]] == ["proxy answers again"]
+        await peers.close()
+
+
+async def test_a_proxy_that_left_is_nobody_to_miss() -> None:
+    others = ["http://127.0.0.1:1"]
+    peers = Peers(lambda: ME)
+    roster = Roster(peers, PeerSessions(lambda: ME), lambda: others)
+    with capture_logs() as logs:
+        await roster._look("http://127.0.0.1:1")
+        others.clear()
+        roster.changed()
+        for _ in range(SILENT_LOOKS):
+            await roster._look("http://127.0.0.1:1")
+    assert logs == []
+    assert not roster._silent
+    await peers.close()
