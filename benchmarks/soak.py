@@ -23,6 +23,7 @@ from typing import Any
 _ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("cluster", "e2e", "")]
 
+from evidence import listed  # noqa: E402
 from fleet import Fleet, Web  # noqa: E402
 from judge import Judge, Topics, read_log  # noqa: E402
 from topic_reader import read_all  # noqa: E402
@@ -56,8 +57,7 @@ class Soak:
         self._seed = seed
         self._end = 0.0
         self._recorder = Recorder()
-        self._kills = 0
-        self._outages_s: list[float] = []
+        self._killed_at: list[float] = []
         self._memory: list[int] = []
 
     async def run(self) -> bool:
@@ -77,19 +77,21 @@ class Soak:
                 for number, group in enumerate(("orders", "orders", "bills"))
             ]
             unsure = await stack.enter_async_context(self._producer(0, "unsure"))
-            trouble = [asyncio.create_task(each) for each in (self._kill(), self._watch())]
-            await asyncio.gather(
-                *[self._lane(n, producers[n % 3], topics) for n in range(LANES)],
-                *[self._web(n, topics[1]) for n in range(WEB_LANES)],
-                self._unsure(unsure, topics[0]),
-                self._bring_back(back),
-            )
-            for task in trouble:
-                task.cancel()
-            await asyncio.gather(*trouble, return_exceptions=True)
+            watching = asyncio.create_task(self._watch())
+            try:
+                await asyncio.gather(
+                    self._kill(),
+                    *[self._lane(n, producers[n % 3], topics) for n in range(LANES)],
+                    *[self._web(n, topics[1]) for n in range(WEB_LANES)],
+                    self._unsure(unsure, topics[0]),
+                    self._bring_back(back),
+                )
+            finally:
+                watching.cancel()
             await self._settle()
         read = await asyncio.to_thread(read_all, first.bootstrap, first.prefix, [*topics, back])
-        return self._report(read)
+        lists = [await listed(proxy) for proxy in self._fleet.proxies]
+        return self._report(read, lists)
 
     def _producer(self, number: int, group: str) -> TransactionalProducer:
         urls = self._fleet.urls
@@ -157,35 +159,44 @@ class Soak:
     async def _kill(self) -> None:
         fate = random.Random(f"{self._seed}/kill")
         while True:
-            await asyncio.sleep(KILL_EVERY_S)
-            if time.monotonic() > self._end:
+            await asyncio.sleep(min(KILL_EVERY_S, max(0.0, self._end - time.monotonic())))
+            if time.monotonic() >= self._end:
                 return
             proxy = fate.choice(self._fleet.proxies)
             self._memory.append(_resident_mib(proxy))
             await proxy.kill()
-            self._kills += 1
+            self._killed_at.append(time.time())
             # Half of them are away for longer than their session: others take their place.
             await asyncio.sleep(fate.choice([0, 9]))
             await proxy.launch()
 
     async def _watch(self) -> None:
-        """See how long nothing at all was finished, and say how it goes."""
-        began = last = time.monotonic()
-        finished, longest, shown = 0, 0.0, 0.0
+        """Say how it goes."""
+        began = time.monotonic()
         while True:
-            await asyncio.sleep(0.05)
-            now = time.monotonic()
-            if len(self._recorder.history.calls) != finished:
-                finished, last = len(self._recorder.history.calls), now
-            longest = max(longest, now - last)
-            if now - shown > KILL_EVERY_S:
-                self._outages_s.append(longest)
-                shown, longest = now, 0.0
-                print(
-                    f"{now - began:5.0f} s: {finished} calls, {self._kills} kills",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            await asyncio.sleep(KILL_EVERY_S)
+            answered = sum(call.result == "ok" for call in self._recorder.history.calls)
+            print(
+                f"{time.monotonic() - began:5.0f} s: {answered} calls answered, "
+                f"{len(self._killed_at)} kills, {len(self._shop.rows())} orders",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _outages_s(self) -> list[float]:
+        """For each kill, how long the call took that had to wait longest for its answer."""
+        until_s = [*self._killed_at[1:], float("inf")]
+        return [
+            max(
+                (
+                    call.ended - call.began
+                    for call in self._recorder.history.calls
+                    if call.ended > killed and call.began < over
+                ),
+                default=0.0,
+            )
+            for killed, over in zip(self._killed_at, until_s, strict=False)
+        ]
 
     async def _settle(self) -> None:
         first = self._fleet.proxies[0]
@@ -204,28 +215,30 @@ class Soak:
 
     # --- what came of it -------------------------------------------------------------------
 
-    def _report(self, read: Topics) -> bool:
+    def _report(self, read: Topics, lists: list[dict[str, str]]) -> bool:
         sums = _sums(read)
         calls = Counter(f"{c.what} {c.result}" for c in self._recorder.history.calls)
-        print(f"{self._seconds:.0f} s, {self._kills} kills, seed {self._seed}")
+        print(f"{self._seconds:.0f} s, {len(self._killed_at)} kills, seed {self._seed}")
         print("calls: " + ", ".join(f"{name} {n}" for name, n in sorted(calls.items())))
         print(", ".join(f"{name} {n}" for name, n in sums.items()))
-        longest = max(self._outages_s[1:], default=0.0)
-        took_s = sorted(c.ended - c.began for c in self._recorder.history.calls if c.result == "ok")
-        print(
-            f"calls took {took_s[len(took_s) // 2] * 1000:.0f} ms (median), "
-            f"{took_s[len(took_s) * 999 // 1000]:.1f} s (99.9 %), {took_s[-1]:.1f} s at most; "
-            f"longest time without any answer at all: {longest:.1f} s"
-        )
-        print(f"memory of a proxy: {max(self._memory)} MiB at most")
-        decided = sums["committed"] + sums["rolled back"] + sums["parked"] + sums["pending"]
-        whole = sums["prepared"] == decided and sums["doubled"] == 0
+        print(f"prepared {sums['prepared'] / self._seconds:.1f} transactions/s")
+        outages_s = self._outages_s()
+        print("longest call at each kill, s: " + " ".join(f"{s:.1f}" for s in outages_s))
+        print(f"memory of a proxy at its peak: {max(self._memory)} MiB at most")
+        settled = sums["visible"] + sums["rolled back"]
+        kept = sums["parked"] + sums["refused"] + sums["pending"]
+        whole = sums["prepared"] == settled + kept and sums["doubled"] == 0
         whole = whole and sums["committed"] == sums["visible"] + sums["refused"]
         print("adds up" if whole else "DOES NOT ADD UP")
-        found = Judge(self._recorder.history, read, self._shop.rows()).judge()
+        judge = Judge(self._recorder.history, read, self._shop.rows())
+        found = judge.judge()
         for violation in found[:10]:
             print(violation)
-        return whole and not found
+        same = all(each == judge.unsettled() for each in lists)
+        print(
+            "every proxy lists " + ("what" if same else "SOMETHING ELSE THAN") + " the topics hold"
+        )
+        return whole and same and not found
 
 
 def _sums(read: Topics) -> dict[str, int]:
@@ -257,20 +270,22 @@ def _sums(read: Topics) -> dict[str, int]:
 
 def _resident_mib(proxy: World) -> int:
     status = Path(f"/proc/{proxy.pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) // 1024
 
 
 async def soak(minutes: float, seed: int) -> bool:
     """Run on a Kafka of its own."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedKafka() as kafka:
-        fleet = Fleet(kafka.bootstrap, 3, check_attempts_max=6)
+        fleet = Fleet(kafka.bootstrap, 3, check_attempts_max=6, log_level="warning")
         shop = Shop(Path(folder) / "shop.db")
         try:
             await fleet.start()
             return await Soak(fleet, shop, minutes * 60, seed).run()
         finally:
-            await fleet.close()
+            # It shows what the proxies logged; stdout is for the sums.
+            with contextlib.redirect_stdout(sys.stderr):
+                await fleet.close()
 
 
 def main() -> int:

@@ -70,9 +70,15 @@ class Fleet:
         await until(owned)
 
     async def close(self) -> None:
-        """End all of them; their terminals must be clean."""
+        """End all of them, whatever is wrong with one; their terminals must be clean."""
+        wrong: list[BaseException] = []
         for proxy in self.proxies:
-            await proxy.close()
+            try:
+                await proxy.close()
+            except (AssertionError, TimeoutError) as error:
+                wrong.append(error)
+        if wrong:
+            raise wrong[0]
 
 
 async def owned_by(proxy: World) -> list[int]:
@@ -210,8 +216,10 @@ async def judged(fleet: Fleet, shop: Shop, disturb: Disturb, transactions: int) 
     lists = [sorted(t["id"] for t in await proxy.unsettled()) for proxy in fleet.proxies]
     assert all(found == lists[0] for found in lists)
     read = await asyncio.to_thread(read_all, first.bootstrap, first.prefix, topics)
-    found = Judge(recorder.history, read, shop.rows()).judge()
+    judge = Judge(recorder.history, read, shop.rows())
+    found = judge.judge()
     assert not found, "\n".join(map(str, found[:5]))
+    assert lists[0] == sorted(judge.unsettled())
     assert recorder.finished == transactions
     assert len({record.header("txb-id") for record in read.targets}) > transactions / 2
     return recorder
