@@ -17,6 +17,8 @@ from world import until
 from txbroker.embedded import EmbeddedKafka
 
 TRANSACTIONS = 1000
+HANDOVER_S = 2.0
+"""Half a second was measured while other tests kept both cores busy."""
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ async def test_a_proxy_that_leaves_hands_over_at_once(fleet: Fleet, shop: Shop) 
         took_s = time.monotonic() - left_s[0]
         print(f"handed over within {took_s:.2f} s")
         assert await stopping == 0
-        assert took_s < SESSION_S / 2
+        assert took_s < HANDOVER_S
         await goes.start()
 
     await judged(fleet, shop, leave, TRANSACTIONS)
