@@ -232,8 +232,9 @@ async def test_a_proxy_that_dies_between_question_and_answer_counts_as_an_attemp
         await asyncio.wait_for(heard.wait(), 20)
         await at.kill()
         going_on.set()
-        shown = await asks.reaches(call.id, "promoted")
-        assert (shown["source"], shown["attempts"]) == ("check", 2)
+        standing = await asks.reaches(call.id, "promoted")
+        assert standing["source"] == "check"
+        assert standing["attempts"] == 2
         await at.launch()
         await fleet.whole(fleet.proxies)
     judge = await convict(fleet, recorder, [topic])
