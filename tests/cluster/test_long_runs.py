@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-LONG = bool(os.environ.get("TXBROKER_TEST_LONG"))
-pytestmark = pytest.mark.skipif(not LONG, reason="TXBROKER_TEST_LONG is not set")
 
 
 async def output(name: str, *arguments: str) -> str:
