@@ -23,8 +23,8 @@ from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import OwnerUnavailable
 from txbroker.sdk import Limits, TransactionalProducer
 
-GONE_S = 60.0 if os.environ.get("TXBROKER_TEST_LONG") else 12.0
-"""How long Kafka hangs: longer than a write is tried, so that calls do fail."""
+GONE_S = 60.0 if os.environ.get("TXBROKER_TEST_LONG") else 15.0
+"""How long Kafka hangs: longer than a session, and than a write is tried, so that calls do fail."""
 TRANSACTIONS = 900
 
 

@@ -10,6 +10,7 @@ from rules_world import Gate, World, commit, marker, settled, until
 from txbroker.core.codec import encode_marker
 from txbroker.core.records import MarkerKind, Record
 from txbroker.door import Appended, Log
+from txbroker.errors import OwnerUnavailable
 from txbroker.proxy import appender
 from txbroker.proxy.owner import Owner
 
@@ -90,3 +91,23 @@ async def test_who_gives_up_leaves_nothing_behind(world: World) -> None:
     assert [r.key for batch in batches for r in batch] == [ids[3].encode()]
     assert [queue.size for queue in owner._op._queues.values()] == [0, 0]
     await until(lambda: len(world.visible()) == 2)
+
+
+async def test_who_waits_is_answered_when_the_owner_is_suspended(world: World) -> None:
+    owner = await world.owner()
+    ids = [await world.prepared(owner) for _ in range(3)]
+    gate, batches = await held_up(world, owner)
+    going = asyncio.create_task(commit(owner, ids[0]))
+    await gate.reached.wait()
+    waiting = [asyncio.create_task(commit(owner, id)) for id in ids[1:]]
+    await settled()
+    owner.suspend()
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [OwnerUnavailable] * 2
+    # What is on its way is written, whatever anybody says, so its answer is waited for.
+    assert not going.done()
+    gate.open()
+    await going
+    owner.resume()
+    await asyncio.gather(*[commit(owner, id) for id in ids[1:]])
+    assert len(batches) >= 1

@@ -176,6 +176,11 @@ class Appender:
             for entry in self._waiting():
                 _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
 
+    def turn_away(self) -> None:
+        """Answer those that wait, and are not on their way yet: nobody knows when it would be."""
+        for entry in self._waiting():
+            _fail(entry, OwnerUnavailable("nobody knows now whose the partition is: try again"))
+
     def _waiting(self) -> list[_Entry]:
         entries = []
         for queue in self._queues.values():

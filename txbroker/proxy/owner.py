@@ -309,11 +309,14 @@ class Owner:
     def suspend(self) -> None:
         """Nobody knows whose the partition is: write nothing, and keep everything.
 
-        Calls get `owner_unavailable`; what waits to be written goes on waiting.
+        Calls get `owner_unavailable`, also those that wait; only what is on its way already is
+        waited for.
         """
         if self._gate.is_set():
             self._gate.clear()
             self._answers.suspended = True
+            self._half.turn_away()
+            self._op.turn_away()
             self._snapshots.abandon()
             if self._checking is not None:
                 self._checking.cancel()
