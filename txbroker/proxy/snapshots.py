@@ -19,9 +19,10 @@ from txbroker.errors import KafkaUnavailable
 
 LOOK_S = 1.0
 """How often it is seen whether a snapshot is due, seconds."""
-REST = 4.0
-"""After each chunk a rest of so many times what it took: others get most of the time."""
-REST_MIN_S, REST_MAX_S = 0.005, 0.2
+REST = 1.0
+"""After each chunk a rest of so many times what it took, beside the one that storing it takes."""
+REST_MIN_S, REST_MAX_S = 0.002, 0.02
+"""Not longer: what comes while a snapshot is written is replayed by a restart."""
 PAUSE_S = 30.0
 """After a snapshot that could not be written, seconds."""
 ENTRIES_SHARE = 4
