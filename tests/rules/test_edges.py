@@ -14,6 +14,7 @@ from txbroker.core.codec import encode_half, encode_kept
 from txbroker.core.records import Claim, Kept, Record, State
 from txbroker.door import Claimed, Hanging, LogTruncated, TurnLost
 from txbroker.errors import NewerRecord, Overloaded, OwnerUnavailable
+from txbroker.proxy import owner as owner_module
 from txbroker.testing.door import MemoryPartitionDoor
 
 LOGS = ["half", "op"]
@@ -270,6 +271,34 @@ async def test_an_owner_that_slept_through_a_takeover_is_fenced_when_it_resumes(
     await until(lambda: world.stops)
     await until(lambda: len(world.visible()) == 2)
     assert world.visible()[0] == id
+
+
+async def test_what_another_owner_promoted_meanwhile_is_not_promoted_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It does not happen to read what the other wrote before its turn is fenced.
+    monkeypatch.setattr(owner_module, "IDLE_S", 60.0)
+    first = await world.owner()
+    mine = await world.committed(first)
+    first.suspend()
+    second = await world.owner()
+    too_large = await world.prepared(second, message("x" * 500, topic="u"))
+    world.kafka.set_message_bytes_max("u", 200)
+    theirs = await world.committed(second)
+    await commit(second, too_large)
+    await until(lambda: world.told.refusals == [too_large])
+    await until(lambda: second.ledger.settled_count == 2)
+    standing, copies = world.progress(), world.parked()
+    await second.close()
+    first.resume()
+    await until(lambda: first.ledger.settled_count == 2)
+    last = await world.committed(first)
+    await until(lambda: last in world.visible())
+    assert world.visible() == [mine, theirs, last]
+    assert first.ledger.refused.keys() == {too_large}
+    assert world.parked() == copies
+    progress = world.progress()
+    assert (progress.op, progress.half) >= (standing.op, standing.half)
 
 
 # --- newer, full -------------------------------------------------------------------------------

@@ -443,6 +443,10 @@ class Owner:
             try:
                 await self._check_ours()
                 claimed = await self._door.claim(self._new_claim())
+                # Another owner may have come and gone: what it appended and promoted is done by
+                # this progress, and would be promoted again if it were read later.
+                await self._op.catch_up()
+                await self._half.catch_up()
                 kept = await read_copies(self._door)
                 break
             except KafkaUnavailable as error:
