@@ -23,6 +23,7 @@ from rules_world import (
 
 from txbroker.checkers.base import Answered, Channel, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.runner import CheckRunner
+from txbroker.core.codec import decode_kept
 from txbroker.core.outcome import Effect
 from txbroker.core.records import (
     CheckPolicy,
@@ -32,8 +33,10 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
+from txbroker.door import Turn, TurnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.owner import Owner
+from txbroker.testing.door import MemoryPartitionDoor
 
 DUE, ASKED = CheckReason.DUE, CheckReason.ASKED
 NOW = CheckPolicy(after_s=0.0)
@@ -225,6 +228,28 @@ async def test_it_is_parked_after_the_last_attempt_and_its_timeout(world: World)
     await until(lambda: world.parked() == [(f"{id}/0".encode(), True)])
     await until(lambda: runner.queued == 0)
     await runner.close()
+
+
+async def test_one_that_parks_while_an_older_copy_is_written_gets_one_that_says_so(
+    world: World,
+) -> None:
+    async def slowly(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+        handle = await door.write(turn)
+        await written.wait()
+        return handle
+
+    owner, written = await world.owner(), Gate()
+    id = await world.prepared(owner, policy=CheckPolicy(0.0, 0.0, 1, 0.0))
+    world.partition.writes.append(slowly)
+    owner.ledger.to_keep[id] = known(owner, id)
+    owner._promoter.wake()
+    await written.reached.wait()
+    world.zombie_mark(MarkerKind.CHECK, id, round=1, number=1, reason="due")
+    await until(lambda: known(owner, id).state is State.PARKED)
+    written.open()
+    await until(lambda: len(world.parked()) == 2)
+    copies = [decode_kept(record).facts for record in world.kafka.visible("txbroker.parked")]
+    assert [facts and facts.state for facts in copies] == ["pending", "parked"]
 
 
 async def test_no_attempt_is_accepted_beyond_the_last(world: World) -> None:

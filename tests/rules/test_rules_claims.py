@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 from rules_world import (
     GROUP,
+    Gate,
     ScriptedDoor,
     ScriptedPartition,
     World,
@@ -421,6 +422,32 @@ async def test_assignments_are_taken_at_once_and_recovery_runs_beside(world: Wor
     assert time.monotonic() - started < 1.0
     opened.set()
     await until(lambda: set(broker.readiness().partitions.values()) == {"owned"})
+
+
+async def test_assigned_again_while_a_fenced_one_still_closes_it_is_opened_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(partition: ScriptedPartition) -> None:
+        partition.claims.append(_fenced)
+        monkeypatch.setattr(partition, "close", closing.wait)
+
+    async def moved(_partition: int) -> bool:
+        return False
+
+    closing = Gate()
+    broker = await broker_on(world, 1)
+    _, door = world._brokers[-1]
+    ownership = broker._ownership
+    await until(lambda: broker.readiness().partitions[0] == "owned")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(door, "prepare_partition", lose)
+        elsewhere.setattr(ownership, "_still_ours", moved)
+        ownership._assigned(Assignment(frozenset(), ("http://other",), (), 1))
+        ownership._assigned(Assignment(frozenset({0}), ("",), (), 1))
+        await closing.reached.wait()
+    ownership._assigned(Assignment(frozenset({0}), ("",), (), 1))
+    closing.open()
+    await until(lambda: broker.readiness().partitions[0] == "owned")
 
 
 async def test_a_call_to_an_owner_that_has_closed_fails_at_once(world: World) -> None:

@@ -294,8 +294,9 @@ class Ownership:
                 await owner.open()
             except Fenced:
                 self._events.fenced()
-                await owner.close()
+                # First of all: assigned again while this one closes, it is to be opened anew.
                 self._give_up(partition, holding)
+                self._until_done(asyncio.create_task(owner.close()))
                 return
             except KafkaUnavailable as error:
                 log.warning("partition not opened", partition=partition, why=str(error))

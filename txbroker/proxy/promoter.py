@@ -259,6 +259,7 @@ class Promoter:
         for transaction in flight.keep:
             # Kept from here on: whatever settles it meanwhile must remove the copy.
             transaction.kept = True
+        kept_as = [(transaction, transaction.state) for transaction in flight.keep]
         try:
             handle = await self._door.write(self._encode(flight))
         except TurnRefused as error:
@@ -273,8 +274,10 @@ class Promoter:
                 # Or every turn from now on would be lost with it.
                 self._trouble.avoid(error.cause)
         else:
-            for transaction in flight.keep:
-                self._ledger.to_keep.pop(transaction.id, None)
+            for transaction, state in kept_as:
+                # One that was parked meanwhile needs a copy that says so.
+                if transaction.state is state:
+                    self._ledger.to_keep.pop(transaction.id, None)
             for transaction in flight.release:
                 self._ledger.to_release.pop(transaction.id, None)
             task = asyncio.create_task(self._finish(flight, handle))
