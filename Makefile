@@ -30,7 +30,7 @@ $(VENV)/.runtime: $(BIN)/python setup.cfg constraints.txt
 
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing the development tools into $(VENV)" >&2
-	@$(INSTALL) -e '.[embedded,dev]'
+	@$(INSTALL) -e '.[embedded,spark,dev]'
 	@touch $@
 
 .PHONY: install
@@ -87,7 +87,7 @@ tools: ## Install the system tools that some tests need (Debian, as root)
 .PHONY: lock
 lock: ## Renew constraints.txt with the newest versions that setup.cfg allows
 	@rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	@$(VENV)-lock/bin/python -m pip install --quiet '.[embedded,dev]'
+	@$(VENV)-lock/bin/python -m pip install --quiet '.[embedded,spark,dev]'
 	@{ echo "# Every version that the tests ran with. Renewed by: make lock"; \
 		$(VENV)-lock/bin/python -m pip freeze --exclude txbroker --exclude pip --all; \
 		} > constraints.txt

@@ -88,7 +88,7 @@ class KafkaWorld:
         return name
 
     def _create(self, new: NewTopic) -> None:
-        self._admin.create_topics([new])[new.topic].result(10)
+        self._admin.create_topics([new])[new.topic].result(90)
         deadline = time.monotonic() + 10
         # Created is decided by the controller; the broker hears of it a little later.
         while new.topic not in self._admin.list_topics(timeout=10).topics:

@@ -1,0 +1,1 @@
+"""The audit: Spark reads the topics themselves and proves how every transaction ended."""
