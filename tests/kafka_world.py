@@ -25,6 +25,8 @@ from txbroker.kafka import KafkaDoor, KafkaSettings
 
 _NUMBERS = itertools.count()
 _READ_TIMEOUT_S = 10.0
+ADMIN_TIMEOUT_S = 60.0
+"""A Kafka that was stopped for a moment may take longer than ten seconds over its first answer."""
 
 
 class KafkaWorld:
@@ -88,10 +90,10 @@ class KafkaWorld:
         return name
 
     def _create(self, new: NewTopic) -> None:
-        self._admin.create_topics([new])[new.topic].result(90)
-        deadline = time.monotonic() + 10
+        self._admin.create_topics([new])[new.topic].result(ADMIN_TIMEOUT_S)
+        deadline = time.monotonic() + ADMIN_TIMEOUT_S
         # Created is decided by the controller; the broker hears of it a little later.
-        while new.topic not in self._admin.list_topics(timeout=10).topics:
+        while new.topic not in self._admin.list_topics(timeout=ADMIN_TIMEOUT_S).topics:
             assert time.monotonic() < deadline, f"{new.topic} does not appear"
 
     async def delete_topic(self, topic: str) -> None:
@@ -99,9 +101,9 @@ class KafkaWorld:
         await asyncio.to_thread(self._delete, topic)
 
     def _delete(self, topic: str) -> None:
-        self._admin.delete_topics([topic])[topic].result(10)
-        deadline = time.monotonic() + 10
-        while topic in self._admin.list_topics(timeout=10).topics:
+        self._admin.delete_topics([topic])[topic].result(ADMIN_TIMEOUT_S)
+        deadline = time.monotonic() + ADMIN_TIMEOUT_S
+        while topic in self._admin.list_topics(timeout=ADMIN_TIMEOUT_S).topics:
             assert time.monotonic() < deadline, f"{topic} does not go away"
 
     async def recreate_topic(self, topic: str) -> None:
@@ -115,9 +117,9 @@ class KafkaWorld:
         await asyncio.to_thread(self._add_partitions, topic, total)
 
     def _add_partitions(self, topic: str, total: int) -> None:
-        self._admin.create_partitions([NewPartitions(topic, total)])[topic].result(10)
-        deadline = time.monotonic() + 10
-        while len(self._admin.list_topics(topic, timeout=10).topics[topic].partitions) != total:
+        self._admin.create_partitions([NewPartitions(topic, total)])[topic].result(ADMIN_TIMEOUT_S)
+        deadline = time.monotonic() + ADMIN_TIMEOUT_S
+        while len(self._admin.list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions) != total:
             assert time.monotonic() < deadline, f"{topic} does not get {total} partitions"
 
     async def hang(self, topic: str, partition: int) -> Callable[[], Awaitable[None]]:
@@ -157,12 +159,12 @@ class KafkaWorld:
             ],
         )
         futures = self._admin.incremental_alter_configs([change])
-        await asyncio.to_thread(lambda: futures[change].result(10))
+        await asyncio.to_thread(lambda: futures[change].result(ADMIN_TIMEOUT_S))
 
     async def truncate(self, topic: str, partition: int, before: int) -> None:
         """Delete the records of a topic (full name) below an offset."""
         at = TopicPartition(topic, partition, before)
-        await asyncio.to_thread(lambda: self._admin.delete_records([at])[at].result(10))
+        await asyncio.to_thread(lambda: self._admin.delete_records([at])[at].result(ADMIN_TIMEOUT_S))
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
         """What a `read_committed` consumer sees of a topic (full name), from begin to end."""
