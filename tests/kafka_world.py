@@ -119,7 +119,10 @@ class KafkaWorld:
     def _add_partitions(self, topic: str, total: int) -> None:
         self._admin.create_partitions([NewPartitions(topic, total)])[topic].result(ADMIN_TIMEOUT_S)
         deadline = time.monotonic() + ADMIN_TIMEOUT_S
-        while len(self._admin.list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions) != total:
+        while (
+            len(self._admin.list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions)
+            != total
+        ):
             assert time.monotonic() < deadline, f"{topic} does not get {total} partitions"
 
     async def hang(self, topic: str, partition: int) -> Callable[[], Awaitable[None]]:
@@ -164,7 +167,9 @@ class KafkaWorld:
     async def truncate(self, topic: str, partition: int, before: int) -> None:
         """Delete the records of a topic (full name) below an offset."""
         at = TopicPartition(topic, partition, before)
-        await asyncio.to_thread(lambda: self._admin.delete_records([at])[at].result(ADMIN_TIMEOUT_S))
+        await asyncio.to_thread(
+            lambda: self._admin.delete_records([at])[at].result(ADMIN_TIMEOUT_S)
+        )
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
         """What a `read_committed` consumer sees of a topic (full name), from begin to end."""
