@@ -25,20 +25,21 @@ order. The last four columns are the check policy; it and `order_mark` are on th
 """
 
 OP = """
-    id string, partition int, offset bigint, at_ms bigint, early boolean,
+    id string, partition int, offset bigint, at_ms bigint, clock_ms bigint, early boolean,
     kind string, source string, grp string, round int, number int, reason string, later_ms bigint,
     contents array<struct<seq: int, topic: string, target_partition: int, body: bigint,
         headers: bigint, timestamp_ms: bigint>>, contents_count int
 """
-"""One row for each marker. `contents`: the replacing messages that follow a commit, by `seq`; null
+"""One row for each marker. `clock_ms`: the operation topic's log clock there, by which checks are
+timed; `at_ms` is what promoted messages bear. `contents`: the replacing messages that follow a commit, by `seq`; null
 where it announces none. A batch that is not whole is no marker."""
 
 VISIBLE = """
     id string, topic string, partition int, offset bigint, at_ms bigint, seq int, count int,
-    body bigint, headers bigint
+    body bigint, headers bigint, append_time boolean
 """
-"""One row for each record of a target topic whose first header is `txb-id`. `at_ms`: its timestamp
-(the user's, or the broker's). Other records of a target topic are none of ours."""
+"""One row for each record of a target topic whose first header is `txb-id`. `at_ms`: its timestamp.
+`append_time`: whether that is the broker's (timestamp type LogAppendTime) and not its writer's. Other records of a target topic are none of ours."""
 
 PARKED = """
     id string, partition int, offset bigint, seq int, at_ms bigint, state string, cause string,
@@ -63,7 +64,8 @@ VERDICT = """
 """One row for each transaction; the table that `audit run` writes, below run, day and verdict.
 
 `day`: of the id's time (UTC). `verdict`: the gravest finding, else `settled`, `pending`,
-`committed`, `parked`, `refused` or `void`. `attempts`: of the last round, given back ones left out.
+`committed`, `parked`, `refused`, `void` or `gone` (retention or compaction took what would tell).
+`attempts`: of the last round, given back ones left out.
 `visible_at_ms`: append time of the last message to become visible; null where the target's topic
 does not tell (its timestamps are the user's). `places`: where its messages are visible. `why`: the
 findings in a sentence; null without any.
@@ -132,13 +134,15 @@ class Terms(Struct, frozen=True):
 
 class TopicRead(Struct, frozen=True):
     """How far a topic was read: by partition, the first offset that was there, where reading began
-    and where it ended. `taken`: records that retention took before anybody read them."""
+    and where it ended. `taken`: records that retention took before anybody read them. `compacted`:
+older records of a key may be missing. A topic that is no more has no partitions here."""
 
     topic: str
     starts: tuple[int, ...]
     begins: tuple[int, ...]
     ends: tuple[int, ...]
     taken: int = 0
+    compacted: bool = False
 
 
 class Cut(Struct, frozen=True):
@@ -153,6 +157,8 @@ class Cut(Struct, frozen=True):
     half_early: tuple[int, ...]
     half_clock_ms: tuple[int, ...] = ()
     """The half topic's log clock at the ends, by partition."""
+    op_clock_ms: tuple[int, ...] = ()
+    """And the operation topic's."""
 
 
 class Example(Struct, frozen=True):
