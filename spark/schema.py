@@ -31,15 +31,16 @@ OP = """
         headers: bigint, timestamp_ms: bigint>>, contents_count int
 """
 """One row for each marker. `clock_ms`: the operation topic's log clock there, by which checks are
-timed; `at_ms` is what promoted messages bear. `contents`: the replacing messages that follow a commit, by `seq`; null
-where it announces none. A batch that is not whole is no marker."""
+timed; `at_ms` is what promoted messages bear. `contents`: the replacing messages that follow a
+commit, by `seq`; null where it announces none. A batch that is not whole is no marker."""
 
 VISIBLE = """
     id string, topic string, partition int, offset bigint, at_ms bigint, seq int, count int,
     body bigint, headers bigint, append_time boolean
 """
 """One row for each record of a target topic whose first header is `txb-id`. `at_ms`: its timestamp.
-`append_time`: whether that is the broker's (timestamp type LogAppendTime) and not its writer's. Other records of a target topic are none of ours."""
+`append_time`: whether that is the broker's (timestamp type LogAppendTime) and not its writer's. Other
+records of a target topic are none of ours."""
 
 PARKED = """
     id string, partition int, offset bigint, seq int, at_ms bigint, state string, cause string,
@@ -134,8 +135,8 @@ class Terms(Struct, frozen=True):
 
 class TopicRead(Struct, frozen=True):
     """How far a topic was read: by partition, the first offset that was there, where reading began
-    and where it ended. `taken`: records that retention took before anybody read them. `compacted`:
-older records of a key may be missing. A topic that is no more has no partitions here."""
+        and where it ended. `taken`: records that retention took before anybody read them. `compacted`:
+    older records of a key may be missing. A topic that is no more has no partitions here."""
 
     topic: str
     starts: tuple[int, ...]
