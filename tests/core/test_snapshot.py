@@ -25,14 +25,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from txbroker.core import snapshot
+from txbroker.core import settled, snapshot
 from txbroker.core.ids import parse_id
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Waiting
 from txbroker.core.records import RECORD_VERSION, Cause, Record, State
 from txbroker.core.schedule import Schedule, due_ms
 from txbroker.core.settled import SHOWN_MAX
-from txbroker.core.snapshot import Capture, chunks_in, find_whole, load
+from txbroker.core.snapshot import Capture, chunks_in, find_whole, load, segment_key, segments_in
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 
@@ -73,7 +73,8 @@ def end_of(transaction: Transaction) -> tuple[object, ...]:
     return (
         transaction.state, transaction.decision, transaction.offset, transaction.op_offset,
         transaction.prepared_at_ms, transaction.decided_at_ms, transaction.fingerprint,
-        transaction.contents_fingerprint, transaction.places, half.group, half.dedup_key,
+        transaction.contents_fingerprint, [(p.topic, p.partition) for p in transaction.places],
+        half.group, half.dedup_key,
     )  # fmt: skip
 
 
@@ -148,6 +149,8 @@ def test_a_snapshot_and_the_rest_are_a_replay(logs: Logs, seed: int) -> None:
     clock_ms = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "CHUNK_ENTRIES", 2)
+        patch.setattr(settled, "SEGMENT_ENTRIES", chance.choice([1, 2, 5]))
+        patch.setattr(settled, "SHOWN_MAX", chance.choice([2, 10]))
         for number in range(length + 1):
             if number == begin:
                 clock_ms = ledger.half_clock_ms
@@ -244,11 +247,79 @@ def test_what_the_slot_held_before_is_removed() -> None:
     logs = Logs()
     before = capture(many(20, logs))
     assert chunks_in(0, before) == 10
-    after = list(Capture(many(), "two", 0, RECORD_VERSION, chunks_in(0, before)).records())
-    newest = {record.key: record for record in before + after}
+    taken = Capture(many(), "two", 0, RECORD_VERSION, chunks_in(0, before))
+    after = list(taken.records())
+    assert len(taken.superfluous()) == 7
+    newest = {record.key: record for record in before + after + taken.superfluous()}
     left = [record for record in newest.values() if record.value is not None]
     assert chunks_in(0, left) == 3
     assert find_whole(left)[0].closing.snapshot == "two"
+
+
+def test_each_segment_of_settled_ones_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 4)
+    logs = Logs()
+    ledger = new_ledger()
+    topic: dict[bytes | None, Record] = {}
+    written: list[bytes | None] = []
+    for round_number in range(6):
+        for number in range(5 * round_number, 5 * round_number + 5):
+            logs.prepare(half_of(id_of(number)), START_MS + number)
+            logs.mark(marker_of("rollback", id_of(number), group="g"), START_MS + number)
+        apply_all(ledger, logs, 5 * round_number + 5, 5 * round_number + 5)
+        stored = segments_in(topic.values())
+        taken = Capture(ledger, f"{round_number}", round_number % 2, RECORD_VERSION, 0, stored)
+        for record in taken.records():
+            topic[record.key] = record
+            written += [record.key] if b"settled" in (record.key or b"") else []
+        found = loaded(list(topic.values()))
+        assert [t.id for t in found.settled] == [t.id for t in ledger.settled]
+        assert [end_of(t) for t in found.settled] == [end_of(t) for t in ledger.settled]
+    assert len(written) == len(set(written)) == 12
+    assert {segment_key(name) for name in segments_in(topic.values())} == set(written)
+
+
+def settled_ledger(count: int) -> Ledger:
+    """Return a ledger that remembers so many settled ones, in segments of four."""
+    logs = Logs()
+    for number in range(count):
+        logs.prepare(half_of(id_of(number), dedup_key=f"d{number}"), START_MS + number)
+        logs.mark(marker_of("rollback", id_of(number), group="g"), START_MS + number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settled, "SEGMENT_ENTRIES", 4)
+        return replayed(logs)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_without_a_segment_or_with_a_damaged_one_it_does_not_count(number: int) -> None:
+    records = capture(settled_ledger(12))
+    assert len(find_whole(records)[0].segments) == 3
+    assert find_whole(records[:number] + records[number + 1 :]) == []
+    value = records[number].value
+    assert value is not None
+    for at in range(0, len(value), 7):
+        damaged = value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
+        broken = [*records]
+        broken[number] = structs.replace(records[number], value=damaged)
+        assert find_whole(broken) == []
+
+
+def test_forgetting_goes_by_segments_and_spares_what_is_held() -> None:
+    ledger = settled_ledger(12)
+    window = ledger.settled
+    assert [segment.count for segment in window.segments] == [4, 4, 4]
+    everything_ms = START_MS + 1000
+    assert window.forget(START_MS + 7, 0, {}) != []
+    assert [t.id for t in window] == [id_of(number) for number in range(4, 12)]
+    assert window.forget(everything_ms, 5, {}) == []
+    assert window.forget(everything_ms, 0, {id_of(6): None}) == []
+    gone = window.forget(everything_ms, 4, {})
+    assert [(each.id, each.dedup_key) for each in gone] == [
+        (id_of(number), f"d{number}") for number in range(4, 8)
+    ]
+    assert window.get(id_of(5)) is None
+    assert id_of(5) not in window
+    assert len(window) == 4
 
 
 def test_an_abandoned_capture_is_in_nobodys_way() -> None:

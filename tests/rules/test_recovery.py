@@ -22,6 +22,7 @@ from rules_world import (
     until,
 )
 
+from txbroker.core import settled as core_settled
 from txbroker.core import snapshot as core_snapshot
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import (
@@ -53,6 +54,7 @@ POLICY = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=2, timeout_s=0.0)
 @pytest.fixture(autouse=True)
 def _small_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_snapshot, "CHUNK_ENTRIES", 3)
+    monkeypatch.setattr(core_settled, "SEGMENT_ENTRIES", 2)
     monkeypatch.setattr(snapshots, "REST_MIN_S", 0.0)
     monkeypatch.setattr(snapshots, "REST_MAX_S", 0.0)
 

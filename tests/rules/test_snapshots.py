@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 from recovery_world import snapshot
-from rules_world import Gate, World, commit, known, raising, until
+from rules_world import WINDOW_MS, Gate, World, commit, known, raising, roll_back, until
 
+from txbroker.core import settled as core_settled
 from txbroker.core import snapshot as core_snapshot
 from txbroker.core.records import Record, State
-from txbroker.core.snapshot import Whole, find_whole
+from txbroker.core.snapshot import Whole, find_whole, segments_in
 from txbroker.door import TurnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy import snapshots
@@ -22,6 +23,8 @@ from txbroker.testing.door import MemoryPartitionDoor
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_snapshot, "CHUNK_ENTRIES", 2)
+    monkeypatch.setattr(core_settled, "SEGMENT_ENTRIES", 2)
+    monkeypatch.setattr(snapshots, "CHUNK_BYTES", 1)
     monkeypatch.setattr(snapshots, "LOOK_S", 0.002)
     monkeypatch.setattr(snapshots, "PAUSE_S", 0.002)
     monkeypatch.setattr(snapshots, "REST_MIN_S", 0.0)
@@ -185,3 +188,46 @@ async def test_a_damaged_one_costs_a_longer_replay_and_no_more(world: World) -> 
     assert whole(world) == []
     again = await world.owner()
     assert list(again.ledger.transactions) == ids
+
+
+async def settled(world: World, owner: Owner, count: int) -> None:
+    """Prepare and roll back so many."""
+    for id in await some(world, owner, count):
+        await roll_back(owner, id)
+
+
+async def test_segments_go_when_no_whole_snapshot_holds_them(world: World) -> None:
+    """Neither before: the snapshot before the greatest one counts if that is damaged."""
+    owner = await world.owner(settled_max=1)
+    names: list[set[str]] = []
+    for _ in range(4):
+        await settled(world, owner, 4)
+        assert await snapshot(owner)
+        found = whole(world)
+        assert len(found) == min(len(names) + 1, 2)
+        names.append({segment.name for segment in found[0].segments})
+        stored = segments_in(world.kafka.visible("txbroker.checkpoint"))
+        assert stored == set().union(*names[-2:])
+        world.advance(WINDOW_MS * 2 / 1000)
+    assert not names[0] & names[-1]
+
+
+async def test_segments_that_nobody_removed_go_with_the_next_snapshot(world: World) -> None:
+    owner = await world.owner(settled_max=1)
+    await settled(world, owner, 4)
+    assert await snapshot(owner)
+    world.advance(WINDOW_MS * 2 / 1000)
+    await settled(world, owner, 4)
+    assert await snapshot(owner)
+    world.advance(WINDOW_MS * 2 / 1000)
+    await settled(world, owner, 4)
+    # The three segments and the closing record are stored, the removal is not.
+    world.partition.stores.extend([MemoryPartitionDoor.store] * 3 + [refused])
+    assert await snapshot(owner)
+    held = {segment.name for each in whole(world) for segment in each.segments}
+    assert segments_in(world.kafka.visible("txbroker.checkpoint")) > held
+    await owner.close()
+    owner = await world.owner(settled_max=1)
+    assert await snapshot(owner)
+    held = {segment.name for each in whole(world) for segment in each.segments}
+    assert segments_in(world.kafka.visible("txbroker.checkpoint")) == held

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+from txbroker.core.alike import alike
 from txbroker.core.order import Line, Undecided
 from txbroker.core.records import Message, State
-from txbroker.core.settled import Brief, SettledWindow, offset_of
+from txbroker.core.settled import Segment, SettledWindow
 from txbroker.core.transaction import Transaction
 
 
@@ -82,11 +83,12 @@ class Holdings:
         elif state is State.COMMITTED:
             self._make_ready(transaction)
 
-    def remember(self, id: str, brief: Brief) -> None:
-        """Take a settled transaction, as a snapshot has it."""
-        self.settled.add_brief(id, brief)
-        if brief.dedup_key is not None:
-            self._hold_key((brief.group, brief.dedup_key), id, offset_of(brief))
+    def remember(self, segment: Segment) -> None:
+        """Take settled transactions, as a snapshot has them."""
+        self.settled.add_segment(segment)
+        for each in segment.keyed():
+            if each.dedup_key is not None:
+                self._hold_key((alike(each.group), each.dedup_key), each.id, each.offset)
 
     def _hold_key(self, key: tuple[str, str], id: str, offset: int) -> None:
         """Of several uses of one `dedup_key` the last prepared one holds it."""
@@ -94,6 +96,10 @@ class Holdings:
         known = None if holder is None else self.get(holder)
         if known is None or known.offset <= offset:
             self._dedup[key] = id
+
+    def _release_key(self, key: tuple[str, str], id: str) -> None:
+        if self._dedup.get(key) == id:
+            del self._dedup[key]
 
     def _leave_undecided(self, transaction: Transaction) -> None:
         """It is about to be decided."""
@@ -166,8 +172,8 @@ class Holdings:
         return len(self.settled)
 
     def oldest_settled_ms(self) -> int:
-        """Return the later of the id's time and the append time of the transaction that was
-        settled first among those remembered; 0 if there is none."""
+        """Return the latest id's or append time of those that are forgotten next; 0 if none is
+        remembered."""
         return self.settled.oldest_ms()
 
     # --- looking through them ------------------------------------------------------------

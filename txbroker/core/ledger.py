@@ -432,16 +432,12 @@ class Ledger(Holdings):
 
     def _forget(self) -> None:
         """Forget settled transactions, by the log clock: a repeat of theirs would be void."""
-        # A snapshot that is being captured holds all of them as they were when it began.
-        while len(self.settled) > self.settled_max and self.watcher is None:
-            if self.half_clock_ms - self.settled.oldest_ms() <= self.dedup_window_ms:
-                break
-            if self.settled.oldest in self.to_release:
-                # A copy that nobody remembers would come back to life one day.
-                break
-            id, group, dedup_key = self.settled.forget_oldest()
-            if dedup_key is not None and self._dedup.get((group, dedup_key)) == id:
-                del self._dedup[group, dedup_key]
+        # A copy of a forgotten one would come back to life one day: it is removed first.
+        for gone in self.settled.forget(
+            self.half_clock_ms - self.dedup_window_ms, self.settled_max, self.to_release
+        ):
+            if gone.dedup_key is not None:
+                self._release_key((gone.group, gone.dedup_key), gone.id)
         if len(self.waiting) > self._waiting_max:
             self.waiting = {
                 id: waiting

@@ -9,16 +9,20 @@ record `snapshot/SLOT`, which names their number and hash. Of several whole ones
 positions count, whenever they were written.
 
 A chunk tells the *shapes* of its transactions once: group, check policy and places.
+
+What is remembered of settled ones lies in segments (`txbroker.core.settled`), under the keys
+`snapshot/settled/NAME`. They never change and are named after their content, so each is stored
+once, and all snapshots that hold it name it in their closing records. So a snapshot costs what is
+not settled and what was settled since the last one, not the whole dedup window.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 from msgspec import Struct
 
 from txbroker.core.alike import alike
-from txbroker.core.ids import parse_id
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Waiting
 from txbroker.core.records import (
@@ -31,7 +35,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
-from txbroker.core.settled import Brief, prepared_ms
+from txbroker.core.settled import Segment
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Checks, Place, Transaction, Verdict, bare_of
 
@@ -41,10 +45,10 @@ CHUNK_BYTES = 256 * 1024
 A transaction of very many messages has a chunk of its own, which may be larger."""
 SLOTS = 2
 _PREFIX = b"snapshot/"
+_SEGMENTS = _PREFIX + b"settled/"
 _LOOK_AHEAD = 64
 _LENGTH = 4
 _SHAPES_MAX = 100_000
-_NO_POLICY = CheckPolicy()
 _SHAPE_BYTES = 32
 """More than a group, a policy or a place takes beside the name in it."""
 
@@ -81,28 +85,17 @@ class _Facts(Struct, array_like=True, gc=False):
     more: _More | None
 
 
-class _End(Struct, array_like=True, gc=False):
-    """What is remembered of a settled transaction."""
-
-    id: str
-    state: State
-    facts: bytes
-    dedup_key: str | None
-
-
 class _Chunk(Struct, array_like=True):
     """A part of a snapshot; its version and snapshot first.
 
-    `open` and `settled` name the shape of each by its place in `shapes`. `waiting` is the next
-    part of all waiting markers, each behind its length: with replaced messages one can be larger
-    than a chunk.
+    `open` names the shape of each by its place in `shapes`. `waiting` is the next part of all
+    waiting markers, each behind its length: with replaced messages one can be larger than a chunk.
     """
 
     v: int
     snapshot: str
     shapes: list[_Shape]
     open: list[tuple[int, _Facts]]
-    settled: list[tuple[int, _End]]
     waiting: bytes
 
 
@@ -112,7 +105,6 @@ class _Piece(Struct, gc=False):
 
     data: bytes
     shape: _Shape | None = None
-    settled: bool = False
 
 
 class Closing(Struct, frozen=True, omit_defaults=True):
@@ -123,16 +115,18 @@ class Closing(Struct, frozen=True, omit_defaults=True):
         snapshot: the snapshot's id, as in its chunks.
         chunks: how many there are.
         digest: over all of them, in hex.
+        segments: the names of the settled ones' segments, the one first that was settled first.
         half, op: the first offsets that it does not hold any more.
         half_clock_ms, op_clock_ms: the log clocks there.
         half_anchor, op_anchor: the records by which the logs are recognised.
-        entries: transactions in it.
+        entries: transactions in its chunks.
     """
 
     v: int
     snapshot: str
     chunks: int
     digest: str
+    segments: list[str]
     half: int
     op: int
     half_clock_ms: int
@@ -148,6 +142,7 @@ class Whole(Struct, frozen=True):
     slot: int
     closing: Closing
     chunks: tuple[bytes, ...]
+    segments: tuple[Segment, ...]
 
 
 class _Version(Struct):
@@ -178,6 +173,11 @@ def chunk_key(slot: int, number: int) -> bytes:
     return b"%s%d/%d" % (_PREFIX, slot, number)
 
 
+def segment_key(name: str) -> bytes:
+    """Return the key of a segment of settled transactions."""
+    return _SEGMENTS + name.encode()
+
+
 def closing_key(slot: int) -> bytes:
     """Return the key of a closing record."""
     return b"%s%d" % (_PREFIX, slot)
@@ -189,19 +189,25 @@ class Capture:
     Transactions are taken by half offset; one that changes ahead of that is put aside as it was.
 
     Args:
-        ledger: is watched until the last record is taken, or the capture abandoned. Meanwhile it
-            forgets no settled ones.
+        ledger: is watched until the last record is taken, or the capture abandoned.
         id: names the snapshot; no other one may have it.
         slot: 0 or 1; never that of the greatest whole snapshot.
         version: the record version to write.
         chunks_before: how many chunks the slot held before; superfluous ones are removed.
+        stored: names of segments that are stored already.
 
     Raises:
         ValueError: the ledger is being captured already.
     """
 
     def __init__(
-        self, ledger: Ledger, id: str, slot: int, version: int, chunks_before: int = 0
+        self,
+        ledger: Ledger,
+        id: str,
+        slot: int,
+        version: int,
+        chunks_before: int = 0,
+        stored: Collection[str] = (),
     ) -> None:
         if ledger.watcher is not None:
             raise ValueError("one snapshot at a time")
@@ -210,6 +216,7 @@ class Capture:
         self._slot = slot
         self._version = version
         self._chunks_before = chunks_before
+        self._stored = stored
         self._half, self._op = ledger.half_whole, ledger.op_whole
         self._clocks = (ledger.half_clock_ms, ledger.op_clock_ms)
         self._anchors = (ledger.half_whole_anchor, ledger.op_whole_anchor)
@@ -217,7 +224,10 @@ class Capture:
         self._taken_to = -1
         self._aside: list[_Piece] = []
         self._put_aside: set[int] = set()
-        self._settled = list(ledger.settled.ids())
+        ledger.settled.seal()
+        since_ms = ledger.half_clock_ms - ledger.dedup_window_ms
+        # Of older ones a half message would be void.
+        self._segments = [each for each in ledger.settled.segments if each.newest_ms >= since_ms]
         self._waiting = [entry for found in ledger.waiting.values() for entry in found]
         self._pieces = self._all_pieces()
         self._held_over: _Piece | None = None
@@ -245,18 +255,22 @@ class Capture:
             self._ledger.watcher = None
 
     def records(self) -> Iterator[Record]:
-        """Yield the snapshot's records: chunks, the closing record, then tombstones of what the
-        slot held before. A caller may do anything between two of them."""
+        """Yield the snapshot's records: chunks, segments that are not stored yet, the closing
+        record. A caller may do anything between two of them."""
         while (value := self._chunk()) is not None:
             self._digest.update(value)
-            yield Record(chunk_key(self._slot, self._count), value)
             self._count += 1
+            yield Record(chunk_key(self._slot, self._count - 1), value)
         self.abandon()
+        for segment in self._segments:
+            if segment.name not in self._stored:
+                yield Record(segment_key(segment.name), segment.value)
         closing = Closing(
             self._version,
             self._id,
             self._count,
             self._digest.hexdigest(),
+            list(self.segments),
             self._half,
             self._op,
             *self._clocks,
@@ -264,18 +278,27 @@ class Capture:
             self.entries,
         )
         yield Record(closing_key(self._slot), msgspec.json.encode(closing))
-        for number in range(self._count, self._chunks_before):
-            yield Record(chunk_key(self._slot, number), None)
+
+    def superfluous(self) -> list[Record]:
+        """Return tombstones of what the slot held before, to be stored behind the closing
+        record."""
+        numbers = range(self._count, self._chunks_before)
+        return [Record(chunk_key(self._slot, number), None) for number in numbers]
 
     @property
     def chunks(self) -> int:
         """How many chunks were made so far."""
         return self._count
 
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """The names of the segments of settled transactions that belong to it."""
+        return tuple([segment.name for segment in self._segments])
+
     def _chunk(self) -> bytes | None:
         """Return the next chunk; None at the end."""
         shapes: dict[_Shape, int] = {}
-        rows: tuple[list[object], list[object]] = ([], [])
+        rows: list[object] = []
         waiting: list[bytes] = []
         size = looked_at = 0
         while looked_at < CHUNK_ENTRIES:
@@ -293,13 +316,13 @@ class Capture:
             size += more
             if shape is not None:
                 place = shapes.setdefault(shape, len(shapes))
-                rows[piece.settled].append((place, msgspec.Raw(piece.data)))
-            elif piece.data:
+                rows.append((place, msgspec.Raw(piece.data)))
+            else:
                 waiting.append(piece.data)
         if not looked_at:
             return None
-        self.entries += len(rows[False]) + len(rows[True])
-        return _encode((self._version, self._id, list(shapes), *rows, b"".join(waiting)))
+        self.entries += len(rows)
+        return _encode((self._version, self._id, list(shapes), rows, b"".join(waiting)))
 
     def _all_pieces(self) -> Iterator[_Piece]:
         """Yield all there is, as it was when the capture began; anything may change in between."""
@@ -313,12 +336,6 @@ class Capture:
                     yield _piece(transaction)
         self._taken_to = self._half
         yield from self._those_put_aside()
-        since_ms = self._clocks[0] - self._ledger.dedup_window_ms
-        for id in self._settled:
-            ended = self._ledger.settled.brief_of(id)
-            # Of older ones a half message would be void.
-            needed = max(parse_id(id).time_ms, prepared_ms(ended)) >= since_ms
-            yield _end_piece(id, ended) if needed else _Piece(b"")
         for entry in self._waiting:
             data = _encode(entry)
             data = len(data).to_bytes(_LENGTH, "big") + data
@@ -365,11 +382,6 @@ def _piece(transaction: Transaction) -> _Piece:
     return _Piece(_encode(facts), _Shape(half.group, half.policy, transaction.places))
 
 
-def _end_piece(id: str, ended: Brief) -> _Piece:
-    end = _End(id, ended.state, ended.facts, ended.dedup_key)
-    return _Piece(_encode(end), _Shape(ended.group, _NO_POLICY, ended.places), settled=True)
-
-
 def _shape_bytes(shape: _Shape) -> int:
     names = [shape.group, *[place.topic for place in shape.places]]
     return sum([_SHAPE_BYTES + 4 * len(name) for name in names])
@@ -384,7 +396,8 @@ def find_whole(records: Iterable[Record]) -> list[Whole]:
     Those that are damaged, in part another's, or of a newer version are left out.
     """
     newest = {record.key: record.value for record in records if is_snapshot(record.key)}
-    found = [_whole(slot, newest) for slot in range(SLOTS)]
+    segments: dict[str, Segment] = {}
+    found = [_whole(slot, newest, segments) for slot in range(SLOTS)]
     return sorted(
         [whole for whole in found if whole is not None],
         key=lambda whole: (whole.closing.op, whole.closing.half),
@@ -406,7 +419,19 @@ def chunks_in(slot: int, records: Iterable[Record]) -> int:
     return max(numbers, default=-1) + 1
 
 
-def _whole(slot: int, newest: dict[bytes | None, bytes | None]) -> Whole | None:
+def segments_in(records: Iterable[Record]) -> set[str]:
+    """Return the names of the segments that are stored."""
+    newest = {record.key: record.value for record in records}
+    return {
+        key[len(_SEGMENTS) :].decode(errors="replace")
+        for key, value in newest.items()
+        if key is not None and key.startswith(_SEGMENTS) and value is not None
+    }
+
+
+def _whole(
+    slot: int, newest: dict[bytes | None, bytes | None], known: dict[str, Segment]
+) -> Whole | None:
     value = newest.get(closing_key(slot))
     try:
         if value is None or _decode_version(value).v > RECORD_VERSION:
@@ -423,16 +448,31 @@ def _whole(slot: int, newest: dict[bytes | None, bytes | None]) -> Whole | None:
                 return None
             digest.update(chunk)
             chunks.append(chunk)
+        segments = [_segment(name, newest, known) for name in closing.segments]
     except _UNREADABLE:
         return None
     if digest.hexdigest() != closing.digest:
         return None
-    return Whole(slot, closing, tuple(chunks))
+    return Whole(slot, closing, tuple(chunks), tuple(segments))
+
+
+def _segment(
+    name: str, newest: dict[bytes | None, bytes | None], known: dict[str, Segment]
+) -> Segment:
+    found = known.get(name)
+    if found is None:
+        value = newest.get(segment_key(name))
+        if value is None:
+            raise ValueError(f"segment {name} is not there")
+        found = known[name] = Segment(value)
+        if found.name != name:
+            raise ValueError(f"segment {name} is damaged")
+    return found
 
 
 def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
-    """Bring an empty ledger to where a snapshot was taken. Yields after each chunk, so that a
-    caller can do something else in between; the ledger is right when all is done."""
+    """Bring an empty ledger to where a snapshot was taken. Yields after each chunk and segment, so
+    that a caller can do something else in between; the ledger is right when all is done."""
     closing = whole.closing
     shapes: dict[_Shape, tuple[_Shape, tuple[Message, ...]]] = {}
     waiting = bytearray()
@@ -441,13 +481,12 @@ def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
         known = [_shared(shape, shapes) for shape in chunk.shapes]
         for number, facts in chunk.open:
             ledger.take_in(_transaction(facts, *known[number]))
-        for number, end in chunk.settled:
-            shape, _ = known[number]
-            ended = Brief(shape.group, end.state, end.facts, shape.places, end.dedup_key)
-            ledger.remember(end.id, ended)
         waiting += chunk.waiting
         for entry in _complete(waiting):
             ledger.waiting.setdefault(entry.marker.id, []).append(entry)
+        yield
+    for segment in whole.segments:
+        ledger.remember(segment)
         yield
     ledger.start_at(closing.half, closing.op)
     ledger.half_clock_ms, ledger.op_clock_ms = closing.half_clock_ms, closing.op_clock_ms

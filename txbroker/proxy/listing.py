@@ -5,7 +5,7 @@ from heapq import nsmallest
 
 from txbroker.contract import ListRequest, Page, TransactionView
 from txbroker.core.ledger import Ledger
-from txbroker.core.settled import Brief, prepared_ms, whole
+from txbroker.core.settled import Brief, whole
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.forwarding import decode_cursor, encode_cursor
@@ -90,31 +90,27 @@ async def _settled(ledger: Ledger, request: ListRequest, before_ms: int | None) 
     # One more than fits tells whether there are more.
     best: list[tuple[int, str]] = []
     briefs: dict[str, Brief] = {}
-    for number, id in enumerate(list(ledger.settled.ids()), 1):
-        if number % SLICE == 0:
-            await asyncio.sleep(0)
-        if id not in ledger.settled:
-            # Forgotten while others had their turn.
-            continue
-        brief = ledger.settled.brief_of(id)
-        key = (prepared_ms(brief), id)
-        if key > after and _wanted_brief(brief, key[0], request, before_ms):
-            best.append(key)
-            briefs[id] = brief
-            if len(best) > 4 * request.limit + SLICE:
-                best = nsmallest(request.limit + 1, best)
-                briefs = {id: briefs[id] for _, id in best}
+    for part in ledger.settled.parts():
+        await asyncio.sleep(0)
+        for brief in part:
+            key = (brief.prepared_at_ms, brief.id)
+            if key > after and _wanted_brief(brief, request, before_ms):
+                best.append(key)
+                briefs[brief.id] = brief
+        if len(best) > 4 * request.limit + SLICE:
+            best = nsmallest(request.limit + 1, best)
+            briefs = {id: briefs[id] for _, id in best}
     page = _Page(request.limit)
     for _, id in nsmallest(request.limit + 1, best):
-        if not page.take(ledger.get(id) or whole(id, briefs[id])):
+        if not page.take(ledger.get(id) or whole(briefs[id])):
             return page.done(more=True)
     return page.done(more=False)
 
 
-def _wanted_brief(brief: Brief, at_ms: int, request: ListRequest, before_ms: int | None) -> bool:
+def _wanted_brief(brief: Brief, request: ListRequest, before_ms: int | None) -> bool:
     return (
         brief.state is request.state
         and (request.group is None or brief.group == request.group)
-        and (before_ms is None or at_ms <= before_ms)
-        and (request.topic is None or any(p.topic == request.topic for p in brief.places))
+        and (before_ms is None or brief.prepared_at_ms <= before_ms)
+        and (request.topic is None or any(topic == request.topic for topic, _ in brief.places))
     )

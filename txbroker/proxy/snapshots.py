@@ -6,14 +6,22 @@ One that cannot be written is given up: the next owner replays more, and that is
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import structlog
 
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Record
-from txbroker.core.snapshot import SLOTS, Capture, Whole, chunks_in, closing_key
+from txbroker.core.snapshot import (
+    CHUNK_BYTES,
+    SLOTS,
+    Capture,
+    Whole,
+    chunks_in,
+    segment_key,
+    segments_in,
+)
 from txbroker.door import AppendRefused, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 
@@ -25,6 +33,8 @@ REST_MIN_S, REST_MAX_S = 0.002, 0.02
 """Not longer: what comes while a snapshot is written is replayed by a restart."""
 PAUSE_S = 30.0
 """After a snapshot that could not be written, seconds."""
+REMOVED_AT_ONCE = 1000
+"""Segments."""
 ENTRIES_SHARE = 4
 """A snapshot of many transactions is due only when a fraction of as many records have come: so
 writing snapshots costs less than a fixed share of what is written anyway."""
@@ -70,6 +80,10 @@ class SnapshotWriter:
         self._record_version = record_version
         self._slot = 0
         self._chunks = [0] * SLOTS
+        self._segments: set[str] = set()
+        """Names of those that are stored."""
+        self._greatest: frozenset[str] = frozenset()
+        """Names of those in the greatest whole snapshot."""
         self._last = 0
         self._capture: Capture | None = None
 
@@ -83,6 +97,9 @@ class SnapshotWriter:
         """
         self._slot = 0 if greatest is None else _other(greatest.slot)
         self._chunks = [chunks_in(slot, stored) for slot in range(SLOTS)]
+        self._segments = segments_in(stored)
+        segments = () if greatest is None else greatest.closing.segments
+        self._greatest = frozenset(segments)
         self._last = position
 
     def abandon(self) -> None:
@@ -112,7 +129,12 @@ class SnapshotWriter:
         position = ledger.half_whole + ledger.op_whole
         began_s = time.monotonic()
         capture = self._capture = Capture(
-            ledger, uuid.uuid4().hex, slot, self._record_version(), self._chunks[slot]
+            ledger,
+            uuid.uuid4().hex,
+            slot,
+            self._record_version(),
+            self._chunks[slot],
+            self._segments,
         )
         try:
             whole = await self._store(capture, slot)
@@ -127,6 +149,7 @@ class SnapshotWriter:
         if whole:
             self._last = position
             self._slot = _other(slot)
+            await self._tidy(capture, slot)
             took_s = time.monotonic() - began_s
             self._events.snapshot_written(took_s, capture.entries)
             log.info(
@@ -143,28 +166,52 @@ class SnapshotWriter:
         Raises:
             AppendRefused, KafkaUnavailable: before its end.
         """
-        closed = False
         since_s = time.monotonic()
-        for record in capture.records():
-            if not closed:
-                if self._capture is not capture:
-                    return False
-                # Even where it is not stored: nobody knows.
-                self._chunks[slot] = max(self._chunks[slot], capture.chunks + 1)
-            try:
-                await self._door.store([record])
-            except (AppendRefused, KafkaUnavailable):
-                if closed:
-                    # Only chunks of an older one were left to be removed: next time.
-                    return True
-                raise
-            closed = closed or record.key == closing_key(slot)
+        for records in _batches(capture.records()):
+            if self._capture is not capture:
+                return False
+            # Even where it is not stored: nobody knows.
+            self._chunks[slot] = max(self._chunks[slot], capture.chunks)
+            await self._door.store(records)
             rest_s = REST * (time.monotonic() - since_s)
             await asyncio.sleep(min(max(rest_s, REST_MIN_S), REST_MAX_S))
             since_s = time.monotonic()
-        if closed:
-            self._chunks[slot] = capture.chunks
-        return closed
+        return True
+
+    async def _tidy(self, capture: Capture, slot: int) -> None:
+        """Remove what neither this snapshot, which is whole, nor the one before it holds."""
+        kept = frozenset(capture.segments)
+        self._segments |= kept
+        superfluous = self._segments - kept - self._greatest
+        self._greatest = kept
+        tombstones = [Record(segment_key(name), None) for name in superfluous]
+        tombstones += capture.superfluous()
+        try:
+            for at in range(0, len(tombstones), REMOVED_AT_ONCE):
+                await self._door.store(tombstones[at : at + REMOVED_AT_ONCE])
+        except (AppendRefused, KafkaUnavailable) as error:
+            # They are in nobody's way: next time.
+            log.info("old snapshot not removed", partition=self._ledger.partition, why=str(error))
+            return
+        self._segments -= superfluous
+        self._chunks[slot] = capture.chunks
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yield records in batches of about a chunk's size, the last one alone: it may only be stored
+    when all others are."""
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        length = len(record.value or b"")
+        if batch and size + length > CHUNK_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(record)
+        size += length
+    if batch[:-1]:
+        yield batch[:-1]
+    yield batch[-1:]
 
 
 def _other(slot: int) -> int:
