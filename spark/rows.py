@@ -1,0 +1,203 @@
+"""What the audit judges by: the rows of the tables as plain values.
+
+Only the standard library is used here, as in `judge`: both are shipped to executors by value.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+ALWAYS = (1 << 63) - 1
+"""A time that never passes."""
+
+
+class TermsLike(Protocol):
+    """What is judged by; see `schema.Terms`."""
+
+    @property
+    def now_ms(self) -> int: ...
+    @property
+    def dedup_window_ms(self) -> int: ...
+    @property
+    def late_after_ms(self) -> int: ...
+    @property
+    def lost_after_ms(self) -> int: ...
+
+
+class Limits(NamedTuple):
+    """`schema.Terms` as it goes to executors."""
+
+    now_ms: int
+    dedup_window_ms: int = 120_000
+    late_after_ms: int = 60_000
+    lost_after_ms: int = 600_000
+
+
+class Horizon(NamedTuple):
+    """What retention or compaction has left of the topics; empty where nothing was taken.
+
+    Attributes:
+        half_start: first offset that is left, by half partition.
+        half_begin_ms: append time of what is left first, by half partition. A half message whose
+            id is not younger than this and the dedup window may have been taken.
+        op_begin_ms: the same for the operation topic.
+        taken_ms: by target topic and partition. What was decided no later may have been visible
+            and be gone; `ALWAYS` for a topic that is compacted or no longer there.
+    """
+
+    half_start: Mapping[int, int] = {}
+    half_begin_ms: Mapping[int, int] = {}
+    op_begin_ms: Mapping[int, int] = {}
+    taken_ms: Mapping[tuple[str, int], int] = {}
+
+
+NOTHING_TAKEN = Horizon()
+
+
+class HalfRow(NamedTuple):
+    """A row of `schema.HALF`, without the id."""
+
+    partition: int
+    offset: int
+    at_ms: int
+    clock_ms: int
+    early: bool
+    void: str | None
+    grp: str
+    seq: int
+    count: int  # type: ignore[assignment]
+    topic: str
+    target_partition: int
+    body: int
+    headers: int
+    timestamp_ms: int | None
+    order_mark: int | None
+    dedup: str | None
+    after_ms: int | None
+    interval_ms: int | None
+    attempts_max: int | None
+    timeout_ms: int | None
+
+
+class Content(NamedTuple):
+    """A message that came with its commit, in place of the prepared one."""
+
+    seq: int
+    topic: str
+    target_partition: int
+    body: int
+    headers: int
+    timestamp_ms: int | None
+
+
+class OpRow(NamedTuple):
+    """A row of `schema.OP`, without the id."""
+
+    partition: int
+    offset: int
+    at_ms: int
+    clock_ms: int
+    early: bool
+    kind: str
+    source: str
+    grp: str
+    round: int
+    number: int
+    reason: str
+    later_ms: int
+    contents: Sequence[Content] | None
+    contents_count: int
+
+
+class VisibleRow(NamedTuple):
+    """A row of `schema.VISIBLE`, without the id."""
+
+    topic: str
+    partition: int
+    offset: int
+    at_ms: int
+    seq: int
+    count: int  # type: ignore[assignment]
+    body: int
+    headers: int
+    append_time: bool
+
+
+class ParkedRow(NamedTuple):
+    """A row of `schema.PARKED`, without the id."""
+
+    partition: int
+    offset: int
+    seq: int
+    at_ms: int
+    state: str | None
+    cause: str | None
+    tombstone: bool
+
+
+class TransactionFacts(NamedTuple):
+    """All records of one transaction, in any order; one that was read twice counts once."""
+
+    id: str
+    half: Sequence[HalfRow] = ()
+    op: Sequence[OpRow] = ()
+    visible: Sequence[VisibleRow] = ()
+    parked: Sequence[ParkedRow] = ()
+
+
+class Place(NamedTuple):
+    """Where a message is visible."""
+
+    topic: str
+    partition: int
+    offset: int
+    seq: int
+
+
+class Judged(NamedTuple):
+    """How a transaction ended: `schema.VERDICT` without run and day.
+
+    `id_ms`: the time in the id, None where it does not read. `carry`: whether later records could
+    still change what is said here, so that the next run has to know these facts.
+    """
+
+    id: str
+    id_ms: int | None
+    verdict: str
+    findings: tuple[str, ...]
+    state: str
+    grp: str | None
+    decision: str | None
+    source: str | None
+    prepared_at_ms: int | None
+    decided_at_ms: int | None
+    visible_at_ms: int | None
+    attempts: int
+    messages: int
+    topics: tuple[str, ...]
+    half_partition: int | None
+    half_offset: int | None
+    op_offset: int | None
+    places: tuple[Place, ...]
+    why: str | None
+    carry: bool
+
+    @property
+    def final(self) -> bool:
+        """Whether it ended, so that only a fault could add anything."""
+        return not self.carry
+
+
+def facts_of(row: Mapping[str, Any]) -> TransactionFacts:
+    """Return the facts of a row of `gather`: arrays of structs, each null where there is none."""
+    op = [OpRow(**{**each, "contents": _contents(each["contents"])}) for each in row["op"] or ()]
+    return TransactionFacts(
+        row["id"],
+        [HalfRow(**each) for each in row["half"] or ()],
+        op,
+        [VisibleRow(**each) for each in row["visible"] or ()],
+        [ParkedRow(**each) for each in row["parked"] or ()],
+    )
+
+
+def _contents(rows: Iterable[Mapping[str, Any]] | None) -> list[Content] | None:
+    return None if rows is None else [Content(**each) for each in rows]
