@@ -39,7 +39,7 @@ VISIBLE = """
     body bigint, headers bigint, append_time boolean
 """
 """One row for each record of a target topic whose first header is `txb-id`. `at_ms`: its timestamp.
-`append_time`: whether that is the broker's (timestamp type LogAppendTime) and not its writer's. Other
+`append_time`: whether that is the broker's (timestamp type LogAppendTime), not its writer's. Other
 records of a target topic are none of ours."""
 
 PARKED = """
@@ -135,8 +135,9 @@ class Terms(Struct, frozen=True):
 
 class TopicRead(Struct, frozen=True):
     """How far a topic was read: by partition, the first offset that was there, where reading began
-        and where it ended. `taken`: records that retention took before anybody read them. `compacted`:
-    older records of a key may be missing. A topic that is no more has no partitions here."""
+    and where it ended. `taken`: records that retention took before anybody read them.
+    `compacted`: older records of a key may be missing. A topic that is no more has no partitions
+    here."""
 
     topic: str
     starts: tuple[int, ...]
