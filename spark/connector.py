@@ -1,0 +1,133 @@
+"""Spark's Kafka connector: which one, where from, and how Ivy, Spark's resolver, gets it quietly.
+
+Ivy keeps what it has downloaded in the user's cache and asks no server for it again, so the second
+start works without a network.
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from xml.sax.saxutils import quoteattr
+
+from txbroker.embedded.jars import DEFAULT_REPOSITORY, REPOSITORY_SETTING, cache_dir
+from txbroker.errors import ConfigurationError
+
+SCALA = "2.13"
+KAFKA_SOURCE = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
+"""The connector's class that every Kafka query begins with."""
+
+_IN_SPARK = (
+    # Spark brings these: without the exclusions Ivy would download 52 MB again, and Spark would
+    # send them to every executor.
+    "org.apache.hadoop:hadoop-client-api",
+    "org.apache.hadoop:hadoop-client-runtime",
+    "org.slf4j:slf4j-api",
+    "org.lz4:lz4-java",
+    "org.xerial.snappy:snappy-java",
+    "com.google.code.findbugs:jsr305",
+    f"org.scala-lang.modules:scala-parallel-collections_{SCALA}",
+)
+# One repository and nothing else: Ivy's usual list begins with ~/.m2, where Maven may have left a
+# description without its jar, and ends with a host that most networks do not know.
+_IVY_SETTINGS = """\
+<ivysettings>
+  <settings defaultResolver="repository"/>
+  <caches lockStrategy="artifact-lock-nio"/>
+  {login}
+  <resolvers>
+    <ibiblio name="repository" m2compatible="true" usepoms="true" root={root}/>
+  </resolvers>
+</ivysettings>
+"""
+
+
+def coordinates(spark_version: str) -> str:
+    """Return the connector's Maven coordinates for a version of pyspark, as `4.0.0`."""
+    release = re.match(r"\d+(?:\.\d+)*", spark_version)
+    assert release is not None
+    return f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{release[0]}"
+
+
+def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
+    """Return Spark's settings by which it gets the connector.
+
+    Args:
+        spark_version: of pyspark.
+        folder: where the settings file of Ivy is written; it lives as long as Spark's start.
+
+    Raises:
+        ConfigurationError: the Maven repository's setting is no URL.
+    """
+    settings = folder / "ivysettings.xml"
+    settings.touch(mode=0o600)  # it may hold a password
+    settings.write_text(_settings_text(repository()))
+    return {
+        "spark.jars.packages": coordinates(spark_version),
+        "spark.jars.excludes": ",".join(_IN_SPARK),
+        "spark.jars.ivy": str(ivy_dir()),
+        "spark.jars.ivySettings": str(settings),
+    }
+
+
+def repository() -> str:
+    """Return the URL of the Maven repository.
+
+    Raises:
+        ConfigurationError: the setting is no URL.
+    """
+    url = (os.environ.get(REPOSITORY_SETTING) or DEFAULT_REPOSITORY).rstrip("/")
+    if urlsplit(url).scheme not in ("http", "https", "file"):
+        raise ConfigurationError(
+            f"{REPOSITORY_SETTING} must be a URL that begins with https://, http:// or file://"
+        )
+    return url
+
+
+def repository_shown() -> str:
+    """Return the URL of the Maven repository without login."""
+    parts = urlsplit(repository())
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def ivy_dir() -> Path:
+    """Return the folder that Ivy keeps jars in."""
+    return cache_dir() / "ivy"
+
+
+@contextmanager
+def first_download() -> Iterator[None]:
+    """Hold other processes of this machine back while the connector is fetched the first time.
+
+    Ivy locks its cache, but not the folder that it copies the jars to from there.
+
+    Raises:
+        ConfigurationError: the cache cannot be written.
+    """
+    try:
+        ivy_dir().mkdir(parents=True, exist_ok=True)
+        lock = open(ivy_dir() / ".lock", "w")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise ConfigurationError(
+            f"{ivy_dir()} cannot be written ({error.strerror}): make {cache_dir()} a folder of "
+            "yours, or set XDG_CACHE_HOME to one"
+        ) from None
+    with lock:
+        there = any((ivy_dir() / "jars").glob("org.apache.spark_spark-sql-kafka-*.jar"))
+        fcntl.flock(lock, fcntl.LOCK_SH if there else fcntl.LOCK_EX)
+        yield
+
+
+def _settings_text(url: str) -> str:
+    parts = urlsplit(url)
+    login, _, host = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    credentials = (
+        f"<credentials host={quoteattr(parts.hostname or '')} username={quoteattr(unquote(user))} "
+        f"passwd={quoteattr(unquote(password))}/>"
+    )
+    root = parts._replace(netloc=host).geturl() + "/"
+    return _IVY_SETTINGS.format(login=credentials if login else "", root=quoteattr(root))

@@ -1,0 +1,315 @@
+"""A Spark session that starts or says in a sentence why not, and is quiet.
+
+Spark runs in a Java process of its own, which ends with the session. Its log lines, those of Java
+itself and of the download of the connector go to files in a folder that is removed in the end,
+unless they are asked for (`verbose`).
+"""
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from txbroker.embedded.jars import REPOSITORY_SETTING
+from txbroker.errors import ConfigurationError
+from txbroker.spark import connector
+from txbroker.spark.java import java_home
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_DEFAULTS = {
+    "spark.ui.enabled": "false",  # no port is opened unasked
+    "spark.ui.showConsoleProgress": "false",  # we have our own
+    "spark.sql.catalogImplementation": "in-memory",
+    "spark.sql.session.timeZone": "UTC",
+}
+_LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+"""Where all executors are on this machine, neither its name nor its network matters."""
+
+_END_TIMEOUT_S = 20.0
+_LOG_TO_FILE = """\
+rootLogger.level = warn
+rootLogger.appenderRef.file.ref = file
+appender.file.type = RollingFile
+appender.file.name = file
+appender.file.fileName = {folder}/spark.log
+appender.file.filePattern = {folder}/spark.log.1
+appender.file.layout.type = PatternLayout
+appender.file.layout.pattern = %d{{yyyy-MM-dd'T'HH:mm:ss.SSS}} %p %c{{1}}: %m%n%ex
+appender.file.policies.type = Policies
+appender.file.policies.size.type = SizeBasedTriggeringPolicy
+appender.file.policies.size.size = 10MB
+appender.file.strategy.type = DefaultRolloverStrategy
+appender.file.strategy.fileIndex = min
+appender.file.strategy.max = 1
+"""
+_LOG_TO_STDERR = """\
+rootLogger.level = info
+rootLogger.appenderRef.stderr.ref = stderr
+appender.stderr.type = Console
+appender.stderr.name = stderr
+appender.stderr.target = SYSTEM_ERR
+appender.stderr.layout.type = PatternLayout
+appender.stderr.layout.pattern = %d{yyyy-MM-dd'T'HH:mm:ss.SSS} %p %c{1}: %m%n%ex
+"""
+
+
+class SparkSettings(Struct, frozen=True):
+    """How Spark is started.
+
+    Attributes:
+        master: where the work is done, as Spark writes it; empty: what `spark-submit` said, else
+            `local[*]`.
+        conf: Spark's own settings, which win over ours.
+        verbose: show what Spark and Java have to say on stderr.
+    """
+
+    master: str = ""
+    conf: Mapping[str, str] = {}
+    verbose: bool = False
+
+
+@contextlib.contextmanager
+def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
+    """Start Spark and end it, with its Java process.
+
+    Raises:
+        ConfigurationError: pyspark, Java or the connector are missing or do not fit, or Spark does
+            not start; the sentence says what to do.
+    """
+    _require_pyspark()
+    if "PYSPARK_GATEWAY_PORT" in os.environ:
+        with _submitted(settings) as spark:
+            yield spark
+        return
+    folder = Path(tempfile.mkdtemp(prefix="txbroker-spark-"))
+    try:
+        with _started(settings, folder) as spark:
+            yield spark
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_pyspark() -> None:
+    for module in ("pyspark", "pandas", "pyarrow"):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigurationError(
+                f"the Python package {module} is missing, run: pip install 'txbroker[spark]'"
+            )
+
+
+# --- a Java process of our own ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
+    import pyspark
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
+    from pyspark.sql import SparkSession
+
+    master = settings.master or "local[*]"
+    log = folder / "jvm.log"
+    conf = _conf(settings, master, folder)
+    environment = _environment(master)
+    with connector.first_download(), _variables(environment), log.open("wb") as errors:
+        output = {} if settings.verbose else {"stdout": errors, "stderr": subprocess.STDOUT}
+        try:
+            given = SparkConf(loadDefaults=False).setAll(list(conf.items()))
+            gateway = launch_gateway(given, output)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise ConfigurationError(_why_not_launched(log, error)) from None
+    try:
+        try:
+            with _variables(environment):
+                context = SparkContext(conf=_known_to(gateway, conf), gateway=gateway)
+        except Exception as error:
+            raise ConfigurationError(_why_not_started(master, error)) from None
+        spark = SparkSession(context)
+        if context.version != pyspark.__version__:
+            raise ConfigurationError(
+                f"Spark {context.version} is in SPARK_HOME, but pyspark is {pyspark.__version__}: "
+                f"unset SPARK_HOME, or run: pip install pyspark=={context.version}"
+            )
+        yield spark
+    finally:
+        _end(gateway)
+
+
+def _known_to(gateway: Any, conf: Mapping[str, str]) -> Any:
+    from pyspark import SparkConf
+
+    return SparkConf(_jvm=gateway.jvm).setAll(list(conf.items()))
+
+
+def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
+    import pyspark
+
+    log_settings = folder / "log4j2.properties"
+    text = _LOG_TO_STDERR if settings.verbose else _LOG_TO_FILE.format(folder=folder)
+    log_settings.write_text(text)
+    conf = {
+        **_DEFAULTS,
+        **(_LOOPBACK if master.startswith("local") else {}),
+        "spark.sql.warehouse.dir": str(folder / "warehouse"),
+        **connector.ivy_conf(pyspark.__version__, folder),
+        "spark.app.name": "txbroker audit",
+        **settings.conf,
+        "spark.master": master,
+    }
+    if settings.conf.get("spark.jars.packages"):
+        packages = settings.conf["spark.jars.packages"]
+        conf["spark.jars.packages"] = f"{connector.coordinates(pyspark.__version__)},{packages}"
+    java_options = settings.conf.get("spark.driver.extraJavaOptions", "")
+    conf["spark.driver.extraJavaOptions"] = (
+        f"-Dlog4j2.configurationFile={log_settings.as_uri()} {java_options}".strip()
+    )
+    return conf
+
+
+def _environment(master: str) -> dict[str, str | None]:
+    """Return the variables that Spark's launcher reads."""
+    wanted: dict[str, str | None] = {"PYSPARK_SUBMIT_ARGS": None}
+    home = java_home()
+    wanted["JAVA_HOME"] = None if home is None else str(home)
+    if master.startswith("local"):
+        # Spark asks for the address of the machine's name, which it may not have.
+        wanted["SPARK_LOCAL_IP"] = os.environ.get("SPARK_LOCAL_IP", "127.0.0.1")
+        # The workers must be a Python that has pandas and pyarrow, like this one.
+        wanted["PYSPARK_PYTHON"] = os.environ.get("PYSPARK_PYTHON", sys.executable)
+    return wanted
+
+
+@contextlib.contextmanager
+def _variables(wanted: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of the environment while Spark is being started."""
+    before = {name: os.environ.get(name) for name in wanted}
+    try:
+        _set(wanted)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _end(gateway: Any) -> None:
+    """End Spark and its Java process, so that another session can be started."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    session = SparkSession.getActiveSession()
+    with contextlib.suppress(Exception):  # where Java is gone there is nothing to stop
+        if session is not None:
+            session.stop()
+        if SparkContext._active_spark_context is not None:
+            SparkContext._active_spark_context.stop()
+    with contextlib.suppress(Exception):
+        gateway.shutdown()
+    SparkContext._gateway = SparkContext._jvm = None
+    gateway.proc.stdin.close()  # Java ends when nobody holds the other end
+    try:
+        gateway.proc.wait(_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        gateway.proc.kill()
+        gateway.proc.wait()
+
+
+# --- Java was there before us ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
+    """Use the Java process of `spark-submit`, which has started us."""
+    import pyspark
+    from pyspark import SparkConf
+    from pyspark.sql import SparkSession
+
+    given = {**_DEFAULTS, **settings.conf}
+    if settings.master:
+        given["spark.master"] = settings.master
+    submitted = SparkConf()
+    conf = {name: value for name, value in given.items() if not submitted.contains(name)}
+    builder = SparkSession.builder.appName("txbroker audit")
+    for name, value in {"spark.master": "local[*]", **conf}.items():
+        if name in conf or not submitted.contains(name):
+            builder = builder.config(name, value)
+    try:
+        spark = builder.getOrCreate()
+    except Exception as error:
+        raise ConfigurationError(_why_not_started(settings.master, error)) from None
+    try:
+        if not _has_connector(spark):
+            raise ConfigurationError(
+                "Spark has no Kafka connector: call spark-submit with --packages "
+                f"{connector.coordinates(pyspark.__version__)}"
+            )
+        yield spark
+    finally:
+        spark.stop()
+
+
+def _has_connector(spark: "SparkSession") -> bool:
+    jvm: Any = spark.sparkContext._jvm
+    loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
+    try:
+        jvm.java.lang.Class.forName(connector.KAFKA_SOURCE, False, loader)
+    except Exception:
+        return False
+    return True
+
+
+# --- what went wrong, in a sentence ----------------------------------------------------------
+
+
+def _why_not_launched(log: Path, error: Exception) -> str:
+    text = log.read_text(errors="replace")
+    if re.search(r"unresolved dependenc|download failed|Ivy|ivysettings", text, re.IGNORECASE):
+        import pyspark
+
+        coordinates = connector.coordinates(pyspark.__version__)
+        if f"{coordinates.rpartition(':')[0].partition(':')[2]}" in text:
+            return (
+                f"Spark's Kafka connector {coordinates} could not be had from "
+                f"{connector.repository_shown()}: check the network, or name another Maven "
+                f"repository in {REPOSITORY_SETTING}"
+            )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"error|exception|invalid", line, re.IGNORECASE)]
+    said = (telling or lines or [str(error)])[0]
+    return f"Spark's Java does not start: {said[:300]}; --verbose shows all that it says"
+
+
+def _why_not_started(master: str, error: Exception) -> str:
+    text = str(getattr(error, "java_exception", None) or error)
+    first = text.partition("\n")[0]
+    first = re.sub(r"^(?:[a-z]+\.)+[A-Za-z]*(?:Exception|Error): ", "", first)
+    if "parse Master URL" in text:
+        return (
+            f"{master!r} is no master that Spark knows: local[*], local[2], spark://HOST:PORT, "
+            "yarn or k8s://URL"
+        )
+    if "Service 'sparkDriver'" in text or "BindException" in text:
+        return (
+            f"Spark's driver cannot listen ({first[:200]}): set --conf spark.driver.bindAddress=… "
+            "to an address of this machine, or --conf spark.driver.port=… to a free port"
+        )
+    if "UnknownHostException" in text or "assertion failed: Expected hostname" in text:
+        return f"Spark does not know the name of a host ({first[:200]}): set SPARK_LOCAL_IP"
+    return f"Spark does not start on {master}: {first[:300]}; --verbose shows all that it says"

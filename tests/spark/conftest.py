@@ -1,0 +1,30 @@
+"""What the tests of the audit share: one Spark, beside the one Kafka of the session.
+
+A test that takes both asks for `spark` and `kafka`; `kafka.bootstrap` is what Spark's
+`kafka.bootstrap.servers` is set to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SPARK_CONF = {
+    "spark.driver.memory": "1g",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.default.parallelism": "2",
+}
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """One Spark with two threads for the whole session, as `txbroker audit` starts it."""
+    from txbroker.spark.session import SparkSettings, spark_session
+
+    with spark_session(SparkSettings(master="local[2]", conf=SPARK_CONF)) as session:
+        yield session
