@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from aiokafka.conn import create_conn
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
@@ -22,6 +22,7 @@ from confluent_kafka.admin import (
 
 from txbroker.core.records import Record
 from txbroker.kafka import KafkaDoor, KafkaSettings
+from txbroker.kafka.audit import KafkaAuditWriter
 
 _NUMBERS = itertools.count()
 _READ_TIMEOUT_S = 10.0
@@ -53,6 +54,8 @@ class KafkaWorld:
             "checkpoint_topic": self.name("checkpoint"),
             "parked_topic": self.name("parked"),
             "groups_topic": self.name("groups"),
+            "audit_topic": self.name("audit"),
+            "drift_topic": self.name("audit.drift"),
             "partitions": 4,
             "message_bytes_max": 1 << 20,
             "watermark_timeout_s": 0.2,
@@ -209,6 +212,14 @@ class KafkaWorld:
                 )
         finally:
             consumer.close()
+
+    without_creating: ClassVar[dict[str, Any]] = {"create_topics": False}
+
+    async def tell_audit(self, key: str, value: bytes | None) -> None:
+        """Write to the topic of the audits."""
+        settings = self.settings()
+        async with KafkaAuditWriter(settings) as writer:
+            await writer.put(settings.audit_topic, key, value)
 
     async def close(self) -> None:
         """Close every door of the test."""

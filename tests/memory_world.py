@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from txbroker.core.records import Record
 from txbroker.testing.door import MemoryDoor
@@ -82,6 +82,13 @@ class MemoryWorld:
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
         """What a `read_committed` consumer sees of a topic (full name)."""
         return self.kafka.visible(topic, partition)
+
+    without_creating: ClassVar[dict[str, Any]] = {}
+    """A door in memory always makes its topics."""
+
+    async def tell_audit(self, key: str, value: bytes | None) -> None:
+        """Write to the topic of the audits."""
+        await self.kafka.append(self.name("audit"), 0, [Record(key.encode(), value)])
 
     async def close(self) -> None:
         """Close every door of the test."""

@@ -25,6 +25,8 @@ from txbroker.wire import FRAME_BYTES_MAX
 ENV_PREFIX = "TXBROKER_"
 CONFIG_VARIABLE = "TXBROKER_CONFIG"
 
+_OWN_TOPICS = ("half", "op", "checkpoint", "parked", "groups", "audit", "audit.drift")
+
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
@@ -96,7 +98,8 @@ class Settings(BaseSettings):
     topic_prefix: str = Field(
         "txbroker",
         description="What the names of txbroker's own topics begin with: `PREFIX.half`, "
-        "`PREFIX.op`, `PREFIX.checkpoint`, `PREFIX.parked` and `PREFIX.groups`.",
+        "`PREFIX.op`, `PREFIX.checkpoint`, `PREFIX.parked`, `PREFIX.groups`, `PREFIX.audit` and "
+        "`PREFIX.audit.drift`.",
     )
     partitions: Annotated[int, Field(ge=1, le=1000)] = Field(
         4, description="How many half partitions there are when the topics are made."
@@ -185,7 +188,7 @@ class Settings(BaseSettings):
         "needed.",
     )
     snapshot_records_min: Count = Field(
-        20_000,
+        10_000,
         description="A partition writes a snapshot when so many records have come since the last "
         "one, or a quarter as many as it has entries, if that is more. Fewer: a restart reads "
         "less, Kafka is written to more.",
@@ -298,7 +301,7 @@ class Settings(BaseSettings):
     @property
     def own_topics(self) -> frozenset[str]:
         """The full names of all of txbroker's own topics."""
-        return frozenset(map(self.topic, ("half", "op", "checkpoint", "parked", "groups")))
+        return frozenset(map(self.topic, _OWN_TOPICS))
 
     def read_kafka_password(self) -> str:
         """Return the password for Kafka, "" where there is none.

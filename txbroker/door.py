@@ -261,6 +261,19 @@ class GroupStore(Protocol):
         ...
 
 
+class AuditFeed(Protocol):
+    """The compacted topic in which audits tell how they ended: opaque JSON by key."""
+
+    def follow(self, changed: Callable[[str, bytes | None], None]) -> None:
+        """Read the topic and keep following it, beside everything else; `changed` gets each key's
+        newest JSON or None, and must not raise.
+
+        Nobody depends on it: a topic that is missing, or may not be read, is waited for, and what
+        cannot be read is passed over.
+        """
+        ...
+
+
 class Assignment(Struct, frozen=True):
     """Who owns what in one generation of the proxies' group.
 
@@ -318,6 +331,7 @@ class Door(Protocol):
     """How many half partitions there are. Known once started."""
     targets: Targets
     groups: GroupStore
+    audit: AuditFeed
     membership: Membership
 
     async def start(self) -> None:

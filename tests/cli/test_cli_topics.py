@@ -7,7 +7,10 @@ import subprocess
 import pytest
 from cli_world import Call, Dev
 
-NAMES = ["plan.half", "plan.op", "plan.checkpoint", "plan.parked", "plan.groups"]
+NAMES = [
+    f"plan.{name}"
+    for name in ("half", "op", "checkpoint", "parked", "groups", "audit", "audit.drift")
+]
 
 
 def test_plan_apply_and_nothing_left_to_do(call: Call, dev: Dev) -> None:

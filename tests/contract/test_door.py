@@ -337,3 +337,54 @@ async def test_groups_are_kept_and_followed(world: Any) -> None:
     async with asyncio.timeout(10):
         await follows.wait()
     assert second["late"] == b"{}"
+
+
+# --- audits ----------------------------------------------------------------------------------
+
+
+class Heard:
+    """What a feed has told, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, bytes | None]] = []
+        self._more = asyncio.Event()
+
+    def __call__(self, key: str, value: bytes | None) -> None:
+        self.told.append((key, value))
+        self._more.set()
+
+    async def until(self, key: str, value: bytes | None) -> None:
+        async with asyncio.timeout(20):
+            while (key, value) not in self.told:
+                self._more.clear()
+                await self._more.wait()
+
+
+async def test_what_audits_tell_is_followed_by_every_door_and_the_past_is_not_told_again(
+    world: Any,
+) -> None:
+    one, heard = await world.door("one"), Heard()
+    one.audit.follow(heard)
+    for value in (b"alarm", b"over"):
+        await world.tell_audit("batch", value)
+    await world.tell_audit("stream", b"1")
+    await world.tell_audit("stream", None)
+    await heard.until("stream", None)
+    assert heard.told[:2] == [("batch", b"alarm"), ("batch", b"over")]
+
+    late = Heard()
+    (await world.door("two")).audit.follow(late)
+    await late.until("stream", None)
+    assert late.told == [("batch", b"over"), ("stream", None)]
+    await world.tell_audit("batch", b"new")
+    await late.until("batch", b"new")
+
+
+async def test_a_door_works_and_closes_without_the_topic_of_the_audits(world: Any) -> None:
+    await world.door("one")
+    await world.delete_topic(world.name("audit"))
+    two, heard = await world.door("two", **world.without_creating), Heard()
+    two.audit.follow(heard)
+    assert await two.check_topics() == []
+    await two.close()
+    assert heard.told == []

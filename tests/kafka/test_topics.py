@@ -179,7 +179,7 @@ async def test_apply_mends_what_differs_and_then_finds_nothing_to_do(world: Kafk
     await world.create_topic("half", 4, retention_bytes="1000", flush_ms="12345")
     door = world.closed_door()
     made = await door.plan()
-    assert len(made.create) == 4
+    assert len(made.create) == 6
     assert "retention.bytes" in {change.name for change in made.change}
     await door.apply(made)
     assert (await door.plan()).empty

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from aiokafka.conn import create_conn
 
 from txbroker.core.records import Record
-from txbroker.door import AppendRefused, Door, GroupStore, Membership, PartitionDoor, Targets
+from txbroker.door import (
+    AppendRefused,
+    AuditFeed,
+    Door,
+    GroupStore,
+    Membership,
+    PartitionDoor,
+    Targets,
+)
 from txbroker.errors import ConfigurationError
 from txbroker.kafka import topics
 from txbroker.kafka.admin import Admin
-from txbroker.kafka.client import Client, Opener
+from txbroker.kafka.audit import KafkaAuditFeed
+from txbroker.kafka.client import Client, KafkaRefused, Opener
 from txbroker.kafka.groups import KafkaGroupStore
 from txbroker.kafka.membership import KafkaMembership
 from txbroker.kafka.partition import KafkaPartitionDoor
@@ -31,6 +42,7 @@ class KafkaDoor(Door):
 
     targets: Targets
     groups: GroupStore
+    audit: AuditFeed
     membership: Membership
 
     def __init__(self, settings: KafkaSettings, opener: Opener = create_conn) -> None:
@@ -41,6 +53,7 @@ class KafkaDoor(Door):
         self.admin = Admin(self._client)
         self.targets = self._targets = KafkaTargets(self._client, self.admin)
         self.groups = self._groups = KafkaGroupStore(self._client, self._bytes_max)
+        self.audit = self._audit = KafkaAuditFeed(self._client)
         self.membership = self._membership = KafkaMembership(self._client)
         self._own_bytes_max: dict[str, int] = {}
         self._ids: dict[str, bytes] = {}
@@ -54,8 +67,7 @@ class KafkaDoor(Door):
             ConfigurationError: the topics' settings contradict the configuration.
         """
         if self.settings.create_topics:
-            missing = await self.plan()
-            await self.admin.create(missing.create)
+            await self._create_missing()
         found = await topics.find(self.admin, self.settings.own_topics)
         if self.settings.groups_topic in found:
             self._layout = await self._read_layout()
@@ -71,6 +83,12 @@ class KafkaDoor(Door):
         self._ids = await topic_ids(self._client, self.settings.own_topics)
         if self._layout is None:
             self._layout = await self._remember_layout()
+
+    async def _create_missing(self) -> None:
+        await self.admin.create((await self._plan(self.settings.own_topics)).create)
+        # A proxy does its work without those of the audits, so it needs no right to them.
+        with contextlib.suppress(KafkaRefused, ConfigurationError):
+            await self.admin.create((await self._plan(self.settings.audit_topics)).create)
 
     async def _remember_layout(self) -> Layout | None:
         try:
@@ -113,9 +131,12 @@ class KafkaDoor(Door):
         Raises:
             ConfigurationError, KafkaUnavailable
         """
+        return await self._plan(self.settings.own_topics + self.settings.audit_topics)
+
+    async def _plan(self, names: tuple[str, ...]) -> topics.Plan:
         await self._client.refresh(())
         return await topics.make_plan(
-            self.admin, self.settings, self._client.brokers, self._read_layout
+            self.admin, self.settings, self._client.brokers, self._read_layout, names
         )
 
     async def apply(self, plan: topics.Plan) -> None:
@@ -138,4 +159,5 @@ class KafkaDoor(Door):
         """Let go of everything. Does not leave the group: see `Membership.leave`."""
         await self._membership.close()
         await self._groups.close()
+        await self._audit.close()
         await self._client.close()

@@ -51,6 +51,8 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
     checkpoint_topic: str = "txbroker.checkpoint"
     parked_topic: str = "txbroker.parked"
     groups_topic: str = "txbroker.groups"
+    audit_topic: str = "txbroker.audit"
+    drift_topic: str = "txbroker.audit.drift"
     security: Mapping[str, Any] = field(default_factory=dict)
     partitions: int = 8
     replication: int = 0
@@ -84,13 +86,13 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
             raise ConfigurationError(
                 "request_timeout_s must be at most 5 and half of transaction_timeout_s"
             )
-        names = self.own_topics
+        names = self.own_topics + self.audit_topics
         if len(set(names)) != len(names):
-            raise ConfigurationError(f"txbroker's topics need five names: {', '.join(names)}")
+            raise ConfigurationError(f"txbroker's topics need seven names: {', '.join(names)}")
 
     @property
     def own_topics(self) -> tuple[str, ...]:
-        """The names of txbroker's own topics."""
+        """The names of txbroker's own topics, without which no proxy works."""
         return (
             self.half_topic,
             self.op_topic,
@@ -98,3 +100,8 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
             self.parked_topic,
             self.groups_topic,
         )
+
+    @property
+    def audit_topics(self) -> tuple[str, ...]:
+        """The names of the topics in which audits tell what they found."""
+        return (self.audit_topic, self.drift_topic)

@@ -25,6 +25,7 @@ _CHECKPOINT_BYTES_MIN = 1 << 20
 
 _REPLICATION_WANTED = 3
 _FOREVER = -1
+_DRIFT_MS = 7 * _DAY_MS
 _SHOWN_S, _PAUSE_S = 10.0, 0.01
 # An operator may keep half messages longer or allow larger ones; that is no drift.
 _AT_LEAST = frozenset({"retention.ms", "max.message.bytes"})
@@ -136,6 +137,26 @@ def wanted_topics(
             settings.parked_topic, partitions, copies, {**compacted, "max.message.bytes": larger}
         ),
         WantedTopic(settings.groups_topic, 1, copies, compacted),
+        *_audit_topics(settings, copies, common),
+    ]
+
+
+def _audit_topics(
+    settings: KafkaSettings, copies: int, common: Mapping[str, str]
+) -> list[WantedTopic]:
+    """Return the topics of the audits: the newest summaries, and what a stream found."""
+    news = {
+        **common,
+        "cleanup.policy": "compact",
+        # A stream tells often, and every proxy reads the topic when it starts.
+        "segment.bytes": str(16 << 20),
+        "segment.ms": str(10 * 60 * 1000),
+        "min.cleanable.dirty.ratio": "0.1",
+    }
+    drift = {**common, "cleanup.policy": "delete", "retention.ms": str(_DRIFT_MS)}
+    return [
+        WantedTopic(settings.audit_topic, 1, copies, news),
+        WantedTopic(settings.drift_topic, 1, copies, drift),
     ]
 
 
@@ -195,7 +216,11 @@ def contradictions(
         return [f"missing: {', '.join(missing)}; create them with `txbroker topics apply`"]
     return [
         *_partition_contradictions(settings, found, layout),
-        *(line for topic in found.values() for line in _topic_contradictions(settings, topic)),
+        *(
+            line
+            for name in settings.own_topics
+            for line in _topic_contradictions(settings, found[name])
+        ),
         *_size_contradictions(settings, found),
         *_retention_contradictions(settings, found),
     ]
@@ -320,15 +345,19 @@ async def make_plan(
     settings: KafkaSettings,
     brokers: int,
     read_layout: Callable[[], Awaitable[Layout | None]],
+    names: tuple[str, ...],
 ) -> Plan:
-    """Return what `apply` would do. `read_layout` reads the groups topic, where it exists.
+    """Return what `apply` would do with the topics named, `own_topics` or `audit_topics` or both.
+
+    `read_layout` reads the groups topic, where it exists.
 
     Raises:
         ConfigurationError, KafkaUnavailable
     """
-    found = await find(admin, settings.own_topics)
+    found = await find(admin, names)
     layout = await read_layout() if settings.groups_topic in found else None
-    return plan(wanted_topics(settings, brokers, found.get(settings.half_topic), layout), found)
+    wanted = wanted_topics(settings, brokers, found.get(settings.half_topic), layout)
+    return plan([topic for topic in wanted if topic.name in names], found)
 
 
 async def apply(admin: Admin, wanted: Plan) -> None:

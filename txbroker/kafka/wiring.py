@@ -27,6 +27,8 @@ def door_from(settings: Settings) -> KafkaDoor:
             checkpoint_topic=settings.topic("checkpoint"),
             parked_topic=settings.topic("parked"),
             groups_topic=settings.topic("groups"),
+            audit_topic=settings.topic("audit"),
+            drift_topic=settings.topic("audit.drift"),
             security=_security(settings),
             partitions=settings.partitions,
             half_retention_ms=round(settings.half_retention_s * 1000),

@@ -54,6 +54,8 @@ class Gauges:
     topic_problems: int = 0
     half_retention_headroom_seconds: float | None = None
     ready: bool | None = None
+    audit_drift: Mapping[str, int] = field(default_factory=dict)
+    audit_last_success_timestamp_seconds: float | None = None
 
 
 class Described(NamedTuple):
@@ -93,6 +95,19 @@ _FAMILIES = (
         min,
     ),
     _Family("ready", "1 if the proxy takes calls, else 0.", None, min),
+    _Family(
+        "audit_drift",
+        "Transactions that did not end as they were decided, by the newest audit; of a batch and a "
+        "stream the worse. Nothing until an audit has run.",
+        "kind",
+        max,
+    ),
+    _Family(
+        "audit_last_success_timestamp_seconds",
+        "When the newest audit ended, seconds since 1970. Nothing until an audit has run.",
+        None,
+        max,
+    ),
 )
 
 

@@ -13,6 +13,7 @@ from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.door import Door
+from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.cluster import Cluster
 from txbroker.proxy.http import make_app, serve
@@ -70,6 +71,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         observer = Observer(metrics, runner.unreachable, settings.half_retention_s)
         broker = Broker(door, settings, groups, runner, observer)
         observer.watch(broker)
+        door.audit.follow(AuditMetrics(metrics).changed)
         peers = Peers(lambda: broker.url, bearer)
         stack.push_async_callback(peers.close)
         cluster = Cluster(broker, peers)

@@ -9,7 +9,7 @@ takes them away, because no session times out.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from txbroker.commits import again, begin, outcome
 from txbroker.core.codec import encode_claim, encode_progress
@@ -17,6 +17,7 @@ from txbroker.core.records import Cause, Claim, Record
 from txbroker.door import (
     Appended,
     AppendUnknown,
+    AuditFeed,
     Claimed,
     Fenced,
     GroupStore,
@@ -33,7 +34,6 @@ from txbroker.door import (
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.own_topics import (
-    LAYOUT_KEY,
     CheckpointScan,
     encode_layout,
     find_layout,
@@ -47,6 +47,7 @@ from txbroker.testing.memory import (
     Transaction,
     valid_name,
 )
+from txbroker.testing.stores import MemoryAuditFeed, MemoryGroupStore
 
 MESSAGE_BYTES_MAX = 8 << 20
 """The largest half batch by default, as on a real Kafka."""
@@ -93,6 +94,8 @@ class MemoryDoor:
         self._membership = MemoryMembership(kafka.coordinator(topic_prefix), instance, kafka.reach)
         self.targets: Targets = self._targets
         self.groups: GroupStore = self._groups
+        self._audit = MemoryAuditFeed(kafka, f"{topic_prefix}.audit")
+        self.audit: AuditFeed = self._audit
         self.membership: Membership = self._membership
 
     async def start(self) -> None:
@@ -111,6 +114,8 @@ class MemoryDoor:
             ("checkpoint", count, max(larger, _CHECKPOINT_BYTES_MIN)),
             ("parked", count, larger),
             ("groups", 1, larger),
+            ("audit", 1, larger),
+            ("audit.drift", 1, larger),
         ):
             self._kafka.create_topic(
                 f"{self._prefix}.{name}",
@@ -183,6 +188,7 @@ class MemoryDoor:
         """Let go of everything. Does not leave the group: see `Membership.leave`."""
         self._membership.close()
         self._groups.close()
+        self._audit.close()
 
 
 class MemoryLog:
@@ -543,47 +549,3 @@ class MemoryTargets:
 
     def _remember(self, topic: str, facts: TargetFacts | Cause) -> None:
         self._known[topic] = (asyncio.get_running_loop().time() + self._ttl_s, facts)
-
-
-class MemoryGroupStore:
-    """A `txbroker.door.GroupStore` in memory."""
-
-    def __init__(self, kafka: MemoryKafka, topic: str) -> None:
-        self._kafka = kafka
-        self._topic = topic
-        self._close: Callable[[], None] | None = None
-
-    async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
-        """Read all groups, then keep following; `changed` gets each group's JSON or None.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
-        await self._kafka.reach()
-
-        def tell(record: Record) -> None:
-            if record.key == LAYOUT_KEY:
-                return
-            changed(cast(bytes, record.key).decode(), record.value)
-
-        for record in self._kafka.visible(self._topic):
-            tell(record)
-        self._close = self._kafka.topics[self._topic].partitions[0].follow(tell)
-
-    async def put(self, group: str, value: bytes | None) -> None:
-        """Store or, with None, remove a group; returns once every follower was told.
-
-        Raises:
-            AppendRefused: the record is too large.
-            KafkaUnavailable: it may or may not be stored.
-        """
-        try:
-            await self._kafka.append(self._topic, 0, [Record(group.encode(), value)])
-        except AppendUnknown as error:
-            raise KafkaUnavailable(str(error)) from None
-
-    def close(self) -> None:
-        """Stop following."""
-        close, self._close = self._close, None
-        if close is not None:
-            close()

@@ -1,0 +1,116 @@
+"""What audits tell, in every proxy's metrics; and what they must never do to a proxy."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import structlog
+from prometheus_client.parser import text_string_to_metric_families
+
+from txbroker.core.audit import AuditNews, encode_news
+from txbroker.proxy.audit_metrics import AuditMetrics
+from txbroker.proxy.metrics import Metrics
+
+DRIFT = "txbroker_audit_drift"
+SUCCESS = "txbroker_audit_last_success_timestamp_seconds"
+
+
+def news(ended_ms: int = 1000, **drift: int) -> bytes:
+    return encode_news(
+        AuditNews(
+            run="r",
+            mode="full",
+            started_ms=0,
+            ended_ms=ended_ms,
+            transactions=5,
+            states={},
+            drift={"lost": 0, "late": 0, **drift},
+        )
+    )
+
+
+def shown(metrics: Metrics) -> dict[str, float]:
+    return {
+        sample.labels.get("kind", sample.name): sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+        if sample.name in (DRIFT, SUCCESS)
+    }
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def audit(metrics: Metrics) -> AuditMetrics:
+    return AuditMetrics(metrics)
+
+
+def test_nothing_is_shown_until_an_audit_has_run(metrics: Metrics, audit: AuditMetrics) -> None:
+    assert shown(metrics) == {}
+    audit.changed("batch", news(1_700_000_000_500))
+    assert shown(metrics) == {"lost": 0, "late": 0, SUCCESS: 1_700_000_000.5}
+
+
+def test_of_a_batch_and_a_stream_the_worse_counts_and_the_newer_success(
+    metrics: Metrics, audit: AuditMetrics
+) -> None:
+    audit.changed("batch", news(5000, lost=3))
+    audit.changed("stream", news(9000, lost=1, late=2))
+    assert shown(metrics) == {"lost": 3, "late": 2, SUCCESS: 9}
+    audit.changed("batch", news(7000))
+    assert shown(metrics) == {"lost": 1, "late": 2, SUCCESS: 9}
+    audit.changed("stream", None)
+    assert shown(metrics) == {"lost": 0, "late": 0, SUCCESS: 7}
+    audit.changed("batch", None)
+    assert shown(metrics) == {}
+
+
+def test_a_newer_version_is_left_alone_with_a_log_line(
+    metrics: Metrics, audit: AuditMetrics
+) -> None:
+    audit.changed("batch", news(lost=4))
+    with structlog.testing.capture_logs() as lines:
+        audit.changed("batch", b'{"v":2,"drift":"told otherwise"}')
+    assert [line["log_level"] for line in lines] == ["warning"]
+    assert "newer" in lines[0]["event"]
+    assert shown(metrics)["lost"] == 4
+
+
+def broken() -> dict[str, bytes]:
+    good = msgspec.json.decode(news())
+    return {
+        "empty": b"",
+        "binary": b"\xff\xfe\x00",
+        "no object": b"[1]",
+        "no version": b"{}",
+        "version of another type": b'{"v":"1"}',
+        "deep": b'{"v":1,"x":' + b"[" * 100_000,
+        "negative": msgspec.json.encode({**good, "drift": {"lost": -1}}),
+        "huge": msgspec.json.encode({**good, "drift": {"lost": 0}}).replace(
+            b'"ended_ms":1000', b'"ended_ms":' + b"9" * 400
+        ),
+        "no number": msgspec.json.encode({**good, "drift": {"lost": None}}),
+        "a kind that is no label": msgspec.json.encode({**good, "drift": {'a"}\n': 1}}),
+        "too many kinds": msgspec.json.encode({**good, "drift": {f"k{n}": 1 for n in range(999)}}),
+    }
+
+
+@pytest.mark.parametrize("value", broken().values(), ids=broken().keys())
+def test_a_record_that_does_not_read_changes_nothing(
+    metrics: Metrics, audit: AuditMetrics, value: bytes
+) -> None:
+    audit.changed("batch", news(lost=1))
+    with structlog.testing.capture_logs() as lines:
+        audit.changed("batch", value)
+        audit.changed("stream", value)
+    assert len(lines) == 2
+    assert shown(metrics) == {"lost": 1, "late": 0, SUCCESS: 1}
+
+
+def test_keys_of_nobody_are_passed_over(metrics: Metrics, audit: AuditMetrics) -> None:
+    with structlog.testing.capture_logs() as lines:
+        audit.changed("somebody", news(lost=1))
+    assert (lines, shown(metrics)) == ([], {})

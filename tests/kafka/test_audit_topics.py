@@ -1,0 +1,115 @@
+"""The topics of the audits on a real Kafka: written, followed, missing, refused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from kafka_world import KafkaWorld
+
+from txbroker.errors import ConfigurationError
+from txbroker.kafka.audit import KafkaAuditFeed, KafkaAuditWriter
+from txbroker.kafka.client import Client
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.topics import FoundTopic, contradictions, plan, wanted_topics
+
+
+@pytest.fixture
+async def world(kafka: Any) -> Any:
+    made = KafkaWorld(kafka.bootstrap)
+    yield made
+    await made.close()
+
+
+class Following:
+    """A feed with a short pause, and what it told."""
+
+    def __init__(self, world: KafkaWorld) -> None:
+        self.told: list[tuple[str, bytes | None]] = []
+        self._more = asyncio.Event()
+        self._client = Client(world.settings())
+        self._feed = KafkaAuditFeed(self._client, pause_s=0.05)
+
+    async def __aenter__(self) -> Following:
+        self._feed.follow(self._note)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._feed.close()
+        await self._client.close()
+
+    def _note(self, key: str, value: bytes | None) -> None:
+        self.told.append((key, value))
+        self._more.set()
+
+    async def until(self, value: bytes) -> None:
+        async with asyncio.timeout(40):
+            while ("batch", value) not in self.told:
+                self._more.clear()
+                await self._more.wait()
+
+
+async def test_a_topic_that_is_missing_is_waited_for_and_one_made_anew_is_read_again(
+    world: KafkaWorld,
+) -> None:
+    audit = world.name("audit")
+    await world.door()
+    await world.delete_topic(audit)
+    async with Following(world) as following:
+        await world.create_topic("audit")
+        await world.tell_audit("batch", b"first")
+        await following.until(b"first")
+        for number in range(3):
+            await world.tell_audit("batch", b"%d" % number)
+        await following.until(b"2")
+        await world.recreate_topic(audit)
+        await world.tell_audit("batch", b"anew")
+        await following.until(b"anew")
+
+
+async def test_records_that_another_client_wrote_are_followed_whatever_their_time(
+    world: KafkaWorld,
+) -> None:
+    await world.create_topic("audit", message_timestamp_type="CreateTime")
+    await world.tell_audit("batch", b"mine")
+    async with Following(world) as following:
+        await following.until(b"mine")
+
+
+async def test_what_cannot_be_written_is_said_in_a_sentence(world: KafkaWorld) -> None:
+    async with KafkaAuditWriter(world.settings()) as writer:
+        with pytest.raises(ConfigurationError, match=r"does not exist.*topics apply"):
+            await writer.put(world.name("nowhere"), "batch", b"{}")
+        await world.create_topic("small", max_message_bytes="200")
+        with pytest.raises(ConfigurationError, match="does not take"):
+            await writer.put(world.name("small"), "batch", b"x" * 500)
+        await writer.put(world.name("small"), "batch", b"{}")
+    assert [r.value for r in await world.visible(world.name("small"))] == [b"{}"]
+
+
+def test_a_proxy_stands_by_its_own_topics_whatever_becomes_of_the_audits() -> None:
+    settings = KafkaSettings(bootstrap_servers=("127.0.0.1:9092",), instance_id="one")
+    wanted = wanted_topics(settings, 1, None)
+    found = {
+        topic.name: FoundTopic(topic.name, topic.partitions, 1, topic.configs) for topic in wanted
+    }
+    del found[settings.drift_topic]
+    found[settings.audit_topic] = FoundTopic(
+        settings.audit_topic, 3, 1, {"cleanup.policy": "delete"}
+    )
+    assert contradictions(settings, found) == []
+    made = plan(wanted, found)
+    assert [topic.name for topic in made.create] == [settings.drift_topic]
+    assert ("cleanup.policy", "delete", "compact") in [
+        (change.name, change.found, change.wanted) for change in made.change
+    ]
+    assert len(made.remarks) == 1
+
+
+def test_topics_of_the_audits_need_names_of_their_own() -> None:
+    settings = KafkaSettings(
+        bootstrap_servers=("127.0.0.1:9092",), instance_id="one", audit_topic="txbroker.groups"
+    )
+    with pytest.raises(ConfigurationError, match="seven names"):
+        settings.validate()

@@ -1,0 +1,50 @@
+"""What the audits tell, as metrics of every proxy: an alarm needs nothing but a scrape."""
+
+import structlog
+
+from txbroker.core.audit import BATCH_KEY, STREAM_KEY, AuditNews, decode_news
+from txbroker.core.codec import Malformed, NewerVersion
+from txbroker.proxy.metrics import Gauges, Metrics
+
+log = structlog.get_logger()
+
+
+class AuditMetrics:
+    """The newest that a batch and a stream have told.
+
+    Args:
+        metrics: where it is shown.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._news: dict[str, AuditNews] = {}
+        metrics.watch(self._gauges)
+
+    def changed(self, key: str, value: bytes | None) -> None:
+        """Take a record of the audit topic; one that does not read changes nothing."""
+        if key not in (BATCH_KEY, STREAM_KEY):
+            return
+        if value is None:
+            self._news.pop(key, None)
+            return
+        try:
+            self._news[key] = decode_news(value)
+        except NewerVersion as error:
+            log.warning(
+                "an audit is newer than this proxy, whose audit metrics stay as they are",
+                key=key,
+                error=str(error),
+            )
+        except Malformed as error:
+            log.warning("a record of the audit topic does not read", key=key, error=str(error))
+
+    def _gauges(self) -> Gauges:
+        drift: dict[str, int] = {}
+        for news in self._news.values():
+            for kind, count in news.drift.items():
+                drift[kind] = max(drift.get(kind, 0), count)
+        ended_ms = max((news.ended_ms for news in self._news.values()), default=None)
+        return Gauges(
+            audit_drift=drift,
+            audit_last_success_timestamp_seconds=None if ended_ms is None else ended_ms / 1000,
+        )
