@@ -53,6 +53,9 @@ NEVER = CheckPolicy(after_s=86_400.0)
 """Nobody is asked while a test lasts."""
 AT_ONCE = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=15, timeout_s=0.0)
 """Any number of attempts, as soon as one likes."""
+ONE_ATTEMPT = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=1, timeout_s=0.0)
+TWO_ATTEMPTS = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=2, timeout_s=0.0)
+HOUR_MS = 3_600_000
 _NUMBERS = itertools.count()
 _TIMEOUT_S = 60.0
 _KEYS = 1000
@@ -234,19 +237,19 @@ class Planting:
         return await self.decide(half, MarkerKind.ROLLBACK, **fields)
 
     async def check(
-        self, half: Half, number: int, round: int = 1, reason: str = "due", **fields: Any
+        self, half: Half, number: int, in_round: int = 1, reason: str = "due", **fields: Any
     ) -> int:
         """Append the marker of an attempt; return its append time."""
         fields = {"endpoint": "http://127.0.0.1:1/check", **fields}
         return await self.mark(
-            half, MarkerKind.CHECK, round=round, number=number, reason=reason, **fields
+            half, MarkerKind.CHECK, round=in_round, number=number, reason=reason, **fields
         )
 
-    async def checks(self, half: Half, count: int, round: int = 1) -> int:
+    async def checks(self, half: Half, count: int, in_round: int = 1) -> int:
         """Append the markers of so many attempts; return the append time of the last."""
         at_ms = 0
         for number in range(1, count + 1):
-            at_ms = await self.check(half, number, round)
+            at_ms = await self.check(half, number, in_round)
         return at_ms
 
     # --- turns -------------------------------------------------------------------------------
@@ -390,6 +393,21 @@ class Planting:
         filled.visible += rest - back
 
 
+async def park(planting: Planting, *messages: Message) -> Half:
+    """Store a transaction whose last attempt is over, and its copy."""
+    half = planting.make(*messages, policy=ONE_ATTEMPT)
+    stored = await planting.store(half)
+    await planting.checks(half, 1)
+    await planting.mark(half, MarkerKind.PARK, round=1)
+    planting.keep(half, stored, State.PARKED)
+    return half
+
+
+async def now_by(planting: Planting, half: Half) -> int:
+    """Return a broker's time, by a marker without effect."""
+    return await planting.mark(half, MarkerKind.REVIVE, round=9)
+
+
 def partition_of(half: Half) -> int:
     """Return the half partition of a transaction."""
     return parse_id(half.id).partition
@@ -410,8 +428,8 @@ def produce(producer: Producer, placed: Placed, wrong: list[str]) -> None:
                 record.value,
                 record.key,
                 placed.partition,
-                done,
-                max(record.timestamp_ms, 0),
+                on_delivery=done,
+                timestamp=max(record.timestamp_ms, 0),
                 headers=list(record.headers),
             )
         except BufferError:

@@ -1,0 +1,209 @@
+"""Everything that an audit calls drift, each planted on purpose; see `planted_cases`."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from planting import AT_ONCE, HOUR_MS, TWO_ATTEMPTS, Planting, now_by, park, partition_of
+
+from txbroker.core.codec import encode_half, encode_marker
+from txbroker.core.records import RECORD_VERSION, CheckPolicy, Marker, MarkerKind, Record
+
+
+async def decided_otherwise(p: Planting) -> None:
+    """Visible, though nobody committed it."""
+    back = await p.prepare()
+    p.promote(back, await p.roll_back(back))
+    p.expect(back.id, "rolled back, visible", "rolled_back", "rolled_back_visible")
+    never = await p.prepare()
+    p.promote(never, await now_by(p, never))
+    p.expect(never.id, "undecided, visible", "pending", "visible_without_commit")
+    nothing = p.make()
+    p.promote(nothing, round(time.time() * 1000))
+    p.expect(nothing.id, "visible, nothing else", "void", "visible_without_commit")
+    lain = await park(p)
+    p.promote(lain, await now_by(p, lain))
+    p.expect(lain.id, "parked, visible", "parked", "visible_without_commit")
+    old = await p.prepare(age_ms=HOUR_MS)
+    p.promote(old, await now_by(p, old))
+    p.expect(old.id, "void, visible", "void", "visible_without_commit")
+    stranger = await p.prepare()
+    p.promote(stranger, await p.commit(stranger, group="of-somebody-else"))
+    p.expect(stranger.id, "committed by a stranger", "pending", "visible_without_commit")
+
+
+async def twice(p: Planting) -> None:
+    """A message is there twice, in one turn or in two."""
+    half = await p.prepare(p.message(), p.message(p.bills))
+    at_ms = await p.commit(half)
+    p.promote(half, at_ms)
+    await p.turn()
+    p.promote(half, at_ms, only=[1])
+    p.expect(half.id, "one of two is visible twice", "promoted", "visible_twice")
+    single = await p.prepare()
+    at_ms = await p.commit(single)
+    p.promote(single, at_ms)
+    p.promote(single, at_ms)
+    p.expect(single.id, "visible twice", "promoted", "visible_twice")
+
+
+async def incomplete(p: Planting) -> None:
+    """Only some records of a half message are stored."""
+    three = p.make(*(p.message() for _ in range(3)))
+    records = encode_half(three)
+    await p.append_half(partition_of(three), records[:2])
+    p.expect(three.id, "2 of 3 are stored", "void", "half_incomplete")
+    headless = p.make(p.message(), p.message())
+    await p.append_half(partition_of(headless), encode_half(headless)[1:])
+    p.expect(headless.id, "the first is missing", "void", "half_incomplete")
+
+
+async def changed(p: Planting) -> None:
+    """Visible, but not as it was prepared."""
+    headers = (("a", b"1"), ("b", b""))
+    stamp_ms = round(time.time() * 1000) - HOUR_MS
+    changes: dict[str, tuple[str, dict[str, object]]] = {
+        "another value": ("body_changed", {"value": b"another"}),
+        "another key": ("body_changed", {"key": b"another"}),
+        "a null value": ("body_changed", {"value": None}),
+        "a null key": ("body_changed", {"key": None}),
+        "a header less": ("headers_changed", {"headers": headers[:1]}),
+        "a header more": ("headers_changed", {"headers": (*headers, ("c", b"1"))}),
+        "headers in another order": ("headers_changed", {"headers": headers[::-1]}),
+        "a null header": ("headers_changed", {"headers": (("a", b"1"), ("b", None))}),
+        "another timestamp": ("timestamp_changed", {"timestamp_ms": stamp_ms + 1}),
+    }
+    for label, (finding, fields) in changes.items():
+        half = await p.prepare(p.message(value=b"", headers=headers, timestamp_ms=stamp_ms))
+        wrong = msgspec.structs.replace(half.messages[0], **fields)
+        p.promote(half, await p.commit(half), [wrong])
+        p.expect(half.id, f"promoted with {label}", "promoted", finding)
+    cut = await p.prepare(p.message(key=b"ab", value=b"c"))
+    wrong = msgspec.structs.replace(cut.messages[0], key=b"a", value=b"bc")
+    p.promote(cut, await p.commit(cut), [wrong])
+    p.expect(cut.id, "key and value cut elsewhere", "promoted", "body_changed")
+    stamped = await p.prepare()
+    p.promote(stamped, await p.commit(stamped) + 1)
+    p.expect(stamped.id, "not its marker's append time", "promoted", "timestamp_changed")
+    half = await p.prepare()
+    contents = [msgspec.structs.replace(half.messages[0], value=b"final")]
+    p.promote(half, await p.commit(half, contents))
+    p.expect(half.id, "the prepared, not the replaced body", "promoted", "body_changed")
+    two = await p.prepare(p.message(), p.message())
+    p.promote(two, await p.commit(two), two.messages[::-1])
+    p.expect(two.id, "two messages exchanged", "promoted", "body_changed")
+
+
+async def wrong_target(p: Planting) -> None:
+    """Visible elsewhere."""
+    for label, topic, partition in (("partition", p.orders, 2), ("topic", p.bills, 1)):
+        half = await p.prepare(p.message(partition=1))
+        moved = msgspec.structs.replace(half.messages[0], topic=topic, partition=partition)
+        p.promote(half, await p.commit(half), [moved])
+        p.expect(half.id, f"promoted to another {label}", "promoted", "wrong_target")
+
+
+async def out_of_order(p: Planting) -> None:
+    """Decided before, visible behind."""
+    shared = p.message(key=b"out of order", partition=2)
+    first, second = await p.prepare(shared, partition=1), await p.prepare(shared, partition=1)
+    stamps = await p.commit(first), await p.commit(second)
+    p.promote(second, stamps[1])
+    p.promote(first, stamps[0])
+    p.expect(first.id, "visible behind a later one", "promoted", "out_of_order")
+    p.expect(second.id, "visible before an earlier one", "promoted")
+
+
+async def checked_wrongly(p: Planting) -> None:
+    """Asked too often or too early."""
+    often = await p.prepare(policy=TWO_ATTEMPTS)
+    await p.checks(often, 3)
+    p.expect(often.id, "3 attempts of 2", "pending", "too_many_attempts")
+    usual = await p.prepare(policy=AT_ONCE)
+    await p.checks(usual, 16)
+    p.promote(usual, await p.commit(usual))
+    p.expect(usual.id, "the 16th attempt", "promoted", "too_many_attempts")
+    early = await p.prepare(policy=CheckPolicy())
+    await p.check(early, 1)
+    p.expect(early.id, "asked at once, not after 6 s", "pending", "check_too_early")
+    soon = await p.prepare(policy=CheckPolicy(after_s=0.0))
+    await p.checks(soon, 2)
+    p.expect(soon.id, "asked again at once, not after 30 s", "pending", "check_too_early")
+    later = await p.prepare(policy=AT_ONCE)
+    await p.check(later, 1)
+    await p.mark(later, MarkerKind.LATER, round=1, number=1, later_s=600.0)
+    await p.check(later, 2)
+    p.expect(later.id, "asked again before the time it named", "pending", "check_too_early")
+
+
+async def contrary(p: Planting) -> None:
+    """Both decisions were stored."""
+    half = await p.prepare()
+    at_ms = await p.commit(half)
+    await p.roll_back(half)
+    p.promote(half, at_ms)
+    p.expect(half.id, "committed, then rolled back", "promoted", "contrary_markers")
+    back = await p.prepare()
+    await p.roll_back(back)
+    await p.commit(back)
+    p.expect(back.id, "rolled back, then committed", "rolled_back", "contrary_markers")
+    other = await p.prepare()
+    contents = [msgspec.structs.replace(other.messages[0], value=b"one")]
+    at_ms = await p.commit(other, contents)
+    await p.commit(other, [msgspec.structs.replace(other.messages[0], value=b"two")])
+    p.promote(other, at_ms, contents)
+    p.expect(other.id, "committed with other contents", "promoted", "contrary_markers")
+
+
+async def without_half(p: Planting) -> None:
+    """Markers of nothing."""
+    for kind in (MarkerKind.COMMIT, MarkerKind.ROLLBACK, MarkerKind.CHECK):
+        half = p.make()
+        await p.mark(half, kind, round=1, number=1, reason="due", group=half.group)
+        p.expect(half.id, f"a {kind} of nothing", "void", "marker_without_half")
+
+
+async def several(p: Planting) -> None:
+    """More than one thing is wrong with one transaction."""
+    half = await p.prepare(p.message(headers=(("a", b"1"),)))
+    at_ms = await p.commit(half)
+    await p.roll_back(half)
+    wrong = msgspec.structs.replace(half.messages[0], value=b"another", headers=(), partition=3)
+    p.promote(half, at_ms, [wrong])
+    p.promote(half, at_ms)
+    p.expect(
+        half.id,
+        "five things at once",
+        "promoted",
+        "visible_twice",
+        "body_changed",
+        "headers_changed",
+        "wrong_target",
+        "contrary_markers",
+    )
+
+
+async def broken(p: Planting) -> None:
+    """Records that do not read, among those that do."""
+    half = p.make()
+    good = encode_half(half)[0]
+    rest = good.headers[1:]
+    for headers in ((), (("txb-v", b"1"),), (("txb-v", b"99"), *rest), (("txb-v", None), *rest)):
+        await p.append_half(0, [Record(b"k", b"v", headers)])
+        p.broken[p.names.half] += 1
+    await p.append_half(0, [msgspec.structs.replace(good, headers=_without(good, "txb-seq"))])
+    p.broken[p.names.half] += 1
+    marker = encode_marker(Marker(RECORD_VERSION, MarkerKind.COMMIT, half.id))
+    for value in (None, b"", b"{", b"[]", b'{"v": 1}', (marker.value or b"") + b"}"):
+        await p.append_op(0, [Record(marker.key, value)])
+        p.broken[p.names.op] += 1
+    await p.append_op(0, [Record(b"another key", marker.value)])
+    await p.append_op(0, [encode_marker(Marker(99, MarkerKind.COMMIT, half.id))])
+    p.broken[p.names.op] += 2
+    p.putpark(0, [Record(b"no key of ours", b"v"), Record(b"a/b", b"v"), Record(None, b"v")])
+    p.broken[p.names.parked] += 3
+
+
+def _without(record: Record, name: str) -> tuple[tuple[str, bytes | None], ...]:
+    return tuple(header for header in record.headers if header[0] != name)
