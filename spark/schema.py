@@ -17,7 +17,8 @@ HALF = """
 """
 """One row for each record of the half topic.
 
-`id_ms`: the time in the id. `clock_ms`: the log clock there (the running maximum of append times).
+`id_ms`: the time in the id, in the other tables too, so that Parquet can be searched for an id
+without reading all of it. `clock_ms`: the log clock there (the running maximum of append times).
 `early`: read before the targets were. `void`: why the record counts for nothing, null where it
 counts: `expired` (appended too far from its id's time), `dedup` (its key is another's).
 `timestamp_ms`: null where the user gave none. `order_mark`: hash of the order key, null without
@@ -25,9 +26,9 @@ order. The last four columns are the check policy; it and `order_mark` are on th
 """
 
 OP = """
-    id string, partition int, offset bigint, at_ms bigint, clock_ms bigint, early boolean,
-    kind string, source string, grp string, round int, number int, reason string, later_ms bigint,
-    contents array<struct<seq: int, topic: string, target_partition: int, body: bigint,
+    id string, id_ms bigint, partition int, offset bigint, at_ms bigint, clock_ms bigint,
+    early boolean, kind string, source string, grp string, round int, number int, reason string,
+    later_ms bigint, contents array<struct<seq: int, topic: string, target_partition: int, body: bigint,
         headers: bigint, timestamp_ms: bigint>>, contents_count int
 """
 """One row for each marker. `clock_ms`: the operation topic's log clock there, by which checks are
@@ -35,16 +36,16 @@ timed; `at_ms` is what promoted messages bear. `contents`: the replacing message
 commit, by `seq`; null where it announces none. A batch that is not whole is no marker."""
 
 VISIBLE = """
-    id string, topic string, partition int, offset bigint, at_ms bigint, seq int, count int,
-    body bigint, headers bigint, append_time boolean
+    id string, id_ms bigint, topic string, partition int, offset bigint, at_ms bigint, seq int,
+    count int, body bigint, headers bigint, append_time boolean
 """
 """One row for each record of a target topic whose first header is `txb-id`. `at_ms`: its timestamp.
 `append_time`: whether that is the broker's (timestamp type LogAppendTime), not its writer's. Other
 records of a target topic are none of ours."""
 
 PARKED = """
-    id string, partition int, offset bigint, seq int, at_ms bigint, state string, cause string,
-    tombstone boolean
+    id string, id_ms bigint, partition int, offset bigint, seq int, at_ms bigint, state string,
+    cause string, tombstone boolean
 """
 """One row for each record of the parked topic."""
 
