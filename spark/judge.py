@@ -278,18 +278,7 @@ def _content_of(message: HalfRow | Content) -> tuple[str, int, int, int | None]:
     return message.topic, message.body, message.headers, message.timestamp_ms
 
 
-def _markers(facts: TransactionFacts, home: int | None) -> list[OpRow]:
-    """Return the markers in the order of the log; those of a foreign partition are none."""
-    markers = {row.offset: row for row in facts.op if row.partition == home}
-    return [markers[offset] for offset in sorted(markers)]
-
-
 # --- what is visible -------------------------------------------------------------------------
-
-
-def _visible(facts: TransactionFacts) -> list[VisibleRow]:
-    rows = {(row.topic, row.partition, row.offset): row for row in facts.visible}
-    return sorted(rows.values(), key=lambda row: (row.seq, row.topic, row.partition, row.offset))
 
 
 def _compare(life: _Life, visible: Sequence[VisibleRow]) -> None:
@@ -333,7 +322,7 @@ class _Copy(NamedTuple):
 
 def _copy(rows: Sequence[ParkedRow]) -> _Copy:
     newest = {}
-    for row in sorted(rows, key=lambda row: row.offset):
+    for row in rows:
         newest[row.seq] = row
     first = newest.get(0)
     last_ms = max((row.at_ms for row in rows), default=0)
@@ -382,13 +371,15 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     still under way has no findings.
     """
     parts = read_id(facts.id)
-    visible = _visible(facts)
+    facts = _sorted(facts)
+    visible = facts.visible
     if parts is None:
         return _judged(facts, None, _Life(None), visible, "void", False)
     halves = _halves(facts.half, parts.partition, horizon)
     life = _Life(halves.counts)
-    for marker in _markers(facts, parts.partition):
-        life.apply(marker)
+    for marker in facts.op:
+        if marker.partition == parts.partition:
+            life.apply(marker)
     if life.half is None:
         state, carry = _without_half(facts, life, parts, halves, terms, horizon)
     elif life.decided is None:
@@ -409,6 +400,21 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     return _judged(facts, parts, life, visible, state, carry)
 
 
+def _sorted(facts: TransactionFacts) -> TransactionFacts:
+    """Return the facts in the order of their logs, each record once."""
+    half = {(row.partition, row.offset): row for row in facts.half}
+    op = {(row.partition, row.offset): row for row in facts.op}
+    parked = {(row.partition, row.offset): row for row in facts.parked}
+    visible = {(row.seq, row.topic, row.partition, row.offset): row for row in facts.visible}
+    return TransactionFacts(
+        facts.id,
+        [half[place] for place in sorted(half)],
+        [op[place] for place in sorted(op)],
+        [visible[place] for place in sorted(visible)],
+        [parked[place] for place in sorted(parked)],
+    )
+
+
 def _without_half(
     facts: TransactionFacts,
     life: _Life,
@@ -423,7 +429,7 @@ def _without_half(
     decision = None if life.decided is None else life.decided.kind
     if halves.any_void:
         if facts.visible:
-            life.found["visible_without_commit"] = _shown(_visible(facts))
+            life.found["visible_without_commit"] = _shown(facts.visible)
         life.decided = None
         return "void", open_still
     copy = _copy(facts.parked)
@@ -438,9 +444,9 @@ def _without_half(
     elif facts.op:
         life.found["marker_without_half"] = f"{facts.op[0].kind} at {facts.op[0].offset}"
     if facts.visible and decision == "rollback":
-        life.found["rolled_back_visible"] = _shown(_visible(facts))
+        life.found["rolled_back_visible"] = _shown(facts.visible)
     elif facts.visible and decision is None:
-        life.found["visible_without_commit"] = _shown(_visible(facts))
+        life.found["visible_without_commit"] = _shown(facts.visible)
     if not life.found:
         # Only tombstones are left in the parked topic.
         return "gone", False
@@ -451,7 +457,7 @@ def _from_copy(facts: TransactionFacts, life: _Life, state: str) -> tuple[str, b
     """Return state and `carry` where retention took the half message and a copy is kept."""
     if life.decided is not None and life.decided.kind == "rollback":
         if facts.visible:
-            life.found["rolled_back_visible"] = _shown(_visible(facts))
+            life.found["rolled_back_visible"] = _shown(facts.visible)
         return "rolled_back", False
     if facts.visible:
         return "promoted", False

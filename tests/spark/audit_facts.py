@@ -1,0 +1,213 @@
+"""Facts of transactions made by hand or from a ledger's logs, for tests of the audit."""
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from core_logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, new_ledger
+
+from txbroker.core.codec import Malformed, decode_half, decode_marker, is_content
+from txbroker.core.outcome import Effect
+from txbroker.core.records import Marker, Message, Record
+from txbroker.spark.rows import (
+    Content,
+    HalfRow,
+    Limits,
+    OpRow,
+    ParkedRow,
+    TransactionFacts,
+    VisibleRow,
+)
+
+NOW_MS = START_MS + 10_000_000
+TERMS = Limits(NOW_MS, WINDOW_MS)
+ID = id_of(1)
+
+
+def body_hash(message: Message) -> int:
+    """Return a stand-in for the hash of key and value."""
+    return crc32(repr((message.key, message.value)).encode())
+
+
+def headers_hash(message: Message) -> int:
+    """Return a stand-in for the hash of the user's headers."""
+    return crc32(repr(message.headers).encode())
+
+
+def half_rows(
+    topics: Sequence[str] = ("t",),
+    *,
+    offset: int = 0,
+    at_ms: int = START_MS,
+    partition: int = PARTITION,
+    grp: str = "g",
+    void: str | None = None,
+    timestamp_ms: int | None = None,
+    order_mark: int | None = 7,
+) -> list[HalfRow]:
+    """Return the rows of a half message with one message for partition 0 of each topic."""
+    return [
+        HalfRow(
+            partition,
+            offset + seq,
+            at_ms,
+            at_ms,
+            True,
+            void,
+            grp,
+            seq,
+            len(topics),
+            topic,
+            0,
+            100 + seq,
+            200 + seq,
+            timestamp_ms,
+            order_mark if seq == 0 else None,
+            None,
+            *((6000, 30_000, 3, 5000) if seq == 0 else (None, None, None, None)),
+        )
+        for seq, topic in enumerate(topics)
+    ]
+
+
+def op_row(kind: str, offset: int = 0, at_ms: int = START_MS + 100, **fields: object) -> OpRow:
+    """Return a marker, early and without a group if nothing else is said."""
+    row = OpRow(PARTITION, offset, at_ms, at_ms, True, kind, "producer", "", 1, 0, "", 0, None, 0)
+    return row._replace(**fields)
+
+
+def check_row(number: int, at_ms: int, offset: int, reason: str = "due", turn: int = 1) -> OpRow:
+    """Return the marker of an attempt."""
+    return op_row("check", offset, at_ms, round=turn, number=number, reason=reason)
+
+
+def visible_rows(
+    half: Sequence[HalfRow], decided_ms: int = START_MS + 100, offset: int = 50
+) -> list[VisibleRow]:
+    """Return what becomes visible of a half message that is committed."""
+    return [
+        VisibleRow(
+            row.topic,
+            row.target_partition,
+            offset + row.seq,
+            decided_ms if row.timestamp_ms is None else row.timestamp_ms,
+            row.seq,
+            row.count,
+            row.body,
+            row.headers,
+            False,
+        )
+        for row in half
+    ]
+
+
+def parked_row(state: str | None, offset: int = 0, at_ms: int = START_MS + 200) -> ParkedRow:
+    """Return a record of the parked topic; without a state a tombstone."""
+    return ParkedRow(PARTITION, offset, 0, at_ms, state, None, state is None)
+
+
+# --- from logs -------------------------------------------------------------------------------
+
+
+def facts_from(logs: Logs) -> dict[str, TransactionFacts]:
+    """Return the facts of each id in the logs of a partition.
+
+    Which half messages are void is told by a ledger: that is not what a judge decides.
+    """
+    halves, markers = _halves(logs), _markers(logs)
+    return {
+        id: TransactionFacts(id, halves.get(id, []), markers.get(id, []))
+        for id in halves.keys() | markers.keys()
+    }
+
+
+def _halves(logs: Logs) -> dict[str, list[HalfRow]]:
+    ledger = new_ledger()
+    found: dict[str, list[HalfRow]] = {}
+    batch: list[tuple[str, HalfRow]] = []
+    for record in logs.half.records:
+        outcome = ledger.apply_half(record)
+        try:
+            part = decode_half(record)
+        except Malformed:
+            continue
+        message, policy = part.message, part.policy
+        row = HalfRow(
+            PARTITION,
+            record.offset,
+            record.timestamp_ms,
+            ledger.half_clock_ms,
+            True,
+            None,
+            part.group,
+            part.sequence,
+            part.count,
+            message.topic,
+            message.partition or 0,
+            body_hash(message),
+            headers_hash(message),
+            message.timestamp_ms,
+            None,
+            part.dedup_key,
+            round(policy.after_s * 1000),
+            round(policy.interval_s * 1000),
+            policy.attempts_max,
+            round(policy.timeout_s * 1000),
+        )
+        batch.append((part.id, row))
+        if outcome.effect is Effect.PARTIAL:
+            continue
+        other = outcome.transaction is not None and outcome.transaction.id != part.id
+        void = outcome.effect in (Effect.EXPIRED, Effect.VOID) or other
+        for id, each in batch:
+            found.setdefault(id, []).append(each._replace(void="void" if void else None))
+        batch = []
+    return found
+
+
+def _markers(logs: Logs) -> dict[str, list[OpRow]]:
+    found: dict[str, list[OpRow]] = {}
+    records, clock_ms, place = logs.op.records, 0, 0
+    while place < len(records):
+        record = records[place]
+        place += 1
+        clock_ms = max(clock_ms, record.timestamp_ms)
+        try:
+            marker = decode_marker(record) if not is_content(record) else None
+        except Malformed:
+            marker = None
+        if marker is None:
+            continue
+        following = records[place : place + marker.contents]
+        found.setdefault(marker.id, []).append(_op_row(marker, record, clock_ms, following))
+    return found
+
+
+def _op_row(marker: Marker, record: Record, clock_ms: int, following: list[Record]) -> OpRow:
+    messages = [decode_half(each).message for each in following]
+    return OpRow(
+        PARTITION,
+        record.offset,
+        record.timestamp_ms,
+        clock_ms,
+        True,
+        str(marker.kind),
+        str(marker.source),
+        marker.group,
+        marker.round,
+        marker.number,
+        marker.reason,
+        round(marker.later_s * 1000),
+        [
+            Content(
+                seq,
+                message.topic,
+                message.partition or 0,
+                body_hash(message),
+                headers_hash(message),
+                message.timestamp_ms,
+            )
+            for seq, message in enumerate(messages)
+        ]
+        or None,
+        marker.contents,
+    )

@@ -1,0 +1,396 @@
+"""The judge: the ledger's own rules, and every finding."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+from audit_facts import (
+    ID,
+    NOW_MS,
+    TERMS,
+    check_row,
+    facts_from,
+    half_rows,
+    op_row,
+    parked_row,
+    visible_rows,
+)
+from core_fuzz import fuzz
+from core_histories import histories
+from core_logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, replayed
+from hypothesis import given
+
+from txbroker.core.ids import parse_id
+from txbroker.spark import judge as judge_module
+from txbroker.spark.judge import GRAVITY, judge, read_id
+from txbroker.spark.rows import (
+    ALWAYS,
+    Content,
+    HalfRow,
+    Horizon,
+    Judged,
+    OpRow,
+    ParkedRow,
+    TransactionFacts,
+    VisibleRow,
+)
+from txbroker.spark.schema import KIND_NAMES
+
+COMMIT = op_row("commit", grp="g")
+HALF = half_rows()
+DECIDED_MS = COMMIT.at_ms
+
+
+def judged(
+    half: list[HalfRow] = HALF,
+    op: list[OpRow] | None = None,
+    visible: list[VisibleRow] | None = None,
+    parked: list[ParkedRow] | None = None,
+    *,
+    now_ms: int = NOW_MS,
+    horizon: Horizon | None = None,
+) -> Judged:
+    facts = TransactionFacts(ID, half, op or [], visible or [], parked or [])
+    return judge(facts, TERMS._replace(now_ms=now_ms), horizon or Horizon())
+
+
+# --- the ledger's rules ----------------------------------------------------------------------
+
+
+@given(histories(steps_max=25))
+@fuzz
+def test_it_comes_to_what_the_ledger_comes_to(logs: Logs) -> None:
+    ledger = replayed(logs)
+    facts = facts_from(logs)
+    known = {transaction.id for transaction in ledger.transactions.values()}
+    for id, each in facts.items():
+        verdict = judge(each, TERMS)
+        # Rows come in any order, and some were read twice.
+        twisted = TransactionFacts(id, [*each.half[::-1], *each.half], [*each.op[::-1], *each.op])
+        assert judge(twisted, TERMS) == verdict
+        transaction = ledger.get(id)
+        if transaction is None:
+            assert verdict.state in ("void", "gone")
+            assert verdict.half_offset is None
+            continue
+        known.discard(id)
+        assert verdict.state == str(transaction.state)
+        assert verdict.decision == (transaction.decision and str(transaction.decision))
+        assert verdict.source == (transaction.source and str(transaction.source))
+        assert (verdict.decided_at_ms or 0) == transaction.decided_at_ms
+        assert (verdict.op_offset if verdict.decision else -1) == transaction.op_offset
+        assert verdict.attempts == len(transaction.counted_ms)
+        assert verdict.prepared_at_ms == transaction.prepared_at_ms
+        assert verdict.half_offset == transaction.offset
+        assert verdict.messages == len(transaction.places)
+    assert not known
+
+
+def test_ids_read_as_the_ledger_reads_them() -> None:
+    for id in (id_of(5), id_of(2**64 - 1, 2**48 - 1, 0xFFFF), "0" * 26):
+        parts = parse_id(id)
+        assert read_id(id) == (parts.partition, parts.time_ms)
+    assert [read_id(id) for id in ("", "0" * 25, "Z" * 26, "I" + "0" * 25)] == [None] * 4
+
+
+def test_kinds_are_those_of_the_schema_in_its_order() -> None:
+    assert GRAVITY == KIND_NAMES
+
+
+def test_it_runs_where_nothing_of_ours_is_installed() -> None:
+    from pyspark import cloudpickle
+
+    from txbroker.spark import rows
+
+    for module in (judge_module, rows):
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        facts = TransactionFacts(ID, HALF, [COMMIT], visible_rows(HALF))
+        shipped = cloudpickle.dumps((judge, facts, TERMS))
+    finally:
+        for module in (judge_module, rows):
+            cloudpickle.unregister_pickle_by_value(module)
+    script = (
+        "import sys, pickle\n"
+        "from pyspark import cloudpickle\n"
+        "sys.modules['txbroker'] = None\n"
+        "judge, facts, terms = pickle.loads(sys.stdin.buffer.read())\n"
+        "print(judge(facts, terms).verdict)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], input=shipped, capture_output=True)
+    assert done.stdout == b"settled\n", done.stderr.decode()
+    assert pickle.loads(pickle.dumps(judge(facts, TERMS))).verdict == "settled"
+
+
+# --- states ----------------------------------------------------------------------------------
+
+
+def test_states_without_findings() -> None:
+    rollback = op_row("rollback")
+    void = half_rows(void="expired")
+    tries = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3)]
+    park = op_row("park", 4, tries[-1].at_ms + 5000)
+    young_ms = DECIDED_MS + 60_000
+    cases = {
+        "pending": judged(),
+        "settled": judged(op=[COMMIT], visible=visible_rows(HALF)),
+        "committed": judged(op=[COMMIT], now_ms=young_ms),
+        "parked": judged(op=[*tries, park]),
+        "refused": judged(op=[COMMIT], parked=[parked_row("refused")]),
+        "void": judged(void),
+        "gone": judged([], parked=[parked_row(None)]),
+    }
+    assert {name: case.verdict for name, case in cases.items()} == {name: name for name in cases}
+    assert not any(case.findings or case.why for case in cases.values())
+    assert [name for name, case in cases.items() if case.carry] == [
+        "pending",
+        "committed",
+        "parked",
+        "refused",
+    ]
+    assert judged(op=[rollback]).state == "rolled_back"
+    assert cases["parked"].attempts == 3
+
+
+def test_one_that_was_refused_and_then_taken_is_promoted() -> None:
+    parked = [parked_row("refused"), parked_row(None, 1)]
+    verdict = judged(op=[COMMIT], visible=visible_rows(HALF), parked=parked)
+    assert (verdict.verdict, verdict.state, verdict.final) == ("settled", "promoted", True)
+
+
+def test_a_retry_seen_only_in_the_parked_topic_is_not_lost() -> None:
+    parked = [parked_row("refused"), parked_row(None, 1, NOW_MS - 1000)]
+    assert judged(op=[COMMIT], parked=parked).verdict == "committed"
+    parked = [parked_row("refused"), parked_row(None, 1, NOW_MS - 600_001)]
+    assert judged(op=[COMMIT], parked=parked).verdict == "lost"
+
+
+def test_a_void_half_message_may_still_be_followed_by_one_that_counts() -> None:
+    void = half_rows(void="dedup")
+    assert judged(void, now_ms=START_MS + WINDOW_MS).carry
+    assert judged(void, now_ms=START_MS + WINDOW_MS + 1).final
+    later = half_rows(offset=9)
+    verdict = judged(void + later, [COMMIT], visible_rows(later))
+    assert (verdict.verdict, verdict.half_offset) == ("settled", 9)
+
+
+def test_a_half_message_in_a_foreign_partition_counts_for_nothing() -> None:
+    foreign = half_rows(partition=PARTITION + 1)
+    assert judged(foreign).verdict == "void"
+    marker = COMMIT._replace(partition=PARTITION + 1)
+    assert judged(op=[marker]).verdict == "pending"
+
+
+# --- findings --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("age_ms", "early", "verdict"),
+    [
+        (60_000, True, "committed"),
+        (60_001, True, "late"),
+        (600_000, True, "late"),
+        (600_001, True, "lost"),
+        (600_001, False, "committed"),
+    ],
+)
+def test_not_visible_is_judged_by_the_age_of_an_early_commit(
+    age_ms: int, early: bool, verdict: str
+) -> None:
+    found = judged(op=[COMMIT._replace(early=early)], now_ms=DECIDED_MS + age_ms)
+    assert (found.verdict, found.state, found.carry) == (verdict, "committed", True)
+
+
+def test_a_part_that_is_not_visible_is_lost() -> None:
+    half = half_rows(["t", "u"])
+    found = judged(half, [COMMIT], visible_rows(half)[:1])
+    assert found.findings == ("lost",)
+    assert "1 of 2" in (found.why or "")
+    assert "u-0" in (found.why or "")
+
+
+def test_what_is_visible_must_have_been_committed() -> None:
+    visible = visible_rows(HALF)
+    assert judged(visible=visible).findings == ("visible_without_commit",)
+    assert judged(op=[op_row("rollback")], visible=visible).findings == ("rolled_back_visible",)
+    assert judged(half_rows(void="expired"), [COMMIT], visible).findings == (
+        "visible_without_commit",
+    )
+    assert judged([], visible=visible).findings == ("visible_without_commit",)
+    foreign = op_row("commit", grp="stranger")
+    assert judged(op=[foreign], visible=visible).findings == ("visible_without_commit",)
+
+
+def test_visible_twice_wherever_it_is() -> None:
+    once = visible_rows(HALF)
+    again = [once[0]._replace(offset=70)]
+    assert judged(op=[COMMIT], visible=once + again).findings == ("visible_twice",)
+    elsewhere = [once[0]._replace(topic="u")]
+    found = judged(op=[COMMIT], visible=once + elsewhere).findings
+    assert found == ("visible_twice", "wrong_target")
+    assert judged(op=[COMMIT], visible=once + once).verdict == "settled"
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        ({"body": 1}, "body_changed"),
+        ({"headers": 1}, "headers_changed"),
+        ({"at_ms": DECIDED_MS + 1}, "timestamp_changed"),
+        ({"topic": "u"}, "wrong_target"),
+        ({"partition": 1}, "wrong_target"),
+        ({"count": 2}, "wrong_target"),
+    ],
+)
+def test_what_is_visible_is_what_was_prepared(change: dict[str, object], finding: str) -> None:
+    found = judged(op=[COMMIT], visible=[visible_rows(HALF)[0]._replace(**change)])
+    assert (found.findings, found.state) == ((finding,), "promoted")
+
+
+def test_a_message_that_was_never_prepared_is_in_the_wrong_place() -> None:
+    visible = [*visible_rows(HALF), visible_rows(HALF, offset=60)[0]._replace(seq=1, count=2)]
+    assert judged(op=[COMMIT], visible=visible).findings == ("wrong_target",)
+
+
+def test_the_users_timestamp_stands_and_a_brokers_own_is_no_change() -> None:
+    half = half_rows(timestamp_ms=1234)
+    assert judged(half, [COMMIT], visible_rows(half)).verdict == "settled"
+    decided = [visible_rows(half)[0]._replace(at_ms=DECIDED_MS)]
+    assert judged(half, [COMMIT], decided).findings == ("timestamp_changed",)
+    brokers = [decided[0]._replace(at_ms=99, append_time=True)]
+    found = judged(half, [COMMIT], brokers)
+    assert (found.verdict, found.visible_at_ms) == ("settled", 99)
+
+
+def test_messages_that_came_with_the_commit_are_what_must_be_visible() -> None:
+    contents = [Content(0, "t", 0, 55, 66, 77)]
+    commit = COMMIT._replace(contents=contents, contents_count=1)
+    replaced = visible_rows(HALF)[0]._replace(body=55, headers=66, at_ms=77)
+    assert judged(op=[commit], visible=[replaced]).verdict == "settled"
+    found = judged(op=[commit], visible=visible_rows(HALF)).findings
+    assert found == ("body_changed", "headers_changed", "timestamp_changed")
+    elsewhere = commit._replace(contents=[contents[0]._replace(target_partition=1)])
+    assert judged(op=[elsewhere]).state == "pending"
+    half_told = commit._replace(contents_count=2)
+    assert judged(op=[half_told]).state == "pending"
+
+
+def test_contrary_markers_and_those_that_are_not() -> None:
+    visible = visible_rows(HALF)
+
+    def findings(*more: OpRow) -> tuple[str, ...]:
+        return judged(op=[COMMIT, *more], visible=visible).findings
+
+    assert findings(op_row("rollback", 1)) == ("contrary_markers",)
+    assert findings(op_row("rollback", 1, grp="stranger")) == ()
+    assert findings(op_row("commit", 1)) == ()
+    same = Content(0, "t", 5, HALF[0].body, HALF[0].headers, None)
+    assert findings(op_row("commit", 1, contents=[same], contents_count=1)) == ()
+    other = same._replace(body=1)
+    assert findings(op_row("commit", 1, contents=[other], contents_count=1)) == (
+        "contrary_markers",
+    )
+    first = judged(op=[op_row("rollback", 1), op_row("commit", 2)])
+    assert (first.decision, first.findings) == ("rollback", ("contrary_markers",))
+
+
+def test_more_attempts_than_allowed() -> None:
+    tries = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3, 4)]
+    assert judged(op=tries[:3]).findings == ()
+    found = judged(op=tries)
+    assert (found.findings, found.attempts, found.state) == (("too_many_attempts",), 3, "pending")
+    again = check_row(3, tries[3].at_ms, 9)
+    assert judged(op=[*tries[:3], again]).findings == ()
+    behind = judged(
+        op=[*tries[:3], op_row("commit", 3, tries[2].at_ms), tries[3]], now_ms=tries[3].at_ms
+    )
+    assert behind.findings == ()
+    returned = op_row("returned", 3, tries[2].at_ms + 1, round=1, number=3)
+    after = tries[3]._replace(offset=5)
+    assert judged(op=[*tries[:3], returned, after]).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("early_ms", "reason", "findings"),
+    [
+        (0, "due", ()),
+        (1000, "due", ()),
+        (1001, "due", ("check_too_early",)),
+        (5000, "asked", ()),
+    ],
+)
+def test_checks_before_their_time(early_ms: int, reason: str, findings: tuple[str, ...]) -> None:
+    found = judged(op=[check_row(1, START_MS + 6000 - early_ms, 0, reason)])
+    assert found.findings == findings
+
+
+def test_a_not_yet_postpones_and_a_revival_begins_anew() -> None:
+    first = check_row(1, START_MS + 6000, 0)
+    later = op_row("later", 1, START_MS + 7000, round=1, number=1, later_ms=50_000)
+    assert judged(op=[first, later, check_row(2, START_MS + 57_000, 2)]).findings == ()
+    assert judged(op=[first, later, check_row(2, START_MS + 55_999, 2)]).findings == (
+        "check_too_early",
+    )
+    tries = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3)]
+    parked_ms = tries[-1].at_ms + 5000
+    anew = [op_row("park", 4, parked_ms), op_row("revive", 5, parked_ms)]
+    due = check_row(1, parked_ms + 6000, 6, turn=2)
+    found = judged(op=[*tries, *anew, due])
+    assert (found.state, found.attempts, found.findings) == ("pending", 1, ())
+    assert judged(op=[*tries, anew[1], due]).attempts == 3
+
+
+def test_markers_and_parts_without_a_half_message() -> None:
+    assert judged([], [COMMIT]).findings == ("marker_without_half",)
+    visible = visible_rows(HALF)
+    assert judged([], [COMMIT], visible).findings == ("marker_without_half",)
+    assert judged([], [op_row("rollback")], visible).findings == (
+        "rolled_back_visible",
+        "marker_without_half",
+    )
+    found = judged(half_rows(["t", "u", "v"])[1:], [COMMIT])
+    assert found.findings == ("half_incomplete",)
+    assert "2 of 3" in (found.why or "")
+    assert judged(half_rows(void="expired"), [COMMIT]).verdict == "void"
+
+
+# --- what retention took ---------------------------------------------------------------------
+
+
+def test_what_retention_took_is_no_drift() -> None:
+    taken = Horizon({PARTITION: 5}, {PARTITION: START_MS - WINDOW_MS})
+    visible = visible_rows(HALF)
+    for op, seen in (([COMMIT], visible), ([COMMIT], []), ([], visible)):
+        found = judged([], op, seen, horizon=taken)
+        assert (found.verdict, found.findings, found.carry) == ("gone", (), False)
+    before = Horizon({PARTITION: 5}, {PARTITION: START_MS - WINDOW_MS - 1})
+    assert judged([], [COMMIT], horizon=before).findings == ("marker_without_half",)
+    cut = half_rows(["t", "u"], offset=4)[1:]
+    assert judged(cut, [COMMIT], horizon=before).verdict == "gone"
+
+
+def test_a_copy_in_the_parked_topic_stands_for_what_retention_took() -> None:
+    taken = Horizon({PARTITION: 5}, {PARTITION: START_MS})
+    for state in ("pending", "parked", "refused"):
+        found = judged([], parked=[parked_row(state)], horizon=taken)
+        assert (found.verdict, found.carry) == (state, True)
+    found = judged([], [op_row("rollback")], parked=[parked_row("parked")], horizon=taken)
+    assert (found.state, found.carry) == ("rolled_back", False)
+    found = judged([], [COMMIT], parked=[parked_row("parked")], horizon=taken)
+    assert (found.verdict, found.carry) == ("committed", True)
+
+
+def test_a_target_that_may_have_lost_it_proves_nothing() -> None:
+    for until_ms, verdict in ((DECIDED_MS, "gone"), (DECIDED_MS - 1, "lost"), (ALWAYS, "gone")):
+        horizon = Horizon(taken_ms={("t", 0): until_ms})
+        assert judged(op=[COMMIT], horizon=horizon).verdict == verdict
+    half = half_rows(["t", "u"])
+    horizon = Horizon(taken_ms={("t", 0): ALWAYS})
+    assert judged(half, [COMMIT], horizon=horizon).verdict == "lost"
+
+
+def test_markers_that_retention_took_may_have_decided() -> None:
+    horizon = Horizon(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
+    assert judged(visible=visible_rows(HALF), horizon=horizon).verdict == "gone"
+    assert judged(visible=visible_rows(HALF)).verdict == "visible_without_commit"
