@@ -28,8 +28,8 @@ order. The last four columns are the check policy; it and `order_mark` are on th
 OP = """
     id string, id_ms bigint, partition int, offset bigint, at_ms bigint, clock_ms bigint,
     early boolean, kind string, source string, grp string, round int, number int, reason string,
-    later_ms bigint, contents array<struct<seq: int, topic: string, target_partition: int, body: bigint,
-        headers: bigint, timestamp_ms: bigint>>, contents_count int
+    later_ms bigint, contents array<struct<seq: int, topic: string, target_partition: int,
+        body: bigint, headers: bigint, timestamp_ms: bigint>>, contents_count int
 """
 """One row for each marker. `clock_ms`: the operation topic's log clock there, by which checks are
 timed; `at_ms` is what promoted messages bear. `contents`: the replacing messages that follow a
