@@ -1,0 +1,222 @@
+"""The audit's journal: one SQLite file with what every run found.
+
+A row for each run holds the whole summary as JSON, beside plain columns for `sqlite3` and
+Datasette; two more tables hold drift by kind, and examples. A run counts once its rows are there,
+all of them or none, so several processes may share a file.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import sqlite_utils
+from sqlite_utils.db import Table
+
+from txbroker.errors import ConfigurationError
+from txbroker.spark.schema import RunSummary
+
+JOURNAL_VERSION = 1
+_APPLICATION_ID = 0x54584241
+"""Stands in the file's head ("TXBA"), so that nobody's other database is taken for a journal."""
+
+_WAIT_S = 30.0
+"""How long another process's write is waited for; writing an entry takes milliseconds."""
+
+_BATCH = "mode in ('full', 'incremental')"
+
+
+class Journal:
+    """What audits found, in a SQLite file. It is opened for each call, so nothing stays locked.
+
+    Args:
+        path: of the file; it is made by the first `add`, its folder too.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def add(self, summary: RunSummary) -> None:
+        """Store a run; one of the same name is replaced.
+
+        Raises:
+            ConfigurationError: the file is no journal, of a newer version, or cannot be written.
+        """
+        with self._opened() as db:
+            # Before anything is read, or two processes would wait for one another.
+            db.execute("begin immediate")
+            self._make_tables(db)
+            db.execute("delete from drift where run = ?", [summary.run])
+            db.execute("delete from examples where run = ?", [summary.run])
+            _table(db, "runs").insert(_row(summary), replace=True)
+            _table(db, "drift").insert_all(_drift_rows(summary))
+            _table(db, "examples").insert_all(_example_rows(summary))
+            db.conn.commit()
+
+    def last(self) -> RunSummary | None:
+        """Return the newest batch run, full or incremental: what the next one goes on from.
+
+        Raises:
+            ConfigurationError: the file is no journal, of a newer version, or cannot be read.
+        """
+        return next(iter(self._select(f"where {_BATCH} order by run desc limit 1")), None)
+
+    def runs(self, limit: int = 50) -> list[RunSummary]:
+        """Return the newest runs of all modes, the newest first.
+
+        Raises:
+            ConfigurationError: as `last`.
+        """
+        return self._select("order by started_ms desc, run desc limit ?", limit)
+
+    def get(self, run: str) -> RunSummary | None:
+        """Return a run by its name, None where there is none.
+
+        Raises:
+            ConfigurationError: as `last`.
+        """
+        return next(iter(self._select("where run = ?", run)), None)
+
+    # --- the file ----------------------------------------------------------------------------
+
+    def _select(self, which: str, *values: Any) -> list[RunSummary]:
+        if not self.path.exists():
+            return []
+        with self._opened() as db:
+            if not _version(db):
+                return []
+            found = db.execute(f"select run, summary from runs {which}", values).fetchall()
+        return [self._decode(*row) for row in found]
+
+    def _decode(self, run: str, summary: str) -> RunSummary:
+        try:
+            return msgspec.json.decode(summary, type=RunSummary)
+        except (msgspec.MsgspecError, TypeError) as error:
+            raise ConfigurationError(
+                f"the journal {self.path}: run {run} does not read ({error}); delete its row, or "
+                "begin a new journal"
+            ) from None
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite_utils.Database]:
+        """Open the file, make sure that it is a journal, and say in a sentence what goes wrong."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(self.path, timeout=_WAIT_S)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigurationError(f"the journal {self.path} cannot be opened: {error}") from None
+        try:
+            db = sqlite_utils.Database(connection)
+            self._check(db)
+            yield db
+        except sqlite3.Error as error:
+            raise ConfigurationError(self._in_words(error)) from None
+        finally:
+            connection.close()  # what was not committed is rolled back
+
+    def _in_words(self, error: sqlite3.Error) -> str:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_NOTADB:
+            return f"{self.path} is no SQLite file: name another one for the journal"
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return f"the journal {self.path} is locked by another process: try again"
+        return f"the journal {self.path} cannot be used: {error}"
+
+    def _check(self, db: sqlite_utils.Database) -> None:
+        version = _version(db)
+        if version > JOURNAL_VERSION:
+            raise ConfigurationError(
+                f"the journal {self.path} is of version {version}, this txbroker knows "
+                f"{JOURNAL_VERSION}: use the newer txbroker, or begin a new journal"
+            )
+        ours = db.execute("pragma application_id").fetchone()[0] == _APPLICATION_ID
+        if not ours and (version or db.table_names()):
+            raise ConfigurationError(
+                f"{self.path} is a database of something else: name another one for the journal"
+            )
+
+    def _make_tables(self, db: sqlite_utils.Database) -> None:
+        if _version(db):
+            return
+        _table(db, "runs").create(
+            {
+                "run": str,
+                "mode": str,
+                "started": str,
+                "started_ms": int,
+                "took_s": float,
+                "records": int,
+                "transactions": int,
+                "settled": int,
+                "pending": int,
+                "drift": int,
+                "carried": int,
+                "quarantined": int,
+                "taken": int,
+                "summary": str,
+            },
+            pk="run",
+        )
+        _table(db, "runs").create_index(["started_ms"])
+        _table(db, "drift").create(
+            {"run": str, "kind": str, "transactions": int},
+            pk=("run", "kind"),
+            foreign_keys=[("run", "runs", "run")],
+        )
+        _table(db, "examples").create(
+            {"run": str, "id": str, "grp": str, "findings": str, "why": str},
+            pk=("run", "id"),
+            foreign_keys=[("run", "runs", "run")],
+        )
+        db.execute(f"pragma application_id = {_APPLICATION_ID}")
+        db.execute(f"pragma user_version = {JOURNAL_VERSION}")
+
+
+def _table(db: sqlite_utils.Database, name: str) -> Table:
+    found = db[name]
+    assert isinstance(found, Table)
+    return found
+
+
+def _version(db: sqlite_utils.Database) -> int:
+    return int(db.execute("pragma user_version").fetchone()[0])
+
+
+def _row(summary: RunSummary) -> dict[str, Any]:
+    started = datetime.fromtimestamp(summary.started_ms / 1000, UTC)
+    states = summary.states
+    return {
+        "run": summary.run,
+        "mode": summary.mode,
+        "started": started.isoformat(timespec="milliseconds"),
+        "started_ms": summary.started_ms,
+        "took_s": summary.took_s,
+        "records": sum(summary.records.values()),
+        "transactions": summary.transactions,
+        "settled": sum(states.get(name, 0) for name in ("promoted", "rolled_back", "settled")),
+        "pending": states.get("pending", 0),
+        "drift": sum(summary.drift.values()),
+        "carried": summary.carried,
+        "quarantined": summary.quarantined,
+        "taken": sum(summary.taken.values()),
+        "summary": msgspec.json.encode(summary).decode(),
+    }
+
+
+def _drift_rows(summary: RunSummary) -> Iterator[dict[str, Any]]:
+    for kind, count in summary.drift.items():
+        yield {"run": summary.run, "kind": kind, "transactions": count}
+
+
+def _example_rows(summary: RunSummary) -> Iterator[dict[str, Any]]:
+    for example in {each.id: each for each in summary.examples}.values():
+        yield {
+            "run": summary.run,
+            "id": example.id,
+            "grp": example.grp,
+            "findings": ", ".join(example.findings),
+            "why": example.why,
+        }

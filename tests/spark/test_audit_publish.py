@@ -1,0 +1,92 @@
+"""What a run found is told to every proxy, through a real Kafka."""
+
+from __future__ import annotations
+
+import sys
+from subprocess import run
+from typing import Any
+
+import pytest
+from audit_summaries import STARTED_MS, drifted, summary
+from kafka_world import KafkaWorld
+from service_world import Desk, Service, until
+
+from txbroker.core.audit import decode_news
+from txbroker.errors import ConfigurationError
+from txbroker.spark.publish import key_of, news_of, publish
+from txbroker.spark.schema import KIND_NAMES
+
+
+@pytest.fixture
+async def world(kafka: Any) -> Any:
+    made = KafkaWorld(kafka.bootstrap)
+    yield made
+    await made.close()
+
+
+def test_every_kind_is_told_also_those_that_were_not_found() -> None:
+    told = news_of(drifted(business={"compared": 5}))
+    assert set(KIND_NAMES) < set(told.drift)
+    assert {kind: count for kind, count in told.drift.items() if count} == {
+        "lost": 2,
+        "visible_twice": 1,
+    }
+    assert told.drift["message_without_row"] == 0
+    assert "message_without_row" not in news_of(summary()).drift
+    assert told.ended_ms == STARTED_MS + 12_500
+    assert (told.taken, told.quarantined, told.carried) == (7, 1, 27)
+
+
+def test_a_record_stays_small_whatever_a_run_saw() -> None:
+    many = {f"topic-{number:05}-{'x' * 200}": number for number in range(5000)}
+    example = drifted().examples[0]
+    told = news_of(drifted(taken=many, examples=(example,) * 5000))
+    assert told.taken == sum(many.values())
+    assert len(told.taken_topics) == 50
+    assert max(many, key=many.__getitem__) in told.taken_topics
+
+
+def test_batch_and_stream_do_not_replace_one_another() -> None:
+    modes = ("full", "incremental", "stream")
+    assert [key_of(summary(mode=mode)) for mode in modes] == ["batch", "batch", "stream"]
+
+
+async def test_a_proxy_shows_what_was_published(world: KafkaWorld) -> None:
+    async with Desk().serve() as desk:
+        service = Service(world, desk)
+        await service.start()
+        try:
+            kinds = ("lost", "visible_twice", "late")
+            assert await service.metric("audit_last_success_timestamp_seconds") == 0
+            await publish(world.settings(), drifted(1))
+
+            async def shown() -> list[float] | None:
+                found = [await service.metric("audit_drift", kind=kind) for kind in kinds]
+                return found if any(found) else None
+
+            assert await until(shown) == [2, 1, 0]
+            ended_s = drifted(1).started_ms / 1000 + 12.5
+            assert await service.metric("audit_last_success_timestamp_seconds") == ended_s
+            await world.tell_audit("batch", b"\xff broken")
+            await publish(world.settings(), summary(2))
+
+            async def over() -> bool:
+                return await service.metric("audit_drift", kind="lost") == 0
+
+            await until(over)
+        finally:
+            await service.stop()
+    told = await world.visible(world.name("audit"))
+    assert [record.key for record in told] == [b"batch"] * 3
+    assert decode_news(told[-1].value or b"").run == "run-000002"
+
+
+async def test_without_the_topic_a_sentence_says_how_to_make_it(world: KafkaWorld) -> None:
+    with pytest.raises(ConfigurationError, match=r"audit does not exist: make it with"):
+        await publish(world.settings(), summary())
+
+
+@pytest.mark.parametrize("module", ["txbroker.spark.journal", "txbroker.spark.publish"])
+def test_neither_journal_nor_publishing_loads_spark(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('pyspark' in sys.modules)"
+    assert run([sys.executable, "-c", code], check=False).returncode == 0
