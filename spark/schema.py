@@ -201,6 +201,7 @@ class RunSummary(Struct, frozen=True):
         decide_latency, visible_latency: prepare to decision, and decision to visible, by topic
             (`topic:NAME`) and by group (`group:NAME`); a bounded number.
         business: rows of the business compared, where asked for.
+        terms: what was judged by; None where a run does not say.
     """
 
     run: str
@@ -220,6 +221,7 @@ class RunSummary(Struct, frozen=True):
     decide_latency: tuple[Histogram, ...] = ()
     visible_latency: tuple[Histogram, ...] = ()
     business: dict[str, int] = {}
+    terms: Terms | None = None
 
     @property
     def has_drift(self) -> bool:
