@@ -61,7 +61,7 @@ VERDICT = """
     attempts int, messages int, topics array<string>,
     half_partition int, half_offset bigint, op_offset bigint,
     places array<struct<topic: string, partition: int, offset: bigint, seq: int>>,
-    why string
+    why string, carry boolean
 """
 """One row for each transaction; the table that `audit run` writes, below run, day and verdict.
 
@@ -70,7 +70,8 @@ VERDICT = """
 `attempts`: of the last round, given back ones left out.
 `visible_at_ms`: append time of the last message to become visible; null where the target's topic
 does not tell (its timestamps are the user's). `places`: where its messages are visible. `why`: the
-findings in a sentence; null without any.
+findings in a sentence; null without any. `carry`: whether later records, or time, can change what
+is said here without a fault: the next run looks at it again.
 """
 
 
