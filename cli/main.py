@@ -13,6 +13,7 @@ COMMANDS = (
     Command("tx", "tx", "Look at transactions and resolve them."),
     Command("groups", "groups", "Look at producer groups and register them."),
     Command("send", "send", "Send a whole transaction from the command line."),
+    Command("audit", "audit", "Prove from Kafka's topics that all ended as it was decided."),
 )
 
 cli = LazyGroup(
@@ -20,7 +21,8 @@ cli = LazyGroup(
     COMMANDS,
     help="Transactional messages for Apache Kafka.\n\n"
     "Data goes to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, "
-    "3 partly done. Every option is also an environment variable, TXBROKER_ and its name.",
+    "3 partly done, 4 an audit found drift. Every option is also an environment variable, "
+    "TXBROKER_ and its name.",
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-FAILED, USAGE, PARTLY = 1, 2, 3
+FAILED, USAGE, PARTLY, DRIFT = 1, 2, 3, 4
 INTERRUPTED = 130
 """What shells expect of a command that Ctrl-C ended."""
 

@@ -8,7 +8,6 @@ unless they are asked for (`verbose`).
 import contextlib
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from txbroker.embedded.jars import REPOSITORY_SETTING
 from txbroker.errors import ConfigurationError
 from txbroker.spark import connector
 from txbroker.spark.java import java_home
+from txbroker.spark.trouble import in_words, why_not_launched, why_not_started
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -87,7 +86,7 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
         ConfigurationError: pyspark, Java or the connector are missing or do not fit, or Spark does
             not start; the sentence says what to do.
     """
-    _require_pyspark()
+    require_pyspark()
     if "PYSPARK_GATEWAY_PORT" in os.environ:
         with _submitted(settings) as spark:
             yield spark
@@ -100,7 +99,8 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _require_pyspark() -> None:
+def require_pyspark() -> None:
+    """Raise a ConfigurationError where pyspark or what it needs is not installed."""
     for module in ("pyspark", "pandas", "pyarrow"):
         if importlib.util.find_spec(module) is None:
             raise ConfigurationError(
@@ -118,30 +118,31 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
     from pyspark.java_gateway import launch_gateway
     from pyspark.sql import SparkSession
 
-    master = settings.master or "local[*]"
+    master = settings.master or settings.conf.get("spark.master") or "local[*]"
     log = folder / "jvm.log"
     conf = _conf(settings, master, folder)
-    environment = _environment(master)
+    environment = launch_environment(master)
     with connector.first_download(), _variables(environment), log.open("wb") as errors:
         output = {} if settings.verbose else {"stdout": errors, "stderr": subprocess.STDOUT}
         try:
             given = SparkConf(loadDefaults=False).setAll(list(conf.items()))
             gateway = launch_gateway(given, output)  # type: ignore[no-untyped-call]
         except Exception as error:
-            raise ConfigurationError(_why_not_launched(log, error)) from None
+            raise ConfigurationError(why_not_launched(log, error)) from None
     try:
         try:
             with _variables(environment):
                 context = SparkContext(conf=_known_to(gateway, conf), gateway=gateway)
         except Exception as error:
-            raise ConfigurationError(_why_not_started(master, error)) from None
+            raise ConfigurationError(why_not_started(master, error)) from None
         spark = SparkSession(context)
         if context.version != pyspark.__version__:
             raise ConfigurationError(
                 f"Spark {context.version} is in SPARK_HOME, but pyspark is {pyspark.__version__}: "
                 f"unset SPARK_HOME, or run: pip install pyspark=={context.version}"
             )
-        yield spark
+        with in_words(log):
+            yield spark
     finally:
         _end(gateway)
 
@@ -155,9 +156,6 @@ def _known_to(gateway: Any, conf: Mapping[str, str]) -> Any:
 def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
     import pyspark
 
-    log_settings = folder / "log4j2.properties"
-    text = _LOG_TO_STDERR if settings.verbose else _LOG_TO_FILE.format(folder=folder)
-    log_settings.write_text(text)
     conf = {
         **_DEFAULTS,
         **(_LOOPBACK if master.startswith("local") else {}),
@@ -172,12 +170,19 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
         conf["spark.jars.packages"] = f"{connector.coordinates(pyspark.__version__)},{packages}"
     java_options = settings.conf.get("spark.driver.extraJavaOptions", "")
     conf["spark.driver.extraJavaOptions"] = (
-        f"-Dlog4j2.configurationFile={log_settings.as_uri()} {java_options}".strip()
+        f"{log_conf(settings.verbose, folder)} {java_options}".strip()
     )
     return conf
 
 
-def _environment(master: str) -> dict[str, str | None]:
+def log_conf(verbose: bool, folder: Path) -> str:
+    """Return the option of Java by which Spark logs to stderr, or else to a file in `folder`."""
+    path = folder / "log4j2.properties"
+    path.write_text(_LOG_TO_STDERR if verbose else _LOG_TO_FILE.format(folder=folder))
+    return f"-Dlog4j2.configurationFile={path.as_uri()}"
+
+
+def launch_environment(master: str) -> dict[str, str | None]:
     """Return the variables that Spark's launcher reads."""
     wanted: dict[str, str | None] = {"PYSPARK_SUBMIT_ARGS": None}
     home = java_home()
@@ -253,14 +258,15 @@ def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
     try:
         spark = builder.getOrCreate()
     except Exception as error:
-        raise ConfigurationError(_why_not_started(settings.master, error)) from None
+        raise ConfigurationError(why_not_started(settings.master, error)) from None
     try:
         if not _has_connector(spark):
             raise ConfigurationError(
                 "Spark has no Kafka connector: call spark-submit with --packages "
                 f"{connector.coordinates(pyspark.__version__)}"
             )
-        yield spark
+        with in_words(None):
+            yield spark
     finally:
         spark.stop()
 
@@ -273,43 +279,3 @@ def _has_connector(spark: "SparkSession") -> bool:
     except Exception:
         return False
     return True
-
-
-# --- what went wrong, in a sentence ----------------------------------------------------------
-
-
-def _why_not_launched(log: Path, error: Exception) -> str:
-    text = log.read_text(errors="replace")
-    if re.search(r"unresolved dependenc|download failed|Ivy|ivysettings", text, re.IGNORECASE):
-        import pyspark
-
-        coordinates = connector.coordinates(pyspark.__version__)
-        if f"{coordinates.rpartition(':')[0].partition(':')[2]}" in text:
-            return (
-                f"Spark's Kafka connector {coordinates} could not be had from "
-                f"{connector.repository_shown()}: check the network, or name another Maven "
-                f"repository in {REPOSITORY_SETTING}"
-            )
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"error|exception|invalid", line, re.IGNORECASE)]
-    said = (telling or lines or [str(error)])[0]
-    return f"Spark's Java does not start: {said[:300]}; --verbose shows all that it says"
-
-
-def _why_not_started(master: str, error: Exception) -> str:
-    text = str(getattr(error, "java_exception", None) or error)
-    first = text.partition("\n")[0]
-    first = re.sub(r"^(?:[a-z]+\.)+[A-Za-z]*(?:Exception|Error): ", "", first)
-    if "parse Master URL" in text:
-        return (
-            f"{master!r} is no master that Spark knows: local[*], local[2], spark://HOST:PORT, "
-            "yarn or k8s://URL"
-        )
-    if "Service 'sparkDriver'" in text or "BindException" in text:
-        return (
-            f"Spark's driver cannot listen ({first[:200]}): set --conf spark.driver.bindAddress=… "
-            "to an address of this machine, or --conf spark.driver.port=… to a free port"
-        )
-    if "UnknownHostException" in text or "assertion failed: Expected hostname" in text:
-        return f"Spark does not know the name of a host ({first[:200]}): set SPARK_LOCAL_IP"
-    return f"Spark does not start on {master}: {first[:300]}; --verbose shows all that it says"

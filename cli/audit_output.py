@@ -1,0 +1,121 @@
+"""What `txbroker audit` shows of runs."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from txbroker.cli.output import Column, Row, clock, duration, printable, show_data, show_rows
+from txbroker.spark.schema import BUSINESS_KINDS, KINDS, RunSummary
+
+_STATES = {
+    "settled": "visible as committed, or rolled back and not visible",
+    "promoted": "committed and visible",
+    "rolled_back": "rolled back and not visible",
+    "committed": "committed, and its time to become visible is not over",
+    "pending": "undecided",
+    "parked": "undecided after the last attempt, kept whole",
+    "refused": "committed, but its target does not take it",
+    "void": "does not count: too far from its id's time, or its key is another's",
+}
+"""What the states of transactions mean, in the order in which they are shown."""
+
+_KINDS = {kind.name: kind for kind in (*KINDS, *BUSINESS_KINDS)}
+EXAMPLES_SHOWN = 10
+
+RUNS = (
+    Column("RUN", lambda row: row["run"]),
+    Column("MODE", lambda row: row["mode"]),
+    Column("STARTED", lambda row: clock(row["started_ms"])),
+    Column("TOOK", lambda row: duration(row["took_s"])),
+    Column("TRANSACTIONS", lambda row: row["transactions"]),
+    Column("PENDING", lambda row: row["states"].get("pending", 0)),
+    Column("DRIFT", lambda row: sum(row["drift"].values())),
+    Column("KINDS", lambda row: ", ".join(row["drift"])),
+    Column("CARRIED", lambda row: row["carried"], wide=True),
+    Column("QUARANTINED", lambda row: row["quarantined"], wide=True),
+    Column("TAKEN", lambda row: sum(row["taken"].values()), wide=True),
+)
+ONE = (
+    Column("WHAT", lambda row: row["what"]),
+    Column("COUNT", lambda row: row["count"]),
+    Column("DRIFT", lambda row: "yes" if row["drift"] else ""),
+    Column("MEANS", lambda row: row["means"]),
+)
+EXAMPLES = (
+    Column("ID", lambda row: row["id"]),
+    Column("GROUP", lambda row: row["grp"]),
+    Column("FINDINGS", lambda row: ", ".join(row["findings"])),
+    Column("WHY", lambda row: row["why"]),
+)
+
+
+def show_runs(runs: Sequence[RunSummary], output: str, empty: str) -> None:
+    """Write runs to stdout."""
+    show_rows([as_row(run) for run in runs], RUNS, output, empty)
+
+
+def show_run(run: RunSummary, output: str) -> None:
+    """Write one run to stdout; as a table its counts, and some transactions with findings."""
+    if output in ("json", "yaml"):
+        show_data(as_row(run), output)
+        return
+    show_rows(list(_counts(run)), ONE, output, "There was no transaction.")
+    if run.examples:
+        shown = run.examples if output == "wide" else run.examples[:EXAMPLES_SHOWN]
+        print()
+        show_rows([msgspec.to_builtins(example) for example in shown], EXAMPLES, output, "")
+
+
+def as_row(run: RunSummary) -> dict[str, Any]:
+    """Return a run as JSON shows it."""
+    row: dict[str, Any] = msgspec.to_builtins(run)
+    return row
+
+
+def _counts(run: RunSummary) -> Iterator[Row]:
+    known = [name for name in _STATES if name in run.states]
+    for name in (*known, *sorted(run.states.keys() - _STATES.keys())):
+        yield _count(name, run.states[name], _STATES.get(name, ""))
+    for name, count in sorted(run.drift.items(), key=_gravity):
+        meaning = _KINDS[name].meaning if name in _KINDS else ""
+        yield {**_count(name, count, meaning), "drift": True}
+    for name, count in run.business.items():
+        meaning = _KINDS[name].meaning if name in _KINDS else "rows of the business"
+        yield _count(name, count, meaning)
+    if run.quarantined:
+        yield _count("quarantined", run.quarantined, "records that do not read, set aside")
+    for topic, count in run.taken.items():
+        yield _count("taken", count, f"records of {topic} that retention took before any run")
+
+
+def _count(what: str, count: int, means: str) -> Row:
+    return {"what": what, "count": count, "means": means, "drift": False}
+
+
+def _gravity(item: tuple[str, int]) -> int:
+    names = list(_KINDS)
+    return names.index(item[0]) if item[0] in names else len(names)
+
+
+def drift_in_words(run: RunSummary) -> str:
+    """Return what a run comes to, in a sentence or a few."""
+    pending = run.states.get("pending", 0)
+    said = (
+        f"Run {run.run} ({run.mode}): {run.transactions:,} transactions in "
+        f"{duration(run.took_s)}, {pending:,} pending."
+    )
+    if run.taken:
+        said += (
+            f" Retention took {sum(run.taken.values()):,} records before any run had read them; "
+            "audit more often than that, or keep the topics for longer."
+        )
+    if run.quarantined:
+        said += f" {run.quarantined:,} records do not read and were set aside."
+    if not run.has_drift:
+        return f"{said} No drift."
+    kinds = ", ".join(
+        f"{_KINDS[name].title if name in _KINDS else name}: {count:,}"
+        for name, count in sorted(run.drift.items(), key=_gravity)
+    )
+    return printable(f"{said} Drift! {kinds}.")

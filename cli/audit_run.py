@@ -1,0 +1,279 @@
+"""What `txbroker audit run` and `stream` do with their options: Spark, the cut, the run."""
+
+import asyncio
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+from msgspec import Struct
+
+from txbroker.cli import submit
+from txbroker.cli.run import Failed
+from txbroker.config import Settings
+from txbroker.errors import TxbrokerError
+from txbroker.spark.session import SparkSettings, spark_session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from txbroker.spark.journal import Journal
+    from txbroker.spark.progress import SparkProgress
+    from txbroker.spark.schema import Names, RunSummary, Terms
+
+SECONDS_MAX = 1e9
+_SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
+"""Options that `spark-submit` is given, or that are resolved here; not passed on to the cluster."""
+
+
+class Ages(Struct, frozen=True):
+    """When a commit that is not visible is late, and when lost."""
+
+    late_after_ms: int
+    lost_after_ms: int
+
+
+class RunOptions(Struct, frozen=True):
+    """The options of one audit; see its command's help."""
+
+    out: str | None
+    full: bool
+    ages: Ages
+    business: str | None
+    table: str | None
+    id_column: str | None
+    report: Path | None
+
+
+class StreamOptions(Struct, frozen=True):
+    """The options of a stream; see its command's help."""
+
+    checkpoint: str | None
+    every_s: float
+    ages: Ages
+
+
+def spark_settings(options: dict[str, Any]) -> tuple[SparkSettings, str]:
+    """Take Spark's options out of a command's; return them, and where the driver runs.
+
+    Raises:
+        click.UsageError: they do not read, or contradict one another.
+    """
+    conf = dict(_setting(text) for text in options.pop("conf"))
+    settings = SparkSettings(options.pop("master"), conf, options.pop("verbose"))
+    where = options.pop("deploy_mode")
+    if where == "cluster" and not settings.master.startswith(("yarn", "k8s://")):
+        raise click.UsageError("--deploy-mode cluster needs --master yarn or --master k8s://URL")
+    return settings, where
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.startswith("spark."):
+        raise click.UsageError(f"--conf {text!r}: expected a setting of Spark's, spark.NAME=VALUE")
+    return name, value
+
+
+def _seconds(options: dict[str, Any], name: str) -> float:
+    value = float(options.pop(name))
+    if not 0 < value <= SECONDS_MAX:  # neither is NaN
+        raise click.UsageError(f"--{name.replace('_', '-')} {value:g}: expected 0 to 1e9 seconds")
+    return value
+
+
+def _ages(options: dict[str, Any]) -> Ages:
+    late_s, lost_s = _seconds(options, "late_after_s"), _seconds(options, "lost_after_s")
+    if late_s > lost_s:
+        raise click.UsageError(
+            f"--late-after-s {late_s:g} is more than --lost-after-s {lost_s:g}: what is lost has "
+            "been late before"
+        )
+    return Ages(round(late_s * 1000), round(lost_s * 1000))
+
+
+def run_options(options: dict[str, Any]) -> RunOptions:
+    """Take an audit's own options out of a command's, and return them.
+
+    Raises:
+        click.UsageError: they contradict one another.
+    """
+    ages = _ages(options)
+    names = [name for name in RunOptions.__struct_fields__ if name != "ages"]
+    taken = RunOptions(ages=ages, **{name: options.pop(name) for name in names})
+    if taken.business is None:
+        for name, value in (("--table", taken.table), ("--id-column", taken.id_column)):
+            if value is not None:
+                raise click.UsageError(f"{name} goes with --business")
+        return taken
+    if not taken.business.startswith(("jdbc:", "parquet:")):
+        raise click.UsageError(f"--business {taken.business!r}: expected jdbc:… or parquet:…")
+    if taken.id_column is None:
+        raise click.UsageError("--business needs --id-column, where the transactions' ids are")
+    if taken.business.startswith("jdbc:") and taken.table is None:
+        raise click.UsageError("--business jdbc:… needs --table")
+    if taken.business.startswith("parquet:") and taken.table is not None:
+        raise click.UsageError("--table goes with --business jdbc:…")
+    return taken
+
+
+def stream_options(options: dict[str, Any]) -> StreamOptions:
+    """Take a stream's own options out of a command's, and return them.
+
+    Raises:
+        click.UsageError: they contradict one another.
+    """
+    return StreamOptions(options.pop("checkpoint"), _seconds(options, "every_s"), _ages(options))
+
+
+def journal_of(settings: Settings) -> "Journal":
+    """Return the journal of the runs, a file that need not be there yet.
+
+    Raises:
+        Failed: what it needs is not installed.
+    """
+    try:
+        from txbroker.spark.journal import Journal
+    except ModuleNotFoundError as error:
+        raise Failed(
+            f"the Python package {error.name} is missing, run: pip install 'txbroker[spark]'"
+        ) from None
+    return Journal(settings.data_dir / "audit.db")
+
+
+def send_to_cluster(spark: SparkSettings, settings: Settings, context: click.Context) -> int:
+    """Have the cluster run this very command, and return how that ended."""
+    from txbroker.spark.cluster import submit as send
+
+    name = context.command.name or ""
+    return send(spark, Path(submit.__file__), [name, *arguments_again(settings, context)])
+
+
+def arguments_again(settings: Settings, context: click.Context) -> list[str]:
+    """Return a command's arguments as they would be given where no environment variable and no
+    config file of this machine is there."""
+    found: list[str] = []
+    for option in context.command.params:
+        name = option.name or ""
+        if name in _SPARKS_OWN:
+            continue
+        if name in Settings.model_fields:
+            value = getattr(settings, name) if name in settings.model_fields_set else None
+        elif context.get_parameter_source(name) is ParameterSource.DEFAULT:
+            value = None
+        else:
+            value = context.params[name]
+        found += _given(max(option.opts, key=len), value)
+    return found
+
+
+def _given(option: str, value: Any) -> Sequence[str]:
+    if value is None or value is False:
+        return ()
+    return (option,) if value is True else (f"{option}={value}",)
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end what is done within as Ctrl-C does: Spark is stopped, nothing left behind."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkProgress"]]:
+    """Start Spark, with its progress on stderr, and end it; SIGTERM ends it as Ctrl-C does.
+
+    Raises:
+        TxbrokerError: it does not start, or fails later; the sentence says what to do.
+    """
+    from rich.console import Console
+
+    from txbroker.spark.progress import SparkProgress
+
+    console = Console(stderr=True)
+    with ended_by_sigterm(), ExitStack() as stack:
+        quiet = not console.is_terminal or settings.verbose
+        with nullcontext() if quiet else console.status("starting Spark"):
+            session = stack.enter_context(spark_session(settings))
+        # What Spark says would go through the bar.
+        bar = SparkProgress(session, Console(quiet=True) if quiet else console)
+        yield session, stack.enter_context(bar)
+
+
+def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> "RunSummary":
+    """Audit once, tell the proxies, write the report; return what was found.
+
+    Raises:
+        TxbrokerError: with a sentence that says what to do.
+    """
+    journal = journal_of(settings)
+    with started(spark) as (session, bar):
+        from txbroker.spark.cut import access_from
+        from txbroker.spark.run import AuditSettings, run_audit
+
+        wanted = AuditSettings(
+            out=options.out or str(settings.data_dir / "audit"),
+            data_dir=settings.data_dir,
+            names=names_of(settings),
+            terms=terms_of(settings, options.ages),
+            mode="full" if options.full else "incremental",
+        )
+        summary = run_audit(session, access_from(settings), wanted, bar.stage)
+        if options.report is not None:
+            bar.stage("writing the report")
+            _report(session, options.report, summary, journal, wanted.out)
+    _publish(settings, summary)
+    return summary
+
+
+def names_of(settings: Settings) -> "Names":
+    """Return the names of the topics that an audit reads and writes."""
+    from txbroker.spark.schema import Names
+
+    topics = ("half", "op", "parked", "audit", "audit.drift")
+    return Names(*(settings.topic(name) for name in topics))
+
+
+def terms_of(settings: Settings, ages: Ages) -> "Terms":
+    """Return what is judged by."""
+    from txbroker.spark.schema import Terms
+
+    return Terms(
+        now_ms=0,
+        dedup_window_ms=round(settings.dedup_window_s * 1000),
+        late_after_ms=ages.late_after_ms,
+        lost_after_ms=ages.lost_after_ms,
+    )
+
+
+def _report(
+    session: "SparkSession", path: Path, summary: "RunSummary", journal: "Journal", out: str
+) -> None:
+    from txbroker.spark.report import write_report
+    from txbroker.spark.verdict_files import read_verdicts
+
+    verdicts = read_verdicts(session, out, (summary.run,))
+    write_report(path, summary, journal.runs(), verdicts)
+    click.echo(f"The report is in {path}", err=True)
+
+
+def _publish(settings: Settings, summary: "RunSummary") -> None:
+    from txbroker.kafka.wiring import kafka_settings
+    from txbroker.spark.publish import publish
+
+    try:
+        asyncio.run(publish(kafka_settings(settings), summary))
+    except TxbrokerError as error:
+        # The run counts all the same, and what it found is said.
+        click.echo(f"The proxies were not told: {error}", err=True)

@@ -1,0 +1,184 @@
+"""Spark's own progress as one bar on stderr: stage, tasks done, rows and rate.
+
+Nothing is drawn where stderr is no terminal.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from rich import progress as bars
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+POLL_S = 0.3
+"""Spark renews what it tells of running stages ten times a second."""
+
+
+class StageSeen(NamedTuple):
+    """What Spark tells of a stage: its id, how many tasks it has and how many are done, and the
+    records that these have read, from Kafka, files or a shuffle."""
+
+    id: int
+    tasks: int
+    done: int
+    rows: int
+
+
+class Tally:
+    """What the Spark stages of one stage of the audit add up to."""
+
+    def __init__(self, words: str, now_s: float) -> None:
+        self.words = words
+        self._began_s = now_s
+        self._seen: dict[int, StageSeen] = {}
+
+    def note(self, stages: Iterable[StageSeen]) -> None:
+        """Take what is told of stages; of one that was told of before, the newer counts."""
+        self._seen.update((stage.id, stage) for stage in stages)
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks are known so far."""
+        return sum(stage.tasks for stage in self._seen.values())
+
+    @property
+    def done(self) -> int:
+        """How many of them are done."""
+        return sum(stage.done for stage in self._seen.values())
+
+    @property
+    def rows(self) -> int:
+        """How many records were read."""
+        return sum(stage.rows for stage in self._seen.values())
+
+    def rate(self, now_s: float) -> float:
+        """Return how many records were read a second."""
+        return self.rows / max(now_s - self._began_s, POLL_S)
+
+    def shown(self, now_s: float) -> str:
+        """Return rows and rate as people read them."""
+        if not self.rows:
+            return ""
+        return f"{short(self.rows)} rows · {short(self.rate(now_s))}/s"
+
+
+def short(number: float) -> str:
+    """Return a number in at most four characters and a unit: `950`, `12.3 k`, `2.04 M`."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+class SparkProgress:
+    """The bar, while it is entered. `stage` may be called from any thread.
+
+    Args:
+        spark: whose progress is shown.
+        console: where; stderr by default.
+    """
+
+    def __init__(self, spark: "SparkSession", console: Console | None = None) -> None:
+        self._watch = StageWatch(spark)
+        self._console = console or Console(stderr=True)
+        self._bar = bars.Progress(
+            bars.SpinnerColumn(),
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(bar_width=30),
+            bars.TextColumn("{task.fields[told]}"),
+            bars.TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=None, told="")
+        self._tally = Tally("starting", time.monotonic())
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def stage(self, words: str) -> None:
+        """Say what the audit does from here on, in a few words."""
+        self._watch.forget()
+        self._tally = Tally(words, time.monotonic())
+        self._bar.reset(self._task, total=None, description=words, told="")
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+            self._thread = threading.Thread(target=self._follow, name="spark-progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._bar.stop()
+
+    def _follow(self) -> None:
+        while not self._over.wait(POLL_S):
+            tally = self._tally
+            # Spark may be ending, or the stage be gone since it was listed.
+            with contextlib.suppress(Exception):
+                tally.note(self._watch.stages())
+            if tally is self._tally:
+                self._bar.update(
+                    self._task,
+                    total=tally.tasks or None,
+                    completed=tally.done,
+                    told=tally.shown(time.monotonic()),
+                )
+
+
+class StageWatch:
+    """What Spark tells of the stages of its jobs that run, or ran at an earlier look.
+
+    The store behind Spark's web pages is asked, which is there without them too: unlike the status
+    tracker it knows how many records were read.
+    """
+
+    def __init__(self, spark: "SparkSession") -> None:
+        context = spark.sparkContext
+        self._tracker = context.statusTracker()
+        self._store: Any = context._jsc.sc().statusStore()
+        self._ids: set[int] = set()
+
+    def forget(self) -> None:
+        """Leave out what was seen until here."""
+        self._ids = set()
+
+    def stages(self) -> list[StageSeen]:
+        """Return the stages that are not known to be over since the last look."""
+        for job in self._tracker.getActiveJobsIds():
+            told = self._tracker.getJobInfo(job)
+            if told is not None:
+                self._ids.update(told.stageIds)
+        found = []
+        for id in sorted(self._ids):
+            data = _or_none(lambda id=id: self._store.lastStageAttempt(id))  # type: ignore[misc]
+            if data is None:
+                continue
+            status = data.status().toString()
+            if status in ("COMPLETE", "FAILED", "SKIPPED"):
+                self._ids.discard(id)
+            if status != "SKIPPED":
+                rows = data.inputRecords() + data.shuffleReadRecords()
+                found.append(StageSeen(id, data.numTasks(), data.numCompleteTasks(), rows))
+        return found
+
+
+def _or_none(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except Exception:  # py4j tells of Java's errors by one of its own, which needs pyspark
+        return None
