@@ -1,0 +1,298 @@
+"""Comparing what is visible with the rows of the business.
+
+A service writes the transaction's id into its own table, in the local transaction that the message
+stands for. So in the end there is a row for every visible message and a visible message for every
+row; whatever else is there was not one transaction.
+
+The rows are read **after** the topics. A message that was visible then had its row before, so a row
+that is missing now was never there. A row without a visible message may be younger than the cut:
+the time in its id tells, because a half message that is appended later than the dedup window after
+that time is void. What was still open at the cut is left to a later run.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from txbroker.core.ids import ALPHABET, make_id
+from txbroker.errors import ConfigurationError
+from txbroker.spark.schema import Terms
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+MESSAGE_WITHOUT_ROW = "message_without_row"
+ROW_WITHOUT_MESSAGE = "row_without_message"
+FINDINGS = (MESSAGE_WITHOUT_ROW, ROW_WITHOUT_MESSAGE)
+
+_FETCH_ROWS = 10_000
+"""Rows that a database hands out at a time: the drivers' own choice is ten, or all of them."""
+_ID_PATTERN = f"^[0-7][{ALPHABET}]{{25}}$"
+_PYTHON_DIGITS = "0123456789abcdefghijklmnopqrstuv"
+_TIME_LOW_BITS = (1 << 47) - 1
+
+
+class Business(Struct, frozen=True):
+    """Where the business keeps its rows.
+
+    Attributes:
+        source: `jdbc:…` as the database's driver wants it, or `parquet:` and a path or URI.
+        table: the table; for Parquet a folder below the path, or empty.
+        id_column: the column that holds the transaction's id.
+        user, password: for JDBC, where they are not in the URL.
+        groups: only these producer groups write rows; all of them if empty.
+    """
+
+    source: str
+    table: str
+    id_column: str
+    user: str = ""
+    password: str = ""
+    groups: tuple[str, ...] = ()
+
+    def validate(self) -> None:
+        """Refuse what names no table.
+
+        Raises:
+            ConfigurationError: with a sentence that says what is wrong.
+        """
+        if not self.source.startswith(("jdbc:", "parquet:")):
+            raise ConfigurationError(
+                f"the business must be jdbc:URL or parquet:PATH, not {self.shown}"
+            )
+        if self.source.startswith("jdbc:") and not self.table:
+            raise ConfigurationError("a table is missing: --table says where the rows are")
+        if not self.id_column:
+            raise ConfigurationError(
+                "a column is missing: --id-column says which one holds the transaction's id"
+            )
+
+    @property
+    def shown(self) -> str:
+        """The source as it may be shown: without login and options, which may hold a password."""
+        return re.split(r"[?;]", re.sub(r"//[^/@]*@", "//", self.source))[0]
+
+    @property
+    def _path(self) -> str:
+        root = self.source.removeprefix("parquet:")
+        return f"{root.rstrip('/')}/{self.table}" if self.table else root
+
+
+def compare(
+    spark: "SparkSession",
+    verdicts: "DataFrame",
+    business: Business,
+    terms: Terms,
+    *,
+    known_from_ms: int = 0,
+    half_partitions: int = 1,
+) -> tuple["DataFrame", dict[str, int]]:
+    """Compare messages with rows; to be called when the topics have been read.
+
+    Args:
+        verdicts: a row for each transaction, of this run and, where it did not begin at the start
+            of the logs, of earlier ones: see `newest`.
+        terms: as the verdicts were judged by.
+        known_from_ms: rows with ids of an earlier time are not compared where nothing is known of
+            their transactions: retention may have taken them.
+        half_partitions: so many parts a table is read in at the same time.
+
+    Returns:
+        Ids and kinds of the findings, and counts: of both findings; of `rows`; of those that are
+        not compared: `rows_open` (their transaction is not settled), `rows_young` (too young to
+        say), `rows_gone` (retention took what would tell) and `rows_without_id` (null, or no
+        transaction's id).
+
+    Raises:
+        ConfigurationError: the rows cannot be read; the sentence says why.
+    """
+    from pyspark import StorageLevel
+    from pyspark.sql import functions as F
+
+    business.validate()
+    rows = _rows(spark, business, half_partitions)
+    rows = rows.groupBy("id").agg(F.count("*").alias("rows"))
+    known = verdicts.select(
+        "id",
+        F.lit(True).alias("known"),
+        "state",
+        "grp",
+        F.arrays_overlap("findings", F.array(F.lit("late"), F.lit("lost"))).alias("overdue"),
+        (F.size("places") > 0).alias("visible"),
+        F.coalesce("decided_at_ms", "prepared_at_ms").alias("decided_ms"),
+    )
+    joined = rows.join(known, "id", "full_outer").withColumn("id_ms", id_time(F.col("id")))
+    kind = _kind(business, terms, known_from_ms)
+    found = joined.select("id", kind.alias("kind"), F.coalesce("rows", F.lit(0)).alias("rows"))
+    found = found.where("kind IS NOT NULL").persist(StorageLevel.DISK_ONLY)
+    with _readable(business):
+        counted = found.groupBy("kind").agg(F.count("*").alias("ids"), F.sum("rows").alias("rows"))
+        counts = _counts(counted.collect())
+    return found.where(F.col("kind").isin(*FINDINGS)).select("id", "kind"), counts
+
+
+def newest(verdicts: "DataFrame", history: "DataFrame") -> "DataFrame":
+    """Return a row for each transaction: that of the newest run which judged it.
+
+    Args:
+        verdicts: of this run.
+        history: of earlier runs.
+    """
+    from pyspark.sql import functions as F
+
+    names = ["id", "state", "grp", "findings", "places", "decided_at_ms", "prepared_at_ms"]
+    both = verdicts.select("run", *names).unionByName(history.select("run", *names))
+    last = both.groupBy("id").agg(F.max_by(F.struct(*names[1:]), "run").alias("last"))
+    return last.select("id", "last.*")
+
+
+def id_time(id: "Column") -> "Column":
+    """Return the milliseconds in a transaction's id; null where it is none."""
+    from pyspark.sql import functions as F
+
+    # Ten digits of five bits: three bits of the half partition and all of the time but its last.
+    digits = F.translate(F.substring(id, 4, 10), ALPHABET, _PYTHON_DIGITS)
+    high = F.conv(digits, 32, 10).cast("bigint").bitwiseAND(F.lit(_TIME_LOW_BITS))
+    last = F.when(F.substring(id, 14, 1) >= ALPHABET[16], 1).otherwise(0)
+    return F.when(id.rlike(_ID_PATTERN), high * 2 + last)
+
+
+def _kind(business: Business, terms: Terms, known_from_ms: int) -> "Column":
+    """Return what there is to say of a transaction and its rows; null: nothing."""
+    from pyspark.sql import functions as F
+
+    visible, state = F.col("visible"), F.col("state")
+    ours = F.col("grp").isin(*business.groups) if business.groups else F.lit(True)
+    decided_ms = F.coalesce("decided_ms", "id_ms")
+    old = decided_ms <= terms.now_ms - terms.late_after_ms
+    # No half message of that time can come any more, and count.
+    closed = F.col("id_ms") < terms.now_ms - terms.dedup_window_ms
+    without_row = F.when(visible & ours & old, MESSAGE_WITHOUT_ROW)
+    unknown = (
+        F.when(F.col("id_ms") < known_from_ms, "rows_gone")
+        .when(closed, ROW_WITHOUT_MESSAGE)
+        .otherwise("rows_young")
+    )
+    return (
+        F.when(F.col("rows").isNull(), without_row)
+        .when(F.col("id_ms").isNull(), "rows_without_id")
+        .when(F.col("known").isNull(), unknown)
+        .when(visible, "rows_visible")
+        .when(F.col("overdue"), ROW_WITHOUT_MESSAGE)
+        .when((state == "rolled_back") & old, ROW_WITHOUT_MESSAGE)
+        .when((state == "void") & closed, ROW_WITHOUT_MESSAGE)
+        .when(state.isin("rolled_back", "void"), "rows_young")
+        .when(state == "gone", "rows_gone")
+        .otherwise("rows_open")
+    )
+
+
+def _counts(found: Sequence[Any]) -> dict[str, int]:
+    counts = dict.fromkeys(FINDINGS, 0)
+    rows = 0
+    for row in found:
+        rows += row["rows"]
+        if row["kind"] != "rows_visible":
+            counts[row["kind"]] = row["ids"] if row["kind"] in FINDINGS else row["rows"]
+    return {**counts, "rows": rows}
+
+
+# --- reading rows ----------------------------------------------------------------------------
+
+
+def _rows(spark: "SparkSession", business: Business, half_partitions: int) -> "DataFrame":
+    """Return the ids of all rows, one by one, as `id`."""
+    from pyspark.sql import functions as F
+
+    with _readable(business):
+        if business.source.startswith("jdbc:"):
+            table = _jdbc(spark, business, half_partitions)
+        else:
+            table = spark.read.parquet(business._path)
+            _column(table, business)
+    # Columns of fixed length are filled up with spaces.
+    return table.select(F.trim(table[business.id_column].cast("string")).alias("id"))
+
+
+def _column(table: "DataFrame", business: Business) -> str:
+    """Return the name of the id's column as the table spells it."""
+    for name in table.columns:
+        if name.lower() == business.id_column.lower():
+            return name
+    raise ConfigurationError(
+        f"{business.table or business.shown} has no column {business.id_column}; it has "
+        f"{', '.join(table.columns[:30])}"
+    )
+
+
+def _jdbc(spark: "SparkSession", business: Business, half_partitions: int) -> "DataFrame":
+    """Return a table of a database, read in so many parts.
+
+    Ids begin with their half partition, so ranges of ids are about equally large, and an index on
+    the column helps.
+    """
+    options = {"fetchsize": str(_FETCH_ROWS)}
+    if business.user:
+        options["user"] = business.user
+    if business.password:
+        options["password"] = business.password
+    reader = spark.read.options(**options)
+    name = _column(reader.jdbc(business.source, business.table), business)
+    jvm: Any = spark.sparkContext._jvm
+    quoted = jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(business.source).quoteIdentifier(name)
+    predicates = id_ranges(quoted, half_partitions)
+    return reader.jdbc(business.source, business.table, predicates=predicates)
+
+
+def id_ranges(column: str, half_partitions: int) -> list[str]:
+    """Return SQL conditions that every row meets exactly one of, in whatever order texts are."""
+    bounds = [f"'{make_id(number, 0, 0)}'" for number in range(1, half_partitions)]
+    if not bounds:
+        return ["1 = 1"]
+    between = [
+        f"{column} >= {low} AND {column} < {high}" for low, high in itertools.pairwise(bounds)
+    ]
+    return [f"{column} < {bounds[0]} OR {column} IS NULL", *between, f"{column} >= {bounds[-1]}"]
+
+
+# --- what went wrong, in a sentence ----------------------------------------------------------
+
+_CAUSES: Mapping[str, str] = {
+    r"ClassNotFoundException: (\S+)": "Spark has no class {0}",
+    r"No suitable driver": "Spark has no JDBC driver for it",
+}
+_TELL_DRIVER = "name the driver's package with --conf spark.jars.packages=GROUP:ARTIFACT:VERSION"
+
+
+@contextmanager
+def _readable(business: Business) -> Iterator[None]:
+    """Turn what Spark and a driver say when rows cannot be read into a sentence."""
+    from py4j.protocol import Py4JJavaError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        raise ConfigurationError(_sentence(business, error)) from None
+
+
+def _sentence(business: Business, error: Exception) -> str:
+    text = str(getattr(error, "java_exception", None) or error)
+    for pattern, words in _CAUSES.items():
+        found = re.search(pattern, text)
+        if found:
+            return (
+                f"{business.shown} cannot be read: {words.format(*found.groups())}; {_TELL_DRIVER}"
+            )
+    where = f"table {business.table} of {business.shown}" if business.table else business.shown
+    if "PATH_NOT_FOUND" in text:
+        return f"there is no {business._path}: --business and --table say where the rows are"
+    said = re.sub(r"^(?:[\w$]+\.)+\w*(?:Exception|Error): ", "", text.strip()).splitlines()
+    line = said[0] if said else type(error).__name__
+    if business.password:
+        line = line.replace(business.password, "…")
+    return f"{where} cannot be read: {line[:300]}"

@@ -1,0 +1,229 @@
+"""Messages against the rows of a business: in Parquet, and in a database through JDBC."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from txbroker.core.ids import make_id, parse_id
+from txbroker.errors import ConfigurationError
+from txbroker.spark.business import Business, compare, id_ranges, id_time, newest
+from txbroker.spark.schema import Terms
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+NOW_MS = 1_800_000_000_000
+OLD_MS = NOW_MS - 3_600_000
+TERMS = Terms(NOW_MS)
+COLUMNS = """
+    run string, id string, state string, grp string, findings array<string>,
+    places array<struct<topic: string, partition: int, offset: bigint, seq: int>>,
+    prepared_at_ms bigint, decided_at_ms bigint
+"""
+_PLACE = [("orders", 0, 7, 0)]
+
+
+def id_of(number: int, time_ms: int = OLD_MS) -> str:
+    """Return an id of half partition 0, 1 or 2."""
+    return make_id(number % 3, time_ms, number)
+
+
+def verdict(
+    id: str, state: str, *findings: str, visible: bool = False, at_ms: int | None = OLD_MS,
+    group: str = "shop", run: str = "1",
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return a row of verdicts, as far as it is looked at."""
+    return run, id, state, group, list(findings), _PLACE if visible else [], OLD_MS, at_ms
+
+
+def verdicts(spark: SparkSession, rows: Iterable[tuple[Any, ...]]) -> DataFrame:
+    """Return a table of verdicts."""
+    return spark.createDataFrame(list(rows), COLUMNS)
+
+
+def written(spark: SparkSession, folder: Path, ids: Iterable[str | None]) -> Business:
+    """Write rows as Parquet."""
+    path = folder / "rows"
+    spark.createDataFrame([(id, 1) for id in ids], "tx string, amount int").write.parquet(str(path))
+    return Business(f"parquet:{folder}", "rows", "tx")
+
+
+def found(result: tuple[DataFrame, dict[str, int]]) -> dict[str, str]:
+    """Return the kinds by id; each id is named once."""
+    rows = result[0].collect()
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row["kind"] for row in rows}
+
+
+def test_every_end_is_compared_with_its_row(spark: SparkSession, tmp_path: Path) -> None:
+    def rows_of(state: str, count: int, **fields: Any) -> list[tuple[Any, ...]]:
+        first = len(told)
+        told.extend(verdict(id_of(first + n), state, **fields) for n in range(count))
+        return told[first:]
+
+    told: list[tuple[Any, ...]] = []
+    right = rows_of("promoted", 3, visible=True)
+    silent = rows_of("promoted", 2, visible=True)
+    back = rows_of("rolled_back", 2)
+    back_with_row = rows_of("rolled_back", 1)
+    still_open = [rows_of(state, 1)[0] for state in ("pending", "committed", "parked", "refused")]
+    gone = rows_of("gone", 1)
+    void = rows_of("void", 1)
+    lost = verdict(id_of(900), "committed", "lost", "contrary_markers")
+    late = verdict(id_of(901), "committed", "late")
+    unknown = id_of(902)
+    with_row = [row[1] for row in (*right, *back_with_row, *still_open, *gone, *void, lost, late)]
+    business = written(spark, tmp_path, [*with_row, unknown, right[0][1], None, None, "no id"])
+
+    result = compare(spark, verdicts(spark, [*told, lost, late]), business, TERMS)
+
+    expected = {row[1]: "message_without_row" for row in silent}
+    for row in (*back_with_row, *void, lost, late):
+        expected[row[1]] = "row_without_message"
+    expected[unknown] = "row_without_message"
+    assert found(result) == expected
+    assert back[0][1] not in expected
+    assert result[1] == {
+        "message_without_row": 2,
+        "row_without_message": 5,
+        "rows": len(with_row) + 5,
+        "rows_open": 4,
+        "rows_gone": 1,
+        "rows_without_id": 3,
+    }
+
+
+def test_what_is_young_is_no_finding(spark: SparkSession, tmp_path: Path) -> None:
+    """Rows are read after the topics: a row may be younger than all that was read of them."""
+    young_ms = NOW_MS - TERMS.late_after_ms + 1
+    told = [
+        verdict(id_of(1), "promoted", visible=True, at_ms=young_ms),
+        verdict(id_of(2), "rolled_back", at_ms=young_ms),
+        verdict(id_of(3, NOW_MS - 1000), "void", at_ms=None),
+    ]
+    after_cut = id_of(4, NOW_MS + 5000)
+    still_counts = id_of(5, NOW_MS - TERMS.dedup_window_ms)
+    business = written(spark, tmp_path, [id_of(2), told[2][1], after_cut, still_counts])
+
+    result = compare(spark, verdicts(spark, told), business, TERMS)
+
+    assert found(result) == {}
+    assert result[1]["rows_young"] == 4
+
+
+def test_the_age_of_a_decision_and_of_an_id_are_counted_to_the_millisecond(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    at_ms = NOW_MS - TERMS.late_after_ms
+    told = [
+        verdict(id_of(1), "promoted", visible=True, at_ms=at_ms),
+        verdict(id_of(2), "rolled_back", at_ms=at_ms),
+    ]
+    unknown = id_of(3, NOW_MS - TERMS.dedup_window_ms - 1)
+    business = written(spark, tmp_path, [id_of(2), unknown])
+
+    assert found(compare(spark, verdicts(spark, told), business, TERMS)) == {
+        id_of(1): "message_without_row",
+        id_of(2): "row_without_message",
+        unknown: "row_without_message",
+    }
+
+
+def test_only_groups_that_write_rows_need_them(spark: SparkSession, tmp_path: Path) -> None:
+    told = [
+        verdict(id_of(n), "promoted", visible=True, group=group)
+        for n, group in enumerate(("shop", "mail", "bills"))
+    ]
+    business = written(spark, tmp_path, [])
+    both = Business(business.source, business.table, "tx", groups=("shop", "bills"))
+
+    assert set(found(compare(spark, verdicts(spark, told), both, TERMS))) == {id_of(0), id_of(2)}
+
+
+def test_rows_from_before_the_logs_begin_are_not_judged(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    before, after = id_of(1, OLD_MS - 1), id_of(2, OLD_MS)
+    business = written(spark, tmp_path, [before, after])
+
+    result = compare(spark, verdicts(spark, []), business, TERMS, known_from_ms=OLD_MS)
+
+    assert found(result) == {after: "row_without_message"}
+    assert result[1]["rows_gone"] == 1
+
+
+def test_the_newest_run_counts(spark: SparkSession, tmp_path: Path) -> None:
+    history = [
+        verdict(id_of(1), "pending", run="1"),
+        verdict(id_of(1), "rolled_back", run="2"),
+        verdict(id_of(2), "promoted", visible=True, run="1"),
+        verdict(id_of(3), "pending", run="1"),
+    ]
+    now = [verdict(id_of(3), "promoted", visible=True, run="3")]
+    business = written(spark, tmp_path, [id_of(1), id_of(2)])
+
+    whole = newest(verdicts(spark, now), verdicts(spark, history))
+
+    assert found(compare(spark, whole, business, TERMS)) == {
+        id_of(1): "row_without_message",
+        id_of(3): "message_without_row",
+    }
+
+
+def test_the_time_in_an_id(spark: SparkSession) -> None:
+    from pyspark.sql import functions as F
+
+    times = [0, 1, 2, 31, NOW_MS, NOW_MS + 1, (1 << 48) - 1, (1 << 47) - 1, 1 << 47]
+    ids = [make_id(p, ms, r) for ms in times for p in (0, 0xFFFF) for r in (0, (1 << 64) - 1)]
+    none = ["", "x" * 26, ids[0][:-1], ids[0] + "0", "8" + ids[0][1:], ids[0].replace("0", "U")]
+    table = spark.createDataFrame([(id,) for id in ids + none], "id string")
+
+    told = table.select("id", id_time(F.col("id")).alias("ms")).collect()
+
+    assert [row["ms"] for row in told] == [parse_id(id).time_ms for id in ids] + [None] * len(none)
+
+
+def test_every_row_is_in_one_range() -> None:
+    with sqlite3.connect(":memory:") as base:
+        base.execute("CREATE TABLE rows (id TEXT)")
+        ids: list[str | None] = [make_id(p, OLD_MS, p) for p in range(6)]
+        ids += [make_id(2, 0, 0), "", "zzz", "0", None]
+        base.executemany("INSERT INTO rows VALUES (?)", [(id,) for id in ids])
+        for parts in (1, 2, 3, 5):
+            ranges = id_ranges("id", parts)
+            read = [row for at in ranges for row in base.execute(f"SELECT id FROM rows WHERE {at}")]
+            assert len(ranges) == parts
+            assert sorted(map(str, read)) == sorted(str((id,)) for id in ids)
+
+
+@pytest.mark.parametrize(
+    ("business", "said"),
+    [
+        (Business("mysql://x", "t", "id"), "must be jdbc:URL or parquet:PATH"),
+        (Business("jdbc:nothing:x", "", "id"), "--table"),
+        (Business("jdbc:nothing:x", "t", ""), "--id-column"),
+        (Business("jdbc:nothing://u:secret@h/x", "t", "id"), "spark.jars.packages"),
+        (Business("parquet:/does/not/exist", "rows", "id"), "there is no /does/not/exist/rows"),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_one_sentence(
+    spark: SparkSession, business: Business, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        compare(spark, verdicts(spark, []), business, TERMS)
+    assert "\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    business = written(spark, tmp_path, [])
+    wrong = Business(business.source, business.table, "order_id")
+    with pytest.raises(ConfigurationError, match=r"no column order_id; it has tx, amount"):
+        compare(spark, verdicts(spark, []), wrong, TERMS)
