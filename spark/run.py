@@ -1,0 +1,379 @@
+"""One batch audit from start to end.
+
+A full run reads all that the topics still hold. An incremental one goes on where the last run
+ended: it takes along what was not finished then, and looks up what it needs of the rest. Both come
+to the same verdicts. A run counts when its entry is in the journal, which is written last.
+"""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from msgspec import Struct, structs
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from txbroker.errors import ConfigurationError
+from txbroker.spark.alone import Note, alone, note_down, tidy_up
+from txbroker.spark.business import FINDINGS, Business, compare
+from txbroker.spark.carry import (
+    Carried,
+    Chain,
+    KeptHorizon,
+    gaps_between,
+    keys_in_window,
+    read_carried,
+    with_gaps,
+    write_carried,
+)
+from txbroker.spark.cut import KafkaAccess
+from txbroker.spark.folders import Folders
+from txbroker.spark.gather import horizon_of, verdicts
+from txbroker.spark.history import Counted, Facts, History, PastRun, counted
+from txbroker.spark.journal import Journal
+from txbroker.spark.rows import Horizon
+from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms, TopicRead
+from txbroker.spark.stage import Staged, stage
+from txbroker.spark.summary import EXAMPLES_A_KIND, Tally, add_up
+from txbroker.spark.verdict_files import current_verdicts, read_verdicts, write_verdicts
+
+JOURNAL_FILE = "audit.db"
+
+
+class AuditSettings(Struct, frozen=True):
+    """What is audited, and where it is written.
+
+    Attributes:
+        out: folder of Parquet files: a path, or a URI that Hadoop knows.
+        data_dir: local folder of the journal.
+        names: the installation's topics.
+        terms: what is judged by; `now_ms` 0: the clock.
+        mode: `incremental` goes on from the last run, if there is one.
+        business: rows to compare with.
+    """
+
+    out: str
+    data_dir: Path
+    names: Names
+    terms: Terms = Terms(0)
+    mode: Literal["full", "incremental"] = "incremental"
+    business: Business | None = None
+
+    @property
+    def journal(self) -> Path:
+        """The journal's file."""
+        return self.data_dir / JOURNAL_FILE
+
+
+def run_audit(
+    spark: SparkSession,
+    access: KafkaAccess,
+    settings: AuditSettings,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> RunSummary:
+    """Audit an installation once, and return what was found; it is in the journal then.
+
+    Args:
+        spark: the session.
+        access: the same Kafka as Spark reads.
+        settings: what, and whereto.
+        on_stage: told in words what is being done.
+
+    Raises:
+        ConfigurationError: something is missing or does not fit; the sentence says what to do.
+        KafkaUnavailable: Kafka does not answer.
+    """
+    with alone(settings.data_dir):
+        journal = Journal(settings.journal)
+        died = tidy_up(spark, settings.data_dir, journal)
+        if died:
+            on_stage(f"removed what run {died} had left half done")
+        try:
+            summary = _Audit(spark, access, settings, on_stage, journal).run()
+        except BaseException:
+            with contextlib.suppress(Exception):  # what cannot be removed now is when next we run
+                tidy_up(spark, settings.data_dir, journal)
+            raise
+        tidy_up(spark, settings.data_dir, journal)
+        return summary
+
+
+class _Judging(NamedTuple):
+    """What goes into the verdicts of a run."""
+
+    facts: Facts
+    horizon: Horizon
+    context: DataFrame | None
+    """Transactions that others are compared with; they are not judged in this run."""
+
+
+class _Audit:
+    """One run."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        access: KafkaAccess,
+        settings: AuditSettings,
+        on_stage: Callable[[str], None],
+        journal: Journal,
+    ) -> None:
+        self._spark, self._access, self._settings = spark, access, settings
+        self._say, self._journal = on_stage, journal
+        self._folders = Folders(settings.out)
+        self._cached: list[DataFrame] = []
+
+    def run(self) -> RunSummary:
+        began_s = time.monotonic()
+        last = self._journal.last()
+        started_ms = round(time.time() * 1000)
+        if last is not None:
+            started_ms = max(started_ms, last.started_ms + 1)  # names sort as runs follow
+        now_ms = self._settings.terms.now_ms or started_ms
+        self._terms = structs.replace(self._settings.terms, now_ms=now_ms)
+        self._run = run_name(started_ms)
+        before = None
+        if last is not None and self._settings.mode == "incremental":
+            before = read_carried(self._spark, self._folders, last.run)
+            check_goes_on(before.chain, self._settings.names)
+        stale = self._stale(last)
+        note_down(self._settings.data_dir, Note(self._run, self._settings.out, stale))
+        try:
+            summary = self._audit(before)
+        finally:
+            for table in self._cached:
+                table.unpersist()
+        summary = structs.replace(summary, started_ms=started_ms, took_s=time.monotonic() - began_s)
+        self._journal.add(summary)
+        return summary
+
+    def _stale(self, last: RunSummary | None) -> tuple[str, ...]:
+        """Return what nobody will need once this run counts."""
+        if last is None:
+            return ()
+        stale = (self._folders.carry(last.run),)
+        if self._settings.mode == "incremental":
+            return stale
+        try:
+            chain = read_carried(self._spark, self._folders, last.run).chain
+        except ConfigurationError:
+            return ()  # it lies elsewhere
+        return stale + tuple(self._folders.facts(run.run) for run in chain.runs)
+
+    def _audit(self, before: Carried | None) -> RunSummary:
+        self._say("reading the topics")
+        staged = self._stage(before)
+        new = Facts(staged.half, staged.op, staged.visible, staged.parked)
+        read = counted(new)
+        judging = self._to_judge(staged, new, before)
+        self._say("judging")
+        self._judge(staged, judging)
+        written = read_verdicts(self._spark, self._settings.out, (self._run,))
+        self._say("adding up")
+        tally = add_up(written, self._terms.now_ms)
+        self._say("writing down what goes on")
+        runs = () if before is None else before.chain.runs
+        spans = [each.span for each in read.values() if each.span is not None]
+        this = PastRun(
+            self._run,
+            min((span.first_ms for span in spans), default=None),
+            max((span.last_ms for span in spans), default=None),
+            staged.cut.op.ends,
+        )
+        horizon = KeptHorizon.of(judging.horizon)
+        chain = Chain(
+            self._settings.names, staged.cut, horizon, (*runs, this), carried=tally.carried
+        )
+        self._write_carried(chain, judging.facts, written, new, before)
+        mode = "full" if before is None else "incremental"
+        summary = summary_of(self._run, mode, staged, read, tally)
+        return self._compared(summary, chain)
+
+    def _stage(self, before: Carried | None) -> Staged:
+        settings = self._settings
+        cut = None if before is None else before.chain.cut
+        if cut is not None:
+            check_not_remade(cut, self._access)
+        return stage(
+            self._spark,
+            self._access,
+            settings.names,
+            self._terms,
+            self._folders.facts(self._run),
+            cut,
+            frozenset() if cut is None else frozenset(target.topic for target in cut.targets),
+            None if before is None else before.keys,
+        )
+
+    def _to_judge(self, staged: Staged, new: Facts, before: Carried | None) -> _Judging:
+        """Add to the new facts those of earlier runs that are judged along with them."""
+        if before is None:
+            return _Judging(new, horizon_of(staged), None)
+        self._say("looking up earlier runs")
+        history = History(self._spark, self._folders, before.chain.runs)
+        horizon = before.chain.horizon.read()
+        gaps = gaps_between(before.chain.cut, staged.cut)
+        if gaps:
+            horizon = with_gaps(horizon, horizon_of(staged), gaps)
+        old, judged = before.facts, before.ids
+        strangers = history.strangers(new, before.ids)
+        if strangers is not None:
+            strangers = self._kept(strangers)
+            judged = judged.union(strangers.select("id"))
+            known = history.facts(strangers)
+            old = old if known is None else old | self._all_kept(known)
+        near = history.neighbours(old, new | old)
+        if near is None:
+            return _Judging(new | old, horizon, None)
+        near = self._kept(near.join(judged, "id", "left_anti"))
+        known = history.facts(near)
+        return _Judging(new | old if known is None else new | old | known, horizon, near)
+
+    def _kept(self, table: DataFrame) -> DataFrame:
+        """Let Spark keep a small table until the end of the run."""
+        self._cached.append(table.persist())
+        return table
+
+    def _all_kept(self, facts: Facts) -> Facts:
+        return Facts(*map(self._kept, facts))
+
+    def _judge(self, staged: Staged, judging: _Judging) -> None:
+        facts = judging.facts
+        whole = structs.replace(staged, **facts._asdict())
+        rows = verdicts(self._spark, whole, self._terms, judging.horizon)
+        if judging.context is not None:
+            rows = rows.join(judging.context.select("id"), "id", "left_anti")
+        write_verdicts(rows, self._folders, self._run)
+
+    def _write_carried(
+        self,
+        chain: Chain,
+        facts: Facts,
+        written: DataFrame,
+        new: Facts,
+        before: Carried | None,
+    ) -> None:
+        halves = new.half if before is None else new.half.unionByName(before.keys)
+        keys = keys_in_window(halves, chain.cut.half_clock_ms, self._terms.dedup_window_ms)
+        write_carried(self._spark, self._folders, self._run, chain, facts, written, keys)
+
+    def _compared(self, summary: RunSummary, chain: Chain) -> RunSummary:
+        """Compare what is visible with the rows of the business, where asked for."""
+        business = self._settings.business
+        if business is None:
+            return summary
+        self._say("comparing with the business")
+        runs = [run.run for run in chain.runs]
+        found, counts = compare(
+            self._spark,
+            current_verdicts(self._spark, self._settings.out, runs),
+            business,
+            self._terms,
+            known_from_ms=max(chain.horizon.half_begin_ms.values(), default=0),
+            half_partitions=len(chain.cut.half.ends),
+        )
+        found.write.parquet(self._folders.business(self._run))
+        drift = {kind: counts[kind] for kind in FINDINGS if counts.get(kind)}
+        written = self._spark.read.schema("id string, kind string").parquet(
+            self._folders.business(self._run)
+        )
+        return structs.replace(
+            summary,
+            drift={**summary.drift, **drift},
+            business=counts,
+            examples=(*summary.examples, *business_examples(written, drift)),
+        )
+
+
+# --- what a run begins with --------------------------------------------------------------------
+
+
+def run_name(started_ms: int) -> str:
+    """Return a name that sorts by time, and that nobody else comes upon."""
+    started = datetime.fromtimestamp(started_ms / 1000, UTC)
+    return f"{started:%Y%m%dT%H%M%S}{started_ms % 1000:03d}Z-{secrets.token_hex(2)}"
+
+
+def check_goes_on(chain: Chain, names: Names) -> None:
+    """Make sure that the last run was of the same installation.
+
+    Raises:
+        ConfigurationError: it was of another.
+    """
+    for was, now in ((chain.names.half, names.half), (chain.names.op, names.op)):
+        if was != now:
+            raise ConfigurationError(
+                f"the last run with this data folder audited {was}, not {now}: give each "
+                "installation a data folder of its own"
+            )
+
+
+def check_not_remade(cut: Cut, ends: Mapping[str, Sequence[int]]) -> None:
+    """Make sure that the topics still are what the last run has read.
+
+    Args:
+        cut: how far it read.
+        ends: where the topics end now; those that are no more are left out.
+
+    Raises:
+        ConfigurationError: one was truncated, or deleted and made anew.
+    """
+    for was in (cut.half, cut.op, cut.parked, *cut.targets):
+        now = ends.get(was.topic)
+        if now is None:
+            continue
+        if len(now) < len(was.ends):
+            raise _remade(was, f"it had {len(was.ends)} partitions and has {len(now)}")
+        for partition, end in enumerate(was.ends):
+            if now[partition] < end:
+                where = f"partition {partition} ends at {now[partition]} and was read up to {end}"
+                raise _remade(was, where)
+
+
+def _remade(was: TopicRead, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"topic {was.topic} was truncated or made anew since the last run ({why}): run a full audit"
+    )
+
+
+# --- what a run ends with ----------------------------------------------------------------------
+
+
+def summary_of(
+    run: str, mode: str, staged: Staged, read: Mapping[str, Counted], tally: Tally
+) -> RunSummary:
+    """Return what a run has to say, but for when it was and what the business said."""
+    cut = staged.cut
+    reads = (cut.half, cut.op, cut.parked, *cut.targets)
+    return RunSummary(
+        run=run,
+        mode=mode,
+        started_ms=0,
+        took_s=0.0,
+        cut=cut,
+        records={name: each.rows for name, each in read.items()},
+        transactions=tally.transactions,
+        states=tally.states,
+        drift=tally.drift,
+        carried=tally.carried,
+        quarantined=staged.broken.count(),
+        taken={each.topic: each.taken for each in reads if each.taken},
+        examples=tally.examples,
+        pending_age=tally.pending_age,
+        decide_latency=tally.decide_latency,
+        visible_latency=tally.visible_latency,
+    )
+
+
+def business_examples(found: DataFrame, kinds: Mapping[str, int]) -> tuple[Example, ...]:
+    """Return some of the transactions that do not agree with the business."""
+    meanings = {kind.name: kind.meaning for kind in BUSINESS_KINDS}
+    return tuple(
+        Example(row["id"], (kind,), "", meanings[kind])
+        for kind in kinds
+        for row in found.where(F.col("kind") == kind).orderBy("id").head(EXAMPLES_A_KIND)
+    )
