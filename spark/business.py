@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from txbroker.core.ids import ALPHABET, make_id
+from txbroker.core.ids import make_id
 from txbroker.errors import ConfigurationError
 from txbroker.spark.schema import Terms
 
@@ -31,9 +31,6 @@ FINDINGS = (MESSAGE_WITHOUT_ROW, ROW_WITHOUT_MESSAGE)
 
 _FETCH_ROWS = 10_000
 """Rows that a database hands out at a time: the drivers' own choice is ten, or all of them."""
-_ID_PATTERN = f"^[0-7][{ALPHABET}]{{25}}$"
-_PYTHON_DIGITS = "0123456789abcdefghijklmnopqrstuv"
-_TIME_LOW_BITS = (1 << 47) - 1
 
 
 class Business(Struct, frozen=True):
@@ -94,11 +91,11 @@ def compare(
     """Compare messages with rows; to be called when the topics have been read.
 
     Args:
-        verdicts: a row for each transaction, of this run and, where it did not begin at the start
-            of the logs, of earlier ones: see `newest`.
+        verdicts: one row for each transaction, of this run and, where it did not begin at the start
+            of the logs, of earlier ones.
         terms: as the verdicts were judged by.
-        known_from_ms: rows with ids of an earlier time are not compared where nothing is known of
-            their transactions: retention may have taken them.
+        known_from_ms: append time of the first half message that retention has left; 0 where it
+            took none. Nothing need be known of what was prepared earlier.
         half_partitions: so many parts a table is read in at the same time.
 
     Returns:
@@ -113,6 +110,8 @@ def compare(
     from pyspark import StorageLevel
     from pyspark.sql import functions as F
 
+    from txbroker.spark.facts import id_time_ms, is_id
+
     business.validate()
     rows = _rows(spark, business, half_partitions)
     rows = rows.groupBy("id").agg(F.count("*").alias("rows"))
@@ -125,7 +124,9 @@ def compare(
         (F.size("places") > 0).alias("visible"),
         F.coalesce("decided_at_ms", "prepared_at_ms").alias("decided_ms"),
     )
-    joined = rows.join(known, "id", "full_outer").withColumn("id_ms", id_time(F.col("id")))
+    joined = rows.join(known, "id", "full_outer").withColumn(
+        "id_ms", F.when(is_id(F.col("id")), id_time_ms(F.col("id")))
+    )
     kind = _kind(business, terms, known_from_ms)
     found = joined.select("id", kind.alias("kind"), F.coalesce("rows", F.lit(0)).alias("rows"))
     found = found.where("kind IS NOT NULL").persist(StorageLevel.DISK_ONLY)
@@ -133,32 +134,6 @@ def compare(
         counted = found.groupBy("kind").agg(F.count("*").alias("ids"), F.sum("rows").alias("rows"))
         counts = _counts(counted.collect())
     return found.where(F.col("kind").isin(*FINDINGS)).select("id", "kind"), counts
-
-
-def newest(verdicts: "DataFrame", history: "DataFrame") -> "DataFrame":
-    """Return a row for each transaction: that of the newest run which judged it.
-
-    Args:
-        verdicts: of this run.
-        history: of earlier runs.
-    """
-    from pyspark.sql import functions as F
-
-    names = ["id", "state", "grp", "findings", "places", "decided_at_ms", "prepared_at_ms"]
-    both = verdicts.select("run", *names).unionByName(history.select("run", *names))
-    last = both.groupBy("id").agg(F.max_by(F.struct(*names[1:]), "run").alias("last"))
-    return last.select("id", "last.*")
-
-
-def id_time(id: "Column") -> "Column":
-    """Return the milliseconds in a transaction's id; null where it is none."""
-    from pyspark.sql import functions as F
-
-    # Ten digits of five bits: three bits of the half partition and all of the time but its last.
-    digits = F.translate(F.substring(id, 4, 10), ALPHABET, _PYTHON_DIGITS)
-    high = F.conv(digits, 32, 10).cast("bigint").bitwiseAND(F.lit(_TIME_LOW_BITS))
-    last = F.when(F.substring(id, 14, 1) >= ALPHABET[16], 1).otherwise(0)
-    return F.when(id.rlike(_ID_PATTERN), high * 2 + last)
 
 
 def _kind(business: Business, terms: Terms, known_from_ms: int) -> "Column":
@@ -172,11 +147,9 @@ def _kind(business: Business, terms: Terms, known_from_ms: int) -> "Column":
     # No half message of that time can come any more, and count.
     closed = F.col("id_ms") < terms.now_ms - terms.dedup_window_ms
     without_row = F.when(visible & ours & old, MESSAGE_WITHOUT_ROW)
-    unknown = (
-        F.when(F.col("id_ms") < known_from_ms, "rows_gone")
-        .when(closed, ROW_WITHOUT_MESSAGE)
-        .otherwise("rows_young")
-    )
+    # A half message is at most so far from its id's time, before or after.
+    taken = F.lit(known_from_ms > 0) & (F.col("id_ms") <= known_from_ms + terms.dedup_window_ms)
+    unknown = F.when(taken, "rows_gone").when(closed, ROW_WITHOUT_MESSAGE).otherwise("rows_young")
     return (
         F.when(F.col("rows").isNull(), without_row)
         .when(F.col("id_ms").isNull(), "rows_without_id")

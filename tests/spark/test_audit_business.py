@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from txbroker.core.ids import make_id, parse_id
+from txbroker.core.ids import make_id
 from txbroker.errors import ConfigurationError
-from txbroker.spark.business import Business, compare, id_ranges, id_time, newest
+from txbroker.spark.business import Business, compare, id_ranges
 from txbroker.spark.schema import Terms
 
 if TYPE_CHECKING:
@@ -148,44 +148,14 @@ def test_only_groups_that_write_rows_need_them(spark: SparkSession, tmp_path: Pa
 def test_rows_from_before_the_logs_begin_are_not_judged(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    before, after = id_of(1, OLD_MS - 1), id_of(2, OLD_MS)
+    begin_ms = OLD_MS - TERMS.dedup_window_ms
+    before, after = id_of(1, OLD_MS), id_of(2, OLD_MS + 1)
     business = written(spark, tmp_path, [before, after])
 
-    result = compare(spark, verdicts(spark, []), business, TERMS, known_from_ms=OLD_MS)
+    result = compare(spark, verdicts(spark, []), business, TERMS, known_from_ms=begin_ms)
 
     assert found(result) == {after: "row_without_message"}
     assert result[1]["rows_gone"] == 1
-
-
-def test_the_newest_run_counts(spark: SparkSession, tmp_path: Path) -> None:
-    history = [
-        verdict(id_of(1), "pending", run="1"),
-        verdict(id_of(1), "rolled_back", run="2"),
-        verdict(id_of(2), "promoted", visible=True, run="1"),
-        verdict(id_of(3), "pending", run="1"),
-    ]
-    now = [verdict(id_of(3), "promoted", visible=True, run="3")]
-    business = written(spark, tmp_path, [id_of(1), id_of(2)])
-
-    whole = newest(verdicts(spark, now), verdicts(spark, history))
-
-    assert found(compare(spark, whole, business, TERMS)) == {
-        id_of(1): "row_without_message",
-        id_of(3): "message_without_row",
-    }
-
-
-def test_the_time_in_an_id(spark: SparkSession) -> None:
-    from pyspark.sql import functions as F
-
-    times = [0, 1, 2, 31, NOW_MS, NOW_MS + 1, (1 << 48) - 1, (1 << 47) - 1, 1 << 47]
-    ids = [make_id(p, ms, r) for ms in times for p in (0, 0xFFFF) for r in (0, (1 << 64) - 1)]
-    none = ["", "x" * 26, ids[0][:-1], ids[0] + "0", "8" + ids[0][1:], ids[0].replace("0", "U")]
-    table = spark.createDataFrame([(id,) for id in ids + none], "id string")
-
-    told = table.select("id", id_time(F.col("id")).alias("ms")).collect()
-
-    assert [row["ms"] for row in told] == [parse_id(id).time_ms for id in ids] + [None] * len(none)
 
 
 def test_every_row_is_in_one_range() -> None:
@@ -199,6 +169,44 @@ def test_every_row_is_in_one_range() -> None:
             read = [row for at in ranges for row in base.execute(f"SELECT id FROM rows WHERE {at}")]
             assert len(ranges) == parts
             assert sorted(map(str, read)) == sorted(str((id,)) for id in ids)
+
+
+# --- a database ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def database(spark: SparkSession) -> Iterator[str]:
+    """A Derby in memory, whose driver Spark brings, with one table."""
+    url = "jdbc:derby:memory:shop"
+    manager: Any = spark.sparkContext._jvm.java.sql.DriverManager  # type: ignore[union-attr]
+    connection = manager.getConnection(f"{url};create=true")
+    statement = connection.createStatement()
+    statement.execute('CREATE TABLE orders ("Tx Id" CHAR(30), amount INT)')
+    for number in (*range(7), 70):
+        statement.execute(f"INSERT INTO orders VALUES ('{id_of(number)}', 1)")
+    statement.execute("INSERT INTO orders VALUES (NULL, 1)")
+    yield url
+    statement.execute("DROP TABLE orders")
+    connection.close()
+
+
+def test_a_table_of_a_database_is_read_in_parts(spark: SparkSession, database: str) -> None:
+    told = [verdict(id_of(n), "promoted", visible=True) for n in range(8)]
+    business = Business(database, "orders", "tx id")
+
+    result = compare(spark, verdicts(spark, told), business, TERMS, half_partitions=3)
+
+    assert found(result) == {
+        id_of(7): "message_without_row",
+        id_of(70): "row_without_message",
+    }
+    assert result[1]["rows"] == 9
+    assert result[1]["rows_without_id"] == 1
+
+
+def test_a_missing_table_of_a_database(spark: SparkSession, database: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"table bills of jdbc:derby:.* cannot be read"):
+        compare(spark, verdicts(spark, []), Business(database, "bills", "id"), TERMS)
 
 
 @pytest.mark.parametrize(
