@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import uvloop
 
@@ -48,6 +49,8 @@ GROUPS = 8
 TARGET = "bench-target"
 NEVER = CheckPolicy(after_s=86_400.0)
 DEADLINE_S = 3600.0
+BEHIND_MAX = 50_000
+"""Transactions that the proxy may still have to read while others are written."""
 
 
 class Proxy:
@@ -106,6 +109,32 @@ class Proxy:
             lines = answer.read().decode().splitlines()
         return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith(f"txbroker_{name}"))
 
+    def behind(self, pending: int) -> float:
+        """Return how far from so many pending ones it is: what it has still to read."""
+        return abs(self.metric("pending{") - pending)
+
+    def list_all(self) -> dict[str, float]:
+        """Page through everything that is pending; return how many pages, and seconds a page."""
+        found: set[str] = set()
+        url, took_s = f"{self.url}/v1/transactions?state=pending&limit=1000", []
+        cursor: str | None = None
+        while cursor or not took_s:
+            began = time.monotonic()
+            with urllib.request.urlopen(
+                url + (f"&cursor={quote(cursor)}" if cursor else "")
+            ) as answer:
+                page = json.load(answer)
+            took_s.append(time.monotonic() - began)
+            found.update(each["id"] for each in page["transactions"])
+            cursor = page["next_cursor"]
+        took_s.sort()
+        return {
+            "listed": len(found),
+            "page_p50_s": took_s[len(took_s) // 2],
+            "page_max_s": took_s[-1],
+            "list_s": sum(took_s),
+        }
+
     def wait_for(self, name: str, wanted: float) -> None:
         """Wait until a metric is there."""
         end = time.monotonic() + DEADLINE_S
@@ -125,8 +154,11 @@ class Filler:
         self._body = secrets.token_bytes(size)
         self._logs: dict[int, Any] = {}
 
-    async def fill(self, count: int, finish: str, rate: float, label: str) -> None:
-        """Write so many transactions; `finish` is empty, or the marker that they get."""
+    async def fill(self, proxy: Proxy, count: int, finish: str, rate: float, label: str) -> None:
+        """Write so many transactions; `finish` is empty, or the marker that they get.
+
+        Clients would be held back by the proxy's bounds; here nobody is far ahead of it either.
+        """
         door = door_from(self._settings)
         await door.start()
         self._logs = {partition: door.partition(partition) for partition in range(PARTITIONS)}
@@ -139,6 +171,8 @@ class Filler:
                 await asyncio.gather(*[self._batch(p, n, finish) for p, n in enumerate(some) if n])
                 done += sum(some)
                 if time.monotonic() - shown > 1:
+                    while proxy.behind(0 if finish else done) > BEHIND_MAX:
+                        await asyncio.sleep(0.1)
                     shown = time.monotonic()
                     print(f"\r{label}: {done:,} of {count:,}", end="", file=sys.stderr, flush=True)
                 await asyncio.sleep(max(0.0, began + done / rate - time.monotonic()))
@@ -183,11 +217,15 @@ def restart(proxy: Proxy, pending: int) -> dict[str, float]:
     found = proxy.metric("pending{")
     if found != pending:
         raise SystemExit(f"{found:g} are pending after the restart, not {pending}")
-    return {
+    figures = {
         "resident_mib": held / 2**20,
         "restart_s": took_s,
         "resident_after_mib": proxy.resident_bytes() / 2**20,
+        **proxy.list_all(),
     }
+    if figures["listed"] != pending:
+        raise SystemExit(f"{figures['listed']:g} are listed, not {pending}")
+    return figures
 
 
 def make_target(kafka: str) -> None:
@@ -208,11 +246,11 @@ def measure(
         committed = round(settled * arguments.committed_share)
         if settled:
             rate = arguments.rate
-            uvloop.run(small.fill(settled - committed, "rollback", rate, "rolled back"))
-            uvloop.run(small.fill(committed, "commit", rate, "committed"))
+            uvloop.run(small.fill(proxy, settled - committed, "rollback", rate, "rolled back"))
+            uvloop.run(small.fill(proxy, committed, "commit", rate, "committed"))
             proxy.wait_for("promoted_total{", committed)
         large = Filler(kafka, name, arguments.size)
-        uvloop.run(large.fill(pending, "", arguments.rate, "pending"))
+        uvloop.run(large.fill(proxy, pending, "", arguments.rate, "pending"))
         proxy.wait_for("pending{", pending)
         time.sleep(arguments.settle_s)
         figures = restart(proxy, pending)
@@ -269,7 +307,8 @@ def show(found: list[dict[str, Any]], as_json: bool) -> None:
             f"{each['pending']:>9,} pending, {each['settled']:>9,} settled: "
             f"{each['resident_mib']:6.0f} MiB, restart {each['restart_s']:5.1f} s "
             f"(recovery of a partition {each['recovery_s']:.1f} s), "
-            f"then {each['resident_after_mib']:.0f} MiB",
+            f"then {each['resident_after_mib']:.0f} MiB; all listed in {each['list_s']:.1f} s, "
+            f"a page of 1,000 in {each['page_p50_s']:.3f} s (at most {each['page_max_s']:.3f} s)",
             flush=True,
         )
 
