@@ -101,10 +101,18 @@ class Planting:
         stamped: one with 2 partitions, where the broker's clock is the records' timestamp.
         expected: what is to be found, by id.
         broken: records that do not read, by topic.
+
+    Args:
+        prefix: of the topics; one of its own if empty.
+        partitions: of the half topic.
+        fresh: False where another process has created the topics; then there are no turns.
     """
 
-    def __init__(self, bootstrap: str, *, prefix: str = "", partitions: int = 2) -> None:
+    def __init__(
+        self, bootstrap: str, *, prefix: str = "", partitions: int = 2, fresh: bool = True
+    ) -> None:
         self.bootstrap = bootstrap
+        self._fresh = fresh
         self.prefix = prefix or f"planted-{os.getpid()}-{next(_NUMBERS)}"
         self.partitions = partitions
         self.names = Names(
@@ -139,7 +147,8 @@ class Planting:
         self._door = door_from(self._settings)
         await self._door.start()
         self._doors = [self._door.partition(number) for number in range(self.partitions)]
-        await asyncio.to_thread(self._make_targets)
+        if self._fresh:
+            await asyncio.to_thread(self._make_targets)
         return self
 
     def _make_targets(self) -> None:
@@ -321,6 +330,7 @@ class Planting:
         rolled_back: float = 0.1,
         pending: float = 0.0,
         batch: int = 500,
+        only: Sequence[int] = (),
     ) -> Filled:
         """Store so many transactions of one message each, all as they should be.
 
@@ -329,6 +339,7 @@ class Planting:
             size: bytes of a value.
             rolled_back, pending: which share is; all others are promoted.
             batch: transactions in one batch of a partition.
+            only: half partitions that get any; all of them if empty.
         """
         filled = Filled()
         producer = Producer(
@@ -341,7 +352,8 @@ class Planting:
                 "log_level": 0,
             }
         )
-        shares = [(count + p) // self.partitions for p in range(self.partitions)]
+        filling = only or range(self.partitions)
+        shares = {p: (count + n) // len(filling) for n, p in enumerate(filling)}
         body = secrets.token_bytes(size)
         wrong: list[str] = []
 
@@ -351,7 +363,7 @@ class Planting:
                 halves = [self._clean(partition, number, body) for number in some]
                 await self._fill_batch(halves, rolled_back, pending, filled, producer, wrong)
 
-        await asyncio.gather(*map(fill, range(self.partitions)))
+        await asyncio.gather(*map(fill, filling))
         assert await asyncio.to_thread(producer.flush, _TIMEOUT_S) == 0
         assert not wrong, wrong[:3]
         return filled
