@@ -1,0 +1,490 @@
+"""Facts out of Kafka records: Spark SQL expressions that read what `txbroker.core.codec` writes.
+
+Every function takes a DataFrame of the Kafka source, with headers, batch or streaming, and returns
+one narrow row for each record. A record that does not read becomes a row whose `why` says so; the
+facts of all others have a `why` of null. No body goes on, only 64-bit hashes: the hashes of a half
+message and of the record that was promoted from it are equal where nothing was changed.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from txbroker.core.codec import DURATION_MAX_S, ID_HEADER, SEQUENCE_HEADER, VERSION_HEADER
+from txbroker.core.ids import ALPHABET, TIME_MAX_MS
+from txbroker.core.records import RECORD_VERSION, CheckPolicy, MarkerKind, Source, State
+
+_FIXED = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
+_ID = r"\A[0-7][0-9A-HJKMNP-TV-Z]{25}\z"  # 128 bits: the first character has but three
+_NATURAL = r"\A[0-9]{1,19}\z"
+_SEQUENCE = r"\A[0-9]{1,19}/[0-9]{1,19}\z"
+_SECONDS = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_POLICY = rf"\A{_SECONDS}/{_SECONDS}/[0-9]{{1,19}}/{_SECONDS}\z"
+_DIGITS32 = "0123456789ABCDEFGHIJKLMNOPQRSTUV"
+_NEWER = "a newer version of txbroker wrote it"
+_NOWHERE = b"\x00txbroker: found in no header\x00"
+
+_BASE = ("partition", "offset", "at_ms")
+"""What every row tells of its record: half or target partition, offset, append time."""
+
+
+def _any_of(conditions: Sequence[tuple[Column, str]]) -> Column:
+    """Return the reason of the first condition that is true, null where none is."""
+    first = F.when(*conditions[0][:1], F.lit(conditions[0][1]))
+    return reduce(lambda chain, each: chain.when(each[0], F.lit(each[1])), conditions[1:], first)
+
+
+def _not(condition: Column) -> Column:
+    """Say whether a condition is false, or null."""
+    return ~F.coalesce(condition, F.lit(False))
+
+
+def at_ms() -> Column:
+    """Return the timestamp of a record of the Kafka source, ms since 1970."""
+    return F.unix_millis("timestamp")
+
+
+# --- ids -------------------------------------------------------------------------------------
+
+
+def is_id(text: Column) -> Column:
+    """Say whether a text is a transaction id; null for null."""
+    return text.rlike(_ID)
+
+
+def id_partition(id: Column) -> Column:
+    """Return the half partition that is in a transaction id."""
+    # The first 4 characters are 20 bits: 2 that are always zero, 16, and 2 of the time.
+    return F.shiftright(_base32(id, 1, 4), 2).cast("int")
+
+
+def id_time_ms(id: Column) -> Column:
+    """Return the time that is in a transaction id, ms since 1970."""
+    # Bits 60 to 114 in 11 characters; the time's are 64 to 111.
+    return F.shiftright(_base32(id, 4, 11), 4).bitwiseAND(F.lit(TIME_MAX_MS))
+
+
+def _base32(id: Column, first: int, length: int) -> Column:
+    digits = F.translate(F.substring(id, first, length), ALPHABET, _DIGITS32)
+    return F.conv(digits, 32, 10).cast("bigint")
+
+
+# --- hashes ----------------------------------------------------------------------------------
+
+
+def body_hash(key: Column, value: Column) -> Column:
+    """Return the hash of a message's key and value, in which null and empty differ."""
+    return F.xxhash64(key.isNull(), key, value.isNull(), value)
+
+
+def headers_hash(headers: Column) -> Column:
+    """Return the hash of headers in their order. Null hashes as no headers do."""
+    values = headers.getField("value")
+    # Spark's hash of an array passes over nulls, so where they stand is hashed too. What is
+    # asked for is never there, and the answer for that is null where any element is.
+    has_null = F.array_contains(values, F.lit(_NOWHERE)).isNull() & (F.size(headers) > 0)
+    nulls = F.when(has_null, F.transform(values, lambda value: value.isNull()))
+    return F.xxhash64(headers, nulls)
+
+
+def _order_mark(order: Column, topic: Column, key: Column) -> Column:
+    by_key = F.when(key.isNotNull(), F.xxhash64(F.lit("k"), topic, key))
+    return F.when(order.isNotNull(), F.xxhash64(F.lit("o"), order)).otherwise(by_key)
+
+
+# --- half messages ---------------------------------------------------------------------------
+
+
+class _Part:
+    """The columns of a record in the form of half messages."""
+
+    def __init__(self, headers: Column, key: Column, value: Column) -> None:
+        self._headers = headers
+        self.key, self.value = key, value
+        first = F.get(headers, F.lit(0))
+        self._is_ours = first.getField("key").eqNullSafe(F.lit(VERSION_HEADER))
+        self._first = F.coalesce(first.getField("value").cast("string"), F.lit(""))
+        self._version = F.substring_index(self._first, " ", 1)
+        names = ("txb-v", *_FIXED)
+        # ` ts order` becomes ` txb-ts txb-order`.
+        optional = F.replace(
+            F.substring(self._first, F.length(self._version) + 1, F.length(self._first)),
+            F.lit(" "),
+            F.lit(" txb-"),
+        )
+        self._names = F.split(F.concat(F.lit(" ".join(names)), optional), " ")
+        self._count = F.size(self._names)
+        self._seq = self._text(_FIXED.index("txb-seq") + 1)
+        self.id = self._text(1)
+        self.grp = self._text(2)
+        self.topic = self._text(3)
+        self._part_text = self._text(4)
+        self.target_partition = self._part_text.try_cast("int")
+        self.seq = F.substring_index(self._seq, "/", 1).try_cast("int")
+        self.count = F.substring_index(self._seq, "/", -1).try_cast("int")
+        self.user_headers = F.slice(
+            headers,
+            self._count + 1,
+            F.greatest(F.size(headers) - self._count, F.lit(0)),
+        )
+        self._ts = self.optional("txb-ts").cast("string")
+        self.timestamp_ms = self._ts.try_cast("bigint")
+        self.order = self.optional("txb-order").cast("string")
+        self.dedup = self.optional("txb-dedup").cast("string")
+        self._check = self.optional("txb-check").cast("string")
+        self._policy = F.split(self._check, "/")
+
+    def _text(self, number: int) -> Column:
+        return F.get(self._headers, F.lit(number)).getField("value").cast("string")
+
+    def optional(self, name: str) -> Column:
+        """Return the value of an optional header, null where it is not there."""
+        at = F.array_position(self._names, name).cast("int")
+        return F.when(at > 0, F.get(self._headers, at - 1).getField("value"))
+
+    def seconds_ms(self, number: int, default_s: float) -> Column:
+        """Return a duration of the check policy, ms."""
+        seconds = F.coalesce(self._seconds(number), F.lit(default_s))
+        return F.rint(seconds * 1000).cast("bigint")
+
+    def _seconds(self, number: int) -> Column:
+        return F.get(self._policy, F.lit(number)).try_cast("double")
+
+    @property
+    def attempts_max(self) -> Column:
+        """How often the check policy lets ask."""
+        told = F.get(self._policy, F.lit(2)).try_cast("int")
+        return F.coalesce(told, F.lit(CheckPolicy().attempts_max))
+
+    def why(self) -> Column:
+        """Return why the record does not read, null where it does."""
+        values = F.slice(self._headers.getField("value"), 1, self._count)
+        keys = F.slice(self._headers.getField("key"), 1, self._count)
+        whole = (
+            keys.eqNullSafe(self._names)
+            & F.array_contains(values, F.lit(_NOWHERE)).isNotNull()
+            & (F.size(F.array_distinct(self._names)) == self._count)
+        )
+        texts = (self.id, self.grp, self.topic, self.order, self.dedup)
+        readable = reduce(
+            Column.__and__,
+            [F.coalesce(F.is_valid_utf8(text), F.lit(True)) for text in texts],
+            F.is_valid_utf8(self._first),
+        )
+        numbers = (
+            self._part_text.rlike(_NATURAL)
+            & self._seq.rlike(_SEQUENCE)
+            & (self.seq < self.count)
+            & self.target_partition.isNotNull()
+        )
+        stamped = self._ts.isNull() | (self._ts.rlike(_NATURAL) & self.timestamp_ms.isNotNull())
+        return _any_of(
+            [
+                (~self._is_ours, f"the first header is not {VERSION_HEADER}"),
+                (_not(self._version.rlike(_NATURAL)), "the version is not a whole number"),
+                (
+                    _not(self._version.try_cast("bigint") <= RECORD_VERSION),
+                    _NEWER,
+                ),
+                (_not(whole), "its headers are not those that the first one names"),
+                (_not(numbers & stamped), "a number in its headers does not read"),
+                (_not(readable), "a text in its headers does not read"),
+                (_not(self._check.isNull() | self._policy_holds()), "its check policy is none"),
+            ]
+        )
+
+    def _policy_holds(self) -> Column:
+        durations = [
+            self._seconds(number).between(F.lit(0.0), F.lit(DURATION_MAX_S)) for number in (0, 1, 3)
+        ]
+        attempts = F.get(self._policy, F.lit(2)).try_cast("int") >= 1
+        return reduce(Column.__and__, durations, self._check.rlike(_POLICY) & attempts)
+
+
+def _kafka_part() -> _Part:
+    return _Part(F.col("headers"), F.col("key"), F.col("value"))
+
+
+def half_facts(records: DataFrame) -> DataFrame:
+    """Return the facts of records of the half topic.
+
+    Columns: those of `schema.HALF` without `clock_ms` and `early`, and `why`. `void` is `id` where
+    the id is none, or belongs to another partition, else null.
+    """
+    part = _kafka_part()
+    first = part.seq == 0
+    default = CheckPolicy()
+    of_first = {
+        "order_mark": _order_mark(part.order, part.topic, part.key),
+        "dedup": part.dedup,
+        "after_ms": part.seconds_ms(0, default.after_s),
+        "interval_ms": part.seconds_ms(1, default.interval_s),
+        "attempts_max": part.attempts_max,
+        "timeout_ms": part.seconds_ms(3, default.timeout_s),
+    }
+    facts = records.select(
+        part.id.alias("id"),
+        *_base(),
+        part.grp.alias("grp"),
+        part.seq.alias("seq"),
+        part.count.alias("count"),
+        part.topic.alias("topic"),
+        part.target_partition.alias("target_partition"),
+        body_hash(part.key, part.value).alias("body"),
+        headers_hash(part.user_headers).alias("headers"),
+        part.timestamp_ms.alias("timestamp_ms"),
+        *[F.when(first, column).alias(name) for name, column in of_first.items()],
+        part.why().alias("why"),
+    )
+    id = F.col("id")
+    return facts.withColumn("id_ms", F.when(is_id(id), id_time_ms(id))).withColumn(
+        "void",
+        F.when(F.col("id_ms").isNull() | (id_partition(id) != F.col("partition")), F.lit("id")),
+    )
+
+
+# --- the operation topic ---------------------------------------------------------------------
+
+_TEXT = r'"[^"\\\x00-\x1f]*"'
+_INTEGER = r"(?:0|-?[1-9][0-9]{0,8})"
+_OFFSET = r"(?:0|-?[1-9][0-9]{0,17})"
+_SECONDS_JSON = r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?"
+_OPTIONAL = (
+    ("half", _OFFSET),
+    ("source", f'"(?:{"|".join(Source)})"'),
+    ("group", _TEXT),
+    ("by", _TEXT),
+    ("reason", _TEXT),
+    ("round", _INTEGER),
+    ("number", _INTEGER),
+    ("claim", _TEXT),
+    ("endpoint", _TEXT),
+    ("previous", _TEXT),
+    ("later_s", _SECONDS_JSON),
+    ("contents", _INTEGER),
+)
+"""The optional fields of a marker, in the order in which our encoder writes them."""
+_PLAIN = (
+    rf'\A\{{"v":{RECORD_VERSION},"kind":"(?:{"|".join(MarkerKind)})","id":{_TEXT}'
+    + "".join(f'(?:,"{name}":{value})?' for name, value in _OPTIONAL)
+    + r"\}\z"
+)
+"""Nearly every marker, as our encoder writes it. Spark's JSON reader takes much that is no marker;
+behind this it cannot be wrong."""
+_TYPES = {_TEXT: ("STRING",), _INTEGER: ("BIGINT",), _OFFSET: ("BIGINT",)}
+_NUMBERS = ("BIGINT", "DOUBLE", "DECIMAL", "FLOAT")
+_MARKER = (
+    "v bigint, kind string, id string, source string, `group` string, reason string, "
+    "round int, number int, later_s double, contents int"
+)
+_JSON = {"allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
+
+_CONTENT = (
+    "struct<seq: int, topic: string, target_partition: int, body: bigint, headers: bigint, "
+    "timestamp_ms: bigint>"
+)
+
+
+class _Json:
+    """A text that should be one JSON object, looked at type by type."""
+
+    def __init__(self, text: Column) -> None:
+        # In brackets: what follows behind the object is found too.
+        self._parsed = F.try_parse_json(F.concat(F.lit("["), text, F.lit("]")))
+        self.is_one = F.schema_of_variant(self._at("$[0]")).startswith("OBJECT") & (
+            self._at("$[1]").isNull()
+        )
+
+    def _at(self, path: str) -> Column:
+        return F.try_variant_get(self._parsed, path, "variant")
+
+    def has(self, field: str, types: Sequence[str]) -> Column:
+        """Say whether a field is there and of one of these types; null where it is not there."""
+        found = F.schema_of_variant(self._at(f"$[0].{field}"))
+        return F.substring_index(found, "(", 1).isin(*types)
+
+    def may_have(self, field: str, types: Sequence[str]) -> Column:
+        """Say whether a field, if it is there, is of one of these types."""
+        return F.coalesce(self.has(field, types), F.lit(True))
+
+    def is_newer(self) -> Column:
+        """Say whether it tells a newer version."""
+        version = F.try_variant_get(self._parsed, "$[0].v", "bigint")
+        return self.has("v", ("BIGINT",)) & (version > RECORD_VERSION)
+
+
+def _strict(json: _Json) -> Column:
+    """Say whether a text is an object with the fields of a marker, whatever else it holds."""
+    required = json.has("v", ("BIGINT",)) & json.has("kind", ("STRING",))
+    optional = [
+        json.may_have(name, _TYPES.get(form, _NUMBERS if name == "later_s" else ("STRING",)))
+        for name, form in _OPTIONAL
+    ]
+    all_typed = reduce(Column.__and__, optional, required & json.has("id", ("STRING",)))
+    return F.coalesce(json.is_one & all_typed, F.lit(False))
+
+
+def op_facts(records: DataFrame) -> DataFrame:
+    """Return the facts of records of the operation topic.
+
+    Columns: those of `schema.OP` without `clock_ms`, `early` and `contents`; `content`, a message
+    that replaces one (of the marker that stands `content.seq + 1` offsets before it) and its
+    `content_count`, both null for markers; and `why`.
+    """
+    part = _kafka_part()
+    is_content = F.get("headers", F.lit(0)).getField("key").eqNullSafe(F.lit(VERSION_HEADER))
+    text = F.col("value").cast("string")
+    json = _Json(text)
+    plain = text.rlike(_PLAIN)
+    reads = plain | _strict(json)
+    marker = F.when(~is_content & reads & F.is_valid_utf8(text), F.from_json(text, _MARKER, _JSON))
+    content = F.struct(
+        part.seq.alias("seq"),
+        part.topic.alias("topic"),
+        part.target_partition.alias("target_partition"),
+        body_hash(part.key, part.value).alias("body"),
+        headers_hash(part.user_headers).alias("headers"),
+        part.timestamp_ms.alias("timestamp_ms"),
+    )
+    newer = F.when(~plain, json.is_newer())
+    read = records.select(
+        *_base(),
+        marker.alias("marker"),
+        F.when(is_content, content).alias("content"),
+        F.when(is_content, part.count).alias("content_count"),
+        F.when(is_content, part.id).alias("content_id"),
+        F.when(is_content, part.why())
+        .when(F.col("value").isNull(), F.lit("a marker without a value"))
+        .when(newer, F.lit(_NEWER))
+        .alias("unread"),
+        F.col("key").cast("string").alias("key"),
+    )
+    return _markers(read)
+
+
+def _markers(read: DataFrame) -> DataFrame:
+    marker = F.col("marker")
+    id, contents = marker["id"], F.coalesce(marker["contents"], F.lit(0))
+    why = _any_of(
+        [
+            (marker.isNull() | _not(marker["kind"].isin(*MarkerKind)), "it is not a marker"),
+            (_not(F.coalesce(marker["source"], F.lit(Source.PRODUCER)).isin(*Source)), "source"),
+            (marker["v"] > RECORD_VERSION, _NEWER),
+            (_not(F.col("key") == id), "its key is not its transaction's id"),
+            (
+                (contents < 0) | ((contents > 0) & (marker["kind"] != MarkerKind.COMMIT)),
+                "replaced messages with what is no commit",
+            ),
+            (_not(is_id(id)), "its id is no transaction id"),
+            (id_partition(id) != F.col("partition"), "its id belongs to another partition"),
+        ]
+    )
+    is_marker = F.col("content").isNull()
+    return read.select(
+        F.coalesce(F.col("content_id"), id).alias("id"),
+        *_BASE,
+        marker["kind"].alias("kind"),
+        F.when(is_marker, F.coalesce(marker["source"], F.lit(Source.PRODUCER))).alias("source"),
+        F.when(is_marker, F.coalesce(marker["group"], F.lit(""))).alias("grp"),
+        F.when(is_marker, F.coalesce(marker["round"], F.lit(0))).alias("round"),
+        F.when(is_marker, F.coalesce(marker["number"], F.lit(0))).alias("number"),
+        F.when(is_marker, F.coalesce(marker["reason"], F.lit(""))).alias("reason"),
+        F.when(
+            is_marker, F.coalesce(F.rint(marker["later_s"] * 1000).cast("bigint"), F.lit(0))
+        ).alias("later_ms"),
+        F.when(is_marker, contents).alias("contents_count"),
+        "content",
+        "content_count",
+        F.coalesce(F.col("unread"), F.when(is_marker, why)).alias("why"),
+    )
+
+
+# --- target topics ---------------------------------------------------------------------------
+
+
+def visible_facts(records: DataFrame) -> DataFrame:
+    """Return the facts of those records of target topics whose first header is `txb-id`.
+
+    Columns: those of `schema.VISIBLE`, and `why`.
+    """
+    headers = F.col("headers")
+    first, second = F.get(headers, F.lit(0)), F.get(headers, F.lit(1))
+    sequence = second.getField("value").cast("string")
+    seq = F.substring_index(sequence, "/", 1).try_cast("int")
+    count = F.substring_index(sequence, "/", -1).try_cast("int")
+    # Of a single message there is no such header, so one that is no place among several is
+    # the user's.
+    ours = F.coalesce(
+        (second.getField("key") == SEQUENCE_HEADER)
+        & sequence.rlike(_SEQUENCE)
+        & (count > 1)
+        & (seq < count),
+        F.lit(False),
+    )
+    user = F.slice(headers, 2, F.size(headers) - 1)
+    id = first.getField("value").cast("string")
+    return records.where(first.getField("key") == ID_HEADER).select(
+        id.alias("id"),
+        "topic",
+        *_base(),
+        F.when(ours, seq).otherwise(0).alias("seq"),
+        F.when(ours, count).otherwise(1).alias("count"),
+        body_hash(F.col("key"), F.col("value")).alias("body"),
+        headers_hash(F.when(ours, F.slice(headers, 3, F.size(headers) - 2)).otherwise(user)).alias(
+            "headers"
+        ),
+        F.when(ours, headers_hash(user)).alias("headers_if_alone"),
+        (F.col("timestampType") == 1).alias("append_time"),
+        F.when(_not(is_id(id)), F.lit("its txb-id is no transaction id")).alias("why"),
+    )
+
+
+# --- the parked topic ------------------------------------------------------------------------
+
+_CAUSE = "cause struct<code: string, message: string, topic: string, partition: bigint>"
+
+
+def parked_facts(records: DataFrame) -> DataFrame:
+    """Return the facts of records of the parked topic.
+
+    Columns: those of `schema.PARKED`, and `why`.
+    """
+    part = _kafka_part()
+    key = F.col("key").cast("string")
+    id = F.substring_index(key, "/", 1)
+    number = F.substring(key, F.length(id) + 2, F.length(key))
+    tombstone = F.col("value").isNull()
+    kept_text = part.optional("txb-kept").cast("string")
+    kept = F.from_json(kept_text, f"state string, half bigint, at_ms bigint, {_CAUSE}", _JSON)
+    readable = kept_text.isNull() | (
+        kept["state"].isin(*State) & kept["half"].isNotNull() & kept["at_ms"].isNotNull()
+    )
+    why = _any_of(
+        [
+            (
+                _not(F.is_valid_utf8(key) & number.rlike(_NATURAL)),
+                "its key is not ID/NUMBER",
+            ),
+            (~tombstone & part.why().isNotNull(), ""),
+            (
+                ~tombstone & _not((part.id == id) & (part.seq == number.try_cast("int"))),
+                "it lies under another's key",
+            ),
+            (~tombstone & _not(readable), "what it says of its transaction does not read"),
+        ]
+    )
+    return records.select(
+        id.alias("id"),
+        *_base(),
+        number.try_cast("int").alias("seq"),
+        F.when(~tombstone, kept["state"]).alias("state"),
+        F.when(~tombstone, kept["cause"]["code"]).alias("cause"),
+        tombstone.alias("tombstone"),
+        F.when(why == "", part.why()).otherwise(why).alias("why"),
+    )
+
+
+def _base() -> tuple[Column, ...]:
+    return F.col("partition"), F.col("offset"), at_ms().alias("at_ms")
