@@ -19,6 +19,7 @@ from sqlite_utils.db import Table
 from txbroker.errors import ConfigurationError
 from txbroker.spark.schema import RunSummary
 
+JOURNAL_FILE = "audit.db"
 JOURNAL_VERSION = 1
 _APPLICATION_ID = 0x54584241
 """Stands in the file's head ("TXBA"), so that nobody's other database is taken for a journal."""
