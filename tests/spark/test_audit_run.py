@@ -1,0 +1,241 @@
+"""What a batch run is made of: its lock, its files, what it leaves over, what it says."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from txbroker.errors import ConfigurationError
+from txbroker.spark.alone import Note, alone, note_down, tidy_up
+from txbroker.spark.carry import Gaps, KeptHorizon, gaps_between, with_gaps
+from txbroker.spark.folders import Folders, exists, read_bytes, remove, write_bytes
+from txbroker.spark.history import Span, joined
+from txbroker.spark.journal import Journal
+from txbroker.spark.rows import Horizon
+from txbroker.spark.schema import VERDICT, Cut, RunSummary, TopicRead
+from txbroker.spark.summary import AGE_BOUNDS_MS, EXAMPLES_A_KIND, LATENCY_BOUNDS_MS, add_up
+from txbroker.spark.verdict_files import current_verdicts, read_verdicts, write_verdicts
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+NOW_MS = 1_700_000_000_000
+DAY = datetime.date(2023, 11, 14)
+
+
+# --- one at a time -----------------------------------------------------------------------------
+
+
+def test_a_second_audit_of_a_data_folder_says_who_holds_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from txbroker.spark.alone import alone\n"
+        f"with alone(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == "held\n"
+        with (
+            pytest.raises(ConfigurationError, match=rf"process {other.pid}\) is running"),
+            alone(tmp_path),
+        ):
+            pass
+        other.kill()
+    with alone(tmp_path):
+        assert (tmp_path / "audit.lock").read_text().strip() != str(other.pid)
+
+
+def test_a_data_folder_that_is_a_file_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot be used"), alone(tmp_path / "data"):
+        pass
+
+
+def summary(run: str, **fields: Any) -> RunSummary:
+    return RunSummary(run, "full", NOW_MS, 1.0, None, {}, 0, {}, {}, **fields)
+
+
+def test_what_a_dead_run_wrote_is_removed_and_what_counts_stays(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    out, journal = str(tmp_path / "out"), Journal(tmp_path / "audit.db")
+    for folder in (*Folders(out).all_of("dead"), *Folders(out).all_of("old")):
+        write_bytes(spark, f"{folder}/part", b"1")
+    note_down(tmp_path, Note("dead", out, (Folders(out).carry("old"),)))
+    assert tidy_up(spark, tmp_path, journal) == "dead"
+    assert not any(exists(spark, folder) for folder in Folders(out).all_of("dead"))
+    assert all(exists(spark, folder) for folder in Folders(out).all_of("old"))
+    assert tidy_up(spark, tmp_path, journal) == ""
+
+
+def test_a_run_that_counts_but_died_before_it_cleaned_is_cleaned_after(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    out, journal = str(tmp_path / "out"), Journal(tmp_path / "audit.db")
+    journal.add(summary("new"))
+    for folder in (*Folders(out).all_of("new"), *Folders(out).all_of("old")):
+        write_bytes(spark, f"{folder}/part", b"1")
+    note_down(tmp_path, Note("new", out, (Folders(out).carry("old"),)))
+    assert tidy_up(spark, tmp_path, journal) == ""
+    assert all(exists(spark, folder) for folder in Folders(out).all_of("new"))
+    assert exists(spark, Folders(out).verdicts("old"))
+    assert not exists(spark, Folders(out).carry("old"))
+
+
+def test_a_note_that_was_cut_off_is_no_obstacle(spark: SparkSession, tmp_path: Path) -> None:
+    (tmp_path / "audit.running").write_bytes(b'{"run": "x')
+    assert tidy_up(spark, tmp_path, Journal(tmp_path / "audit.db")) == ""
+    assert not (tmp_path / "audit.running").exists()
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def test_small_files_come_back_and_go(spark: SparkSession, tmp_path: Path) -> None:
+    path = f"{tmp_path}/a b/ü=1/x"
+    assert read_bytes(spark, path) is None
+    write_bytes(spark, path, bytes(range(256)))
+    assert read_bytes(spark, path) == bytes(range(256))
+    remove(spark, f"{tmp_path}/a b")
+    assert not exists(spark, path)
+
+
+def test_an_output_folder_of_an_unknown_kind_is_told_in_a_sentence(spark: SparkSession) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"output folder cannot be used: nofs://x/y: .*nofs"
+    ):
+        exists(spark, "nofs://x/y")
+
+
+def verdict(id: str, word: str = "settled", **fields: Any) -> dict[str, Any]:
+    return {
+        "id": id, "day": DAY, "verdict": word, "findings": [], "state": "promoted", "grp": "g",
+        "decision": "commit", "source": "producer", "prepared_at_ms": NOW_MS - 1000,
+        "decided_at_ms": NOW_MS - 900, "visible_at_ms": NOW_MS - 400, "attempts": 0,
+        "messages": 1, "topics": ["t"], "half_partition": 0, "half_offset": 1, "op_offset": 2,
+        "places": [], "why": None, "carry": False, **fields,
+    }  # fmt: skip
+
+
+def table(spark: SparkSession, *rows: dict[str, Any]) -> DataFrame:
+    return spark.createDataFrame([{"run": None, **row} for row in rows], VERDICT)
+
+
+def test_the_newest_verdict_counts_and_gone_tells_less_than_how_it_ended(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    folders = Folders(str(tmp_path / "out"))
+    runs: dict[str, list[dict[str, Any]]] = {
+        "1": [verdict("a", "pending"), verdict("b"), verdict("c", "pending"), verdict("d")],
+        "2": [verdict("a"), verdict("b", "visible_twice"), verdict("c", "gone")],
+        "3": [verdict("b", "gone"), verdict("e", day=None)],
+        "4": [],
+    }
+    for run, rows in runs.items():
+        write_verdicts(table(spark, *rows), folders, run)
+    assert (tmp_path / "out/verdicts/run=2/day=2023-11-14/verdict=visible_twice").is_dir()
+    found = current_verdicts(spark, folders.out, [*runs, "gone-by"])
+    assert found.columns == spark.createDataFrame([], VERDICT).columns
+    assert {row["id"]: (row["run"], row["verdict"]) for row in found.collect()} == {
+        "a": ("2", "settled"),
+        "b": ("2", "visible_twice"),
+        "c": ("2", "gone"),
+        "d": ("1", "settled"),
+        "e": ("3", "settled"),
+    }
+    rows = read_verdicts(spark, folders.out, ["3"]).collect()
+    assert [(row["id"], row["day"], row["findings"]) for row in rows if row["id"] == "b"] == [
+        ("b", DAY, [])
+    ]
+    assert read_verdicts(spark, folders.out, []).count() == 0
+
+
+# --- what a run says ---------------------------------------------------------------------------
+
+
+def test_a_run_adds_up_its_verdicts(spark: SparkSession) -> None:
+    twice = {"findings": ["visible_twice", "body_changed"], "why": "x" * 1000}
+    rows = [verdict(f"a{n}") for n in range(3)]
+    rows += [verdict(f"b{n:02}", "visible_twice", **twice) for n in range(EXAMPLES_A_KIND + 2)]
+    rows += [
+        verdict(
+            "c", "pending", state="pending", decided_at_ms=None, visible_at_ms=None, carry=True
+        ),
+        verdict("d", grp="h", topics=["t", "u"], visible_at_ms=None),
+        verdict("e", "settled", state="rolled_back", visible_at_ms=None, grp=None),
+    ]
+    tally = add_up(table(spark, *rows), NOW_MS)
+    assert (tally.transactions, tally.carried) == (18, 1)
+    assert tally.states == {"pending": 1, "promoted": 16, "rolled_back": 1}
+    assert tally.drift == {"visible_twice": 12, "body_changed": 12}
+    assert [each.id for each in tally.examples] == [f"b{n:02}" for n in range(EXAMPLES_A_KIND)]
+    assert tally.examples[0].findings == ("visible_twice", "body_changed")
+    assert len(tally.examples[0].why) == 500
+    assert tally.pending_age.counts[AGE_BOUNDS_MS.index(1000)] == 1
+    assert sum(tally.pending_age.counts) == 1
+    decide = {each.label: sum(each.counts) for each in tally.decide_latency}
+    assert decide == {"topic:t": 17, "topic:u": 1, "group:g": 15, "group:h": 1}
+    visible = {each.label: each for each in tally.visible_latency}
+    assert set(visible) == {"topic:t", "group:g"}
+    assert visible["topic:t"].counts[LATENCY_BOUNDS_MS.index(500)] == 15
+    assert len(visible["topic:t"].counts) == len(LATENCY_BOUNDS_MS) + 1
+
+
+def test_values_beyond_the_last_bound_are_counted_too(spark: SparkSession) -> None:
+    old = verdict("a", prepared_at_ms=NOW_MS - 10 * LATENCY_BOUNDS_MS[-1])
+    tally = add_up(table(spark, old, verdict("b", decided_at_ms=NOW_MS - 2000)), NOW_MS)
+    (topic, _) = tally.decide_latency
+    assert (topic.counts[0], topic.counts[-1], sum(topic.counts)) == (1, 1, 2)
+
+
+# --- spans and gaps ----------------------------------------------------------------------------
+
+
+def test_spans_are_joined_where_the_gaps_are_smallest() -> None:
+    spans = [Span(90, 99), Span(0, 1), Span(3, 4), Span(50, 60)]
+    assert joined(spans, most=4) == sorted(spans)
+    assert joined(spans, most=3) == [Span(0, 4), Span(50, 60), Span(90, 99)]
+    assert joined(spans, most=2) == [Span(0, 4), Span(50, 99)]
+    assert joined(spans, most=1) == [Span(0, 99)]
+    assert joined([], most=1) == []
+
+
+def read(topic: str, starts: tuple[int, ...], ends: tuple[int, ...]) -> TopicRead:
+    return TopicRead(topic, starts, starts, ends)
+
+
+def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
+    was = Cut(
+        read("half", (5, 0), (10, 10)), read("op", (0, 0), (10, 10)), read("parked", (), ()),
+        (read("t", (0,), (10,)), read("u", (0,), (10,))), (), (),
+    )  # fmt: skip
+    now = Cut(
+        read("half", (11, 10), (20, 20)), read("op", (10, 12), (20, 20)), read("parked", (), ()),
+        (read("t", (10, 3), (20, 9)), read("u", (4,), (12,)), read("v", (1,), (2,))), (), (),
+    )  # fmt: skip
+    gaps = gaps_between(was, now)
+    assert gaps == Gaps(frozenset({0}), frozenset({1}), frozenset({("t", 1), ("v", 0)}))
+    fresh = Horizon(
+        {0: 11, 1: 10}, {0: 500, 1: 501}, {0: 600, 1: 601}, {("t", 0): 1, ("t", 1): 2, ("v", 0): 3}
+    )
+    merged = with_gaps(Horizon({0: 5}, {0: 900}, {}, {("u", 0): 7}), fresh, gaps)
+    assert merged == Horizon({0: 11}, {0: 900}, {1: 601}, {("u", 0): 7, ("t", 1): 2, ("v", 0): 3})
+    assert KeptHorizon.of(merged).read() == merged
+    assert not gaps_between(was, was)
+
+
+def test_names_of_runs_sort_by_time() -> None:
+    from txbroker.spark.run import run_name
+
+    names = [run_name(NOW_MS + n) for n in (0, 1, 999, 60_000)]
+    assert names == sorted(names)
+    assert names[0].startswith("20231114T221320000Z-")
+    assert run_name(round(time.time() * 1000)) > names[-1]
