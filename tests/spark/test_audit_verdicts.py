@@ -1,0 +1,144 @@
+"""A whole audit over topics in which every state and every finding was planted: found exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from planted_cases import plant_all, plant_clean
+from planting import Expected, Planting
+
+from txbroker.config import load_settings
+from txbroker.embedded import EmbeddedKafka
+from txbroker.spark.schema import KIND_NAMES, RunSummary, Terms
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+NO_ID = "no id at all"
+"""What a foreign record has in place of an id."""
+
+
+class Audited(NamedTuple):
+    """What a run said: its summary, and its rows by id."""
+
+    summary: RunSummary
+    rows: Mapping[str, Any]
+
+
+class Planted(NamedTuple):
+    """Topics in which everything was planted, and what to judge by."""
+
+    planting: Planting
+    terms: Terms
+
+
+def audit(spark: SparkSession, planting: Planting, terms: Terms, folder: Path) -> Audited:
+    """Audit everything from the start of the logs; no id has two rows."""
+    from txbroker.spark.cut import access_from
+    from txbroker.spark.run import AuditSettings, run_audit
+    from txbroker.spark.verdict_files import read_verdicts
+
+    settings = load_settings(
+        {"kafka": planting.bootstrap, "topic_prefix": planting.prefix, "instance": "audit"},
+        environ={},
+    )
+    wanted = AuditSettings(str(folder / "out"), folder, planting.names, terms, "full")
+    summary = run_audit(spark, access_from(settings), wanted)
+    rows = read_verdicts(spark, wanted.out, (summary.run,)).collect()
+    by_id = {row["id"]: row for row in rows}
+    assert len(by_id) == len(rows)
+    return Audited(summary, by_id)
+
+
+@pytest.fixture(scope="module")
+async def planted(kafka: EmbeddedKafka) -> AsyncIterator[Planted]:
+    """Everything, once for all tests here."""
+    async with Planting(kafka.bootstrap) as planting:
+        yield Planted(planting, await plant_all(planting))
+
+
+@pytest.fixture(scope="module")
+def audited(
+    spark: SparkSession, planted: Planted, tmp_path_factory: pytest.TempPathFactory
+) -> Audited:
+    """What a full audit says of it."""
+    return audit(spark, *planted, tmp_path_factory.mktemp("audit"))
+
+
+def differences(expected: Iterable[Expected], found: Mapping[str, Any]) -> list[str]:
+    """Return in words what was found otherwise than it was planted."""
+    wrong = []
+    for each in expected:
+        row = found.get(each.id)
+        if row is None:
+            wrong.append(f"{each.label}: no verdict")
+            continue
+        told = (row["state"], frozenset(row["findings"]))
+        if told != (each.state, each.findings):
+            wrong.append(
+                f"{each.label}: {told[0]} {sorted(told[1])}, not {each.state} "
+                f"{sorted(each.findings)} ({row['why']})"
+            )
+    return wrong
+
+
+def test_every_kind_is_planted(planted: Planted) -> None:
+    kinds = {kind for each in planted.planting.expected.values() for kind in each.findings}
+    assert kinds == set(KIND_NAMES)
+
+
+def test_what_was_planted_is_found_exactly(planted: Planted, audited: Audited) -> None:
+    expected = planted.planting.expected
+    assert not differences(expected.values(), audited.rows)
+    strangers = audited.rows.keys() - expected.keys() - {NO_ID}
+    assert not strangers
+    assert NO_ID not in audited.rows or not audited.rows[NO_ID]["findings"]
+
+
+def test_a_rows_verdict_is_its_gravest_finding(planted: Planted, audited: Audited) -> None:
+    for row in audited.rows.values():
+        findings = sorted(row["findings"], key=KIND_NAMES.index)
+        ended = "settled" if row["state"] in ("promoted", "rolled_back") else row["state"]
+        assert row["verdict"] == (findings[0] if findings else ended)
+        assert (row["why"] is None) == (not findings)
+
+
+def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
+    planting, summary = planted.planting, audited.summary
+    expected = planting.expected.values()
+    drift = Counter(kind for each in expected for kind in each.findings)
+    states = Counter(each.state for each in expected)
+    if NO_ID in audited.rows:
+        states[audited.rows[NO_ID]["state"]] += 1
+    assert summary.drift == drift
+    assert summary.has_drift
+    assert summary.states == states
+    assert summary.transactions == states.total()
+    assert summary.quarantined == planting.broken.total()
+    assert {example.id for example in summary.examples} <= {
+        each.id for each in expected if each.findings
+    }
+    assert summary.examples
+
+
+async def test_a_clean_history_has_no_findings(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap, partitions=4) as planting:
+        filled = await planting.fill_clean(4000, pending=0.01)
+        terms = await plant_clean(planting)
+    told = await asyncio.to_thread(audit, spark, planting, terms, tmp_path)
+    assert told.summary.drift == {}
+    assert not told.summary.has_drift
+    assert not differences(planting.expected.values(), told.rows)
+    pending = {id for id, row in told.rows.items() if row["state"] == "pending"}
+    assert pending >= set(filled.pending)
+    known = planting.expected.keys() | {NO_ID}
+    assert Counter(row["state"] for id, row in told.rows.items() if id not in known) == {
+        state: count for state, count in filled.states.items() if count
+    }
