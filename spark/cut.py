@@ -1,0 +1,163 @@
+"""The cut: from where to where each topic is read, asked of Kafka itself and not of Spark."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from txbroker.config import Settings
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.audit_access import AuditAccess, TopicBounds
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.wiring import kafka_settings
+from txbroker.spark.errors import AuditError
+from txbroker.spark.schema import TopicRead
+
+_Result = TypeVar("_Result")
+
+
+class TopicEnds(Struct, frozen=True):
+    """What of a topic can be read now, by partition: first kept offset and last stable offset."""
+
+    topic: str
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    compacted: bool = False
+
+
+class KafkaAccess:
+    """One Kafka: asked by us where its topics end, and read by Spark.
+
+    It may be used from any thread, also from one that runs an event loop.
+
+    Attributes:
+        options: how Spark's Kafka source reaches it: names with their prefix, as
+            `kafka.bootstrap.servers`.
+    """
+
+    def __init__(self, settings: KafkaSettings, options: Mapping[str, str] | None = None) -> None:
+        self._settings = settings
+        servers = {"kafka.bootstrap.servers": ",".join(settings.bootstrap_servers)}
+        self.options = servers | dict(options or {})
+
+    def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
+        """Return what of topics can be read; those that do not exist are left out.
+
+        Raises:
+            ConfigurationError: no right to a topic, or the settings contradict themselves.
+            AuditError: Kafka does not answer.
+        """
+        try:
+            found = _run(self._bounds(tuple(topics)))
+        except KafkaUnavailable as error:
+            raise AuditError(f"Kafka cannot be asked where its topics end: {error}") from None
+        return {
+            name: TopicEnds(name, bounds.starts, bounds.ends, bounds.compacted)
+            for name, bounds in found.items()
+        }
+
+    def own_ends(self, topic: str) -> TopicEnds:
+        """Return what of one of txbroker's own topics can be read.
+
+        Raises:
+            AuditError: it does not exist, or Kafka does not answer.
+            ConfigurationError: no right to it, or the settings contradict themselves.
+        """
+        found = self.ends((topic,)).get(topic)
+        if found is None:
+            raise AuditError(
+                f"there is no topic {topic}: is this the right Kafka, and the right topic_prefix?"
+            )
+        return found
+
+    async def _bounds(self, topics: Sequence[str]) -> dict[str, TopicBounds]:
+        async with AuditAccess(self._settings) as access:
+            return await access.bounds(topics)
+
+
+def access_from(settings: Settings) -> KafkaAccess:
+    """Return the access to the Kafka that a configuration names.
+
+    Raises:
+        ConfigurationError: a file that it names cannot be read.
+    """
+    return KafkaAccess(kafka_settings(settings), _security(settings))
+
+
+def _security(settings: Settings) -> dict[str, str]:
+    """Return what Spark's Kafka client, which is Java's, is told about TLS and SASL."""
+    protocol = settings.kafka_security_protocol
+    options = {"kafka.security.protocol": str(protocol)}
+    if protocol.endswith("SSL"):
+        if settings.kafka_ssl_ca_file is not None:
+            options["kafka.ssl.truststore.type"] = "PEM"
+            options["kafka.ssl.truststore.certificates"] = settings.kafka_ssl_ca_file.read_text()
+        if settings.kafka_ssl_cert_file is not None and settings.kafka_ssl_key_file is not None:
+            options["kafka.ssl.keystore.type"] = "PEM"
+            chain, key = settings.kafka_ssl_cert_file, settings.kafka_ssl_key_file
+            options["kafka.ssl.keystore.certificate.chain"] = chain.read_text()
+            options["kafka.ssl.keystore.key"] = key.read_text()
+    if protocol.startswith("SASL"):
+        mechanism = str(settings.kafka_sasl_mechanism)
+        options["kafka.sasl.mechanism"] = mechanism
+        options["kafka.sasl.jaas.config"] = _jaas(
+            mechanism, settings.kafka_sasl_username, settings.read_kafka_password()
+        )
+    return options
+
+
+def _jaas(mechanism: str, username: str, password: str) -> str:
+    kind = "plain.Plain" if mechanism == "PLAIN" else "scram.Scram"
+    name, secret = (text.replace("\\", "\\\\").replace('"', '\\"') for text in (username, password))
+    return (
+        f"org.apache.kafka.common.security.{kind}LoginModule required "
+        f'username="{name}" password="{secret}";'
+    )
+
+
+# --- from where to where ---------------------------------------------------------------------
+
+
+def read_on(now: TopicEnds, before: TopicRead | None) -> TopicRead:
+    """Return how a topic is read: all of it, or from where it was read before.
+
+    Raises:
+        AuditError: it is not the topic that was read before.
+    """
+    was = () if before is None else before.ends
+    if len(now.ends) < len(was) or any(end < old for end, old in zip(now.ends, was, strict=False)):
+        raise AuditError(
+            f"topic {now.topic} ends before it was read up to: it was truncated, or made anew. Run "
+            "a full audit"
+        )
+    wanted = (*was, *[0] * (len(now.ends) - len(was)))
+    begins = tuple(max(start, old) for start, old in zip(now.starts, wanted, strict=True))
+    taken = sum(begin - old for begin, old in zip(begins, wanted, strict=True))
+    # Retention may have taken what was below the last stable offset in the meantime.
+    ends = tuple(max(begin, end) for begin, end in zip(begins, now.ends, strict=True))
+    return TopicRead(now.topic, now.starts, begins, ends, taken, now.compacted)
+
+
+def gone(topic: str) -> TopicRead:
+    """Return how a topic is read that exists no more: nothing can be said about what it held."""
+    return TopicRead(topic, (), (), ())
+
+
+def to_end(read: TopicRead, now: TopicEnds) -> TopicRead:
+    """Return a read that goes on to where the topic ends now.
+
+    Raises:
+        AuditError: the topic is not the same any more.
+    """
+    if len(now.ends) != len(read.ends):
+        raise AuditError(f"topic {read.topic} was given other partitions meanwhile: run again")
+    ends = tuple(max(old, end) for old, end in zip(read.ends, now.ends, strict=True))
+    return TopicRead(read.topic, read.starts, read.begins, ends, read.taken, read.compacted)
+
+
+def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run a coroutine to its end in an event loop of its own, beside any that runs here."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
