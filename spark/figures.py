@@ -23,7 +23,7 @@ def plural(value: int, one: str, many: str) -> str:
 def duration(ms: float) -> str:
     """Return a time span in its largest unit, with two digits where these say more."""
     for size, unit in _UNITS:
-        if ms >= size:
+        if ms >= size * 0.9995:  # what would round up to a whole one is one
             number = ms / size
             digits = 1 if number < 9.95 and round(number, 1) != round(number) else 0
             return f"{number:.{digits}f} {unit}"

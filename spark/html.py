@@ -4,8 +4,8 @@ in, as groups, topics and ids come from users."""
 from collections.abc import Sequence
 from html import escape
 
-_VOID = frozenset({"meta", "br", "col"})
-_SELF_CLOSING = frozenset({"rect", "line", "circle", "path"})
+_EMPTY = frozenset({"meta", "rect", "line"})
+"""Elements that hold nothing."""
 
 
 class Html(str):
@@ -43,9 +43,7 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Html:
         for key, value in attributes.items()
         if value is not None
     )
-    if name in _VOID:
-        return Html(f"<{name}{shown}>")
-    if name in _SELF_CLOSING:
+    if name in _EMPTY:
         return Html(f"<{name}{shown}/>")
     return Html(f"<{name}{shown}>{join(*children)}</{name}>")
 

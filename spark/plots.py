@@ -3,19 +3,19 @@
 Colours come from the page's classes, so that plots follow a light or dark page and a printer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from txbroker.spark.figures import Percentile, count, duration, percentile
 from txbroker.spark.html import Html, join, tag
 from txbroker.spark.schema import Histogram
 
-_WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 8, 8, 44, 40
-_TICK_APART = 52
+_TOP, _FLOOR, _SIDE = 44, 142, 8
+_TICK_APART = 46
 """How far apart labels of the axis must be to be read."""
 
-_CHAR = 6.6
+_CHAR = 6.9
 """How wide a character of a label is, about."""
 
 
@@ -71,6 +71,7 @@ def distribution(
     *,
     unit: str = "transactions",
     marks: Sequence[Mark] = MARKS,
+    width: int = 260,
 ) -> Html:
     """Return a histogram with buckets of the same width, and its percentiles.
 
@@ -80,33 +81,23 @@ def distribution(
         title: for those who do not see it.
         unit: what was counted.
         marks: percentiles to point out.
+        width: about how wide it will be shown, pixels, so that its text is of the usual size.
     """
     found = [(mark, percentile(histogram, mark.share)) for mark in marks]
-    counts = histogram.counts[window.first : window.last]
-    highest = max(counts, default=0)
-    bar_width = (_WIDTH - _LEFT - _RIGHT) / max(1, len(counts))
-    floor = _HEIGHT - _BOTTOM
-    bars = [
-        _bar(histogram, bucket, number, number / max(1, highest), bar_width, window)
-        for bucket, number in enumerate(counts, window.first)
-        if number
-    ]
     said = ", ".join(f"{mark.name} {value}" for mark, value in found if value)
+    plot = _Plot(histogram, window, width)
     return described(
         title,
         plural_of(sum(histogram.counts), unit) + (f"; {said}" if said else ""),
-        tag("line", class_="grid", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=_TOP, y2=_TOP),
-        *bars,
-        tag("line", class_="axis", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=floor, y2=floor),
-        *_ticks(histogram, window, bar_width),
-        _label(_LEFT, _TOP - 5, f"{count(highest)}", "muted"),
-        *(
-            _mark(mark, value, row, window, bar_width)
-            for row, (mark, value) in enumerate(found)
-            if value
-        ),
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        plot.line("grid", _SIDE, width - _SIDE, _TOP, _TOP),
+        *plot.bars(),
+        plot.line("axis", _SIDE, width - _SIDE, _FLOOR, _FLOOR),
+        *plot.ticks(),
+        plot.label(_SIDE, _TOP - 4, f"max {count(max(histogram.counts, default=0))}", "muted"),
+        *(plot.mark(mark, value, row) for row, (mark, value) in enumerate(found) if value),
+        viewBox=f"0 0 {width} {plot.height}",
         class_="plot",
+        style=f"max-width: {1.4 * width:.0f}px",
     )
 
 
@@ -115,63 +106,87 @@ def plural_of(value: int, unit: str) -> str:
     return f"{count(value)} {unit.removesuffix('s') if value == 1 else unit}"
 
 
-def _bar(
-    histogram: Histogram, bucket: int, number: int, share: float, width: float, window: Window
-) -> Html:
-    height = max(1.5, share * (_HEIGHT - _TOP - _BOTTOM))
-    return tag(
-        "rect",
-        class_="bar over" if bucket >= len(histogram.bounds) else "bar",
-        x=f"{_LEFT + (bucket - window.first) * width + 0.75:.2f}",
-        y=f"{_HEIGHT - _BOTTOM - height:.2f}",
-        width=f"{max(1.0, width - 1.5):.2f}",
-        height=f"{height:.2f}",
-        rx=1.5,
-    )
+class _Plot:
+    """The shapes of one distribution."""
 
+    def __init__(self, histogram: Histogram, window: Window, width: int) -> None:
+        self._histogram = histogram
+        self._window = window
+        self._width = width
+        self._bar = (width - 2 * _SIDE) / max(1, window.last - window.first)
 
-def _ticks(histogram: Histogram, window: Window, width: float) -> list[Html]:
-    """Label bounds between bars, as many as have room, the last one always."""
-    floor = _HEIGHT - _BOTTOM
-    edges = [
-        (_LEFT + (bucket + 1 - window.first) * width, duration(histogram.bounds[bucket]))
-        for bucket in range(window.first, min(window.last, len(histogram.bounds)))
-    ]
-    if window.first == 0:
-        edges.insert(0, (float(_LEFT), "0"))
-    elif window.first <= len(histogram.bounds):
-        edges.insert(0, (float(_LEFT), duration(histogram.bounds[window.first - 1])))
-    step = max(1, -(-_TICK_APART // max(1, int(width))))
-    drawn: list[Html] = []
-    for place, words in edges[::step]:
-        drawn.append(tag("line", class_="axis", x1=f"{place:.2f}", x2=f"{place:.2f}",
-                         y1=floor, y2=floor + 4))  # fmt: skip
-        drawn.append(_label(place, floor + 17, words, "tick"))
-    if window.last > len(histogram.bounds):
-        drawn.append(_label(_WIDTH - _RIGHT, floor + 32, "and more", "muted", "end"))
-    return drawn
+    def _x(self, place: float) -> float:
+        """Where so many buckets lie to the left."""
+        return _SIDE + (place - self._window.first) * self._bar
 
+    @property
+    def height(self) -> int:
+        return _FLOOR + (38 if self._has_more else 23)
 
-def _mark(mark: Mark, value: Percentile, row: int, window: Window, width: float) -> Html:
-    place = _LEFT + (value.place - window.first) * width
-    words = f"{mark.name} {value}"
-    y = 13 + row * 15
-    toward_end = place + 5 + len(words) * _CHAR < _WIDTH
-    return tag(
-        "g",
-        tag("line", x1=f"{place:.2f}", x2=f"{place:.2f}", y1=y - 9, y2=_HEIGHT - _BOTTOM),
-        _label(place + (5 if toward_end else -5), y, words, "", "start" if toward_end else "end"),
-        class_=f"mark {mark.name}",
-    )
+    @property
+    def _has_more(self) -> bool:
+        """Whether the last bucket is shown, which has no bound."""
+        return self._window.last > len(self._histogram.bounds)
 
+    def bars(self) -> Iterator[Html]:
+        counts, bounds = self._histogram.counts, self._histogram.bounds
+        highest = max(counts, default=0)
+        for bucket, number in enumerate(counts):
+            if not number or not self._window.first <= bucket < self._window.last:
+                continue
+            height = max(1.5, number / highest * (_FLOOR - _TOP))
+            yield tag(
+                "rect",
+                class_="bar over" if bucket >= len(bounds) else "bar",
+                x=f"{self._x(bucket) + 0.5:.2f}",
+                y=f"{_FLOOR - height:.2f}",
+                width=f"{max(1.0, self._bar - 1):.2f}",
+                height=f"{height:.2f}",
+                rx=1,
+            )
 
-def _label(x: float, y: float, words: str, class_: str, anchor: str | None = None) -> Html:
-    """Return a text; one near the plot's sides begins or ends there."""
-    half = len(words) * _CHAR / 2
-    if anchor is None:
-        anchor = "start" if x < half else "end" if x > _WIDTH - half else "middle"
-        x = max(0.0, min(float(_WIDTH), x))
-    return tag("text", words, x=f"{x:.2f}", y=f"{y:.2f}", text_anchor=anchor, class_=class_ or None)
+    def ticks(self) -> Iterator[Html]:
+        """Label the bounds between bars, as many as have room."""
+        bounds, first = self._histogram.bounds, self._window.first
+        step = max(1, ceil(_TICK_APART / self._bar))
+        for place in range(first, min(self._window.last, len(bounds)) + 1, step):
+            x = self._x(place)
+            yield self.line("axis", x, x, _FLOOR, _FLOOR + 4)
+            words = "0" if place == 0 else duration(bounds[place - 1])
+            yield self.label(x, _FLOOR + 17, words, "tick")
+        if self._has_more:
+            yield self.label(self._width - _SIDE, _FLOOR + 32, "and more", "tick", "end")
+
+    def mark(self, mark: Mark, value: Percentile, row: int) -> Html:
+        """Point out a percentile; each has a row of its own above the bars for its words."""
+        x, y = self._x(value.place), 13 + row * 15
+        words = f"{mark.name} {value}"
+        right = x + 5 + len(words) * _CHAR < self._width
+        return tag(
+            "g",
+            self.line(None, x, x, y - 9, _FLOOR),
+            self.label(x + (5 if right else -5), y, words, None, "start" if right else "end"),
+            class_=f"mark {mark.name}",
+        )
+
+    def line(self, class_: str | None, x1: float, x2: float, y1: float, y2: float) -> Html:
+        return tag("line", class_=class_, x1=f"{x1:.2f}", x2=f"{x2:.2f}", y1=y1, y2=y2)
+
+    def label(
+        self, x: float, y: float, words: str, class_: str | None, anchor: str | None = None
+    ) -> Html:
+        """Return a text; one near the plot's sides begins or ends there."""
+        half = len(words) * _CHAR / 2
+        if anchor is None and (x < half or x > self._width - half):
+            anchor = "start" if x < half else "end"
+        return tag(
+            "text",
+            words,
+            x=f"{x:.2f}",
+            y=f"{y:.2f}",
+            text_anchor=anchor or "middle",
+            class_=class_,
+        )
 
 
 class Column(NamedTuple):

@@ -4,6 +4,7 @@ It holds no script and asks for nothing from outside, so it can be sent, kept an
 comes from users (groups, topics, reasons) is escaped where it is put in.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ _STATES = {
     "promoted": "Promoted",
     "rolled_back": "Rolled back",
     "pending": "Pending",
-    "committed": "Committed, on their way",
+    "committed": "On their way",
     "parked": "Parked",
     "refused": "Refused",
     "void": "Void",
@@ -80,7 +81,8 @@ def write_report(
         beside.write_text(page, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise ConfigurationError(f"the report {path} cannot be written: {error.strerror}") from None
 
 
@@ -218,18 +220,20 @@ def _notes(summary: RunSummary) -> Iterator[Html]:
 
 
 def _tiles(summary: RunSummary) -> Html:
-    ended = moment(summary.started_ms)
     states = [(_STATES.get(name, name), count(n)) for name, n in summary.states.items()]
     shown = [
         ("Transactions", count(summary.transactions)),
         *states,
-        ("Go on to the next run", count(summary.carried)),
-        ("Records read", count(sum(summary.records.values()))),
-        ("Took", duration(summary.took_s * 1000)),
+        ("Carried over", count(summary.carried)),
     ]
     return join(
         tag("dl", *(tag("div", tag("dt", k), tag("dd", v)) for k, v in shown), class_="tiles"),
-        tag("p", f"Begun {ended}.", class_="muted"),
+        tag(
+            "p",
+            f"Begun {moment(summary.started_ms)}, took {duration(summary.took_s * 1000)}; "
+            f"{plural(sum(summary.records.values()), 'record', 'records')} read.",
+            class_="muted",
+        ),
     )
 
 
@@ -259,7 +263,7 @@ def _offenders(summary: RunSummary) -> Html | None:
                 *(tag("span", titles.get(f, f), class_="chip") for f in each.findings),
             ),
             tag("td", tag("code", each.grp), class_="any", data_name="Group"),
-            tag("td", each.why, class_="any"),
+            tag("td", each.why, class_="any why"),
         )
         for each in summary.examples
     ]
@@ -300,27 +304,36 @@ def _over_time(runs: Sequence[RunSummary]) -> Html:
     for kind in found or [Kind("", "Any drift", "")]:
         values = [run.drift.get(kind.name, 0) for run in runs]
         columns = [Column(value, place == len(runs) - 1) for place, value in enumerate(values)]
-        rows += (
-            tag("div", kind.title, class_="label"),
-            history_row(f"{kind.title}, by run", columns),
-            tag("div", f"most: {count(max(values))}", class_="most"),
+        rows.append(
+            tag(
+                "div",
+                tag("div", kind.title, class_="label"),
+                history_row(f"{kind.title}, by run", columns),
+                tag("div", f"most: {count(max(values))}", class_="most"),
+                class_="kind",
+            )
         )
     first, last = day(runs[0].started_ms), day(runs[-1].started_ms)
     dates = tag(
-        "div", tag("span", first if len(runs) > 1 else ""), tag("span", last), class_="dates"
+        "div",
+        tag("div", tag("span", first if len(runs) > 1 else ""), tag("span", last), class_="dates"),
+        class_="kind",
     )
-    without = sum(not run.has_drift for run in runs)
-    lead = (
-        f"Transactions with drift in the last {plural(len(runs), 'run', 'runs')}, a bar for each, "
-        f"this one at the right; {count(without)} without any, which are green. Every kind has a "
-        "scale of its own."
-        if len(runs) > 1
-        else "This is the first run in the journal; later reports show how it goes on."
-    )
+    if len(runs) == 1:
+        lead = "This is the first run in the journal; later reports show how it goes on."
+    elif not found:
+        lead = f"No drift in the last {len(runs)} runs."
+    else:
+        without = sum(not run.has_drift for run in runs)
+        lead = (
+            f"Transactions with drift in the last {len(runs)} runs, a bar for each, this one at "
+            f"the right; a green line where there is none. {count(without)} of these runs found "
+            "nothing at all. Every kind has a scale of its own."
+        )
     return _section(
         "Drift over time",
         lead,
-        tag("div", *rows, tag("div"), dates, tag("div"), class_="history"),
+        tag("div", *rows, dates, class_="history", style=f"--runs: {len(runs)}"),
         tag("details", tag("summary", "The same as a table"), _runs_table(runs, found)),
     )
 
@@ -383,8 +396,11 @@ def _pending(summary: RunSummary) -> Html | None:
             "div",
             tag(
                 "figure",
-                distribution(ages, window, "Age of pending transactions"),
-                tag("figcaption", "Pending transactions by age; the number is the highest bar's."),
+                distribution(ages, window, "Age of pending transactions", width=460),
+                tag(
+                    "figcaption",
+                    "Pending transactions by age, and how many are in the highest bar.",
+                ),
             ),
             _ages_table(ages, window),
             class_="beside",
@@ -432,7 +448,7 @@ def _latencies(summary: RunSummary) -> Html | None:
     return _section(
         "Prepare, decision, visible",
         "How long transactions took, by topic and by group, by the brokers' clocks. Plots of the "
-        "same kind have the same axis; above each, the number of its highest bar. Half took no "
+        "same kind have the same axis; above each, how many are in its highest bar. Half took no "
         "longer than p50, 99 of 100 no longer than p99, as far as counts tell.",
         tag("div", *pairs, class_="pairs"),
         tag("details", tag("summary", "The same as a table"), table(heads, rows, range(1, 7))),

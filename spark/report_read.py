@@ -10,10 +10,10 @@ PARTITIONS_SHOWN = 200
 TOPICS_SHOWN = 100
 
 _READ = {
-    "half": "Half messages",
-    "op": "Markers",
-    "visible": "Visible messages",
-    "parked": "Parked copies",
+    "half": "half messages",
+    "op": "markers",
+    "visible": "visible messages",
+    "parked": "parked copies",
 }
 _SCOPES = {
     "full": "A full run: everything that the topics still hold.",
@@ -26,16 +26,18 @@ _SCOPES = {
 def what_was_read(summary: RunSummary) -> Html:
     """Return the section on what was read of which topics."""
     kinds = ", ".join(
-        f"{_READ.get(kind, kind).lower()} {count(number)}"
-        for kind, number in summary.records.items()
+        f"{count(number)} {_READ.get(kind, kind)}" for kind, number in summary.records.items()
     )
-    quarantined = (
-        f"{plural(summary.quarantined, 'record that does', 'records that do')} not read set aside"
+    aside = (
+        f"{plural(summary.quarantined, 'record', 'records')} did not read and "
+        f"{'was' if summary.quarantined == 1 else 'were'} set aside."
+        if summary.quarantined
+        else "Every record could be read."
     )
     return tag(
         "section",
         tag("h2", "What was read"),
-        tag("p", f"{kinds}; {quarantined}." if kinds else f"{quarantined}.", class_="lead"),
+        tag("p", f"Read were {kinds}. {aside}" if kinds else aside, class_="lead"),
         *(() if summary.cut is None else _topics(summary.cut, summary.taken)),
         class_="long",
     )

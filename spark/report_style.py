@@ -44,7 +44,7 @@ p { margin: 6px 0; }
   background: var(--warn-soft); border-left: 4px solid var(--warn); border-radius: 6px;
   padding: 8px 14px; margin: 10px 0; overflow-wrap: anywhere;
 }
-dl.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 10px;
+dl.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(118px, 1fr)); gap: 10px;
   margin: 18px 0 0; }
 dl.tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 10px 14px; }
@@ -61,34 +61,37 @@ tr:last-child > * { border-bottom: 0; }
 thead th { color: var(--muted); font-weight: 500; font-size: .85rem; white-space: nowrap; }
 tbody th { font-weight: 500; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th.n, td.n { padding-right: 22px; }
 th.n:last-child, td.n:last-child { padding-right: 0; }
 tr.found th, tr.found .n:nth-child(2) { color: var(--bad); font-weight: 650; }
 tr.clear { color: var(--muted); }
 td.any, th.any { overflow-wrap: anywhere; min-width: 9ch; }
+td.why { width: 38%; min-width: 26ch; }
 code { font: .92em/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   overflow-wrap: anywhere; }
 code.id { white-space: nowrap; }
 .chip { display: inline-block; background: var(--bad-soft); color: var(--bad); border-radius: 6px;
   padding: 0 8px; margin: 0 4px 2px 0; font-size: .85rem; white-space: nowrap; }
+.verdict .chip { background: var(--card); margin-bottom: 4px; }
 .chip.plain { background: var(--chip); color: var(--ink); }
 svg { display: block; width: 100%; }
 svg text { font-size: 12px; fill: var(--ink); }
 svg text.muted { fill: var(--muted); }
 svg text.tick { fill: var(--muted); font-size: 11.5px; }
-.plot { height: auto; max-width: 560px; overflow: visible; }
+.plot { height: auto; overflow: visible; }
 .plot .axis { stroke: var(--muted); stroke-width: 1; }
 .plot .grid { stroke: var(--line); stroke-width: 1; stroke-dasharray: 3 3; }
 .plot .bar { fill: var(--bar); }
 .plot .bar.over { fill: var(--over); }
 .plot .mark line { stroke-width: 1.5; }
-.plot .mark text { font-weight: 600; }
+.plot .mark text { font-weight: 600; paint-order: stroke; stroke: var(--card); stroke-width: 4px; }
 .plot .p50 line { stroke: var(--p50); } .plot .p50 text { fill: var(--p50); }
 .plot .p99 line { stroke: var(--p99); stroke-dasharray: 5 3; } .plot .p99 text { fill: var(--p99); }
-.history { display: grid; grid-template-columns: minmax(11rem, auto) 1fr auto; gap: 8px 14px;
-  align-items: end; }
-.history > * { min-width: 0; }
-.history .label { line-height: 1.25; padding-bottom: 1px; }
-.history .most { color: var(--muted); font-size: .85rem; white-space: nowrap; text-align: right; }
+.history .kind { display: grid; gap: 2px 14px; align-items: end; margin-top: 8px;
+  grid-template: "label row most" / 14rem minmax(0, calc(var(--runs) * 48px)) 6rem; }
+.history .label { grid-area: label; line-height: 1.25; padding-bottom: 1px; }
+.history .row, .history .dates { grid-area: row; }
+.history .most { grid-area: most; color: var(--muted); font-size: .85rem; white-space: nowrap; }
 .row { height: 38px; border-bottom: 1px solid var(--line); }
 .row .ok { fill: var(--ok); } .row .none { fill: var(--line); } .row .bad { fill: var(--bad); }
 .row rect { opacity: .62; } .row rect.newest { opacity: 1; }
@@ -108,14 +111,13 @@ footer { color: var(--muted); font-size: .85rem; padding-bottom: 40px; }
   main, header, footer { padding-left: 12px; padding-right: 12px; }
   section { padding: 14px; }
   h1 { font-size: 1.4rem; }
-  .history { grid-template-columns: 1fr auto; }
-  .history .row, .history .dates { grid-column: 1 / -1; }
-  .history .most { grid-row: auto; align-self: end; }
+  .history .kind { grid-template: "label most" "row row" / 1fr auto; }
   table.stack thead { position: absolute; width: 1px; height: 1px; overflow: hidden;
     clip-path: inset(50%); }
   table.stack tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--line); }
   table.stack tr:last-child { border-bottom: 0; }
   table.stack th, table.stack td { display: block; border: 0; padding: 1px 0; text-align: left; }
+  table.stack td.n { display: inline-block; margin-right: 18px; }
   table.stack [data-name]::before { content: attr(data-name) " "; color: var(--muted);
     font-weight: 400; font-size: .85rem; }
 }
