@@ -1,0 +1,435 @@
+"""What the stream remembers of transactions, and when it speaks up: pure, without Spark.
+
+Transactions are kept in *buckets*, by the randomness in their ids, and within a bucket in *slots*,
+by the time in their ids. A slot is read and written as one text: transactions of the same seconds
+change together, so thousands of them cost one look-up. All ids that stand for one `dedup_key` have
+the same randomness, and so they meet in one bucket.
+
+Nothing here asks a clock. `moment_ms` is the watermark: every log was read past it. It makes three
+rules, by which a transaction that is still under way never is an alarm:
+
+- What is late is late by the moment, not by any clock: what became visible by then was read.
+- Every other finding depends on what one log says and another one does not yet. It is told when
+  the moment has moved `RISES` times since the transaction's last record was read. A moment that
+  is in force was asked for after the one before it was known; so the third one was asked for after
+  that record was read, and all logs were read past it.
+- A marker without a half message waits for the dedup window, in which that could still come.
+
+Only the standard library, `judge` and `rows` are used here: Spark ships these modules to its
+executors by value.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from txbroker.spark.judge import CLOCKS_APART_MS, GRAVITY, judge, read_id
+from txbroker.spark.rows import (
+    ALWAYS,
+    NOTHING_TAKEN,
+    Content,
+    HalfRow,
+    Horizon,
+    Judged,
+    Limits,
+    OpRow,
+    ParkedRow,
+    TransactionFacts,
+    VisibleRow,
+)
+
+RISES = 3
+"""How often the moment has to move on until what one log says can be held against another."""
+NOT_STREAMED = frozenset({"out_of_order"})
+"""Findings about several transactions, which only a batch audit compares."""
+_BY_AGE = frozenset({"late", "lost"})
+_OVER = frozenset({"promoted", "rolled_back", "void", "gone"})
+_HALF_VOID, _HALF_DEDUP = HalfRow._fields.index("void"), HalfRow._fields.index("dedup")
+_OP_CONTENTS = OpRow._fields.index("contents")
+
+
+class StreamTerms(NamedTuple):
+    """What the stream judges by.
+
+    Attributes:
+        dedup_window_ms, late_after_ms, lost_after_ms: as in `schema.Terms`.
+        keep_ms: how long what is over is remembered, from its last change on.
+        slot_ms: how much of the ids' time one slot holds.
+        targets: the target topics that are read.
+        horizon: what retention had taken when the stream began.
+    """
+
+    dedup_window_ms: int = 120_000
+    late_after_ms: int = 60_000
+    lost_after_ms: int = 600_000
+    keep_ms: int = 300_000
+    slot_ms: int = 10_000
+    targets: frozenset[str] = frozenset()
+    horizon: Horizon = NOTHING_TAKEN
+
+
+class Fact(NamedTuple):
+    """One record: which table its row belongs to, its transaction, and the row's columns."""
+
+    table: str
+    id: str
+    columns: dict[str, Any]
+
+
+class Drift(NamedTuple):
+    """A finding, told once.
+
+    Attributes:
+        id, kind, group, why: of the finding.
+        first_seen_ms: the moment at which it was first suspected.
+        at_ms: the moment at which it was certain.
+    """
+
+    id: str
+    kind: str
+    group: str
+    why: str
+    first_seen_ms: int
+    at_ms: int
+
+
+class Heard(NamedTuple):
+    """What came of one look into a bucket.
+
+    Attributes:
+        drift: new findings.
+        counts: by how much counts change: (`state`, name), (`drift`, kind) or (`stranger`, table).
+        targets: topics that half messages name and that are not read yet.
+        due_ms: when to look again; None: when something comes.
+    """
+
+    drift: list[Drift]
+    counts: Counter[tuple[str, str]]
+    targets: set[str]
+    due_ms: int | None
+
+
+class Shelf(Protocol):
+    """Where a bucket's texts lie, by name."""
+
+    def read(self, name: str) -> str | None:
+        """Return a text, None where there is none."""
+
+    def write(self, name: str, text: str | None) -> None:
+        """Put a text; None takes it away."""
+
+
+class _Entry:
+    """A transaction: its rows, and what was said of it.
+
+    Attributes:
+        rows: by table; those of `content` begin with their marker's offset.
+        state: as it was last counted.
+        findings: those that are counted.
+        told: those that were told, for ever.
+        suspected_ms: since when something is suspected; 0 if nothing is.
+        rises: how often the moment moved on since the last row came.
+        moment_ms: the moment at the last look.
+        row_ms: the moment when the last row came.
+        due_ms: when to look again; `ALWAYS`: when something comes.
+    """
+
+    __slots__ = (
+        "due_ms",
+        "findings",
+        "id",
+        "moment_ms",
+        "rises",
+        "row_ms",
+        "rows",
+        "state",
+        "suspected_ms",
+        "told",
+    )
+
+    def __init__(self, id: str, fields: Sequence[Any] | None = None) -> None:
+        self.id = id
+        self.rows: dict[str, list[list[Any]]] = {}
+        self.state = ""
+        self.findings: list[str] = []
+        self.told: list[str] = []
+        self.suspected_ms = self.rises = self.moment_ms = self.row_ms = 0
+        self.due_ms = ALWAYS
+        if fields is not None:
+            self.rows, self.state, self.findings, self.told = fields[:4]
+            self.suspected_ms, self.rises, self.moment_ms, self.row_ms, self.due_ms = fields[4:]
+
+    def fields(self) -> list[Any]:
+        """Return what `__init__` takes."""
+        return [
+            *(self.rows, self.state, self.findings, self.told),
+            *(self.suspected_ms, self.rises, self.moment_ms, self.row_ms, self.due_ms),
+        ]
+
+    def add(self, table: str, row: list[Any]) -> None:
+        """Add a row."""
+        self.rows.setdefault(table, []).append(row)
+
+    def dedup(self) -> tuple[str, str] | None:
+        """Return group and key of the client's own key, where it has one."""
+        for row in self.rows.get("half", ()):
+            if row[_HALF_DEDUP] is not None:
+                return HalfRow(*row).grp, row[_HALF_DEDUP]
+        return None
+
+    def facts(self) -> TransactionFacts:
+        """Return its rows as they are judged."""
+        half = [HalfRow(*row) for row in self.rows.get("half", ())]
+        return TransactionFacts(
+            self.id,
+            half,
+            self._op(),
+            self._visible(half),
+            [ParkedRow(*row) for row in self.rows.get("parked", ())],
+        )
+
+    def _op(self) -> list[OpRow]:
+        contents: dict[int, list[Content]] = {}
+        for marker, *content in self.rows.get("content", ()):
+            contents.setdefault(marker, []).append(Content(*content))
+        markers = [OpRow(*row) for row in self.rows.get("op", ())]
+        return [
+            marker._replace(contents=contents.get(marker.offset)) if contents else marker
+            for marker in markers
+        ]
+
+    def _visible(self, half: Sequence[HalfRow]) -> list[VisibleRow]:
+        """A header of ours that numbers several messages is the user's own on a single one."""
+        alone = bool(half) and half[0].count == 1
+        found = []
+        for *row, if_alone in self.rows.get("visible", ()):
+            visible = VisibleRow(*row)
+            if alone and if_alone is not None:
+                visible = visible._replace(seq=0, count=1, headers=if_alone)
+            found.append(visible)
+        return found
+
+
+def _row(fact: Fact) -> tuple[str, list[Any]]:
+    """Return the table and the row that stand for a fact."""
+    given = fact.columns
+    # A partition's append times differ from its log clock by as much as its leaders' clocks did.
+    given.setdefault("clock_ms", given.get("at_ms"))
+    given.setdefault("early", True)
+    if fact.table == "op" and given.get("content") is not None:
+        content = given["content"]
+        marker = given["offset"] - content["seq"] - 1
+        return "content", [marker, *(content.get(name) for name in Content._fields)]
+    fields: Sequence[str]
+    if fact.table == "half":
+        fields = HalfRow._fields
+    elif fact.table == "op":
+        fields = OpRow._fields
+    elif fact.table == "visible":
+        fields = (*VisibleRow._fields, "headers_if_alone")
+    else:
+        fields = ParkedRow._fields
+    return fact.table, [given.get(name) for name in fields]
+
+
+class Bucket:
+    """One bucket, for one look into it: made, asked once, and dropped."""
+
+    def __init__(self, shelf: Shelf, terms: StreamTerms, moment_ms: int) -> None:
+        self._shelf = shelf
+        self._terms = terms
+        self._moment_ms = moment_ms
+        self._slots: dict[str, dict[str, _Entry]] = {}
+        self._agenda: dict[str, int] = json.loads(shelf.read("agenda") or "{}")
+        self._heard = Heard([], Counter(), set(), None)
+
+    def look(self, facts: Iterable[Fact]) -> Heard:
+        """Take new records in, do what is due, and say what came of it."""
+        changed = self._take(facts)
+        due = [slot for slot, due_ms in self._agenda.items() if due_ms <= self._moment_ms]
+        for slot in dict.fromkeys([*self._slots, *due]):
+            entries = self._slot(slot)
+            for entry in list(entries.values()):
+                if entry.id in changed or entry.due_ms <= self._moment_ms:
+                    self._visit(entry, entry.id in changed)
+                    if entry.due_ms < 0:
+                        self._forget(entries, entry)
+            self._put(slot, entries)
+        self._shelf.write("agenda", json.dumps(self._agenda) if self._agenda else None)
+        due_ms = min(self._agenda.values(), default=None)
+        return self._heard._replace(due_ms=due_ms)
+
+    # --- slots -------------------------------------------------------------------------------
+
+    def _slot(self, slot: str) -> dict[str, _Entry]:
+        if slot not in self._slots:
+            entries = json.loads(self._shelf.read(slot) or "{}")
+            self._slots[slot] = {id: _Entry(id, fields) for id, fields in entries.items()}
+        return self._slots[slot]
+
+    def _put(self, slot: str, entries: dict[str, _Entry]) -> None:
+        text = json.dumps({id: entry.fields() for id, entry in entries.items()})
+        self._shelf.write(slot, text if entries else None)
+        due_ms = min((entry.due_ms for entry in entries.values()), default=ALWAYS)
+        if due_ms == ALWAYS:
+            self._agenda.pop(slot, None)
+        else:
+            self._agenda[slot] = due_ms
+
+    def _take(self, facts: Iterable[Fact]) -> set[str]:
+        """Add rows to their transactions; return the ids of those."""
+        changed = set()
+        for fact in sorted(facts, key=_place):
+            parts = read_id(fact.id)
+            if parts is None:
+                self._heard.counts["stranger", fact.table] += 1
+                continue
+            entries = self._slot(str(parts.time_ms // self._terms.slot_ms))
+            entry = entries.get(fact.id)
+            if entry is None:
+                # What is over is forgotten no sooner than this. So its state may be gone, and
+                # there is nothing to compare with; a batch audit can.
+                if parts.time_ms + self._terms.keep_ms < self._moment_ms:
+                    self._heard.counts["stranger", fact.table] += 1
+                    continue
+                entry = entries[fact.id] = _Entry(fact.id)
+            table, row = _row(fact)
+            if table == "half":
+                self._examine(HalfRow(*row), parts.time_ms, entry, row)
+            entry.add(table, row)
+            changed.add(fact.id)
+        return changed
+
+    def _examine(self, half: HalfRow, id_ms: int, entry: _Entry, row: list[Any]) -> None:
+        """Note the topic of a half message, and whether the message is void."""
+        if half.topic not in self._terms.targets:
+            self._heard.targets.add(half.topic)
+        if half.void is not None:
+            return
+        if abs(half.at_ms - id_ms) > self._terms.dedup_window_ms:
+            row[_HALF_VOID] = "expired"
+        elif half.dedup is not None and half.seq == 0 and self._repeats(half, entry.id):
+            row[_HALF_VOID] = "dedup"
+
+    def _repeats(self, half: HalfRow, id: str) -> bool:
+        """Say whether a `dedup_key` is another's, and remember whose it is."""
+        name = _dedup_name(half.grp, half.dedup or "")
+        text = self._shelf.read(name)
+        if text is not None:
+            holder, prepared_ms = json.loads(text)
+            if holder == id:
+                return False
+            if half.at_ms - prepared_ms <= self._terms.dedup_window_ms:
+                return True
+        self._shelf.write(name, json.dumps([id, half.at_ms]))
+        return False
+
+    def _forget(self, entries: dict[str, _Entry], entry: _Entry) -> None:
+        del entries[entry.id]
+        key = entry.dedup()
+        if key is not None:
+            name = _dedup_name(*key)
+            text = self._shelf.read(name)
+            if text is not None and json.loads(text)[0] == entry.id:
+                self._shelf.write(name, None)
+
+    # --- one transaction ---------------------------------------------------------------------
+
+    def _visit(self, entry: _Entry, changed: bool) -> None:
+        """Judge a transaction, tell what is certain, and note when to look again."""
+        moment_ms, terms = self._moment_ms, self._terms
+        limits = Limits(moment_ms, terms.dedup_window_ms, terms.late_after_ms, terms.lost_after_ms)
+        judged = judge(entry.facts(), limits, terms.horizon)
+        if changed:
+            entry.rises, entry.row_ms = 0, moment_ms
+        elif moment_ms > entry.moment_ms:
+            entry.rises += 1
+        entry.moment_ms = moment_ms
+        suspected = [] if self._in_doubt(entry, judged) else judged.findings
+        suspected = [kind for kind in suspected if kind not in NOT_STREAMED]
+        waits: list[int] = []
+        certain = []
+        for kind in suspected:
+            certain_ms = self._certain_ms(entry, judged, kind)
+            if certain_ms <= moment_ms:
+                certain.append(kind)
+            else:
+                waits.append(certain_ms)
+        if not suspected:
+            entry.suspected_ms = 0
+        elif not entry.suspected_ms:
+            entry.suspected_ms = max(moment_ms, 1)
+        self._count(entry, judged, certain)
+        entry.due_ms = self._due_ms(entry, judged, waits)
+
+    def _in_doubt(self, entry: _Entry, judged: Judged) -> bool:
+        """Say whether the half message is so close to the end of the dedup window that brokers
+        whose clocks differ decide otherwise than we."""
+        if judged.id_ms is None:
+            return True
+        window_ms = self._terms.dedup_window_ms
+        apart_ms = [
+            abs(abs(HalfRow(*row).at_ms - judged.id_ms) - window_ms)
+            for row in entry.rows.get("half", ())
+        ]
+        return any(each <= CLOCKS_APART_MS for each in apart_ms)
+
+    def _certain_ms(self, entry: _Entry, judged: Judged, kind: str) -> int:
+        """Return the moment from which on a finding is certain."""
+        if kind in _BY_AGE or kind in entry.findings:
+            return 0
+        if kind == "marker_without_half":
+            wait_ms = (judged.id_ms or 0) + self._terms.dedup_window_ms + CLOCKS_APART_MS
+            if wait_ms > self._moment_ms:
+                return wait_ms
+        return 0 if entry.rises >= RISES else self._moment_ms + 1
+
+    def _count(self, entry: _Entry, judged: Judged, certain: Sequence[str]) -> None:
+        counts = self._heard.counts
+        if judged.state != entry.state:
+            if entry.state:
+                counts["state", entry.state] -= 1
+            counts["state", judged.state] += 1
+            entry.state = judged.state
+        for kind in set(entry.findings) - set(certain):
+            counts["drift", kind] -= 1
+        for kind in certain:
+            if kind not in entry.findings:
+                counts["drift", kind] += 1
+            if kind not in entry.told:
+                entry.told.append(kind)
+                self._heard.drift.append(
+                    Drift(
+                        entry.id,
+                        kind,
+                        judged.grp or "",
+                        judged.why or "",
+                        entry.suspected_ms,
+                        self._moment_ms,
+                    )
+                )
+        entry.findings = sorted(certain, key=GRAVITY.index)
+
+    def _due_ms(self, entry: _Entry, judged: Judged, waits: list[int]) -> int:
+        """Return when to look again; less than 0: never, it is forgotten now."""
+        terms = self._terms
+        if judged.state == "committed" and judged.decided_at_ms is not None:
+            parked_ms = [ParkedRow(*row).at_ms for row in entry.rows.get("parked", ())]
+            since_ms = max([judged.decided_at_ms, *parked_ms])
+            for after_ms in (terms.late_after_ms, terms.lost_after_ms):
+                if since_ms + after_ms >= self._moment_ms:
+                    waits.append(since_ms + after_ms + 1)
+        elif judged.state in _OVER and not waits:
+            times = (judged.id_ms, judged.decided_at_ms, judged.prepared_at_ms, entry.row_ms)
+            over_ms = max(time or 0 for time in times) + terms.keep_ms
+            return -1 if over_ms < self._moment_ms else over_ms + 1
+        return min(waits, default=ALWAYS)
+
+
+def _place(fact: Fact) -> tuple[str, int, int]:
+    return fact.table, fact.columns["partition"], fact.columns["offset"]
+
+
+def _dedup_name(group: str, key: str) -> str:
+    return f"dedup {len(group)} {group} {key}"
