@@ -103,9 +103,32 @@ def _age_options(function: F) -> F:
     metavar="jdbc:…|parquet:…",
     help="Compare with the business's own rows: a JDBC URL, or `parquet:` and a folder or URI.",
 )
-@click.option("--table", metavar="NAME", help="With --business jdbc:…, the table of these rows.")
+@click.option(
+    "--table",
+    metavar="NAME",
+    help="With --business, the table of these rows; for Parquet a folder below the path.",
+)
 @click.option(
     "--id-column", metavar="NAME", help="With --business, the column of the transaction's id."
+)
+@click.option(
+    "--group",
+    metavar="NAME",
+    multiple=True,
+    help="With --business, only this producer group writes such rows. Repeatable.",
+)
+@click.option(
+    "--business-user",
+    metavar="NAME",
+    envvar="TXBROKER_BUSINESS_USER",
+    help="With --business jdbc:…, who logs in. [env: TXBROKER_BUSINESS_USER]",
+)
+@click.option(
+    "--business-password-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    envvar="TXBROKER_BUSINESS_PASSWORD_FILE",
+    help="And a file that holds the password. [env: TXBROKER_BUSINESS_PASSWORD_FILE]",
 )
 @click.option(
     "--report",

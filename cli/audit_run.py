@@ -12,20 +12,23 @@ import click
 from click.core import ParameterSource
 from msgspec import Struct
 
+from txbroker.addresses import read_secret
 from txbroker.cli import submit
 from txbroker.cli.run import Failed
 from txbroker.config import Settings
-from txbroker.errors import TxbrokerError
+from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.spark.session import SparkSettings, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from txbroker.spark.business import Business
     from txbroker.spark.journal import Journal
     from txbroker.spark.progress import SparkProgress
     from txbroker.spark.schema import Names, RunSummary, Terms
 
 SECONDS_MAX = 1e9
+_BUSINESS_OPTIONS = ("table", "id_column", "group", "business_user", "business_password_file")
 _SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
 """Options that `spark-submit` is given, or that are resolved here; not passed on to the cluster."""
 
@@ -43,9 +46,7 @@ class RunOptions(Struct, frozen=True):
     out: str | None
     full: bool
     ages: Ages
-    business: str | None
-    table: str | None
-    id_column: str | None
+    business: "Business | None"
     report: Path | None
 
 
@@ -101,23 +102,39 @@ def run_options(options: dict[str, Any]) -> RunOptions:
     Raises:
         click.UsageError: they contradict one another.
     """
-    ages = _ages(options)
-    names = [name for name in RunOptions.__struct_fields__ if name != "ages"]
-    taken = RunOptions(ages=ages, **{name: options.pop(name) for name in names})
-    if taken.business is None:
-        for name, value in (("--table", taken.table), ("--id-column", taken.id_column)):
-            if value is not None:
-                raise click.UsageError(f"{name} goes with --business")
-        return taken
-    if not taken.business.startswith(("jdbc:", "parquet:")):
-        raise click.UsageError(f"--business {taken.business!r}: expected jdbc:… or parquet:…")
-    if taken.id_column is None:
-        raise click.UsageError("--business needs --id-column, where the transactions' ids are")
-    if taken.business.startswith("jdbc:") and taken.table is None:
-        raise click.UsageError("--business jdbc:… needs --table")
-    if taken.business.startswith("parquet:") and taken.table is not None:
-        raise click.UsageError("--table goes with --business jdbc:…")
-    return taken
+    return RunOptions(
+        out=options.pop("out"),
+        full=options.pop("full"),
+        ages=_ages(options),
+        business=_business(options),
+        report=options.pop("report"),
+    )
+
+
+def _business(options: dict[str, Any]) -> "Business | None":
+    from txbroker.spark.business import Business
+
+    source = options.pop("business")
+    given = {name: options.pop(name) for name in _BUSINESS_OPTIONS}
+    if source is None:
+        for name, value in given.items():
+            if value:
+                raise click.UsageError(f"--{name.replace('_', '-')} goes with --business")
+        return None
+    password_file = given["business_password_file"]
+    try:
+        business = Business(
+            source,
+            given["table"] or "",
+            given["id_column"] or "",
+            given["business_user"] or "",
+            read_secret("--business-password-file", password_file) if password_file else "",
+            tuple(given["group"]),
+        )
+        business.validate()
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from None
+    return business
 
 
 def stream_options(options: dict[str, Any]) -> StreamOptions:
@@ -136,12 +153,12 @@ def journal_of(settings: Settings) -> "Journal":
         Failed: what it needs is not installed.
     """
     try:
-        from txbroker.spark.journal import Journal
+        from txbroker.spark.journal import JOURNAL_FILE, Journal
     except ModuleNotFoundError as error:
         raise Failed(
             f"the Python package {error.name} is missing, run: pip install 'txbroker[spark]'"
         ) from None
-    return Journal(settings.data_dir / "audit.db")
+    return Journal(settings.data_dir / JOURNAL_FILE)
 
 
 def send_to_cluster(spark: SparkSettings, settings: Settings, context: click.Context) -> int:
@@ -173,7 +190,9 @@ def arguments_again(settings: Settings, context: click.Context) -> list[str]:
 def _given(option: str, value: Any) -> Sequence[str]:
     if value is None or value is False:
         return ()
-    return (option,) if value is True else (f"{option}={value}",)
+    if isinstance(value, tuple):
+        return [f"{option}={each}" for each in value]
+    return [option] if value is True else [f"{option}={value}"]
 
 
 @contextmanager
@@ -228,6 +247,7 @@ def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> "
             names=names_of(settings),
             terms=terms_of(settings, options.ages),
             mode="full" if options.full else "incremental",
+            business=options.business,
         )
         summary = run_audit(session, access_from(settings), wanted, bar.stage)
         if options.report is not None:

@@ -111,5 +111,6 @@ def _causes(error: BaseException) -> Iterator[str]:
 def _plain(text: str) -> str:
     """Return the first line of what Java says, without the names of its classes."""
     first = text.strip().partition("\n")[0]
+    first = first.removeprefix('Exception in thread "main" ')
     first = re.sub(r"^(?:[\w.$]+(?:Exception|Error): )+", "", first)
     return first[:_LENGTH_MAX].rstrip(" .;:")

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 SPARK_CONF = {
     # The quick compiler only: measured, a short session needs half the processor time.
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
+    # A database of a test would log into the current folder.
+    "-Dderby.stream.error.file=/dev/null",
     "spark.driver.memory": "1g",
     "spark.sql.shuffle.partitions": "2",
     "spark.default.parallelism": "2",

@@ -1,0 +1,219 @@
+"""`txbroker audit` on the command line: usage, what is missing, what is shown. Without Spark."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from cli_world import Call, Result
+
+from txbroker.cli.audit_output import drift_in_words
+from txbroker.cli.audit_run import arguments_again
+from txbroker.cli.main import cli
+from txbroker.cli.run import run
+from txbroker.cli.setting_options import settings_from
+from txbroker.spark.journal import JOURNAL_FILE, Journal
+from txbroker.spark.schema import Example, RunSummary
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Call the command line in this process, which has no settings of its own."""
+    for name in ("TXBROKER_OUT", "TXBROKER_MASTER", "TXBROKER_DATA_DIR", "TXBROKER_KAFKA"):
+        monkeypatch.delenv(name, raising=False)
+
+    def calling(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = run(cli, ["audit", *(str(argument) for argument in arguments)])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return Result(code, out, err)
+
+    return calling
+
+
+CLEAN = RunSummary(
+    run="20260101T000000Z",
+    mode="full",
+    started_ms=1_767_225_600_000,
+    took_s=61.4,
+    cut=None,
+    records={"half": 12, "op": 10, "visible": 9, "parked": 0},
+    transactions=10,
+    states={"settled": 9, "pending": 1},
+    drift={},
+)
+DRIFTED = RunSummary(
+    run="20260101T010000Z",
+    mode="incremental",
+    started_ms=1_767_229_200_000,
+    took_s=5.0,
+    cut=None,
+    records={"half": 1, "op": 1, "visible": 0, "parked": 0},
+    transactions=2,
+    states={"settled": 1},
+    drift={"late": 1, "lost": 1},
+    quarantined=3,
+    taken={"txbroker.half": 7},
+    examples=(Example("0" * 26, ("lost",), "orders\x1b[31m", "decided 20 minutes ago"),),
+)
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    """A folder with a journal of two runs."""
+    journal = Journal(tmp_path / JOURNAL_FILE)
+    journal.add(CLEAN)
+    journal.add(DRIFTED)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("run --conf driver.memory=1g", "expected a setting of Spark's, spark.NAME=VALUE"),
+        ("run --conf spark.driver.memory", "expected a setting of Spark's, spark.NAME=VALUE"),
+        ("run --deploy-mode cluster", "needs --master yarn or --master k8s://URL"),
+        ("run --deploy-mode cluster --master spark://x:7077", "needs --master yarn or"),
+        ("run --deploy-mode here", "'here' is not one of 'client', 'cluster'"),
+        ("run --late-after-s 700", "--late-after-s 700 is more than --lost-after-s 600"),
+        ("run --late-after-s nan", "--late-after-s nan: expected 0 to 1e9 seconds"),
+        ("run --lost-after-s inf", "--lost-after-s inf: expected 0 to 1e9 seconds"),
+        ("run --late-after-s 0", "--late-after-s 0: expected 0 to 1e9 seconds"),
+        ("run --table orders", "--table goes with --business"),
+        ("run --group orders", "--group goes with --business"),
+        ("run --business mysql:x", "must be jdbc:URL or parquet:PATH"),
+        ("run --business jdbc:sqlite:x --id-column id", "a table is missing"),
+        ("run --business parquet:x", "a column is missing"),
+        (
+            "run --business parquet:x --id-column i --business-password-file /no/such",
+            "--business-password-file /no/such: No such file or directory",
+        ),
+        ("run -o xml", "'xml' is not one of"),
+        ("run --kafka-sasl-username x", "need kafka_security_protocol"),
+        ("stream --every-s -1", "--every-s -1: expected 0 to 1e9 seconds"),
+        ("show --limit 0", "0 is not in the range"),
+        ("shw", "Did you mean 'show'?"),
+    ],
+)
+def test_wrong_usage(call: Call, arguments: str, says: str) -> None:
+    result = call(*arguments.split())
+    assert (result.code, result.out) == (2, "")
+    assert says in result.err
+
+
+def test_help_and_show_need_no_spark(data_dir: Path) -> None:
+    code = (
+        "import sys; from txbroker.cli.main import cli; from txbroker.cli.run import run;"
+        f"run(cli, ['audit', 'run', '--help']); run(cli, ['audit', 'show', '--data-dir',"
+        f" {str(data_dir)!r}]); print([m for m in ('pyspark',) if m in sys.modules])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert "incremental" in done.stdout
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_the_runs_are_listed_newest_first(call: Call, data_dir: Path) -> None:
+    listed = call("show", "--data-dir", data_dir)
+    assert listed.code == 0
+    title, newer, older = listed.out.splitlines()
+    assert title.split()[:3] == ["RUN", "MODE", "STARTED"]
+    assert newer.split()[:2] == [DRIFTED.run, "incremental"]
+    assert newer.endswith("late, lost")
+    assert older.split()[:2] == [CLEAN.run, "full"]
+    rows = call("show", "--data-dir", data_dir, "--limit", 1, "-o", "json").json
+    assert [row["run"] for row in rows] == [DRIFTED.run]
+
+
+@pytest.mark.parametrize("name", [DRIFTED.run, "last"])
+def test_one_run_is_shown_whole(call: Call, data_dir: Path, name: str) -> None:
+    shown = call("show", name, "--data-dir", data_dir)
+    assert shown.code == 0
+    lines = shown.out.splitlines()
+    found = [line.split()[0] for line in lines[1:6]]
+    assert found == ["settled", "lost", "late", "quarantined", "taken"]
+    assert "0" * 26 in lines[-1]
+    assert "\x1b" not in shown.out
+    asked = call("show", name, "--data-dir", data_dir, "-o", "json").json
+    assert asked["drift"] == {"late": 1, "lost": 1}
+    assert asked["examples"][0]["grp"] == "orders\x1b[31m"
+
+
+def test_what_is_not_there(call: Call, tmp_path: Path, data_dir: Path) -> None:
+    none = call("show", "--data-dir", tmp_path / "none")
+    assert (none.code, none.out) == (0, "")
+    assert "There was no run yet" in none.err
+    unknown = call("show", "yesterday", "--data-dir", data_dir)
+    assert (unknown.code, unknown.out) == (1, "")
+    assert "there is no run yesterday" in unknown.err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / JOURNAL_FILE).write_text("no database, but long enough to be read as one")
+    rubbish = call("show", "--data-dir", tmp_path / "other")
+    assert (rubbish.code, rubbish.out) == (1, "")
+    assert "Error: " in rubbish.err
+
+
+def test_a_run_in_words() -> None:
+    assert drift_in_words(CLEAN).endswith("10 transactions in 1m01s, 1 pending. No drift.")
+    said = drift_in_words(DRIFTED)
+    assert said.endswith("Drift! Committed, not visible: lost: 1, Committed, not visible: late: 1.")
+    assert "Retention took 7 records" in said
+    assert "3 records do not read" in said
+
+
+@pytest.mark.parametrize("module", ["pyspark", "pandas", "pyarrow"])
+def test_a_package_is_missing(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a)
+    )
+    result = call("run", "--data-dir", tmp_path)
+    assert (result.code, result.out) == (1, "")
+    assert result.err == (
+        f"Error: the Python package {module} is missing, run: pip install 'txbroker[spark]'\n"
+    )
+
+
+def test_a_cluster_is_given_what_this_machine_resolved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The driver runs elsewhere, where neither our environment nor our config file is."""
+    config = tmp_path / "config.toml"
+    config.write_text('topic_prefix = "shop"\n')
+    monkeypatch.setenv("TXBROKER_KAFKA", "kafka:9092")
+    monkeypatch.setenv("TXBROKER_OUT", "hdfs://x/audit")
+    command = cli.get_command(click.Context(cli), "audit")
+    assert isinstance(command, click.Group)
+    given = ["--config", str(config), "--full", "--master", "yarn", "--deploy-mode", "cluster"]
+    given += ["--conf", "spark.a=b", "--business", "parquet:p", "--group", "a", "--group", "b c"]
+    context = command.commands["run"].make_context("run", given)
+    names = ("kafka", "topic_prefix", "data_dir")
+    settings = settings_from(config, {name: context.params[name] for name in names})
+    again = arguments_again(settings, context)
+    assert sorted(again) == [
+        "--business=parquet:p", "--full", "--group=a", "--group=b c", "--kafka=kafka:9092",
+        "--out=hdfs://x/audit", "--topic-prefix=shop",
+    ]  # fmt: skip
+
+
+def test_the_file_for_spark_submit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "txbroker.cli.submit", "--where"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    script = Path(done.stdout.strip())
+    shown = subprocess.run(
+        [sys.executable, str(script), "show", "--help"], capture_output=True, text=True, check=True
+    )
+    assert json.dumps(shown.stdout).startswith('"Usage: txbroker audit show ')

