@@ -201,7 +201,7 @@ async def broken(p: Planting) -> None:
     await p.append_op(0, [Record(b"another key", marker.value)])
     await p.append_op(0, [encode_marker(Marker(99, MarkerKind.COMMIT, half.id))])
     p.broken[p.names.op] += 2
-    p.put_parked(0, [Record(b"no key of ours", b"v"), Record(b"a/b", b"v"), Record(b"\xff/0", b"v")])
+    p.put_parked(0, [Record(key, b"v") for key in (b"no key of ours", b"a/b", b"\xff/0")])
     p.broken[p.names.parked] += 3
 
 

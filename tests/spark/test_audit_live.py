@@ -1,0 +1,153 @@
+"""Audits while a proxy works, is killed and starts again: nothing is ever found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from audit_load import Load
+from workload import Shop
+from world import World
+
+from txbroker.config import load_settings
+from txbroker.embedded import EmbeddedKafka
+from txbroker.spark.schema import Names, RunSummary, Terms
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SEED_VARIABLE = "TXBROKER_TEST_SEED"
+LONG = bool(os.environ.get("TXBROKER_TEST_LONG"))
+AUDITS = 20 if LONG else 3
+RATE = 500.0
+BETWEEN = 1000 if LONG else 300
+"""Transactions from one audit to the next."""
+TERMS = Terms(0, late_after_ms=30_000)
+
+
+class Reader(NamedTuple):
+    """One who audits an installation again and again, in a folder of its own."""
+
+    spark: SparkSession
+    world: World
+    folder: Path
+
+    def audit(self, mode: str) -> RunSummary:
+        """Audit once."""
+        from txbroker.spark.cut import access_from
+        from txbroker.spark.run import AuditSettings, run_audit
+
+        prefix = self.world.prefix
+        given = {"kafka": self.world.bootstrap, "topic_prefix": prefix, "instance": "audit"}
+        topics = ("half", "op", "parked", "audit", "audit.drift")
+        names = Names(*(f"{prefix}.{topic}" for topic in topics))
+        settings = load_settings(given, environ={})
+        wanted = AuditSettings(self.out, self.folder, names, TERMS, mode)  # type: ignore[arg-type]
+        return run_audit(self.spark, access_from(settings), wanted)
+
+    @property
+    def out(self) -> str:
+        """Where the verdicts are."""
+        return str(self.folder / "out")
+
+    def states(self) -> dict[str, str]:
+        """Return the newest state of every transaction."""
+        return {row["id"]: row["state"] for row in self._verdicts().collect()}
+
+    def business(self, shop: Shop, summary: RunSummary) -> dict[str, int]:
+        """Compare with the rows as they are now; however young a decision is, it is compared."""
+        from txbroker.spark.business import Business, compare
+
+        rows = self.folder / f"{summary.run}.rows.parquet"
+        pq.write_table(pa.table({"id": pa.array(shop.rows(), pa.string())}), rows)
+        terms = Terms(summary.started_ms, late_after_ms=-3_600_000)
+        source = Business(f"parquet:{rows}", "", "id", groups=("orders", "bills"))
+        return compare(self.spark, self._verdicts(), source, terms)[1]
+
+    def _verdicts(self) -> Any:
+        from txbroker.spark.journal import Journal
+        from txbroker.spark.run import JOURNAL_FILE
+        from txbroker.spark.verdict_files import current_verdicts
+
+        runs = [run.run for run in Journal(self.folder / JOURNAL_FILE).runs(1000)]
+        return current_verdicts(self.spark, self.out, runs)
+
+
+@pytest.fixture
+async def world(kafka: EmbeddedKafka) -> AsyncIterator[World]:
+    """A proxy that checks back soon."""
+    made = World(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+def said(summary: RunSummary) -> str:
+    """Return what a run has found, for people."""
+    return f"{summary.mode} {summary.run}: {summary.drift} {summary.examples[:5]}"
+
+
+async def listed(world: World) -> dict[str, str]:
+    """Return what `txbroker tx list` says is not settled."""
+    process = await asyncio.create_subprocess_exec(
+        *(*world.program, "tx", "list", "--all", "-o", "json", "--url", world.url),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    printed, _ = await process.communicate()
+    assert process.returncode == 0
+    found = json.loads(printed)
+    rows = found["transactions"] if isinstance(found, dict) else found
+    return {row["id"]: row["state"] for row in rows}
+
+
+@pytest.mark.timeout(1800 if LONG else 240)
+async def test_audits_of_a_proxy_that_works_and_is_killed_find_nothing(
+    spark: SparkSession, world: World, tmp_path: Path
+) -> None:
+    seed = int(os.environ.get(SEED_VARIABLE, random.randrange(1 << 32)))
+    print(f"{SEED_VARIABLE}={seed}")
+    shop = Shop(tmp_path / "shop.db")
+    topics = [await world.topic(3), await world.topic(1)]
+    stamped = await world.topic(1, message_timestamp_type="LogAppendTime")
+    reader = Reader(spark, world, tmp_path)
+    judged = 0
+    async with Load(world, shop, [*topics, stamped], RATE).running(seed) as load:
+        for number in range(AUDITS):
+            await load.reached(load.finished + BETWEEN)
+            mode = "full" if number % 3 == 0 else "incremental"
+            summary = await asyncio.to_thread(reader.audit, mode)
+            assert not summary.has_drift, said(summary)
+            assert summary.quarantined == 0
+            assert summary.taken == {}
+            judged += summary.transactions
+            counts = await asyncio.to_thread(reader.business, shop, summary)
+            assert counts["message_without_row"] == counts["row_without_message"] == 0, counts
+        kills = load.kills
+    assert kills >= AUDITS // 3
+    assert judged > AUDITS * BETWEEN
+
+    message = {"topic": topics[0], "value": "waits"}
+    waiting = [await world.prepare(message, group="slow", check_after_s=600) for _ in range(5)]
+    summary = await asyncio.to_thread(reader.audit, "incremental")
+    assert not summary.has_drift, said(summary)
+    states = await asyncio.to_thread(reader.states)
+    unsettled = {
+        id: state for id, state in states.items() if state not in ("promoted", "rolled_back")
+    }
+    assert unsettled == await listed(world)
+    assert set(waiting) <= unsettled.keys()
+    assert set(shop.rows()) <= {id for id, state in states.items() if state == "promoted"}
+    counts = await asyncio.to_thread(reader.business, shop, summary)
+    assert counts["message_without_row"] == counts["row_without_message"] == 0, counts
+    assert counts["rows"] == len(shop.rows())
+    shop.close()
