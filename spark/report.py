@@ -7,6 +7,7 @@ comes from users (groups, topics, reasons) is escaped where it is put in.
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,14 +24,16 @@ from txbroker.spark.plots import (
 )
 from txbroker.spark.report_read import how_judged, what_was_read
 from txbroker.spark.report_style import STYLE
-from txbroker.spark.schema import BUSINESS_KINDS, KINDS, Histogram, Kind, RunSummary
+from txbroker.spark.schema import BUSINESS_KINDS, KINDS, Example, Histogram, Kind, RunSummary
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 RUNS_SHOWN = 30
-PAIRS_SHOWN = 24
-"""Topics and groups with plots; the table has all of them."""
+PAIRS_SHOWN = 12
+"""Topics with plots, and groups; the table has all of them."""
+OFFENDERS_SHOWN = 3
+"""Transactions of each kind that are in sight; the others are behind a fold."""
 GROUPS_SHOWN = 20
 
 _MODES = {"full": "full run", "incremental": "incremental run", "stream": "stream"}
@@ -253,6 +256,34 @@ def _section(title: str, lead: Child, *children: Child, long: bool = False) -> H
 def _offenders(summary: RunSummary) -> Html | None:
     if not summary.examples:
         return None
+    kinds = [kind.name for kind in _kinds_of([summary])]
+    ordered = sorted(summary.examples, key=lambda each: _gravest(each, kinds))
+    near: list[Example] = []
+    far: list[Example] = []
+    for _kind, some in groupby(ordered, key=lambda each: _gravest(each, kinds)):
+        alike = list(some)
+        near += alike[:OFFENDERS_SHOWN]
+        far += alike[OFFENDERS_SHOWN:]
+    more = plural(len(far), "more transaction", "more transactions")
+    return _section(
+        "Top offenders",
+        join(
+            "Examples of each kind, the gravest first; the verdict table has all of them. ",
+            tag("code", "txbroker tx show ID"),
+            " tells what a proxy knows of one.",
+        ),
+        _examples(near, summary),
+        tag("details", tag("summary", more), _examples(far, summary)) if far else None,
+        long=True,
+    )
+
+
+def _gravest(example: Example, kinds: Sequence[str]) -> int:
+    """The place of its gravest finding among all kinds."""
+    return min((kinds.index(one) for one in example.findings if one in kinds), default=len(kinds))
+
+
+def _examples(examples: Sequence[Example], summary: RunSummary) -> Html:
     titles = {kind.name: kind.title for kind in _kinds_of([summary])}
     rows = [
         tag(
@@ -265,19 +296,9 @@ def _offenders(summary: RunSummary) -> Html | None:
             tag("td", tag("code", each.grp), class_="any", data_name="Group"),
             tag("td", each.why, class_="any why"),
         )
-        for each in summary.examples
+        for each in examples
     ]
-    return _section(
-        "Top offenders",
-        join(
-            f"{plural(len(rows), 'transaction', 'transactions')} with findings; the verdict table "
-            "has all of them. ",
-            tag("code", "txbroker tx show ID"),
-            " tells what a proxy knows of one.",
-        ),
-        table(("Transaction", "Findings", "Group", "Why"), rows, class_="stack"),
-        long=True,
-    )
+    return table(("Transaction", "Findings", "Group", "Why"), rows, class_="stack")
 
 
 def _by_group(groups: Sequence[GroupDrift]) -> Html | None:
@@ -342,7 +363,7 @@ def _runs_table(runs: Sequence[RunSummary], kinds: Sequence[Kind]) -> Html:
     rows = [
         tag(
             "tr",
-            tag("th", moment(run.started_ms), scope="row"),
+            tag("th", moment(run.started_ms), class_="when", scope="row"),
             tag("td", _MODES.get(run.mode, run.mode)),
             tag("td", count(run.transactions), class_="n"),
             tag("td", count(sum(run.drift.values())), class_="n"),
@@ -435,14 +456,18 @@ _DECIDE, _VISIBLE = "From prepare to decision", "From decision to visible"
 def _latencies(summary: RunSummary) -> Html | None:
     decide = {one.label: one for one in summary.decide_latency if sum(one.counts)}
     visible = {one.label: one for one in summary.visible_latency if sum(one.counts)}
-    labels = sorted(decide.keys() | visible.keys(), key=_sort_key)
+    labels = _ordered([*decide, *visible])
     if not labels:
         return None
     sides = (
         (_DECIDE, decide, common_window([*decide.values()])),
         (_VISIBLE, visible, common_window([*visible.values()])),
     )
-    pairs = [_pair(label, sides) for label in labels[:PAIRS_SHOWN]]
+    pairs = [
+        _pair(label, sides)
+        for _kind, some in groupby(labels, key=_label_kind)
+        for label in islice(some, PAIRS_SHOWN)
+    ]
     rows = [_latency_row(label, decide.get(label), visible.get(label)) for label in labels]
     heads = ("", "Decided", "p50", "p99", "Visible", "p50", "p99")
     return _section(
@@ -456,9 +481,17 @@ def _latencies(summary: RunSummary) -> Html | None:
     )
 
 
-def _sort_key(label: str) -> tuple[int, str]:
-    order = {"all": 0, "topic": 1, "group": 2}
-    return order.get(label.partition(":")[0], 3), label
+def _label_kind(label: str) -> str:
+    return label.partition(":")[0]
+
+
+def _ordered(labels: Sequence[str]) -> list[str]:
+    """Return each label once, topics before groups; those of a kind as they came, which is by
+    how many transactions they have."""
+    kinds = sorted({_label_kind(label) for label in labels}, reverse=True)
+    return [
+        label for kind in kinds for label in dict.fromkeys(labels) if _label_kind(label) == kind
+    ]
 
 
 def _name(label: str) -> Html:

@@ -66,6 +66,7 @@ th.n:last-child, td.n:last-child { padding-right: 0; }
 tr.found th, tr.found .n:nth-child(2) { color: var(--bad); font-weight: 650; }
 tr.clear { color: var(--muted); }
 td.any, th.any { overflow-wrap: anywhere; min-width: 9ch; }
+.when { white-space: nowrap; }
 td.why { width: 38%; min-width: 26ch; }
 code { font: .92em/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   overflow-wrap: anywhere; }
@@ -117,17 +118,25 @@ footer { color: var(--muted); font-size: .85rem; padding-bottom: 40px; }
   table.stack tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--line); }
   table.stack tr:last-child { border-bottom: 0; }
   table.stack th, table.stack td { display: block; border: 0; padding: 1px 0; text-align: left; }
+  table.stack .when { white-space: nowrap; }
+td.why { width: auto; }
   table.stack td.n { display: inline-block; margin-right: 18px; }
   table.stack [data-name]::before { content: attr(data-name) " "; color: var(--muted);
     font-weight: 400; font-size: .85rem; }
 }
 @media print {
   :root { color-scheme: light; --page: #fff; }
-  body { font-size: 11pt; }
-  section, dl.tiles div, .verdict { break-inside: avoid-page; }
-  section.long { break-inside: auto; }
-  tr, figure, .pair { break-inside: avoid; }
+  @page { margin: 14mm 12mm; }
+  body { font-size: 9.5pt; }
+  main, header, footer { padding: 0; max-width: none; }
+  section { border: 0; padding: 0; margin: 14pt 0; }
+  h2, .lead { break-after: avoid; }
+  tr, figure, .pair, .verdict, .history { break-inside: avoid; }
+  details:not([open]) { display: none; }
+  .scroll { overflow: visible; }
+  .chip { white-space: normal; }
+  code.id { font-size: 8pt; }
+  td.why { min-width: 0; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  details::details-content { content-visibility: visible; block-size: auto; }
 }
 """

@@ -17,7 +17,14 @@ from txbroker.errors import ConfigurationError
 from txbroker.spark.figures import duration, percentile
 from txbroker.spark.html import Html, join, tag
 from txbroker.spark.plots import Column, Window, common_window, distribution, history_row
-from txbroker.spark.report import RUNS_SHOWN, GroupDrift, render, write_report
+from txbroker.spark.report import (
+    OFFENDERS_SHOWN,
+    PAIRS_SHOWN,
+    RUNS_SHOWN,
+    GroupDrift,
+    render,
+    write_report,
+)
 from txbroker.spark.schema import (
     KIND_NAMES,
     KINDS,
@@ -111,7 +118,7 @@ def test_a_page_of_any_sizes_stays_small() -> None:
     page = render(many, [drifted(number) for number in range(2000)])
     assert len(page) < 1_000_000
     assert "4,903 more topics." in words(page)
-    assert page.count("<figure>") == 2 * 24 + 1
+    assert page.count("<figure>") == 2 * PAIRS_SHOWN + 1
 
 
 @given(st.text(), st.text())
@@ -167,6 +174,36 @@ def test_findings_are_told_with_ids_and_why_and_what_was_not_judged() -> None:
         "Begun 2025-10-09 08:53:20 UTC, took 12 s; 3,806 records read.",
     ):
         assert expected in told
+
+
+def test_a_kind_with_many_offenders_hides_none_of_another() -> None:
+    many = [Example(f"{'0' * 23}{n:03}", ("late",), "g", "") for n in range(20)]
+    grave = Example("G" * 26, ("too_many_attempts", "visible_twice"), "g", "")
+    told = drifted(drift={"late": 20, "visible_twice": 1}, examples=(*many, grave))
+    section = next(
+        one
+        for one in parsed(render(told, [])).iter("section")
+        if one.findtext("h2") == "Top offenders"
+    )
+    near, far = (
+        [
+            row.findtext("th/code")
+            for row in part.findall(".//tr")
+            if row.find("th/code") is not None
+        ]
+        for part in (section.find("div"), section.find("details"))
+        if part is not None
+    )
+    assert near == [grave.id, *(one.id for one in many[:OFFENDERS_SHOWN])]
+    assert far == [one.id for one in many[OFFENDERS_SHOWN:]]
+
+
+def test_both_topics_and_groups_have_plots_those_with_most_transactions() -> None:
+    labels = [f"{kind}:n{n}" for kind in ("group", "topic") for n in range(20, 0, -1)]
+    told = summary(decide_latency=[Histogram(label, (1, 2), (1, 1, 0)) for label in labels])
+    shown = ["".join(one.itertext()) for one in parsed(render(told, [])).iter("h3")]
+    firsts = [f"n{n}" for n in range(20, 20 - PAIRS_SHOWN, -1)]
+    assert shown == [f"{kind} {name}" for kind in ("topic", "group") for name in firsts]
 
 
 def test_every_kind_has_its_row_with_this_run_and_the_one_before() -> None:
