@@ -58,6 +58,11 @@ bench: $(VENV)/.dev ## Measure complete transactions per second
 bench-recovery: $(VENV)/.dev ## Measure restarts, and what a million undecided transactions cost
 	@$(BIN)/python benchmarks/recovery.py
 
+COUNT ?= 2000000
+.PHONY: bench-audit
+bench-audit: $(VENV)/.dev ## Measure an audit of COUNT transactions (2000000) against merely counting them
+	@$(BIN)/python benchmarks/audit.py --count $(COUNT)
+
 MINUTES ?= 10
 .PHONY: soak
 soak: $(VENV)/.dev ## Kill one of three proxies every 20 s under load, for MINUTES (10)

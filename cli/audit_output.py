@@ -8,7 +8,7 @@ import msgspec
 from txbroker.cli.output import Column, Row, clock, duration, printable, show_data, show_rows
 from txbroker.spark.schema import BUSINESS_KINDS, KINDS, RunSummary
 
-_STATES = {
+STATES = {
     "settled": "visible as committed, or rolled back and not visible",
     "promoted": "committed and visible",
     "rolled_back": "rolled back and not visible",
@@ -16,6 +16,7 @@ _STATES = {
     "pending": "undecided",
     "parked": "undecided after the last attempt, kept whole",
     "refused": "committed, but its target does not take it",
+    "gone": "retention or compaction took what would tell",
     "void": "does not count: too far from its id's time, or its key is another's",
 }
 """What the states of transactions mean, in the order in which they are shown."""
@@ -74,9 +75,9 @@ def as_row(run: RunSummary) -> dict[str, Any]:
 
 
 def _counts(run: RunSummary) -> Iterator[Row]:
-    known = [name for name in _STATES if name in run.states]
-    for name in (*known, *sorted(run.states.keys() - _STATES.keys())):
-        yield _count(name, run.states[name], _STATES.get(name, ""))
+    known = [name for name in STATES if name in run.states]
+    for name in (*known, *sorted(run.states.keys() - STATES.keys())):
+        yield _count(name, run.states[name], STATES.get(name, ""))
     for name, count in sorted(run.drift.items(), key=_gravity):
         meaning = _KINDS[name].meaning if name in _KINDS else ""
         yield {**_count(name, count, meaning), "drift": True}

@@ -26,6 +26,7 @@ config file.
 | 1 | failed; stderr says why in a sentence. `txbroker --debug …` shows where |
 | 2 | wrong usage |
 | 3 | partly done: of several, some |
+| 4 | an audit found drift |
 | 130 | Ctrl-C |
 """
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _DEFAULTS = {
+    "spark.driver.memory": "2g",  # where the driver does all the work, 1g spills early
     "spark.ui.enabled": "false",  # no port is opened unasked
     "spark.ui.showConsoleProgress": "false",  # we have our own
     "spark.sql.catalogImplementation": "in-memory",

@@ -182,8 +182,8 @@ def test_what_fails_in_spark_is_one_sentence(spark: SparkSession) -> None:
 def test_a_java_that_has_ended_is_told(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("java.lang.OutOfMemoryError: Java heap space")
-    with pytest.raises(SparkFailed, match=r"ended: its memory was too small.*driver.memory=4g"):
-        with in_words(log):
-            raise ConnectionResetError
+    says = r"ended: its memory was too small.*driver\.memory=4g"
+    with pytest.raises(SparkFailed, match=says), in_words(log):
+        raise ConnectionResetError
     with pytest.raises(ValueError, match="of ours"), in_words(log):
         raise ValueError("of ours")
