@@ -33,12 +33,13 @@ class KafkaAccess:
     It may be used from any thread, also from one that runs an event loop.
 
     Attributes:
+        settings: how we reach it.
         options: how Spark's Kafka source reaches it: names with their prefix, as
             `kafka.bootstrap.servers`.
     """
 
     def __init__(self, settings: KafkaSettings, options: Mapping[str, str] | None = None) -> None:
-        self._settings = settings
+        self.settings = settings
         servers = {"kafka.bootstrap.servers": ",".join(settings.bootstrap_servers)}
         self.options = servers | dict(options or {})
 
@@ -73,7 +74,7 @@ class KafkaAccess:
         return found
 
     async def _bounds(self, topics: Sequence[str]) -> dict[str, TopicBounds]:
-        async with AuditAccess(self._settings) as access:
+        async with AuditAccess(self.settings) as access:
             return await access.bounds(topics)
 
 

@@ -417,9 +417,8 @@ class Bucket:
         if judged.state == "committed" and judged.decided_at_ms is not None:
             parked_ms = [ParkedRow(*row).at_ms for row in entry.rows.get("parked", ())]
             since_ms = max([judged.decided_at_ms, *parked_ms])
-            for after_ms in (terms.late_after_ms, terms.lost_after_ms):
-                if since_ms + after_ms >= self._moment_ms:
-                    waits.append(since_ms + after_ms + 1)
+            ages_ms = (since_ms + after for after in (terms.late_after_ms, terms.lost_after_ms))
+            waits.extend(age_ms + 1 for age_ms in ages_ms if age_ms >= self._moment_ms)
         elif judged.state in _OVER and not waits:
             times = (judged.id_ms, judged.decided_at_ms, judged.prepared_at_ms, entry.row_ms)
             over_ms = max(time or 0 for time in times) + terms.keep_ms

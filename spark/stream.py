@@ -1,0 +1,410 @@
+"""`txbroker audit stream`: every transaction is judged as its records go by.
+
+Spark reads all topics at once, each as far as it comes, so at any time one topic is ahead of
+another. What holds them together is the *tick*: a record of the audit topic, written by the stream
+itself. Its append time is the brokers' now; after it the ends of all topics are asked for; once
+Spark has read past those ends, the next tick says so, and Spark's watermark moves there. All rules
+about time and about "there is none" are made with that watermark; see `stream_state`.
+
+Target topics are found as half messages name them. A topic that is new is added by starting the
+query again from its checkpoint, with the longer list; no tick comes until it was read, too.
+"""
+
+import contextlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
+from txbroker.kafka.drift import KafkaDrift
+from txbroker.spark.cut import KafkaAccess, TopicEnds
+from txbroker.spark.errors import AuditError
+from txbroker.spark.publish import publish
+from txbroker.spark.rows import ALWAYS
+from txbroker.spark.schema import Names, RunSummary, Terms
+from txbroker.spark.stream_home import Home, Taken, read_home, write_home
+from txbroker.spark.stream_plan import STATE_CONF, Sources, plan, ship_by_value
+from txbroker.spark.stream_sink import Calls, Sink
+from txbroker.spark.stream_state import StreamTerms
+from txbroker.spark.trouble import in_words
+
+_LOOK_S = 0.1
+_TICK_S = 1.0
+"""Ticks are not closer than this: see `stream_state` on the third one."""
+_DEAF_S = 60.0
+"""A Kafka that does not answer is asked again for so long."""
+
+Positions = dict[tuple[str, int], int]
+
+
+class StreamSettings(Struct, frozen=True):
+    """What is audited, and how.
+
+    Attributes:
+        checkpoint: folder or URI where Spark remembers how far it is.
+        names: the installation's topics.
+        terms: what is judged by; `now_ms` counts for nothing.
+        every_s: how often what is new is judged, seconds.
+        summary_s: how often proxies are told how things stand, seconds.
+        keep_s: for how long what is over is remembered, so that what should not come any more is
+            recognised; at least the dedup window.
+        records_max: how many records one batch takes, from each of half, op, parked and targets.
+        buckets: parts of the state; more of them share the work among more executors. Fixed by
+            the first start.
+        targets: topics that are read from the start, beside those that half messages name.
+    """
+
+    checkpoint: str
+    names: Names
+    terms: Terms = Terms(0)
+    every_s: float = 3.0
+    summary_s: float = 10.0
+    keep_s: float = 300.0
+    records_max: int = 200_000
+    buckets: int = 16
+    targets: frozenset[str] = frozenset()
+
+    def validate(self) -> None:
+        """Refuse contradictions.
+
+        Raises:
+            ConfigurationError: with a sentence that says what contradicts what.
+        """
+        if self.keep_s * 1000 <= self.terms.dedup_window_ms + self.terms.late_after_ms:
+            raise ConfigurationError(
+                "what is over must be remembered for longer than the dedup window and the time "
+                "after which a commit is late"
+            )
+
+
+def start_stream(
+    spark: SparkSession, access: KafkaAccess, settings: StreamSettings
+) -> "AuditStream":
+    """Start auditing, or go on from the checkpoint; it goes on by itself until it is stopped.
+
+    Raises:
+        ConfigurationError: something is missing or does not fit; the sentence says what to do.
+        AuditError, KafkaUnavailable: Kafka does not answer.
+    """
+    settings.validate()
+    stream = AuditStream(spark, access, settings)
+    stream.start()
+    return stream
+
+
+class AuditStream:
+    """A stream that runs; made by `start_stream`."""
+
+    def __init__(self, spark: SparkSession, access: KafkaAccess, settings: StreamSettings) -> None:
+        self._spark, self._access, self._settings = spark, access, settings
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="txbroker audit stream", daemon=True)
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._grown = threading.Event()
+        self._moment_ms = 0
+        self._summary_at_s = 0.0
+
+    # --- from outside ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin; called once."""
+        home = read_home(self._spark, self._settings.checkpoint)
+        name = secrets.token_hex(8) if home is None else home.name
+        self._tick_key = f"stream-tick:{name}"
+        self._call = Calls(f"txbroker audit {name}")
+        try:
+            self._kafka = self._call(_open(self._access, name))
+            self._now_ms = self._call(self._kafka.mark(self._tick_key, b"0"))
+            self._home = self._founded(name) if home is None else home
+            if self._home.installation != self._settings.names.half:
+                raise ConfigurationError(
+                    f"{self._settings.checkpoint} belongs to the topic {self._home.installation}: "
+                    "name another --checkpoint"
+                )
+            self._add_targets(self._settings.targets)
+            self._sink = Sink(self._kafka, self._call, name, self._add_targets)
+            self._sink.begin()
+        except BaseException:
+            self._call.close()
+            raise
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """End it; what was not finished is done when it starts again."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended; return whether it has.
+
+        Raises:
+            TxbrokerError: it failed.
+        """
+        self._thread.join(timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        return not self._thread.is_alive()
+
+    @property
+    def moment_ms(self) -> int:
+        """Up to when all logs were read, ms by the brokers' clocks."""
+        return self._moment_ms
+
+    def summary(self) -> RunSummary:
+        """Return how things stand."""
+        progress, home = self._sink.progress, self._home
+        states = {state: number for state, number in progress.states.items() if number > 0}
+        over = {"promoted", "rolled_back", "void", "gone"}
+        return RunSummary(
+            run=f"stream-{home.name}",
+            mode="stream",
+            started_ms=home.started_ms,
+            took_s=max(self._moment_ms - home.started_ms, 0) / 1000,
+            cut=None,
+            records={},
+            transactions=sum(states.values()),
+            states=states,
+            drift={kind: number for kind, number in progress.drift.items() if number > 0},
+            carried=sum(number for state, number in states.items() if state not in over),
+            quarantined=progress.quarantined,
+            examples=progress.examples,
+        )
+
+    # --- what is read ------------------------------------------------------------------------
+
+    def _founded(self, name: str) -> Home:
+        """Return the home of a new stream, with what retention has taken before it came."""
+        settings = self._settings
+        home = Home(
+            name=name,
+            installation=settings.names.half,
+            started_ms=self._now_ms,
+            buckets=settings.buckets,
+            slot_ms=StreamTerms().slot_ms,
+        )
+        own = [self._access.own_ends(topic) for topic in (settings.names.half, settings.names.op)]
+        home = home.with_taken(_taken(own, self._now_ms))
+        write_home(self._spark, settings.checkpoint, home)
+        return home
+
+    def _add_targets(self, topics: frozenset[str]) -> None:
+        """Remember topics that half messages name, so that no restart forgets them."""
+        with self._lock:
+            if topics <= self._home.targets:
+                return
+            self._keep(msgspec.structs.replace(self._home, targets=self._home.targets | topics))
+            self._grown.set()
+
+    def _keep(self, home: Home) -> None:
+        write_home(self._spark, self._settings.checkpoint, home)
+        self._home = home
+
+    def _sources(self) -> tuple[Sources, set[str]]:
+        """Return what to read now, and which targets the checkpoint does not know."""
+        with self._lock:
+            self._grown.clear()
+            home = self._home
+            ends = self._access.ends(home.targets)
+            new = ends.keys() - home.read
+            fresh = [ends[topic] for topic in sorted(new)]
+            lenient = bool(home.read - ends.keys())
+            lenient |= any(any(topic.starts) for topic in fresh)
+            gone = [
+                Taken(topic, each.partition, each.start, ALWAYS)
+                for topic in home.read - ends.keys()
+                for each in (*home.taken, Taken(topic, 0, 0, ALWAYS))
+                if each.topic == topic
+            ]
+            found = home.with_taken([*_taken(fresh, self._now_ms), *gone])
+            if found != home:
+                self._keep(found)
+        sources = Sources(
+            names=self._settings.names,
+            targets=frozenset(ends),
+            options=self._access.options,
+            tick_key=self._tick_key,
+            records_max=self._settings.records_max,
+            lenient=lenient,
+        )
+        return sources, set(new)
+
+    def _terms(self) -> StreamTerms:
+        terms, home = self._settings.terms, self._home
+        return StreamTerms(
+            terms.dedup_window_ms,
+            terms.late_after_ms,
+            terms.lost_after_ms,
+            round(self._settings.keep_s * 1000),
+            home.slot_ms,
+            home.targets,
+            home.horizon(self._settings.names.half, self._settings.names.op),
+        )
+
+    # --- running -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            ship_by_value()
+            while not self._stop.is_set():
+                with in_words(None):
+                    self._follow_once()
+        except BaseException as error:
+            self._failure = error if isinstance(error, TxbrokerError) else _unexpected(error)
+        finally:
+            with contextlib.suppress(Exception):
+                self._call(self._kafka.__aexit__())
+            self._call.close()
+
+    def _follow_once(self) -> None:
+        """Run the query until it has to be started anew, or is stopped."""
+        sources, new = self._sources()
+        for name, value in STATE_CONF.items():
+            self._spark.conf.set(name, value)
+        begins = self._access.ends(self._topics(sources)) if sources.lenient else {}
+        query = self._query(sources)
+        try:
+            while not self._stop.is_set():
+                began_s = time.monotonic()
+                # Topics that did not exist are looked at before the moment is: what is created
+                # later holds nothing that was visible by then.
+                if not self._round(query, sources):
+                    return
+                if sources.lenient:
+                    _refuse_gaps(query, begins, new)
+                if new or sources.lenient:
+                    with self._lock:
+                        self._keep(msgspec.structs.replace(self._home, read=sources.targets))
+                    new = set()
+                    if sources.lenient:
+                        return
+                self._publish()
+                self._stop.wait(max(_TICK_S - (time.monotonic() - began_s), 0))
+        finally:
+            query.stop()
+
+    def _query(self, sources: Sources) -> StreamingQuery:
+        rows = plan(self._spark, sources, self._terms(), self._home.buckets)
+        return (
+            rows.writeStream.foreachBatch(self._sink.take)
+            .queryName(f"txbroker audit {self._home.name}")
+            .option("checkpointLocation", self._settings.checkpoint)
+            .trigger(processingTime=f"{round(self._settings.every_s * 1000)} milliseconds")
+            .start()
+        )
+
+    def _topics(self, sources: Sources) -> list[str]:
+        names = sources.names
+        return [names.half, names.op, names.parked, *sorted(sources.targets)]
+
+    def _round(self, query: StreamingQuery, sources: Sources) -> bool:
+        """Tick, and wait until everything up to that was read; return whether to go on so."""
+        tick = str(self._moment_ms).encode()
+        self._now_ms = at_ms = self._ask(lambda: self._call(self._kafka.mark(self._tick_key, tick)))
+        wanted = [*self._topics(sources), *self._home.targets]
+        ends = self._ask(lambda: self._access.ends(wanted))
+        if any(topic in ends for topic in self._home.targets - sources.targets):
+            return False
+        for topic in self._topics(sources):
+            if topic not in ends:
+                raise AuditError(f"topic {topic} is there no more: start the stream again")
+        cut = {
+            (topic, number): end
+            for topic in self._topics(sources)
+            for number, end in enumerate(ends[topic].ends)
+            if end
+        }
+        while not _passed(_positions(query), cut):
+            if self._grown.is_set() or self._stop.wait(_LOOK_S):
+                return False
+            if not query.isActive:
+                query.awaitTermination(0)
+                raise AuditError("Spark has ended the stream")
+        if self._grown.is_set():
+            return False
+        self._moment_ms = at_ms
+        return True
+
+    def _ask(self, question: Any) -> Any:
+        """Ask Kafka, for a while again where it does not answer."""
+        until_s = time.monotonic() + _DEAF_S
+        while True:
+            try:
+                return question()
+            except (KafkaUnavailable, AuditError):
+                if time.monotonic() > until_s or self._stop.wait(1.0):
+                    raise
+
+    def _publish(self) -> None:
+        if time.monotonic() < self._summary_at_s:
+            return
+        self._summary_at_s = time.monotonic() + self._settings.summary_s
+        # Told again soon, so a Kafka that does not answer now is no reason to end.
+        with contextlib.suppress(KafkaUnavailable):
+            self._call(publish(self._access.settings, self.summary()))
+
+
+async def _open(access: KafkaAccess, name: str) -> KafkaDrift:
+    return KafkaDrift(access.settings, name)
+
+
+def _taken(topics: Iterable[TopicEnds], now_ms: int) -> list[Taken]:
+    """Return of which partitions something is gone, or may go."""
+    return [
+        Taken(each.topic, number, start, ALWAYS if each.compacted else now_ms)
+        for each in topics
+        for number, start in enumerate(each.starts)
+        if start or each.compacted
+    ]
+
+
+def _progress(query: StreamingQuery) -> Mapping[str, Any] | None:
+    last = query.lastProgress
+    return None if last is None else json.loads(last.json)
+
+
+def _positions(query: StreamingQuery) -> Positions:
+    """Return how far Spark has read, and told what came of it."""
+    last = _progress(query)
+    return {} if last is None else _offsets(last, "endOffset")
+
+
+def _offsets(progress: Mapping[str, Any], which: str) -> Positions:
+    return {
+        (topic, int(number)): offset
+        for source in progress["sources"]
+        for topic, offsets in (source[which] or {}).items()
+        for number, offset in offsets.items()
+    }
+
+
+def _passed(positions: Positions, cut: Positions) -> bool:
+    return all(positions.get(place, -1) >= end for place, end in cut.items())
+
+
+def _refuse_gaps(
+    query: StreamingQuery, begins: Mapping[str, TopicEnds], new: Iterable[str]
+) -> None:
+    """See that nothing was passed over that Spark was to read, where it was told not to mind."""
+    first = json.loads(query.recentProgress[0].json)
+    for (topic, number), offset in _offsets(first, "startOffset").items():
+        kept = begins.get(topic)
+        if topic not in new and kept is not None and offset < kept.starts[number]:
+            raise AuditError(
+                f"retention took records of {topic} before the stream read them: name another "
+                "--checkpoint, and run a full audit"
+            )
+
+
+def _unexpected(error: BaseException) -> AuditError:
+    failure = AuditError(f"the stream has failed: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,98 @@
+"""The stream's state in Spark: a bucket's texts in the state store, and its alarm clock."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd  # type: ignore[import-untyped]
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
+
+from txbroker.spark.stream_state import Bucket, Drift, Fact, Heard, StreamTerms
+
+OUTPUT = (
+    "what string, name string, number bigint, id string, grp string, why string, "
+    "first_seen_ms bigint, at_ms bigint"
+)
+"""What comes out: new findings (`what` is `told`, `name` the kind), changes of counts (`what` and
+`name` as in `Heard.counts`), and names of targets that are not read (`what` is `target`)."""
+BROKEN, TICK = "broken", "tick"
+"""Tables of rows that are no facts: records that do not read, and the stream's own clock."""
+
+
+class _Texts:
+    """A bucket's texts, in Spark's state store."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def read(self, name: str) -> str | None:
+        found = self._state.getValue((name,))
+        return None if found is None else str(found[0])
+
+    def write(self, name: str, text: str | None) -> None:
+        if text is None:
+            self._state.removeKey((name,))
+        else:
+            self._state.updateValue((name,), (text,))
+
+
+class TransactionProcessor(StatefulProcessor):
+    """Takes a bucket's new records in, and looks again when something is due."""
+
+    def __init__(self, terms: StreamTerms) -> None:
+        self._terms = terms
+
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        """Begin work on a partition of the state."""
+        self._handle = handle
+        self._texts = handle.getMapState("texts", "name string", "text string")
+
+    def handleInputRows(
+        self, key: Any, rows: Iterator[pd.DataFrame], timerValues: Any
+    ) -> Iterator[pd.DataFrame]:
+        """Take new records in."""
+        import json
+
+        facts, broken = [], 0
+        for some in rows:
+            columns = (some[name].tolist() for name in ("table", "id", "facts"))
+            for table, id, text in zip(*columns, strict=True):
+                if table == BROKEN:
+                    broken += 1
+                elif table != TICK:
+                    facts.append(Fact(table, id, json.loads(text)))
+        heard = self._look(facts, timerValues)
+        if broken:
+            heard.counts["quarantined", "records"] += broken
+        yield from _frames(heard)
+
+    def handleExpiredTimer(
+        self, key: Any, timerValues: Any, expiredTimerInfo: Any
+    ) -> Iterator[pd.DataFrame]:
+        """Look at what is due."""
+        yield from _frames(self._look([], timerValues))
+
+    def _look(self, facts: list[Fact], timers: Any) -> Heard:
+        moment_ms = max(int(timers.getCurrentWatermarkInMs()), 0)
+        heard = Bucket(_Texts(self._texts), self._terms, moment_ms).look(facts)
+        if heard.due_ms is not None:
+            self._handle.registerTimer(heard.due_ms)
+        return heard
+
+    def close(self) -> None:
+        """End work on a partition of the state."""
+
+
+def _frames(heard: Heard) -> Iterator[pd.DataFrame]:
+    rows = [("told", each.kind, 1, *_told(each)) for each in heard.drift]
+    rows += [(what, name, by, *_NOTHING) for (what, name), by in heard.counts.items() if by]
+    rows += [("target", topic, 1, *_NOTHING) for topic in sorted(heard.targets)]
+    if rows:
+        names = ["what", "name", "number", "id", "grp", "why", "first_seen_ms", "at_ms"]
+        yield pd.DataFrame(rows, columns=names)
+
+
+_NOTHING = ("", "", "", 0, 0)
+
+
+def _told(drift: Drift) -> tuple[str, str, str, int, int]:
+    return drift.id, drift.group, drift.why, drift.first_seen_ms, drift.at_ms

@@ -1,0 +1,212 @@
+"""What a stream tells: each finding once, and how things stand."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from datetime import UTC, datetime
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+from pyspark.sql import DataFrame, Row
+from pyspark.sql import functions as F
+
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.drift import KafkaDrift
+from txbroker.spark.schema import Example
+
+EXAMPLES_MAX = 20
+_WRITES_MAX = 5
+_Result = TypeVar("_Result")
+
+
+class DriftEvent(Struct, frozen=True, kw_only=True):
+    """The value of a record of the drift topic, as JSON; its key is `event`.
+
+    Attributes:
+        v: version of this record.
+        event: its name, `ID:KIND`; there is one of each.
+        id, kind, group, why: of the finding.
+        at: when it was certain, by the brokers' clocks.
+        first_seen: when it was first suspected.
+        stream: whose finding it is.
+    """
+
+    v: int = 1
+    event: str
+    id: str
+    kind: str
+    group: str
+    why: str
+    at: str
+    first_seen: str
+    stream: str
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """How far a stream is: stored with the findings, in one Kafka transaction.
+
+    Attributes:
+        v: version of this record.
+        batch: the last batch of Spark that anything came of; -1: none.
+        states, drift: how many transactions are in each state, and have each kind of finding.
+        strangers: records of transactions that the stream knows nothing of any more.
+        quarantined: records that did not read.
+        examples: the newest transactions with findings.
+    """
+
+    v: int = 1
+    batch: int = -1
+    states: dict[str, int] = {}
+    drift: dict[str, int] = {}
+    strangers: int = 0
+    quarantined: int = 0
+    examples: tuple[Example, ...] = ()
+
+
+class Calls:
+    """An event loop in a thread of its own, which other threads have work done in."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def __call__(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Do some work and return what comes of it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        """End the loop."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Sink:
+    """Takes what comes of Spark's batches, one after the other.
+
+    Spark gives a batch again when it does not know whether it was taken. What comes of a batch is
+    the same each time, and its number is stored with it, so it counts once.
+
+    Args:
+        kafka: where it is told.
+        call: has work done in the event loop that `kafka` belongs to.
+        name: the stream's.
+        on_targets: told names of topics that are not read yet, before the batch is done.
+    """
+
+    def __init__(
+        self,
+        kafka: KafkaDrift,
+        call: Calls,
+        name: str,
+        on_targets: Callable[[frozenset[str]], None],
+    ) -> None:
+        self._kafka, self._call, self._name = kafka, call, name
+        self._on_targets = on_targets
+        self._key = f"stream-progress:{name}"
+        self._sure = False
+        self._one_at_a_time = Lock()
+        self.progress = Progress()
+
+    def begin(self) -> None:
+        """Shut out every earlier stream of this name, and learn what it has told.
+
+        Raises:
+            ConfigurationError: a topic is missing, or there is no right to it.
+            KafkaUnavailable: Kafka does not answer.
+        """
+        value = self._call(self._kafka.begin(self._key))
+        if value is not None:
+            self.progress = msgspec.json.decode(value, type=Progress)
+        self._sure = True
+
+    def take(self, rows: DataFrame, batch: int) -> None:
+        """Take a batch; what Spark's `foreachBatch` calls.
+
+        Raises:
+            ConfigurationError: a topic does not take what is told, or another stream has begun.
+            KafkaUnavailable: Kafka does not answer.
+        """
+        # A query that is stopped may leave its last call behind when the next one begins.
+        with self._one_at_a_time:
+            self._take(rows, batch)
+
+    def _take(self, rows: DataFrame, batch: int) -> None:
+        rows.persist()
+        try:
+            sums = rows.groupBy("what", "name").agg(F.sum("number").alias("number")).collect()
+            targets = frozenset(row["name"] for row in sums if row["what"] == "target")
+            if targets:
+                self._on_targets(targets)
+            if any(row["what"] != "target" for row in sums):
+                self._store(rows, sums, batch)
+        finally:
+            rows.unpersist()
+
+    def _store(self, rows: DataFrame, sums: Iterable[Row], batch: int) -> None:
+        """Store what came of a batch, until it is known that it is stored."""
+        told = rows.where(F.col("what") == "told")
+        some = any(row["what"] == "told" for row in sums)
+        for left in reversed(range(_WRITES_MAX)):
+            try:
+                if not self._sure:
+                    self.begin()
+                if self.progress.batch >= batch:
+                    return
+                examples = told.limit(EXAMPLES_MAX).collect() if some else []
+                progress = _advanced(self.progress, batch, sums, examples)
+                findings = self._findings(told.toLocalIterator()) if some else iter(())
+                self._sure = False
+                self._call(self._kafka.write(findings, self._key, msgspec.json.encode(progress)))
+                self.progress, self._sure = progress, True
+            except KafkaUnavailable:
+                if not left:
+                    raise
+            else:
+                return
+
+    def _findings(self, rows: Iterable[Row]) -> Iterator[tuple[str, bytes]]:
+        for row in rows:
+            event = f"{row['id']}:{row['name']}"
+            value = DriftEvent(
+                event=event,
+                id=row["id"],
+                kind=row["name"],
+                group=row["grp"],
+                why=row["why"],
+                at=_iso(row["at_ms"]),
+                first_seen=_iso(row["first_seen_ms"]),
+                stream=self._name,
+            )
+            yield event, msgspec.json.encode(value)
+
+
+def _advanced(
+    before: Progress, batch: int, sums: Iterable[Row], examples: Iterable[Row]
+) -> Progress:
+    states, drift = dict(before.states), dict(before.drift)
+    others = {"stranger": before.strangers, "quarantined": before.quarantined}
+    for row in sums:
+        what, name, number = row["what"], row["name"], row["number"]
+        if what == "state":
+            states[name] = states.get(name, 0) + number
+        elif what == "drift":
+            drift[name] = drift.get(name, 0) + number
+        elif what in others:
+            others[what] += number
+    newest = [Example(row["id"], (row["name"],), row["grp"], row["why"]) for row in examples]
+    return Progress(
+        batch=batch,
+        states={name: number for name, number in states.items() if number},
+        drift={name: number for name, number in drift.items() if number},
+        strangers=others["stranger"],
+        quarantined=others["quarantined"],
+        examples=tuple([*newest, *before.examples][:EXAMPLES_MAX]),
+    )
+
+
+def _iso(at_ms: int) -> str:
+    moment = datetime.fromtimestamp(at_ms / 1000, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
