@@ -174,10 +174,10 @@ def run_command(
 @click.option(
     "--every-s",
     type=float,
-    default=10.0,
+    default=3.0,
     envvar="TXBROKER_EVERY_S",
     metavar="SECONDS",
-    help="How often what is new is judged. [env: TXBROKER_EVERY_S; default: 10]",
+    help="How often what is new is judged. [env: TXBROKER_EVERY_S; default: 3]",
 )
 @_age_options
 @_spark_options

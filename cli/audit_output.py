@@ -1,6 +1,6 @@
 """What `txbroker audit` shows of runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -115,8 +115,12 @@ def drift_in_words(run: RunSummary) -> str:
         said += f" {run.quarantined:,} records do not read and were set aside."
     if not run.has_drift:
         return f"{said} No drift."
-    kinds = ", ".join(
-        f"{_KINDS[name].title if name in _KINDS else name}: {count:,}"
-        for name, count in sorted(run.drift.items(), key=_gravity)
+    return f"{said} Drift! {kinds_in_words(run.drift)}."
+
+
+def kinds_in_words(drift: Mapping[str, int]) -> str:
+    """Return how often which kind of drift was found, the gravest first."""
+    return ", ".join(
+        printable(f"{_KINDS[name].title if name in _KINDS else name}: {count:,}")
+        for name, count in sorted(drift.items(), key=_gravity)
     )
-    return printable(f"{said} Drift! {kinds}.")

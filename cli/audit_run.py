@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from txbroker.spark.journal import Journal
     from txbroker.spark.progress import SparkProgress
     from txbroker.spark.schema import Names, RunSummary, Terms
+    from txbroker.spark.stream import AuditStream
 
 SECONDS_MAX = 1e9
+KEEP_MIN_S = 300.0
+TELL_S = 1.0
 _BUSINESS_OPTIONS = ("table", "id_column", "group", "business_user", "business_password_file")
 _SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
 """Options that `spark-submit` is given, or that are resolved here; not passed on to the cluster."""
@@ -255,6 +258,46 @@ def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> "
             _report(session, options.report, summary, journal, wanted.out)
     _publish(settings, summary)
     return summary
+
+
+def follow(settings: Settings, spark: SparkSettings, options: StreamOptions) -> None:
+    """Audit what goes by until SIGINT or SIGTERM; what is found is told on stderr too.
+
+    Raises:
+        TxbrokerError: with a sentence that says what to do.
+    """
+    with started(spark) as (session, bar):
+        from txbroker.spark.cut import access_from
+        from txbroker.spark.stream import StreamSettings, start_stream
+
+        terms = terms_of(settings, options.ages)
+        wanted = StreamSettings(
+            checkpoint=options.checkpoint or str(settings.data_dir / "audit-stream"),
+            names=names_of(settings),
+            terms=terms,
+            every_s=options.every_s,
+            keep_s=max(KEEP_MIN_S, (terms.dedup_window_ms + terms.late_after_ms) / 1000 * 2),
+        )
+        stream = start_stream(session, access_from(settings), wanted)
+        bar.stage("watching")
+        click.echo(f"Watching {wanted.names.half} on {settings.kafka}", err=True)
+        try:
+            _tell_until_it_ends(stream)
+        except KeyboardInterrupt:
+            click.echo("Stopped.", err=True)
+        finally:
+            stream.stop()
+
+
+def _tell_until_it_ends(stream: "AuditStream") -> None:
+    from txbroker.cli.audit_output import kinds_in_words
+
+    told: dict[str, int] = {}
+    while not stream.wait(TELL_S):
+        drift = stream.summary().drift
+        if drift and drift != told:
+            click.echo(f"Drift! {kinds_in_words(drift)}.", err=True)
+        told = drift
 
 
 def names_of(settings: Settings) -> "Names":
