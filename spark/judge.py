@@ -347,10 +347,7 @@ def _end(
     age_ms = terms.now_ms - max(decided.at_ms, copy.last_ms)
     if not decided.early or age_ms <= terms.late_after_ms:
         return "committed", True
-    if all(
-        decided.at_ms <= horizon.taken_ms.get((row.topic, row.target_partition), -1)
-        for row in missing
-    ):
+    if all(decided.at_ms <= _taken_ms(horizon, row) for row in missing):
         return "gone", False
     first = missing[0]
     kind = "lost" if age_ms > terms.lost_after_ms else "late"
@@ -359,6 +356,12 @@ def _end(
         f" message {first.seq} for {first.topic}-{first.target_partition}"
     )
     return "committed", True
+
+
+def _taken_ms(horizon: Horizon, row: HalfRow) -> int:
+    """Return until when what was decided for this place may have been there and be gone."""
+    whole_topic = horizon.taken_ms.get((row.topic, -1), -1)
+    return horizon.taken_ms.get((row.topic, row.target_partition), whole_topic)
 
 
 # --- the verdict -----------------------------------------------------------------------------
@@ -510,13 +513,50 @@ def _judged(
     )
 
 
+def in_order(facts: TransactionFacts, judged: Judged) -> list[Place] | None:
+    """Return where a transaction's messages have to stand in the order of their key.
+
+    None where they need not: without a key, or after a refusal, which costs the place.
+    """
+    mark = order_mark(facts, judged)
+    refused = any(row.tombstone or row.state == "refused" for row in facts.parked)
+    if mark is None or refused or judged.decision != "commit":
+        return None
+    half = {row.offset: row for row in facts.half if row.partition == judged.half_partition}
+    first: dict[int, Place] = {}
+    for place in judged.places:
+        row = half.get((judged.half_offset or 0) + place.seq)
+        if row is not None and (row.topic, row.target_partition) == place[:2]:
+            first.setdefault(place.seq, place)
+    return list(first.values())
+
+
+def order_mark(facts: TransactionFacts, judged: Judged) -> int | None:
+    """Return what transactions whose order is kept have in common, None without an order."""
+    place = judged.half_partition, judged.half_offset
+    marks = (row.order_mark for row in facts.half if (row.partition, row.offset) == place)
+    return next(marks, None)
+
+
 def judge_rows(
     rows: Iterable[Mapping[str, Any]], terms: TermsLike, horizon: Horizon
 ) -> list[dict[str, Any]]:
-    """Judge rows of `gather`; what comes out are rows of `Judged`, places as dicts."""
+    """Judge rows of `gather`.
+
+    What comes out are rows of `Judged`, places as dicts, with `order_mark` and, as `ordered`,
+    what `in_order` says.
+    """
     found = []
     for row in rows:
-        judged = judge(facts_of(row), terms, horizon)._asdict()
-        judged["places"] = [place._asdict() for place in judged["places"]]
-        found.append(judged)
+        facts = facts_of(row)
+        judged = judge(facts, terms, horizon)
+        ordered = in_order(facts, judged)
+        found.append(
+            {
+                **judged._asdict(),
+                "places": [place._asdict() for place in judged.places],
+                "order_mark": order_mark(facts, judged),
+                "ordered": None if ordered is None else [place._asdict() for place in ordered],
+            }
+        )
     return found

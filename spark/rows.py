@@ -41,7 +41,8 @@ class Horizon(NamedTuple):
             id is not younger than this and the dedup window may have been taken.
         op_begin_ms: the same for the operation topic.
         taken_ms: by target topic and partition. What was decided no later may have been visible
-            and be gone; `ALWAYS` for a topic that is compacted or no longer there.
+            and be gone; `ALWAYS` for a topic that is compacted or no longer there. Partition -1
+            stands for all of a topic's.
     """
 
     half_start: Mapping[int, int] = {}
@@ -188,14 +189,17 @@ class Judged(NamedTuple):
 
 
 def facts_of(row: Mapping[str, Any]) -> TransactionFacts:
-    """Return the facts of a row of `gather`: arrays of structs, each null where there is none."""
+    """Return the facts of a row of `gather`: arrays of structs, each null where there is none.
+
+    A half message's `dedup` and a parked one's `cause`, which nothing depends on, may be left out.
+    """
     op = [OpRow(**{**each, "contents": _contents(each["contents"])}) for each in row["op"] or ()]
     return TransactionFacts(
         row["id"],
-        [HalfRow(**each) for each in row["half"] or ()],
+        [HalfRow(**{"dedup": None, **each}) for each in row["half"] or ()],
         op,
         [VisibleRow(**each) for each in row["visible"] or ()],
-        [ParkedRow(**each) for each in row["parked"] or ()],
+        [ParkedRow(**{"cause": None, **each}) for each in row["parked"] or ()],
     )
 
 

@@ -1,0 +1,423 @@
+"""From facts to verdicts: one shuffle by transaction id brings together all that is known of one.
+
+Most transactions are plain: one whole half message, one deciding marker, each message visible once
+and as it was prepared. Those are judged by SQL alone, as `judge` would; all others go through it.
+Ids are spread evenly, so a hot group or topic makes no task longer than others.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, reduce
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
+
+from pyspark import StorageLevel, cloudpickle
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+from pyspark.sql.window import Window
+
+from txbroker.spark import judge as judge_module
+from txbroker.spark import rows as rows_module
+from txbroker.spark import schema
+from txbroker.spark.facts import id_partition, id_time_ms, is_id
+from txbroker.spark.judge import judge_rows
+from txbroker.spark.rows import ALWAYS, Horizon, Limits, TermsLike
+from txbroker.spark.schema import Cut
+
+_SIDES = ("half", "op", "visible", "parked")
+_LEFT_OUT = frozenset({"id", "id_ms", "dedup", "cause"})
+"""Columns that no verdict needs."""
+_FIRST = {"half": "seq", "visible": "seq"}
+"""What arrays are sorted by."""
+_FIRST_OFFSETS = 1000
+"""Records that are looked at to tell when a target partition's oldest ones were decided."""
+
+
+class StagedFacts(Protocol):
+    """The tables of facts; columns as in `schema`."""
+
+    @property
+    def half(self) -> DataFrame: ...
+    @property
+    def op(self) -> DataFrame: ...
+    @property
+    def visible(self) -> DataFrame: ...
+    @property
+    def parked(self) -> DataFrame: ...
+
+
+class StagedCut(StagedFacts, Protocol):
+    """The same, with how far everything was read."""
+
+    @property
+    def cut(self) -> Cut: ...
+
+
+_ORDERED = "array<struct<topic: string, partition: int, offset: bigint>>"
+_HASH_FIRST = "spark.sql.execution.useObjectHashAggregateExec"
+_DAY_MS = 86_400_000
+
+_NO_VERDICT = frozenset({"run", "order_mark", "ordered"})
+
+
+@lru_cache(maxsize=1)
+def _judged() -> StructType:
+    """Return what is said of each transaction before the order within keys is looked at."""
+    # Spark's parser needs a session, so not when this module is imported.
+    ddl = f"{schema.VERDICT}, order_mark bigint, ordered {_ORDERED}, id_ms bigint"
+    return cast(StructType, StructType.fromDDL(ddl))
+
+
+def _judged_columns() -> list[str]:
+    return [name for name in _judged().names if name not in ("run", "id_ms")]
+
+
+_cached: WeakKeyDictionary[SparkSession, list[DataFrame]] = WeakKeyDictionary()
+
+
+def verdicts(
+    spark: SparkSession, staged: StagedFacts, terms: TermsLike, horizon: Horizon | None = None
+) -> DataFrame:
+    """Return a row for each transaction: the columns of `schema.VERDICT` without `run`.
+
+    What it is computed from is kept on the executors' disks until `release`, or the next call.
+
+    Args:
+        spark: the session.
+        staged: what was read.
+        terms: what is judged by.
+        horizon: what retention has left; None: told from `staged.cut`, if there is one.
+    """
+    if horizon is None:
+        horizon = horizon_of(cast(StagedCut, staged)) if hasattr(staged, "cut") else Horizon()
+    release(spark)
+    # Each is read twice, by the order's check too; to gather again would cost more.
+    gathered = _by_sql(_gathered(staged))
+    with _sorting(spark):
+        gathered = gathered.persist(StorageLevel.DISK_ONLY)
+    rest = _by_judge(gathered.where("not plain"), terms, horizon).persist(StorageLevel.DISK_ONLY)
+    _cached[spark] = [gathered, rest]
+    judged = gathered.where("plain").select(*_judged_columns()).unionByName(rest)
+    return _with_order(judged)
+
+
+def release(spark: SparkSession) -> None:
+    """Give back the disk that `verdicts` has taken; what it returned can still be read."""
+    for table in _cached.pop(spark, ()):
+        table.unpersist()
+
+
+# --- one shuffle -----------------------------------------------------------------------------
+
+
+def _gathered(staged: StagedFacts) -> DataFrame:
+    """Return a row for each id: arrays of the rows of each table."""
+    tables = {side: getattr(staged, side) for side in _SIDES}
+    structs = {side: _struct(side, table) for side, table in tables.items()}
+    kinds = {
+        side: table.select(structs[side].alias("s")).schema["s"].dataType
+        for side, table in tables.items()
+    }
+    parts = [
+        table.select(
+            "id",
+            *(
+                structs[side].alias(side) if other == side else F.lit(None).cast(kind).alias(other)
+                for other, kind in kinds.items()
+            ),
+        )
+        for side, table in tables.items()
+    ]
+    union = reduce(DataFrame.unionAll, parts)
+    arrays = union.groupBy("id").agg(*(F.collect_list(side).alias(side) for side in _SIDES))
+    # Nearly all have one row: those need no sorting.
+    in_order = {
+        side: F.when(F.size(side) > 1, F.sort_array(side)).otherwise(F.col(side)) for side in _FIRST
+    }
+    return arrays.withColumns(in_order)
+
+
+@contextmanager
+def _sorting(spark: SparkSession) -> Iterator[None]:
+    """Plan aggregates that sort at once.
+
+    Spark would try to collect arrays in a hash table first, and give up after a few ids: half as
+    much work again.
+    """
+    was = spark.conf.get(_HASH_FIRST, "true")
+    spark.conf.set(_HASH_FIRST, "false")
+    try:
+        yield
+    finally:
+        spark.conf.set(_HASH_FIRST, was or "true")
+
+
+def _struct(side: str, table: DataFrame) -> Column:
+    first = _FIRST.get(side)
+    names = [name for name in table.columns if name not in _LEFT_OUT and name != first]
+    return F.struct(*([first] if first else []), *names)
+
+
+# --- plain ones, by SQL ----------------------------------------------------------------------
+
+
+def _by_sql(gathered: DataFrame) -> DataFrame:
+    """Return `plain`, the verdicts of those that are, and the facts of those that are not."""
+    flagged = gathered.withColumn("plain", F.coalesce(_is_plain(), F.lit(False)))
+    plain = F.col("plain")
+    values, kinds = _plain_verdict(), _judged()
+    return flagged.select(
+        "id",
+        "plain",
+        *(
+            F.when(plain, values[name].cast(kinds[name].dataType)).alias(name)
+            for name in _judged_columns()
+            if name != "id"
+        ),
+        *(F.when(~plain, F.col(side)).alias(side) for side in _SIDES),
+    )
+
+
+def _is_plain() -> Column:
+    """Say whether nothing but what should be there is there: see `judge` for every rule."""
+    half, marker = F.col("half")[0], F.get("op", F.lit(0))
+    size = F.size("half")
+    numbers = F.sequence(F.lit(1), size - 1)
+    whole = (
+        (size > 0)
+        & (half["count"] == size)
+        & (half["seq"] == 0)
+        & half["void"].isNull()
+        & is_id(F.col("id"))
+        & (half["partition"] == id_partition(F.col("id")))
+        & ((size == 1) | F.forall(numbers, _follows))
+    )
+    decides = (
+        (F.size("op") == 1)
+        & marker["kind"].isin("commit", "rollback")
+        & (marker["partition"] == half["partition"])
+        & ((marker["grp"] == "") | (marker["grp"] == half["grp"]))
+        & (F.coalesce(marker["contents_count"], F.lit(0)) == 0)
+    )
+    commit = (
+        (F.size("visible") == size) & _shows(F.lit(0)) & ((size == 1) | F.forall(numbers, _shows))
+    )
+    nothing = F.size("visible") == 0
+    ended = decides & F.when(marker["kind"] == "commit", commit).otherwise(nothing)
+    pending = (F.size("op") == 0) & nothing
+    return F.when(~whole | (F.size("parked") > 0), F.lit(False)).otherwise(ended | pending)
+
+
+def _follows(seq: Column) -> Column:
+    """Say whether a record is the next one of the half message that the first begins."""
+    first, row = F.col("half")[0], F.get("half", seq)
+    return (
+        (row["seq"] == seq)
+        & (row["count"] == first["count"])
+        & (row["grp"] == first["grp"])
+        & row["void"].isNull()
+        & (row["partition"] == first["partition"])
+        & (row["offset"] == first["offset"] + seq)
+    )
+
+
+def _shows(seq: Column) -> Column:
+    """Say whether message `seq` is visible as it was prepared."""
+    half, marker, row = F.get("half", seq), F.get("op", F.lit(0)), F.get("visible", seq)
+    return (
+        (row["seq"] == seq)
+        & (row["count"] == half["count"])
+        & (row["topic"] == half["topic"])
+        & (row["partition"] == half["target_partition"])
+        & (row["body"] == half["body"])
+        & (row["headers"] == half["headers"])
+        & (row["append_time"] | (row["at_ms"] == F.coalesce(half["timestamp_ms"], marker["at_ms"])))
+    )
+
+
+def _plain_verdict() -> dict[str, Column]:
+    """Return the columns of a plain transaction's verdict, by name."""
+    half, marker = F.get("half", F.lit(0)), F.get("op", F.lit(0))
+    commit = marker["kind"].eqNullSafe(F.lit("commit"))
+    state = F.when(marker.isNull(), "pending").when(commit, "promoted").otherwise("rolled_back")
+    single = F.size("half") == 1
+    # Functions on arrays are slow, and nearly all have one message.
+    topics = F.when(single, F.array(half["topic"])).otherwise(
+        F.array_distinct(F.col("half")["topic"])
+    )
+    tells = commit & F.forall("visible", lambda row: row["append_time"])
+    places = F.transform(
+        "visible",
+        lambda row: F.struct(row["topic"], row["partition"], row["offset"], row["seq"]),
+    )
+    ordered = F.transform(
+        "visible", lambda row: F.struct(row["topic"], row["partition"], row["offset"])
+    )
+    return {
+        "day": _day(id_time_ms(F.col("id"))),
+        "verdict": F.when(marker.isNull(), "pending").otherwise("settled"),
+        "findings": F.array(),
+        "state": state,
+        "grp": half["grp"],
+        "decision": marker["kind"],
+        "source": marker["source"],
+        "prepared_at_ms": F.when(single, half["clock_ms"]).otherwise(
+            F.array_max(F.col("half")["clock_ms"])
+        ),
+        "decided_at_ms": marker["at_ms"],
+        "visible_at_ms": F.when(tells, F.array_max(F.col("visible")["at_ms"])),
+        "attempts": F.lit(0),
+        "messages": F.size("half"),
+        "topics": topics,
+        "half_partition": half["partition"],
+        "half_offset": half["offset"],
+        "op_offset": marker["offset"],
+        "places": places,
+        "why": F.lit(None),
+        "carry": marker.isNull(),
+        "order_mark": half["order_mark"],
+        "ordered": F.when(commit & half["order_mark"].isNotNull(), ordered),
+    }
+
+
+def _day(id_ms: Column) -> Column:
+    # By number, so that no session's time zone matters.
+    return F.date_from_unix_date(F.floor(id_ms / _DAY_MS).cast("int"))
+
+
+# --- the rest, by the judge ------------------------------------------------------------------
+
+
+def _by_judge(rest: DataFrame, terms: TermsLike, horizon: Horizon) -> DataFrame:
+    """Judge transactions one by one in Python, where Spark keeps them."""
+    kind = StructType([field for field in _judged() if field.name not in ("run", "day")])
+    rows = rest.select("id", *_SIDES).mapInArrow(_judging(kind, terms, horizon), kind)
+    return rows.withColumn("day", _day(F.col("id_ms"))).select(*_judged_columns())
+
+
+def _judging(
+    kind: StructType, terms: TermsLike, horizon: Horizon
+) -> Callable[[Iterable[Any]], Iterable[Any]]:
+    """Return what judges record batches of gathered rows on an executor."""
+    for module in (judge_module, rows_module):
+        cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+    limits = Limits(terms.now_ms, terms.dedup_window_ms, terms.late_after_ms, terms.lost_after_ms)
+    types = to_arrow_schema(kind)
+
+    def judging(batches: Iterable[Any]) -> Iterable[Any]:
+        from pyarrow import RecordBatch
+
+        for batch in batches:
+            judged = judge_rows(batch.to_pylist(), limits, horizon)
+            yield RecordBatch.from_pylist(judged, types)
+
+    return judging
+
+
+# --- order within a key ----------------------------------------------------------------------
+
+
+def _with_order(judged: DataFrame) -> DataFrame:
+    """Add `out_of_order` to transactions that are visible behind one decided later.
+
+    Only what has the same order key and went through the same half partition is in order: in the
+    order of the deciding markers, in each target partition.
+    """
+    places = judged.where("ordered is not null").select(
+        "id", "op_offset", "half_partition", "order_mark", F.inline("ordered")
+    )
+    earlier = (
+        Window.partitionBy("topic", "partition", "half_partition", "order_mark")
+        .orderBy("offset")
+        .rowsBetween(Window.unboundedPreceding, -1)
+    )
+    overtaken = places.withColumn("before", F.max("op_offset").over(earlier)).where(
+        "op_offset < before"
+    )
+    late = overtaken.groupBy(F.col("id").alias("late_id")).agg(
+        F.min_by(
+            F.format_string(
+                "out_of_order: %s-%d at %d is behind what was decided at %d, itself at %d",
+                "topic", "partition", "offset", "before", "op_offset",
+            ),
+            F.struct("topic", "partition", "offset"),
+        ).alias("late_why")
+    )  # fmt: skip
+    # What is out of order is rare, so Spark sends it to wherever the verdicts are.
+    joined = judged.join(late, judged["id"] == late["late_id"], "left")
+    is_late = F.col("late_id").isNotNull()
+    found = F.array_union("findings", F.array(F.lit("out_of_order")))
+    by_gravity = F.filter(
+        F.array(*map(F.lit, schema.KIND_NAMES)), lambda kind: F.array_contains(found, kind)
+    )
+    changed = {
+        "findings": F.when(is_late, by_gravity).otherwise(F.col("findings")),
+        "verdict": F.when(is_late, by_gravity[0]).otherwise(F.col("verdict")),
+        "why": F.when(is_late, F.concat_ws("; ", "why", "late_why")).otherwise(F.col("why")),
+    }
+    return joined.withColumns(changed).select(
+        *(name for name in _judged_columns() if name not in _NO_VERDICT)
+    )
+
+
+# --- what retention has left -----------------------------------------------------------------
+
+
+def horizon_of(staged: StagedCut) -> Horizon:
+    """Return what retention has left of the topics, told from a run that reads from their starts.
+
+    What comes to the driver is as large as the number of partitions.
+    """
+    cut = staged.cut
+    half = {p: start for p, start in enumerate(cut.half.starts) if start > 0}
+    op = {p: start for p, start in enumerate(cut.op.starts) if start > 0}
+    return Horizon(
+        half, _begins_ms(staged.half, half), _begins_ms(staged.op, op), _taken_ms(staged)
+    )
+
+
+def _begins_ms(table: DataFrame, starts: Mapping[int, int]) -> dict[int, int]:
+    """Return the append time of what is left first, by partition of which something was taken."""
+    if not starts:
+        return {}
+    rows = table.groupBy("partition").agg(F.min("at_ms").alias("at_ms")).collect()
+    begins = {row["partition"]: row["at_ms"] for row in rows}
+    # With nothing left, anything may have been there.
+    return {p: begins.get(p, ALWAYS >> 1) for p in starts}
+
+
+def _taken_ms(staged: StagedCut) -> dict[tuple[str, int], int]:
+    """Return until when decided messages may have been visible and be gone, by target partition.
+
+    Timestamps there may be the users', so the oldest ones' decisions are looked up. A partition
+    of -1 stands for all of a topic's.
+    """
+    found: dict[tuple[str, int], int] = {}
+    cut_short: list[tuple[str, int]] = []
+    for target in staged.cut.targets:
+        if target.compacted or not target.starts:
+            found[target.topic, -1] = ALWAYS
+        else:
+            cut_short += [(target.topic, p) for p, start in enumerate(target.starts) if start > 0]
+    if not cut_short:
+        return found
+    found.update(dict.fromkeys(cut_short, ALWAYS))
+    topics = sorted({topic for topic, _ in cut_short})
+    visible = staged.visible.where(F.col("topic").isin(topics))
+    first = visible.groupBy("topic", "partition").agg(F.min("offset").alias("first"))
+    oldest = visible.join(F.broadcast(first), ["topic", "partition"]).where(
+        F.col("offset") < F.col("first") + _FIRST_OFFSETS
+    )
+    decided = staged.op.where("kind = 'commit'").select("id", F.col("at_ms").alias("decided_ms"))
+    until = oldest.select("id", "topic", "partition").join(decided, "id", "left")
+    # Without a marker they are older than all that is judged.
+    rows = until.groupBy("topic", "partition").agg(
+        F.coalesce(F.max("decided_ms"), F.lit(-1)).alias("until_ms")
+    )
+    for row in rows.collect():
+        place = row["topic"], row["partition"]
+        if place in found:
+            found[place] = row["until_ms"]
+    return found
