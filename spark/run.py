@@ -8,7 +8,7 @@ to the same verdicts. A run counts when its entry is in the journal, which is wr
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -34,14 +34,12 @@ from txbroker.spark.cut import KafkaAccess
 from txbroker.spark.folders import Folders
 from txbroker.spark.gather import horizon_of, verdicts
 from txbroker.spark.history import Counted, Facts, History, PastRun, counted
-from txbroker.spark.journal import Journal
+from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.rows import Horizon
-from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms, TopicRead
+from txbroker.spark.schema import BUSINESS_KINDS, Example, Names, RunSummary, Terms
 from txbroker.spark.stage import Staged, stage
 from txbroker.spark.summary import EXAMPLES_A_KIND, Tally, add_up
 from txbroker.spark.verdict_files import current_verdicts, read_verdicts, write_verdicts
-
-JOURNAL_FILE = "audit.db"
 
 
 class AuditSettings(Struct, frozen=True):
@@ -85,7 +83,7 @@ def run_audit(
 
     Raises:
         ConfigurationError: something is missing or does not fit; the sentence says what to do.
-        KafkaUnavailable: Kafka does not answer.
+        AuditError: the topics cannot be read, or not go on being read.
     """
     with alone(settings.data_dir):
         journal = Journal(settings.journal)
@@ -147,7 +145,8 @@ class _Audit:
         finally:
             for table in self._cached:
                 table.unpersist()
-        summary = structs.replace(summary, started_ms=started_ms, took_s=time.monotonic() - began_s)
+        took_s = time.monotonic() - began_s
+        summary = structs.replace(summary, started_ms=started_ms, took_s=took_s, terms=self._terms)
         self._journal.add(summary)
         return summary
 
@@ -196,8 +195,6 @@ class _Audit:
     def _stage(self, before: Carried | None) -> Staged:
         settings = self._settings
         cut = None if before is None else before.chain.cut
-        if cut is not None:
-            check_not_remade(cut, self._access)
         return stage(
             self._spark,
             self._access,
@@ -310,34 +307,6 @@ def check_goes_on(chain: Chain, names: Names) -> None:
                 f"the last run with this data folder audited {was}, not {now}: give each "
                 "installation a data folder of its own"
             )
-
-
-def check_not_remade(cut: Cut, ends: Mapping[str, Sequence[int]]) -> None:
-    """Make sure that the topics still are what the last run has read.
-
-    Args:
-        cut: how far it read.
-        ends: where the topics end now; those that are no more are left out.
-
-    Raises:
-        ConfigurationError: one was truncated, or deleted and made anew.
-    """
-    for was in (cut.half, cut.op, cut.parked, *cut.targets):
-        now = ends.get(was.topic)
-        if now is None:
-            continue
-        if len(now) < len(was.ends):
-            raise _remade(was, f"it had {len(was.ends)} partitions and has {len(now)}")
-        for partition, end in enumerate(was.ends):
-            if now[partition] < end:
-                where = f"partition {partition} ends at {now[partition]} and was read up to {end}"
-                raise _remade(was, where)
-
-
-def _remade(was: TopicRead, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"topic {was.topic} was truncated or made anew since the last run ({why}): run a full audit"
-    )
 
 
 # --- what a run ends with ----------------------------------------------------------------------
