@@ -12,7 +12,7 @@ that time is void. What was still open at the cut is left to a later run.
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +208,7 @@ def _jdbc(spark: "SparkSession", business: Business, half_partitions: int) -> "D
     Ids begin with their half partition, so ranges of ids are about equally large, and an index on
     the column helps.
     """
-    options = {"fetchsize": str(_FETCH_ROWS)}
+    options = {"fetchsize": str(_FETCH_ROWS), "driver": _driver(spark, business)}
     if business.user:
         options["user"] = business.user
     if business.password:
@@ -219,6 +219,26 @@ def _jdbc(spark: "SparkSession", business: Business, half_partitions: int) -> "D
     quoted = jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(business.source).quoteIdentifier(name)
     predicates = id_ranges(quoted, half_partitions)
     return reader.jdbc(business.source, business.table, predicates=predicates)
+
+
+def _driver(spark: "SparkSession", business: Business) -> str:
+    """Return the class of the driver for a URL.
+
+    Java itself only knows drivers that were there when it started, not those of packages.
+    """
+    jvm: Any = spark.sparkContext._jvm
+    kind = jvm.java.lang.Class.forName("java.sql.Driver")
+    loader = jvm.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
+    drivers = jvm.java.util.ServiceLoader.load(kind, loader)
+    found = drivers.iterator()
+    while found.hasNext():
+        driver = found.next()
+        if driver.acceptsURL(business.source):
+            return str(driver.getClass().getName())
+    raise ConfigurationError(
+        f"{business.shown} cannot be read: Spark has no JDBC driver for it; name the driver's "
+        "package with --conf spark.jars.packages=GROUP:ARTIFACT:VERSION"
+    )
 
 
 def id_ranges(column: str, half_partitions: int) -> list[str]:
@@ -233,12 +253,6 @@ def id_ranges(column: str, half_partitions: int) -> list[str]:
 
 
 # --- what went wrong, in a sentence ----------------------------------------------------------
-
-_CAUSES: Mapping[str, str] = {
-    r"ClassNotFoundException: (\S+)": "Spark has no class {0}",
-    r"No suitable driver": "Spark has no JDBC driver for it",
-}
-_TELL_DRIVER = "name the driver's package with --conf spark.jars.packages=GROUP:ARTIFACT:VERSION"
 
 
 @contextmanager
@@ -255,12 +269,6 @@ def _readable(business: Business) -> Iterator[None]:
 
 def _sentence(business: Business, error: Exception) -> str:
     text = str(getattr(error, "java_exception", None) or error)
-    for pattern, words in _CAUSES.items():
-        found = re.search(pattern, text)
-        if found:
-            return (
-                f"{business.shown} cannot be read: {words.format(*found.groups())}; {_TELL_DRIVER}"
-            )
     where = f"table {business.table} of {business.shown}" if business.table else business.shown
     if "PATH_NOT_FOUND" in text:
         return f"there is no {business._path}: --business and --table say where the rows are"

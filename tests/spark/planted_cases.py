@@ -122,6 +122,11 @@ async def promoted(p: Planting) -> None:
         "binary": (p.message(key=bytes(range(256)), value=bytes(reversed(range(256))) * 5),),
         "repeated, null, binary, nameless headers": (p.message(headers=odd),),
         "headers like ours": (p.message(headers=(("txb-id", b"x"), ("txb-seq", b"7/9"))),),
+        "alone, with a header like one of several": (p.message(headers=(("txb-seq", b"1/2"),)),),
+        "one of several, with headers like ours": (
+            p.message(headers=(("txb-seq", b"0/2"),)),
+            p.message(p.bills, headers=(("txb-id", b""), ("txb-seq", b"0/1"))),
+        ),
         "its own timestamp": (p.message(timestamp_ms=now_ms - HOUR_MS),),
         "a broker's timestamp": (p.message(p.stamped, timestamp_ms=now_ms - HOUR_MS),),
         "several topics": (
@@ -273,6 +278,8 @@ async def foreign(p: Planting) -> None:
     )
     for headers in records:
         p.put(p.message(), headers, round(time.time() * 1000))
+    # The last two bear our header, and do not read.
+    p.broken[p.orders] += 2
 
 
 # --- by age ----------------------------------------------------------------------------------
