@@ -85,7 +85,8 @@ def headers_hash(headers: Column) -> Column:
     # Spark's hash of an array passes over nulls, so where they stand is hashed too. What is
     # asked for is never there, and the answer for that is null where any element is.
     has_null = F.array_contains(values, F.lit(_NOWHERE)).isNull() & (F.size(headers) > 0)
-    nulls = F.when(has_null, F.transform(values, lambda value: value.isNull()))
+    texts = values.cast("array<string>")
+    nulls = F.when(has_null, F.array_join(texts, "\x01", _NOWHERE.decode()))
     return F.xxhash64(headers, nulls)
 
 
@@ -98,51 +99,57 @@ def _order_mark(order: Column, topic: Column, key: Column) -> Column:
 
 
 class _Part:
-    """The columns of a record in the form of half messages."""
+    """The columns of records in the form of half messages.
 
-    def __init__(self, headers: Column, key: Column, value: Column) -> None:
-        self._headers = headers
-        self.key, self.value = key, value
-        first = F.get(headers, F.lit(0))
-        self._is_ours = first.getField("key").eqNullSafe(F.lit(VERSION_HEADER))
-        self._first = F.coalesce(first.getField("value").cast("string"), F.lit(""))
-        self._version = F.substring_index(self._first, " ", 1)
-        names = ("txb-v", *_FIXED)
-        # ` ts order` becomes ` txb-ts txb-order`.
-        optional = F.replace(
-            F.substring(self._first, F.length(self._version) + 1, F.length(self._first)),
-            F.lit(" "),
-            F.lit(" txb-"),
+    `records`: the records, with what is needed more than once as columns of its own: Spark does it
+    once then, and not in every expression anew.
+    """
+
+    def __init__(self, records: DataFrame) -> None:
+        first = F.get("headers", F.lit(0))
+        told = F.coalesce(first.getField("value").cast("string"), F.lit(""))
+        records = records.withColumn(
+            "_first", F.when(first.getField("key") == VERSION_HEADER, told)
         )
-        self._names = F.split(F.concat(F.lit(" ".join(names)), optional), " ")
-        self._count = F.size(self._names)
-        self._seq = self._text(_FIXED.index("txb-seq") + 1)
-        self.id = self._text(1)
-        self.grp = self._text(2)
-        self.topic = self._text(3)
-        self._part_text = self._text(4)
-        self.target_partition = self._part_text.try_cast("int")
+        self._first = F.col("_first")
+        # ` ts order` becomes ` txb-ts txb-order`.
+        version = F.substring_index(self._first, " ", 1)
+        optional = F.substring(self._first, F.length(version) + 1, F.length(self._first))
+        named = F.replace(optional, F.lit(" "), F.lit(" txb-"))
+        fixed = F.lit(" ".join((VERSION_HEADER, *_FIXED)))
+        records = records.withColumns(
+            {
+                "_version": version.try_cast("bigint"),
+                "_is_version": version.rlike(_NATURAL),
+                "_names": F.split(F.concat(fixed, named), " "),
+            }
+        )
+        self._names, self._count = F.col("_names"), F.size("_names")
+        texts = {f"_text{number}": self._text(number) for number in range(1, 6)}
+        options = {f"_{name}": self._optional(name) for name in ("ts", "order", "dedup", "check")}
+        self.records = records.withColumns({**texts, **options})
+        self.id, self.grp, self.topic, self._partition, self._seq = map(F.col, texts)
+        self._ts, self.order, self.dedup, self._check = map(F.col, options)
+        self.key, self.value = F.col("key"), F.col("value")
+        self.target_partition = self._partition.try_cast("int")
         self.seq = F.substring_index(self._seq, "/", 1).try_cast("int")
         self.count = F.substring_index(self._seq, "/", -1).try_cast("int")
-        self.user_headers = F.slice(
-            headers,
-            self._count + 1,
-            F.greatest(F.size(headers) - self._count, F.lit(0)),
-        )
-        self._ts = self.optional("txb-ts").cast("string")
+        left = F.greatest(F.size("headers") - self._count, F.lit(0))
+        self.user_headers = F.slice("headers", self._count + 1, left)
         self.timestamp_ms = self._ts.try_cast("bigint")
-        self.order = self.optional("txb-order").cast("string")
-        self.dedup = self.optional("txb-dedup").cast("string")
-        self._check = self.optional("txb-check").cast("string")
         self._policy = F.split(self._check, "/")
 
     def _text(self, number: int) -> Column:
-        return F.get(self._headers, F.lit(number)).getField("value").cast("string")
+        value = F.get("headers", F.lit(number)).getField("value").cast("string")
+        return F.when(self._first.isNotNull(), value)
+
+    def _optional(self, name: str) -> Column:
+        return self.optional(f"txb-{name}").cast("string")
 
     def optional(self, name: str) -> Column:
         """Return the value of an optional header, null where it is not there."""
         at = F.array_position(self._names, name).cast("int")
-        return F.when(at > 0, F.get(self._headers, at - 1).getField("value"))
+        return F.when(at > 0, F.get("headers", at - 1).getField("value"))
 
     def seconds_ms(self, number: int, default_s: float) -> Column:
         """Return a duration of the check policy, ms."""
@@ -160,8 +167,8 @@ class _Part:
 
     def why(self) -> Column:
         """Return why the record does not read, null where it does."""
-        values = F.slice(self._headers.getField("value"), 1, self._count)
-        keys = F.slice(self._headers.getField("key"), 1, self._count)
+        values = F.slice(F.col("headers").getField("value"), 1, self._count)
+        keys = F.slice(F.col("headers").getField("key"), 1, self._count)
         whole = (
             keys.eqNullSafe(self._names)
             & F.array_contains(values, F.lit(_NOWHERE)).isNotNull()
@@ -174,7 +181,7 @@ class _Part:
             F.is_valid_utf8(self._first),
         )
         numbers = (
-            self._part_text.rlike(_NATURAL)
+            self._partition.rlike(_NATURAL)
             & self._seq.rlike(_SEQUENCE)
             & (self.seq < self.count)
             & self.target_partition.isNotNull()
@@ -182,10 +189,10 @@ class _Part:
         stamped = self._ts.isNull() | (self._ts.rlike(_NATURAL) & self.timestamp_ms.isNotNull())
         return _any_of(
             [
-                (~self._is_ours, f"the first header is not {VERSION_HEADER}"),
-                (_not(self._version.rlike(_NATURAL)), "the version is not a whole number"),
+                (self._first.isNull(), f"the first header is not {VERSION_HEADER}"),
+                (_not(F.col("_is_version")), "the version is not a whole number"),
                 (
-                    _not(self._version.try_cast("bigint") <= RECORD_VERSION),
+                    _not(F.col("_version") <= RECORD_VERSION),
                     _NEWER,
                 ),
                 (_not(whole), "its headers are not those that the first one names"),
@@ -203,17 +210,13 @@ class _Part:
         return reduce(Column.__and__, durations, self._check.rlike(_POLICY) & attempts)
 
 
-def _kafka_part() -> _Part:
-    return _Part(F.col("headers"), F.col("key"), F.col("value"))
-
-
 def half_facts(records: DataFrame) -> DataFrame:
     """Return the facts of records of the half topic.
 
     Columns: those of `schema.HALF` without `clock_ms` and `early`, and `why`. `void` is `id` where
     the id is none, or belongs to another partition, else null.
     """
-    part = _kafka_part()
+    part = _Part(records)
     first = part.seq == 0
     default = CheckPolicy()
     of_first = {
@@ -224,7 +227,7 @@ def half_facts(records: DataFrame) -> DataFrame:
         "attempts_max": part.attempts_max,
         "timeout_ms": part.seconds_ms(3, default.timeout_s),
     }
-    facts = records.select(
+    facts = part.records.select(
         part.id.alias("id"),
         *_base(),
         part.grp.alias("grp"),
@@ -333,7 +336,7 @@ def op_facts(records: DataFrame) -> DataFrame:
     that replaces one (of the marker that stands `content.seq + 1` offsets before it) and its
     `content_count`, both null for markers; and `why`.
     """
-    part = _kafka_part()
+    part = _Part(records)
     is_content = F.get("headers", F.lit(0)).getField("key").eqNullSafe(F.lit(VERSION_HEADER))
     text = F.col("value").cast("string")
     json = _Json(text)
@@ -349,7 +352,7 @@ def op_facts(records: DataFrame) -> DataFrame:
         part.timestamp_ms.alias("timestamp_ms"),
     )
     newer = F.when(~plain, json.is_newer())
-    read = records.select(
+    read = part.records.select(
         *_base(),
         marker.alias("marker"),
         F.when(is_content, content).alias("content"),
@@ -384,6 +387,7 @@ def _markers(read: DataFrame) -> DataFrame:
     is_marker = F.col("content").isNull()
     return read.select(
         F.coalesce(F.col("content_id"), id).alias("id"),
+        F.when(is_id(id), id_time_ms(id)).alias("id_ms"),
         *_BASE,
         marker["kind"].alias("kind"),
         F.when(is_marker, F.coalesce(marker["source"], F.lit(Source.PRODUCER))).alias("source"),
@@ -427,6 +431,7 @@ def visible_facts(records: DataFrame) -> DataFrame:
     id = first.getField("value").cast("string")
     return records.where(first.getField("key") == ID_HEADER).select(
         id.alias("id"),
+        id_time_ms(id).alias("id_ms"),
         "topic",
         *_base(),
         F.when(ours, seq).otherwise(0).alias("seq"),
@@ -451,7 +456,7 @@ def parked_facts(records: DataFrame) -> DataFrame:
 
     Columns: those of `schema.PARKED`, and `why`.
     """
-    part = _kafka_part()
+    part = _Part(records)
     key = F.col("key").cast("string")
     id = F.substring_index(key, "/", 1)
     number = F.substring(key, F.length(id) + 2, F.length(key))
@@ -475,8 +480,9 @@ def parked_facts(records: DataFrame) -> DataFrame:
             (~tombstone & _not(readable), "what it says of its transaction does not read"),
         ]
     )
-    return records.select(
+    return part.records.select(
         id.alias("id"),
+        F.when(is_id(id), id_time_ms(id)).alias("id_ms"),
         *_base(),
         number.try_cast("int").alias("seq"),
         F.when(~tombstone, kept["state"]).alias("state"),

@@ -74,6 +74,23 @@ def exists(spark: "SparkSession", path: str) -> bool:
         raise _unusable(path, error) from None
 
 
+def replace(spark: "SparkSession", path: str, old: str) -> None:
+    """Put a folder in the place of another one, which is removed.
+
+    Raises:
+        ConfigurationError: the file system does not answer or refuses.
+    """
+    remove(spark, old)
+    where, files = _located(spark, path)
+    jvm: Any = spark.sparkContext._jvm
+    try:
+        renamed = bool(files.rename(where, jvm.org.apache.hadoop.fs.Path(old)))
+    except Exception as error:
+        raise _unusable(path, error) from None
+    if not renamed:
+        raise ConfigurationError(f"the output folder cannot be used: {path} cannot be renamed")
+
+
 def write_bytes(spark: "SparkSession", path: str, content: bytes) -> None:
     """Write a small file.
 

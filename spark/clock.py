@@ -1,0 +1,104 @@
+"""The log clock of a partition: the running maximum of its append times, in the order of offsets.
+
+Append times hardly ever go back (only where brokers' clocks differ and another one leads), so rows
+are written with their own append time as clock, and a survey looks whether that was right.
+Everything is done by buckets of offsets, so that no partition is one task, however long it is.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+
+BUCKET = 1 << 14
+"""Offsets in a bucket."""
+
+_PLACE = ("partition", "bucket")
+
+
+class LogClock(Struct, frozen=True):
+    """A topic's log clock where reading began, by partition, ms since 1970; 0 at the start."""
+
+    begins: tuple[int, ...]
+
+    @classmethod
+    def after(cls, partitions: int, ends: Sequence[int]) -> "LogClock":
+        """Return the clock that goes on from where an earlier run ended; new partitions may have
+        come since."""
+        return cls((*ends, *[0] * (partitions - len(ends))))
+
+    def at_begin(self) -> Column:
+        """Return where the clock of a row's partition began."""
+        begins = F.array(*[F.lit(begin).cast("bigint") for begin in self.begins])
+        return F.get(begins, F.col("partition"))
+
+    def unless_back(self) -> Column:
+        """Return a row's clock, provided that append times never go back."""
+        return F.greatest(F.col("at_ms"), self.at_begin())
+
+
+class Surveyed(Struct, frozen=True):
+    """What a survey found. `ends`: the clock at the end, by partition. `goes_back`: whether append
+    times do anywhere. `buckets`: where the clock begins in each bucket, and whether they go back
+    inside it; as large as the log by `BUCKET`."""
+
+    ends: tuple[int, ...]
+    goes_back: bool
+    buckets: DataFrame
+
+
+def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> Surveyed:
+    """Look where append times go back in a table with `partition`, `offset` and `at_ms`."""
+    by_time = rows.groupBy("partition", _bucket(bucket), "at_ms").agg(
+        F.min("offset").alias("first"), F.max("offset").alias("last")
+    )
+    # Append times do not go back where later ones begin behind the end of all earlier ones.
+    earlier = Window.partitionBy(*_PLACE).orderBy("at_ms").rowsBetween(*_BEFORE)
+    marked = by_time.withColumn("back", F.col("first") < F.max("last").over(earlier))
+    inside = marked.groupBy(*_PLACE).agg(
+        F.min("at_ms").alias("lowest"),
+        F.max("at_ms").alias("highest"),
+        F.coalesce(F.bool_or("back"), F.lit(False)).alias("back_inside"),
+    )
+    buckets_before = Window.partitionBy("partition").orderBy("bucket").rowsBetween(*_BEFORE)
+    begin = F.greatest(F.max("highest").over(buckets_before), clock.at_begin())
+    buckets = inside.withColumn("begin_ms", begin).select(
+        *_PLACE,
+        "begin_ms",
+        F.greatest("begin_ms", "highest").alias("end_ms"),
+        F.col("back_inside"),
+        # Before the first record nothing can go back, however late an earlier run had it.
+        ((F.col("lowest") < F.col("begin_ms")) | F.col("back_inside")).alias("back"),
+    )
+    buckets = buckets.persist()
+    found = {
+        row["partition"]: (row["end_ms"], row["back"])
+        for row in buckets.groupBy("partition")
+        .agg(F.max("end_ms").alias("end_ms"), F.bool_or("back").alias("back"))
+        .collect()
+    }
+    ends = tuple(found.get(p, (begin, False))[0] for p, begin in enumerate(clock.begins))
+    return Surveyed(ends, any(back for _, back in found.values()), buckets)
+
+
+def with_clock(rows: DataFrame, surveyed: Surveyed, bucket: int = BUCKET) -> DataFrame:
+    """Return a table with `clock_ms` as it is where append times go back."""
+    begins = F.broadcast(surveyed.buckets.select(*_PLACE, "begin_ms", "back_inside"))
+    placed = rows.withColumn("bucket", _bucket(bucket)).join(begins, [*_PLACE], "left")
+    forward = placed.where(~F.col("back_inside")).withColumn("running", F.col("at_ms"))
+    # Only what lies in a bucket where they go back is sorted.
+    order = Window.partitionBy(*_PLACE).orderBy("offset").rowsBetween(*_SO_FAR)
+    back = placed.where("back_inside").withColumn("running", F.max("at_ms").over(order))
+    both = forward.unionByName(back)
+    return both.withColumn("clock_ms", F.greatest("running", "begin_ms")).drop(
+        "bucket", "begin_ms", "back_inside", "running"
+    )
+
+
+def _bucket(size: int) -> Column:
+    return F.floor(F.col("offset") / size).alias("bucket")
+
+
+_BEFORE = (Window.unboundedPreceding, -1)
+_SO_FAR = (Window.unboundedPreceding, Window.currentRow)

@@ -1,0 +1,360 @@
+"""Reading the topics: from the cut to narrow tables in Parquet.
+
+The order is what makes the audit right while the proxies go on working. The operation topic's end
+is asked for first, so whatever was decided below it has its half message below half's end, which
+is asked for next; promoted records are looked for after that. In the end both logs are read on to
+where they end by then, so that what was seen in a target has its marker and its half message.
+
+Each topic is read once. Rows are written as they come and are hardly ever written again: only where
+the survey of a table finds what a single record cannot tell.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+
+from txbroker.spark import schema
+from txbroker.spark.clock import LogClock, survey, with_clock
+from txbroker.spark.cut import KafkaAccess, TopicEnds, gone, read_on, to_end
+from txbroker.spark.dedup import dedup_voids
+from txbroker.spark.errors import AuditError
+from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts
+from txbroker.spark.folders import exists, replace
+from txbroker.spark.replaced import with_contents
+from txbroker.spark.schema import Cut, Names, Terms, TopicRead
+
+_V1_SOURCES = "spark.sql.sources.useV1SourceList"
+_RECORDS_MIN, _RECORDS_MAX = 10_000, 500_000
+"""A task reads no less, if all cores have work, and no more."""
+_BROADCAST_ROWS_MAX = 500_000
+_CODEC = {"compression": "zstd", "parquet.compression.codec.zstd.level": "1"}
+
+
+_KAFKA = """
+    key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp,
+    timestampType int, headers array<struct<key: string, value: binary>>
+"""
+
+
+class Staged(Struct, frozen=True):
+    """What was read: tables as `txbroker.spark.schema` describes them, and from where to where."""
+
+    half: DataFrame
+    op: DataFrame
+    visible: DataFrame
+    parked: DataFrame
+    broken: DataFrame
+    cut: Cut
+
+
+def stage(
+    spark: SparkSession,
+    access: KafkaAccess,
+    names: Names,
+    terms: Terms,
+    folder: str,
+    before: Cut | None = None,
+    targets_before: Iterable[str] = (),
+    keys_before: DataFrame | None = None,
+) -> Staged:
+    """Read all topics and write their facts into `folder`.
+
+    Args:
+        folder: any path or URI that Hadoop knows; nothing is in it yet. Each table lies in a folder
+            of its own name.
+        before: how far an earlier run has read; None reads everything.
+        targets_before: target topics to be read beside those that half messages name.
+        keys_before: rows of the half table of earlier runs that hold a `dedup_key` within the dedup
+            window before `before`.
+
+    Raises:
+        AuditError: a topic is missing, Kafka does not answer, or retention took what was read.
+        ConfigurationError: no right to a topic.
+    """
+    return _Stage(spark, access, names, terms, folder, before).run(targets_before, keys_before)
+
+
+class _Stage:
+    def __init__(
+        self,
+        spark: SparkSession,
+        access: KafkaAccess,
+        names: Names,
+        terms: Terms,
+        folder: str,
+        before: Cut | None,
+    ) -> None:
+        self._spark, self._access, self._names = spark, access, names
+        self._terms, self._folder, self._before = terms, folder.rstrip("/"), before
+
+    def run(self, targets_before: Iterable[str], keys_before: DataFrame | None) -> Staged:
+        spark, before, names = self._spark, self._before, self._names
+        op_early = self._access.own_ends(names.op)
+        half = read_on(self._access.own_ends(names.half), before.half if before else None)
+        half_clock = LogClock.after(len(half.ends), () if before is None else before.half_clock_ms)
+        self._write_half(half, half_clock, early=True)
+
+        parked = read_on(self._access.own_ends(names.parked), before.parked if before else None)
+        targets = self._target_reads(targets_before)
+        self._write("parked", parked_facts(self._records((parked,))))
+        self._write("visible", visible_facts(self._records(targets)))
+
+        op = read_on(op_early, before.op if before else None)
+        op = to_end(op, self._access.own_ends(names.op))
+        whole_half = to_end(half, self._access.own_ends(names.half))
+        op_clock = LogClock.after(len(op.ends), () if before is None else before.op_clock_ms)
+        self._write_op(op, op_clock, op_early.ends)
+        tail = msgspec.structs.replace(whole_half, begins=half.ends)
+        self._write_half(tail, half_clock, early=False)
+
+        half_clock_ms = self._settle_half(half_clock, keys_before)
+        op_clock_ms = self._settle_op(op_clock)
+        self._settle_plain("parked", names.parked)
+        self._settle_plain("visible", None)
+        if not exists(spark, self._path("broken")):
+            empty = spark.createDataFrame([], _types("broken"))
+            empty.write.parquet(self._path("broken"))
+        cut = Cut(
+            whole_half,
+            op,
+            parked,
+            targets,
+            op_early.ends,
+            half.ends,
+            half_clock_ms,
+            op_clock_ms,
+        )
+        tables = {name: self._table(name) for name in ("half", "op", "visible", "parked")}
+        return Staged(**tables, broken=self._table("broken"), cut=cut)
+
+    def _target_reads(self, targets_before: Iterable[str]) -> tuple[TopicRead, ...]:
+        """Return how the targets are read: those that half messages name, and those of before."""
+        before = {read.topic: read for read in self._before.targets} if self._before else {}
+        named = self._raw("half").where("why IS NULL").select("topic").distinct()
+        with _in_words():
+            topics = {row["topic"] for row in named.collect()} | set(targets_before) | set(before)
+        found = self._access.ends(topics)
+        return tuple(_target_read(topic, found.get(topic), before) for topic in sorted(topics))
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def _write_half(self, read: TopicRead, clock: LogClock, *, early: bool) -> None:
+        facts = half_facts(self._records((read,)))
+        facts = facts.withColumn("clock_ms", clock.unless_back())
+        facts = facts.withColumn("void", self._void()).withColumn("early", F.lit(early))
+        self._write("half", facts)
+
+    def _void(self) -> Column:
+        """Return why a half message is void by itself, or by the log clock."""
+        apart = F.abs(F.col("clock_ms") - F.col("id_ms"))
+        expired = F.when(apart > self._terms.dedup_window_ms, F.lit("expired"))
+        return F.coalesce(F.col("void"), expired)
+
+    def _write_op(self, read: TopicRead, clock: LogClock, early: Sequence[int]) -> None:
+        ends = F.array(*[F.lit(end).cast("bigint") for end in early])
+        facts = op_facts(self._records((read,)))
+        facts = facts.withColumn("clock_ms", clock.unless_back())
+        is_early = F.col("offset") < F.get(ends, F.col("partition"))
+        facts = facts.withColumn("early", F.coalesce(is_early, F.lit(False)))
+        none = F.lit(None).cast(_types("op")["contents"].dataType)
+        self._write("op", facts.withColumn("contents", none))
+
+    def _write(self, name: str, facts: DataFrame) -> None:
+        """Write a table as it comes from the topic, with `why` and what else helps to settle it."""
+        columns = _types(name).names
+        helping = [column for column in facts.columns if column not in columns]
+        with _in_words():
+            rows = facts.select(*columns, *helping)
+            rows.write.mode("append").options(**_CODEC).parquet(self._path(name))
+
+    def _records(self, reads: Sequence[TopicRead]) -> DataFrame:
+        """Return the records of topics, each between the offsets to be read."""
+        reads = [read for read in reads if read.ends != read.begins]
+        if not reads:
+            return self._spark.createDataFrame([], _KAFKA)
+        count = sum(sum(read.ends) - sum(read.begins) for read in reads)
+        cores = self._spark.sparkContext.defaultParallelism
+        tasks = max(1, min(2 * cores, count // _RECORDS_MIN), count // _RECORDS_MAX)
+        options = {
+            **self._access.options,
+            "assign": _json({read.topic: list(range(len(read.ends))) for read in reads}),
+            "startingOffsets": _json({read.topic: _offsets(read.begins) for read in reads}),
+            "endingOffsets": _json({read.topic: _offsets(read.ends) for read in reads}),
+            "failOnDataLoss": "true",
+            "includeHeaders": "true",
+            "kafka.isolation.level": "read_committed",
+            "minPartitions": str(tasks),
+        }
+        return self._load(options)
+
+    def _load(self, options: Mapping[str, str]) -> DataFrame:
+        """Return what the Kafka source reads, through its newer interface.
+
+        The older one, which batches use unless told otherwise, makes an object for each header.
+        """
+        conf = self._spark.conf
+        sources = conf.get(_V1_SOURCES) or ""
+        conf.set(_V1_SOURCES, ",".join(each for each in sources.split(",") if each != "kafka"))
+        try:
+            with _in_words():
+                return self._spark.read.format("kafka").options(**options).load()
+        finally:
+            conf.set(_V1_SOURCES, sources)
+
+    # --- settling ----------------------------------------------------------------------------
+
+    def _settle_half(self, clock: LogClock, keys_before: DataFrame | None) -> tuple[int, ...]:
+        """Look for what a record does not tell by itself; return where the log clock ends."""
+        rows = self._raw("half")
+        with _in_words():
+            surveyed = survey(rows, clock)
+            broken, keys = rows.agg(F.count("why"), F.count("dedup")).first() or (0, 0)
+            if broken:
+                self._set_aside(rows, self._names.half)
+            changed = broken > 0 or surveyed.goes_back
+            if surveyed.goes_back:
+                rows = with_clock(rows, surveyed)
+                by_id = F.when(F.col("void") == "id", F.col("void"))
+                rows = rows.withColumn("void", by_id).withColumn("void", self._void())
+            rows = rows.where("why IS NULL")
+            if keys:
+                voids = dedup_voids(rows, keys_before, self._terms.dedup_window_ms).persist()
+                count = voids.count()
+                changed = changed or count > 0
+                rows = _mark_void(rows, voids, count) if count else rows
+            if changed:
+                self._replace("half", rows)
+            surveyed.buckets.unpersist()
+        return surveyed.ends
+
+    def _settle_op(self, clock: LogClock) -> tuple[int, ...]:
+        """Look for what a record does not tell by itself; return where the log clock ends."""
+        rows = self._raw("op")
+        with _in_words():
+            surveyed = survey(rows, clock)
+            contents = F.count_if((F.col("contents_count") > 0) | F.col("content").isNotNull())
+            broken, contained = rows.agg(F.count("why"), contents).first() or (0, 0)
+            if broken:
+                self._set_aside(rows, self._names.op)
+            if surveyed.goes_back:
+                rows = with_clock(rows, surveyed)
+            rows = rows.where("why IS NULL")
+            if contained:
+                joined = with_contents(rows)
+                self._set_aside(joined.broken, self._names.op)
+                rows = joined.markers
+            if broken or contained or surveyed.goes_back:
+                self._replace("op", rows)
+            surveyed.buckets.unpersist()
+        return surveyed.ends
+
+    def _settle_plain(self, name: str, topic: str | None) -> None:
+        """Set aside what does not read."""
+        rows = self._raw(name)
+        with _in_words():
+            if rows.where("why IS NOT NULL").isEmpty():
+                return
+            self._set_aside(rows, topic)
+            self._replace(name, rows.where("why IS NULL"))
+
+    def _set_aside(self, rows: DataFrame, topic: str | None) -> None:
+        """Write what does not read to the table of broken records."""
+        named = rows if topic is None else rows.withColumn("topic", F.lit(topic))
+        broken = named.where("why IS NOT NULL").select(*_types("broken").names)
+        broken.write.mode("append").parquet(self._path("broken"))
+
+    def _replace(self, name: str, rows: DataFrame) -> None:
+        """Write a table anew."""
+        new = f"{self._path(name)}.new"
+        rows.select(*_types(name).names).write.options(**_CODEC).parquet(new)
+        replace(self._spark, new, self._path(name))
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def _raw(self, name: str) -> DataFrame:
+        return self._spark.read.parquet(self._path(name))
+
+    def _table(self, name: str) -> DataFrame:
+        return self._spark.read.schema(_types(name)).parquet(self._path(name))
+
+
+def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
+    """Return the half table with the void ones marked by whose key is another's."""
+    marks = voids.withColumn("by_key", F.lit("dedup"))
+    if count <= _BROADCAST_ROWS_MAX:
+        marks = F.broadcast(marks)
+    joined = half.join(marks, ["partition", "offset"], "left")
+    return joined.withColumn("void", F.coalesce("void", "by_key")).drop("by_key")
+
+
+def _target_read(topic: str, now: TopicEnds | None, before: Mapping[str, TopicRead]) -> TopicRead:
+    return gone(topic) if now is None else read_on(now, before.get(topic))
+
+
+def _types(name: str) -> StructType:
+    types = StructType.fromDDL(getattr(schema, name.upper()))
+    assert isinstance(types, StructType)
+    return types
+
+
+def _offsets(of: Sequence[int]) -> dict[str, int]:
+    return {str(partition): offset for partition, offset in enumerate(of)}
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+# --- what goes wrong -------------------------------------------------------------------------
+
+_SENTENCES = (
+    (
+        r"Not authorized to access topics: \[?([^\]\s]*)",
+        "no right to topic {}: grant Describe and Read on it to the audit",
+    ),
+    (
+        r"Not authorized to access group: (\S+)",
+        "no right to the consumer group {}: Spark reads with groups of that prefix, grant Read on "
+        "them to the audit",
+    ),
+    (
+        r"(?:OffsetOutOfRange|DATA_LOSS|data may have been lost|aged out|PARTITION_OFFSET_CHANGED)",
+        "retention took records while they were read: run the audit again; if it comes again, the "
+        "retention of a topic is shorter than an audit takes",
+    ),
+    (
+        r"(?:UnknownTopicOrPartition|does not host this topic)",
+        "a topic was deleted while it was read: run the audit again",
+    ),
+    (
+        r"(?:Timeout of \d+ms expired before the position|Failed to construct kafka consumer|"
+        r"kafka\.common\.errors\.(?:Timeout|Disconnect|SaslAuth|SslAuth)\w*)",
+        "Kafka did not answer Spark: check that it is reached from where Spark's tasks run",
+    ),
+)
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Say in a sentence what Kafka refuses to Spark; anything else is left as it is."""
+    try:
+        yield
+    except (Py4JJavaError, PySparkException) as error:
+        text = str(error)
+        for pattern, sentence in _SENTENCES:
+            found = re.search(pattern, text)
+            if found:
+                raise AuditError(sentence.format(*found.groups())) from error
+        raise
