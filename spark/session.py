@@ -31,11 +31,15 @@ _DEFAULTS = {
     "spark.ui.enabled": "false",  # no port is opened unasked
     "spark.ui.showConsoleProgress": "false",  # we have our own
     "spark.sql.catalogImplementation": "in-memory",
+    # Else every expression tells Java the line of Python that it stands on: a call each.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.session.timeZone": "UTC",
 }
 _LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """Where all executors are on this machine, neither its name nor its network matters."""
 
+_PYTHON_LOGGERS = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
+"""By these pyspark logs every error that it raises, as JSON with Java's whole stack."""
 _END_TIMEOUT_S = 20.0
 _LOG_TO_FILE = """\
 rootLogger.level = warn
@@ -88,6 +92,7 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
             not start; the sentence says what to do.
     """
     require_pyspark()
+    _quieten_pyspark(settings.verbose)
     if "PYSPARK_GATEWAY_PORT" in os.environ:
         with _submitted(settings) as spark:
             yield spark
@@ -107,6 +112,13 @@ def require_pyspark() -> None:
             raise ConfigurationError(
                 f"the Python package {module} is missing, run: pip install 'txbroker[spark]'"
             )
+
+
+def _quieten_pyspark(verbose: bool) -> None:
+    from pyspark.logger import PySparkLogger
+
+    for name in _PYTHON_LOGGERS:
+        PySparkLogger.getLogger(name).disabled = not verbose
 
 
 # --- a Java process of our own ---------------------------------------------------------------
