@@ -182,7 +182,7 @@ def _by_sql(gathered: DataFrame) -> DataFrame:
 
 def _is_plain() -> Column:
     """Say whether nothing but what should be there is there: see `judge` for every rule."""
-    half, marker = F.col("half")[0], F.get("op", F.lit(0))
+    half, marker = F.get("half", F.lit(0)), F.get("op", F.lit(0))
     size = F.size("half")
     numbers = F.sequence(F.lit(1), size - 1)
     whole = (
@@ -212,7 +212,7 @@ def _is_plain() -> Column:
 
 def _follows(seq: Column) -> Column:
     """Say whether a record is the next one of the half message that the first begins."""
-    first, row = F.col("half")[0], F.get("half", seq)
+    first, row = F.get("half", F.lit(0)), F.get("half", seq)
     return (
         (row["seq"] == seq)
         & (row["count"] == first["count"])
@@ -354,7 +354,7 @@ def _with_order(judged: DataFrame) -> DataFrame:
     )
     changed = {
         "findings": F.when(is_late, by_gravity).otherwise(F.col("findings")),
-        "verdict": F.when(is_late, by_gravity[0]).otherwise(F.col("verdict")),
+        "verdict": F.when(is_late, F.get(by_gravity, F.lit(0))).otherwise(F.col("verdict")),
         "why": F.when(is_late, F.concat_ws("; ", "why", "late_why")).otherwise(F.col("why")),
     }
     return joined.withColumns(changed).select(
