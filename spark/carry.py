@@ -14,7 +14,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark import schema
 from txbroker.spark.facts import id_time_ms
 from txbroker.spark.folders import Folders, read_bytes, write_bytes
 from txbroker.spark.history import TABLES, Facts, PastRun, read_facts
@@ -43,13 +42,19 @@ class KeptHorizon(Struct, frozen=True):
     taken: tuple[TakenFrom, ...] = ()
 
     @classmethod
-    def of(cls, horizon: Horizon) -> "KeptHorizon":
-        """Return the same horizon."""
+    def of(cls, horizon: Horizon, now_ms: int) -> "KeptHorizon":
+        """Return the horizon of a run for those after it.
+
+        Where nothing was left, all of the past is unknown; but what came after `now_ms` was read.
+        """
         return cls(
             dict(horizon.half_start),
-            dict(horizon.half_begin_ms),
-            dict(horizon.op_begin_ms),
-            tuple(TakenFrom(*place, ms) for place, ms in sorted(horizon.taken_ms.items())),
+            {p: min(ms, now_ms) for p, ms in horizon.half_begin_ms.items()},
+            {p: min(ms, now_ms) for p, ms in horizon.op_begin_ms.items()},
+            tuple(
+                TakenFrom(topic, p, ms if p < 0 else min(ms, now_ms))
+                for (topic, p), ms in sorted(horizon.taken_ms.items())
+            ),
         )
 
     def read(self) -> Horizon:
@@ -67,6 +72,7 @@ class Chain(Struct, frozen=True):
         horizon: what retention had left when the chain began, or took between its runs.
         runs: the chain's runs; their facts may be looked up.
         carried: how many transactions are carried.
+        keys: whether half messages with a `dedup_key` are.
     """
 
     names: Names
@@ -74,6 +80,7 @@ class Chain(Struct, frozen=True):
     horizon: KeptHorizon
     runs: tuple[PastRun, ...]
     carried: int
+    keys: bool
     version: int = CHAIN_VERSION
 
 
@@ -84,13 +91,13 @@ class Carried(Struct, frozen=True):
         chain: where to go on.
         facts: of all that was not finished.
         ids: of these; column `id`.
-        keys: half messages whose `dedup_key` may void later ones.
+        keys: half messages whose `dedup_key` may void later ones; None where there are none.
     """
 
     chain: Chain
     facts: Facts
     ids: DataFrame
-    keys: DataFrame
+    keys: DataFrame | None
 
 
 def read_carried(spark: SparkSession, folders: Folders, run: str) -> Carried:
@@ -114,9 +121,13 @@ def read_carried(spark: SparkSession, folders: Folders, run: str) -> Carried:
         raise ConfigurationError(
             f"another version of txbroker wrote {folder}/{_CHAIN}: run a full audit"
         )
-    facts = Facts(*(read_facts(spark, name, [f"{folder}/{name}"]) for name in TABLES))
-    ids = spark.read.schema("id string").parquet(f"{folder}/ids")
-    keys = spark.read.schema(schema.HALF).parquet(f"{folder}/keys")
+    if chain.carried:
+        facts = Facts(*(read_facts(spark, name, [f"{folder}/{name}"]) for name in TABLES))
+        ids = spark.read.schema("id string").parquet(f"{folder}/ids")
+    else:
+        facts = Facts(*(spark.createDataFrame([], ddl) for ddl in TABLES.values()))
+        ids = spark.createDataFrame([], "id string")
+    keys = read_facts(spark, "half", [f"{folder}/keys"]) if chain.keys else None
     return Carried(chain, facts, ids, keys)
 
 
@@ -127,24 +138,22 @@ def write_carried(
     chain: Chain,
     facts: Facts,
     verdicts: DataFrame,
-    keys: DataFrame,
+    keys: DataFrame | None,
 ) -> None:
     """Write what the next run needs. `verdicts`: of this run; those with `carry` go on."""
     folder = folders.carry(run)
-    ids = verdicts.where("carry").select("id")
     if chain.carried:
-        ids.write.parquet(f"{folder}/ids")
+        verdicts.where("carry").select("id").write.parquet(f"{folder}/ids")
         ids = spark.read.schema("id string").parquet(f"{folder}/ids")
-        ends = ids.agg(F.min(id_time_ms(F.col("id"))), F.max(id_time_ms(F.col("id")))).first()
+        id_ms = id_time_ms(F.col("id"))
+        ends = ids.agg(F.min(id_ms), F.max(id_ms)).first()
         assert ends is not None
-        young = F.col("id_ms").between(*ends)
-        going_on = Facts(*(table.where(young) for table in facts)).of(ids)
-    else:
-        ids.limit(0).write.parquet(f"{folder}/ids")
-        going_on = Facts(*(table.limit(0) for table in facts))
-    for name, table in zip(TABLES, going_on, strict=True):
-        table.write.parquet(f"{folder}/{name}")
-    keys.write.parquet(f"{folder}/keys")
+        of_their_time = F.col("id_ms").between(*ends)
+        going_on = Facts(*(table.where(of_their_time) for table in facts)).of(ids)
+        for name, table in zip(TABLES, going_on, strict=True):
+            table.write.parquet(f"{folder}/{name}")
+    if chain.keys and keys is not None:
+        keys.write.parquet(f"{folder}/keys")
     write_bytes(spark, f"{folder}/{_CHAIN}", msgspec.json.encode(chain))
 
 
@@ -154,10 +163,12 @@ class Gaps(Struct, frozen=True):
     half: frozenset[int]
     op: frozenset[int]
     targets: frozenset[tuple[str, int]]
+    blind: bool = False
+    """Some target is compacted, or no more."""
 
     def __bool__(self) -> bool:
         """Say whether there are any."""
-        return bool(self.half or self.op or self.targets)
+        return bool(self.half or self.op or self.targets or self.blind)
 
 
 def gaps_between(before: Cut, now: Cut) -> Gaps:
@@ -171,6 +182,7 @@ def gaps_between(before: Cut, now: Cut) -> Gaps:
             for each in now.targets
             for partition in _gaps(was.get(each.topic), each)
         ),
+        any(each.compacted or not each.ends for each in now.targets),
     )
 
 
@@ -192,11 +204,13 @@ def with_gaps(horizon: Horizon, fresh: Horizon, gaps: Gaps) -> Horizon:
         fresh: as if what this run has read were all there is.
         gaps: which of its partitions count.
     """
+    # Of a topic that is compacted, or no more, nothing was ever certain, whatever runs have read.
+    whole = {place for place in fresh.taken_ms if place[1] < 0}
     return Horizon(
         _later(horizon.half_start, fresh.half_start, gaps.half),
         _later(horizon.half_begin_ms, fresh.half_begin_ms, gaps.half),
         _later(horizon.op_begin_ms, fresh.op_begin_ms, gaps.op),
-        _later(horizon.taken_ms, fresh.taken_ms, gaps.targets),
+        _later(horizon.taken_ms, fresh.taken_ms, gaps.targets | whole),
     )
 
 

@@ -83,9 +83,10 @@ class Span(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """How many rows a table has, and the times in their ids; None without any."""
+    """How many rows a table has, those with a `dedup_key`, and the times in their ids, if any."""
 
     rows: int
+    keyed: int
     span: Span | None
 
 
@@ -195,6 +196,7 @@ def counted(facts: Facts) -> dict[str, Counted]:
         table.agg(
             F.lit(name).alias("name"),
             F.count("*").alias("rows"),
+            F.count("dedup" if name == "half" else F.lit(None)).alias("keyed"),
             F.min("id_ms").alias("first"),
             F.max("id_ms").alias("last"),
         )
@@ -202,7 +204,9 @@ def counted(facts: Facts) -> dict[str, Counted]:
     ]
     return {
         row["name"]: Counted(
-            row["rows"], None if row["first"] is None else Span(row["first"], row["last"])
+            row["rows"],
+            row["keyed"],
+            None if row["first"] is None else Span(row["first"], row["last"]),
         )
         for row in reduce(DataFrame.union, lines).collect()
     }

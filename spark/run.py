@@ -32,7 +32,7 @@ from txbroker.spark.carry import (
 )
 from txbroker.spark.cut import KafkaAccess
 from txbroker.spark.folders import Folders
-from txbroker.spark.gather import horizon_of, verdicts
+from txbroker.spark.gather import horizon_of, release, verdicts
 from txbroker.spark.history import Counted, Facts, History, PastRun, counted
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.rows import Horizon
@@ -183,9 +183,10 @@ class _Audit:
             max((span.last_ms for span in spans), default=None),
             staged.cut.op.ends,
         )
-        horizon = KeptHorizon.of(judging.horizon)
+        horizon = KeptHorizon.of(judging.horizon, self._terms.now_ms)
+        keyed = bool(read["half"].keyed) or (before is not None and before.chain.keys)
         chain = Chain(
-            self._settings.names, staged.cut, horizon, (*runs, this), carried=tally.carried
+            self._settings.names, staged.cut, horizon, (*runs, this), tally.carried, keyed
         )
         self._write_carried(chain, judging.facts, written, new, before)
         mode = "full" if before is None else "incremental"
@@ -244,7 +245,10 @@ class _Audit:
         rows = verdicts(self._spark, whole, self._terms, judging.horizon)
         if judging.context is not None:
             rows = rows.join(judging.context.select("id"), "id", "left_anti")
-        write_verdicts(rows, self._folders, self._run)
+        try:
+            write_verdicts(rows, self._folders, self._run)
+        finally:
+            release(self._spark)
 
     def _write_carried(
         self,
@@ -254,7 +258,9 @@ class _Audit:
         new: Facts,
         before: Carried | None,
     ) -> None:
-        halves = new.half if before is None else new.half.unionByName(before.keys)
+        halves = new.half
+        if before is not None and before.keys is not None:
+            halves = halves.unionByName(before.keys)
         keys = keys_in_window(halves, chain.cut.half_clock_ms, self._terms.dedup_window_ms)
         write_carried(self._spark, self._folders, self._run, chain, facts, written, keys)
 

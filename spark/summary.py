@@ -4,10 +4,11 @@ Spark adds up; what comes to the driver is as large as the number of groups and 
 shown, not as the number of transactions.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from pyspark.sql import Column, DataFrame, Row
+from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
 from txbroker.spark.schema import KIND_NAMES, Example, Histogram
@@ -46,22 +47,32 @@ def add_up(verdicts: DataFrame, now_ms: int) -> Tally:
         verdicts: as they were written; read twice, and the rows with findings once more.
         now_ms: what the age of pending ones is measured to.
     """
+    drift = _drift(verdicts)
     counts = _counts(verdicts, now_ms).persist()
     try:
-        drift = _drift(verdicts)
-        states = {row["state"]: (row["n"], row["carried"]) for row in _by_state(counts)}
-        return Tally(
-            transactions=sum(n for n, _ in states.values()),
-            carried=sum(carried for _, carried in states.values()),
-            states={state: n for state, (n, _) in sorted(states.items())},
-            drift=drift,
-            examples=_examples(verdicts, drift),
-            pending_age=_pending_age(counts),
-            decide_latency=_latencies(counts, "decide", F.lit(True)),
-            visible_latency=_latencies(counts, "visible", F.col("state") == "promoted"),
-        )
+        rows = counts.groupBy("state", "age").agg(*_sums("n", "carried")).collect()
+        latencies = _latencies(counts)
     finally:
         counts.unpersist()
+    states, ages = Counter[str](), Counter[int]()
+    for row in rows:
+        states[row["state"]] += row["n"]
+        if row["age"] is not None:
+            ages[row["age"]] += row["n"]
+    return Tally(
+        transactions=states.total(),
+        carried=sum(row["carried"] for row in rows),
+        states=dict(sorted(states.items())),
+        drift=drift,
+        examples=_examples(verdicts, drift),
+        pending_age=Histogram("pending", AGE_BOUNDS_MS, _filled(AGE_BOUNDS_MS, ages)),
+        decide_latency=latencies["decide"],
+        visible_latency=latencies["visible"],
+    )
+
+
+def _sums(*names: str) -> list[Column]:
+    return [F.sum(name).alias(name) for name in names]
 
 
 # --- one pass over all rows --------------------------------------------------------------------
@@ -96,53 +107,47 @@ def _over(value: Column, bound: int) -> Column:
     return (value > bound).cast("int")
 
 
-def _by_state(counts: DataFrame) -> list[Row]:
-    return (
-        counts.groupBy("state")
-        .agg(F.sum("n").alias("n"), F.sum("carried").alias("carried"))
-        .collect()
+def _latencies(counts: DataFrame) -> dict[str, tuple[Histogram, ...]]:
+    """Return histograms of the topics and groups that have the most transactions, by measure."""
+    measures = F.explode(
+        F.array(
+            F.struct(F.lit("decide").alias("measure"), F.col("decide").alias("bucket")),
+            F.struct(
+                F.lit("visible").alias("measure"),
+                F.when(F.col("state") == "promoted", F.col("visible")).alias("bucket"),
+            ),
+        )
     )
-
-
-def _pending_age(counts: DataFrame) -> Histogram:
-    rows = counts.where("age is not null").groupBy("age").agg(F.sum("n").alias("n")).collect()
-    return _histogram("pending", AGE_BOUNDS_MS, {row["age"]: row["n"] for row in rows})
-
-
-def _latencies(counts: DataFrame, column: str, which: Column) -> tuple[Histogram, ...]:
-    """Return a histogram for each of the topics and groups that have the most transactions."""
-    measured = counts.where(which & F.col(column).isNotNull())
-    topics = measured.select(F.explode("topics").alias("name"), column, "n")
-    groups = measured.select(F.col("grp").alias("name"), column, "n").where("name is not null")
-    return _most(topics, "topic", column) + _most(groups, "group", column)
-
-
-def _most(rows: DataFrame, kind: str, column: str) -> tuple[Histogram, ...]:
+    names = F.explode(
+        F.concat(
+            F.transform("topics", lambda topic: F.struct(F.lit("topic").alias("kind"), topic)),
+            F.array(F.struct(F.lit("group").alias("kind"), F.col("grp").alias("col2"))),
+        )
+    )
+    named = counts.select("n", measures.alias("m"), names.alias("label"))
+    rows = named.select(
+        "n", "m.measure", "m.bucket", "label.kind", F.col("label.col2").alias("name")
+    ).where("bucket is not null and name is not null")
     buckets = [
-        F.sum(F.when(F.col(column) == number, F.col("n")).otherwise(0)).alias(f"b{number}")
+        F.sum(F.when(F.col("bucket") == number, F.col("n")).otherwise(0)).alias(f"b{number}")
         for number in range(len(LATENCY_BOUNDS_MS) + 1)
     ]
-    found = (
-        rows.groupBy("name")
-        .agg(F.sum("n").alias("n"), *buckets)
-        .orderBy(F.col("n").desc(), "name")
-        .limit(LABELS_MAX)
-        .collect()
+    labels = rows.groupBy("measure", "kind", "name").agg(F.sum("n").alias("n"), *buckets)
+    most = Window.partitionBy("measure", "kind").orderBy(F.col("n").desc(), "name")
+    found = labels.withColumn("place", F.row_number().over(most)).where(
+        F.col("place") <= LABELS_MAX
     )
-    return tuple(
-        Histogram(
-            f"{kind}:{row['name']}",
-            LATENCY_BOUNDS_MS,
-            tuple(row[f"b{number}"] for number in range(len(LATENCY_BOUNDS_MS) + 1)),
-        )
-        for row in found
-    )
+    latencies: dict[str, list[Histogram]] = {"decide": [], "visible": []}
+    # Topics first, those with the most transactions before others.
+    for row in sorted(found.collect(), key=lambda row: (row["kind"] == "group", row["place"])):
+        counted = tuple(row[f"b{number}"] for number in range(len(LATENCY_BOUNDS_MS) + 1))
+        label = f"{row['kind']}:{row['name']}"
+        latencies[row["measure"]].append(Histogram(label, LATENCY_BOUNDS_MS, counted))
+    return {measure: tuple(histograms) for measure, histograms in latencies.items()}
 
 
-def _histogram(label: str, bounds_ms: tuple[int, ...], counts: dict[int, int]) -> Histogram:
-    return Histogram(
-        label, bounds_ms, tuple(counts.get(number, 0) for number in range(len(bounds_ms) + 1))
-    )
+def _filled(bounds_ms: Sequence[int], counts: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(counts.get(number, 0) for number in range(len(bounds_ms) + 1))
 
 
 # --- findings ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from txbroker.spark.carry import Gaps, KeptHorizon, gaps_between, with_gaps
 from txbroker.spark.folders import Folders, exists, read_bytes, remove, write_bytes
 from txbroker.spark.history import Span, joined
 from txbroker.spark.journal import Journal
-from txbroker.spark.rows import Horizon
+from txbroker.spark.rows import ALWAYS, Horizon
 from txbroker.spark.schema import VERDICT, Cut, RunSummary, TopicRead
 from txbroker.spark.summary import AGE_BOUNDS_MS, EXAMPLES_A_KIND, LATENCY_BOUNDS_MS, add_up
 from txbroker.spark.verdict_files import current_verdicts, read_verdicts, write_verdicts
@@ -224,11 +224,20 @@ def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
     gaps = gaps_between(was, now)
     assert gaps == Gaps(frozenset({0}), frozenset({1}), frozenset({("t", 1), ("v", 0)}))
     fresh = Horizon(
-        {0: 11, 1: 10}, {0: 500, 1: 501}, {0: 600, 1: 601}, {("t", 0): 1, ("t", 1): 2, ("v", 0): 3}
+        {0: 11, 1: 10},
+        {0: 500, 1: 501},
+        {0: 600, 1: 601},
+        {("t", 0): 1, ("t", 1): 2, ("v", 0): 3, ("w", -1): 9},
     )
     merged = with_gaps(Horizon({0: 5}, {0: 900}, {}, {("u", 0): 7}), fresh, gaps)
-    assert merged == Horizon({0: 11}, {0: 900}, {1: 601}, {("u", 0): 7, ("t", 1): 2, ("v", 0): 3})
-    assert KeptHorizon.of(merged).read() == merged
+    assert merged == Horizon(
+        {0: 11}, {0: 900}, {1: 601}, {("u", 0): 7, ("t", 1): 2, ("v", 0): 3, ("w", -1): 9}
+    )
+    assert KeptHorizon.of(merged, 10_000).read() == merged
+    nothing_left = Horizon({}, {0: ALWAYS}, {1: ALWAYS}, {("t", 0): ALWAYS, ("w", -1): ALWAYS})
+    assert KeptHorizon.of(nothing_left, NOW_MS).read() == Horizon(
+        {}, {0: NOW_MS}, {1: NOW_MS}, {("t", 0): NOW_MS, ("w", -1): ALWAYS}
+    )
     assert not gaps_between(was, was)
 
 
