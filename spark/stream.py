@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -37,6 +38,9 @@ from txbroker.spark.stream_state import StreamTerms
 from txbroker.spark.trouble import in_words
 
 _LOOK_S = 0.1
+_NO_BATCH = -2
+_END_S = 20.0
+"""A batch that takes longer is broken off in the end."""
 _TICK_S = 1.0
 """Ticks are not closer than this: see `stream_state` on the third one."""
 _DEAF_S = 60.0
@@ -109,8 +113,8 @@ class AuditStream:
         self._thread = threading.Thread(target=self._run, name="txbroker audit stream", daemon=True)
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._grown = threading.Event()
-        self._moment_ms = 0
+        self._grown_with = _NO_BATCH
+        self._moment_ms = self._judged_ms = 0
         self._summary_at_s = 0.0
 
     # --- from outside ------------------------------------------------------------------------
@@ -130,7 +134,7 @@ class AuditStream:
                     f"{self._settings.checkpoint} belongs to the topic {self._home.installation}: "
                     "name another --checkpoint"
                 )
-            self._add_targets(self._settings.targets)
+            self._add_targets(self._settings.targets, _NO_BATCH)
             self._sink = Sink(self._kafka, self._call, name, self._add_targets)
             self._sink.begin()
         except BaseException:
@@ -155,9 +159,9 @@ class AuditStream:
         return not self._thread.is_alive()
 
     @property
-    def moment_ms(self) -> int:
-        """Up to when all logs were read, ms by the brokers' clocks."""
-        return self._moment_ms
+    def judged_ms(self) -> int:
+        """The moment by which all was judged, ms by the brokers' clocks."""
+        return self._judged_ms
 
     def summary(self) -> RunSummary:
         """Return how things stand."""
@@ -168,7 +172,7 @@ class AuditStream:
             run=f"stream-{home.name}",
             mode="stream",
             started_ms=home.started_ms,
-            took_s=max(self._moment_ms - home.started_ms, 0) / 1000,
+            took_s=max(self._judged_ms - home.started_ms, 0) / 1000,
             cut=None,
             records={},
             transactions=sum(states.values()),
@@ -196,13 +200,13 @@ class AuditStream:
         write_home(self._spark, settings.checkpoint, home)
         return home
 
-    def _add_targets(self, topics: frozenset[str]) -> None:
+    def _add_targets(self, topics: frozenset[str], batch: int) -> None:
         """Remember topics that half messages name, so that no restart forgets them."""
         with self._lock:
             if topics <= self._home.targets:
                 return
             self._keep(msgspec.structs.replace(self._home, targets=self._home.targets | topics))
-            self._grown.set()
+            self._grown_with = batch
 
     def _keep(self, home: Home) -> None:
         write_home(self._spark, self._settings.checkpoint, home)
@@ -211,7 +215,7 @@ class AuditStream:
     def _sources(self) -> tuple[Sources, set[str]]:
         """Return what to read now, and which targets the checkpoint does not know."""
         with self._lock:
-            self._grown.clear()
+            self._grown_with = _NO_BATCH
             home = self._home
             ends = self._access.ends(home.targets)
             new = ends.keys() - home.read
@@ -289,7 +293,7 @@ class AuditStream:
                 self._publish()
                 self._stop.wait(max(_TICK_S - (time.monotonic() - began_s), 0))
         finally:
-            query.stop()
+            _end(query)
 
     def _query(self, sources: Sources) -> StreamingQuery:
         rows = plan(self._spark, sources, self._terms(), self._home.buckets)
@@ -322,16 +326,22 @@ class AuditStream:
             for number, end in enumerate(ends[topic].ends)
             if end
         }
-        while not _passed(_positions(query), cut):
-            if self._grown.is_set() or self._stop.wait(_LOOK_S):
+        while True:
+            last = _progress(query)
+            batch = -1 if last is None else last["batchId"]
+            self._judged_ms = max(self._judged_ms, 0 if last is None else _watermark_ms(last))
+            if self._grown_with != _NO_BATCH:
+                # That batch is brought to its end first, or it would be done again.
+                if batch >= self._grown_with:
+                    return False
+            elif last is not None and _passed(_offsets(last, "endOffset"), cut):
+                self._moment_ms = at_ms
+                return True
+            if self._stop.wait(_LOOK_S):
                 return False
             if not query.isActive:
                 query.awaitTermination(0)
                 raise AuditError("Spark has ended the stream")
-        if self._grown.is_set():
-            return False
-        self._moment_ms = at_ms
-        return True
 
     def _ask(self, question: Any) -> Any:
         """Ask Kafka, for a while again where it does not answer."""
@@ -366,24 +376,33 @@ def _taken(topics: Iterable[TopicEnds], now_ms: int) -> list[Taken]:
     ]
 
 
+def _end(query: StreamingQuery) -> None:
+    """Stop a query between two batches: a batch that is broken off is done again."""
+    until_s = time.monotonic() + _END_S
+    while query.isActive and query.status["isTriggerActive"] and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+    query.stop()
+
+
 def _progress(query: StreamingQuery) -> Mapping[str, Any] | None:
     last = query.lastProgress
     return None if last is None else json.loads(last.json)
 
 
-def _positions(query: StreamingQuery) -> Positions:
-    """Return how far Spark has read, and told what came of it."""
-    last = _progress(query)
-    return {} if last is None else _offsets(last, "endOffset")
-
-
 def _offsets(progress: Mapping[str, Any], which: str) -> Positions:
+    """Return where a batch began (`startOffset`) or ended (`endOffset`)."""
     return {
         (topic, int(number)): offset
         for source in progress["sources"]
         for topic, offsets in (source[which] or {}).items()
         for number, offset in offsets.items()
     }
+
+
+def _watermark_ms(progress: Mapping[str, Any]) -> int:
+    """Return the moment that a batch was judged by; 0: none yet."""
+    text = progress.get("eventTime", {}).get("watermark", "1970-01-01T00:00:00.000Z")
+    return round(datetime.fromisoformat(text).timestamp() * 1000)
 
 
 def _passed(positions: Positions, cut: Positions) -> bool:

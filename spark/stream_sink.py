@@ -93,7 +93,8 @@ class Sink:
         kafka: where it is told.
         call: has work done in the event loop that `kafka` belongs to.
         name: the stream's.
-        on_targets: told names of topics that are not read yet, before the batch is done.
+        on_targets: told names of topics that are not read yet, and the number of the batch that
+            they came with, before that batch is done.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Sink:
         kafka: KafkaDrift,
         call: Calls,
         name: str,
-        on_targets: Callable[[frozenset[str]], None],
+        on_targets: Callable[[frozenset[str], int], None],
     ) -> None:
         self._kafka, self._call, self._name = kafka, call, name
         self._on_targets = on_targets
@@ -136,19 +137,20 @@ class Sink:
     def _take(self, rows: DataFrame, batch: int) -> None:
         rows.persist()
         try:
-            sums = rows.groupBy("what", "name").agg(F.sum("number").alias("number")).collect()
-            targets = frozenset(row["name"] for row in sums if row["what"] == "target")
+            # A few rows for each bucket, however many transactions there are.
+            changes = rows.where(F.col("what") != "told").collect()
+            targets = frozenset(row["name"] for row in changes if row["what"] == "target")
             if targets:
-                self._on_targets(targets)
-            if any(row["what"] != "target" for row in sums):
-                self._store(rows, sums, batch)
+                self._on_targets(targets, batch)
+            if any(row["what"] != "target" for row in changes):
+                self._store(rows, changes, batch)
         finally:
             rows.unpersist()
 
-    def _store(self, rows: DataFrame, sums: Iterable[Row], batch: int) -> None:
+    def _store(self, rows: DataFrame, changes: Iterable[Row], batch: int) -> None:
         """Store what came of a batch, until it is known that it is stored."""
+        some = any(row["what"] == "drift" and row["number"] > 0 for row in changes)
         told = rows.where(F.col("what") == "told")
-        some = any(row["what"] == "told" for row in sums)
         for left in reversed(range(_WRITES_MAX)):
             try:
                 if not self._sure:
@@ -156,7 +158,7 @@ class Sink:
                 if self.progress.batch >= batch:
                     return
                 examples = told.limit(EXAMPLES_MAX).collect() if some else []
-                progress = _advanced(self.progress, batch, sums, examples)
+                progress = _advanced(self.progress, batch, changes, examples)
                 findings = self._findings(told.toLocalIterator()) if some else iter(())
                 self._sure = False
                 self._call(self._kafka.write(findings, self._key, msgspec.json.encode(progress)))
@@ -184,11 +186,11 @@ class Sink:
 
 
 def _advanced(
-    before: Progress, batch: int, sums: Iterable[Row], examples: Iterable[Row]
+    before: Progress, batch: int, changes: Iterable[Row], examples: Iterable[Row]
 ) -> Progress:
     states, drift = dict(before.states), dict(before.drift)
     others = {"stranger": before.strangers, "quarantined": before.quarantined}
-    for row in sums:
+    for row in changes:
         what, name, number = row["what"], row["name"], row["number"]
         if what == "state":
             states[name] = states.get(name, 0) + number
