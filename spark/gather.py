@@ -131,7 +131,9 @@ def _gathered(staged: StagedFacts) -> DataFrame:
         for side, table in tables.items()
     ]
     union = reduce(DataFrame.unionAll, parts)
-    arrays = union.groupBy("id").agg(*(F.collect_list(side).alias(side) for side in _SIDES))
+    arrays: DataFrame = union.groupBy("id").agg(
+        *(F.collect_list(side).alias(side) for side in _SIDES)
+    )
     # Nearly all have one row: those need no sorting.
     in_order = {
         side: F.when(F.size(side) > 1, F.sort_array(side)).otherwise(F.col(side)) for side in _FIRST
@@ -307,7 +309,7 @@ def _judging(
     types = to_arrow_schema(kind)
 
     def judging(batches: Iterable[Any]) -> Iterable[Any]:
-        from pyarrow import RecordBatch
+        from pyarrow import RecordBatch  # type: ignore[import-untyped]
 
         for batch in batches:
             judged = judge_rows(batch.to_pylist(), limits, horizon)

@@ -99,7 +99,7 @@ def _halves(rows: Sequence[HalfRow], home: int, horizon: Horizon) -> _Halves:
     for (partition, base), batch in sorted(batches.items()):
         first = next(iter(batch.values()))
         same = all((row.grp, row.count) == (first.grp, first.count) for row in batch.values())
-        if not same or len(batch) != first.count:
+        if not same or batch.keys() != set(range(first.count)):
             if base < horizon.half_start.get(partition, 0):
                 cut = True
             else:
