@@ -1,0 +1,154 @@
+"""From where to where the audit reads: last stable offsets, retention, topics that are no more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from topic_reader import create_topic
+
+from txbroker.config import load_settings
+from txbroker.embedded import EmbeddedKafka
+from txbroker.errors import ConfigurationError
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, read_on, to_end
+from txbroker.spark.errors import AuditError
+from txbroker.spark.schema import TopicRead
+
+
+def access_to(bootstrap: str, **fields: object) -> KafkaAccess:
+    """Return an access that gives up soon."""
+    settings = KafkaSettings(
+        bootstrap_servers=(bootstrap,), instance_id="audit", write_timeout_s=0.3, **fields
+    )  # type: ignore[arg-type]
+    return KafkaAccess(settings)
+
+
+def new_topic(kafka: EmbeddedKafka, partitions: int = 2, **configs: str) -> str:
+    """Make a topic with a name of its own."""
+    return create_topic(kafka.bootstrap, f"cut-{uuid.uuid4().hex[:12]}", partitions, **configs)
+
+
+def produce(kafka: EmbeddedKafka, topic: str, *partitions: int) -> None:
+    """Write one record to each of these partitions."""
+    producer = Producer({"bootstrap.servers": kafka.bootstrap})
+    for partition in partitions:
+        producer.produce(topic, b"v", partition=partition)
+    assert producer.flush(30) == 0
+
+
+def test_ends_are_asked_for_by_partition(kafka: EmbeddedKafka) -> None:
+    topic, other = new_topic(kafka), new_topic(kafka, 1, cleanup_policy="compact,delete")
+    produce(kafka, topic, 0, 0, 1)
+    found = access_to(kafka.bootstrap).ends([topic, other, "there-is-no-such-topic"])
+    assert found == {
+        topic: TopicEnds(topic, (0, 0), (2, 1), compacted=False),
+        other: TopicEnds(other, (0,), (0,), compacted=True),
+    }
+
+
+async def test_ends_can_be_asked_for_inside_an_event_loop(kafka: EmbeddedKafka) -> None:
+    topic = await asyncio.to_thread(new_topic, kafka, 1)
+    assert access_to(kafka.bootstrap).ends([topic])[topic].ends == (0,)
+
+
+def test_an_end_is_where_the_last_transaction_ended(kafka: EmbeddedKafka) -> None:
+    topic = new_topic(kafka, 1)
+    access = access_to(kafka.bootstrap)
+    producer = Producer({"bootstrap.servers": kafka.bootstrap, "transactional.id": topic})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(topic, b"v", partition=0)
+    producer.flush(30)
+    assert access.ends([topic])[topic].ends == (0,)
+    producer.commit_transaction(30)
+    # Acknowledged is not yet visible.
+    deadline = time.monotonic() + 30
+    while access.ends([topic])[topic].ends != (2,):
+        assert time.monotonic() < deadline, "the transaction does not end"
+
+
+def test_what_retention_took_is_counted(kafka: EmbeddedKafka) -> None:
+    topic = new_topic(kafka)
+    produce(kafka, topic, 0, 0, 0, 1)
+    access = access_to(kafka.bootstrap)
+    first = read_on(access.ends([topic])[topic], None)
+    assert (first.begins, first.ends, first.taken) == ((0, 0), (3, 1), 0)
+    produce(kafka, topic, 0, 0)
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    place = TopicPartition(topic, 0, 4)
+    admin.delete_records([place])[place].result(30)
+    now = access.ends([topic])[topic]
+    assert read_on(now, first) == TopicRead(topic, (4, 0), (4, 1), (5, 1), taken=1)
+    assert read_on(now, None) == TopicRead(topic, (4, 0), (4, 0), (5, 1), taken=4)
+
+
+def test_a_new_partition_is_read_from_its_start() -> None:
+    before = TopicRead("t", (0,), (0,), (7,))
+    assert read_on(TopicEnds("t", (0, 2), (9, 5)), before) == TopicRead(
+        "t", (0, 2), (7, 2), (9, 5), taken=2
+    )
+
+
+@pytest.mark.parametrize("ends", [(6, 3), (7,)])
+def test_a_topic_that_was_made_anew_asks_for_a_full_audit(ends: tuple[int, ...]) -> None:
+    before = TopicRead("t", (0, 0), (0, 0), (7, 3))
+    with pytest.raises(AuditError, match=r"topic t ends before .* Run a full audit"):
+        read_on(TopicEnds("t", (0,) * len(ends), ends), before)
+
+
+def test_a_read_goes_on_to_where_the_topic_ends_now() -> None:
+    read = TopicRead("t", (1, 0), (2, 0), (7, 3), taken=1)
+    later = to_end(read, TopicEnds("t", (5, 0), (9, 3)))
+    assert later == TopicRead("t", (1, 0), (2, 0), (9, 3), taken=1)
+    with pytest.raises(AuditError, match="other partitions"):
+        to_end(read, TopicEnds("t", (0, 0, 0), (9, 3, 0)))
+
+
+def test_a_topic_that_is_gone_has_no_partitions() -> None:
+    assert gone("t") == TopicRead("t", (), (), ())
+    # Made again since, it is read from its start.
+    assert read_on(TopicEnds("t", (0,), (3,)), gone("t")).begins == (0,)
+
+
+def test_a_topic_of_ours_that_is_missing_is_told_in_a_sentence(kafka: EmbeddedKafka) -> None:
+    with pytest.raises(AuditError, match=r"no topic missing\.half: is this the right Kafka"):
+        access_to(kafka.bootstrap).own_ends("missing.half")
+
+
+def test_a_kafka_that_does_not_answer_is_told_in_a_sentence() -> None:
+    with pytest.raises(AuditError, match="Kafka cannot be asked where its topics end: no connect"):
+        access_to("127.0.0.1:1").ends(["t"])
+
+
+def test_spark_is_told_how_to_log_in(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text('pass"word\\\n')
+    secret.chmod(0o600)
+    settings = load_settings(
+        {
+            "kafka": "b1:9092, b2:9092",
+            "kafka_security_protocol": "SASL_PLAINTEXT",
+            "kafka_sasl_mechanism": "SCRAM-SHA-256",
+            "kafka_sasl_username": "audit",
+            "kafka_sasl_password_file": str(secret),
+        },
+        environ={},
+    )
+    assert access_from(settings).options == {
+        "kafka.bootstrap.servers": "b1:9092,b2:9092",
+        "kafka.security.protocol": "SASL_PLAINTEXT",
+        "kafka.sasl.mechanism": "SCRAM-SHA-256",
+        "kafka.sasl.jaas.config": "org.apache.kafka.common.security.scram.ScramLoginModule "
+        'required username="audit" password="pass\\"word\\\\";',
+    }
+
+
+def test_settings_that_contradict_themselves_are_told() -> None:
+    with pytest.raises(ConfigurationError, match="no bootstrap servers"):
+        KafkaAccess(KafkaSettings(bootstrap_servers=(), instance_id="audit")).ends(["t"])
