@@ -5,7 +5,7 @@ shown, not as the number of transactions.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame, Row, Window
@@ -109,41 +109,38 @@ def _over(value: Column, bound: int) -> Column:
 
 def _latencies(counts: DataFrame) -> dict[str, tuple[Histogram, ...]]:
     """Return histograms of the topics and groups that have the most transactions, by measure."""
-    measures = F.explode(
-        F.array(
-            F.struct(F.lit("decide").alias("measure"), F.col("decide").alias("bucket")),
-            F.struct(
-                F.lit("visible").alias("measure"),
-                F.when(F.col("state") == "promoted", F.col("visible")).alias("bucket"),
-            ),
-        )
-    )
-    names = F.explode(
-        F.concat(
-            F.transform("topics", lambda topic: F.struct(F.lit("topic").alias("kind"), topic)),
-            F.array(F.struct(F.lit("group").alias("kind"), F.col("grp").alias("col2"))),
-        )
-    )
-    named = counts.select("n", measures.alias("m"), names.alias("label"))
-    rows = named.select(
-        "n", "m.measure", "m.bucket", "label.kind", F.col("label.col2").alias("name")
-    ).where("bucket is not null and name is not null")
+    measured = {
+        "decide": F.col("decide"),
+        "visible": F.when(F.col("state") == "promoted", F.col("visible")),
+    }
+    values = [F.col("n"), *(column.alias(measure) for measure, column in measured.items())]
+    topics = counts.select(F.lit("topic").alias("kind"), F.explode("topics").alias("name"), *values)
+    groups = counts.select(F.lit("group").alias("kind"), F.col("grp").alias("name"), *values)
     buckets = [
-        F.sum(F.when(F.col("bucket") == number, F.col("n")).otherwise(0)).alias(f"b{number}")
+        F.sum(F.when(F.col(measure) == number, F.col("n")).otherwise(0)).alias(f"{measure}{number}")
+        for measure in measured
         for number in range(len(LATENCY_BOUNDS_MS) + 1)
     ]
-    labels = rows.groupBy("measure", "kind", "name").agg(F.sum("n").alias("n"), *buckets)
-    most = Window.partitionBy("measure", "kind").orderBy(F.col("n").desc(), "name")
-    found = labels.withColumn("place", F.row_number().over(most)).where(
+    labels = (
+        topics.unionAll(groups)
+        .where("name is not null and (decide is not null or visible is not null)")
+        .groupBy("kind", "name")
+        .agg(F.sum("n").alias("n"), *buckets)
+    )
+    most = Window.partitionBy("kind").orderBy(F.col("n").desc(), "name")
+    shown = labels.withColumn("place", F.row_number().over(most)).where(
         F.col("place") <= LABELS_MAX
     )
-    latencies: dict[str, list[Histogram]] = {"decide": [], "visible": []}
     # Topics first, those with the most transactions before others.
-    for row in sorted(found.collect(), key=lambda row: (row["kind"] == "group", row["place"])):
-        counted = tuple(row[f"b{number}"] for number in range(len(LATENCY_BOUNDS_MS) + 1))
-        label = f"{row['kind']}:{row['name']}"
-        latencies[row["measure"]].append(Histogram(label, LATENCY_BOUNDS_MS, counted))
-    return {measure: tuple(histograms) for measure, histograms in latencies.items()}
+    rows = sorted(shown.collect(), key=lambda row: (row["kind"] == "group", row["place"]))
+    return {measure: tuple(_histograms(rows, measure)) for measure in measured}
+
+
+def _histograms(rows: Iterable[Row], measure: str) -> Iterator[Histogram]:
+    for row in rows:
+        counts = tuple(row[f"{measure}{n}"] for n in range(len(LATENCY_BOUNDS_MS) + 1))
+        if any(counts):
+            yield Histogram(f"{row['kind']}:{row['name']}", LATENCY_BOUNDS_MS, counts)
 
 
 def _filled(bounds_ms: Sequence[int], counts: Mapping[int, int]) -> tuple[int, ...]:
