@@ -6,6 +6,7 @@ A test that takes both asks for `spark` and `kafka`; `kafka.bootstrap` is what S
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ import pytest
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+# Minutes: `make test-long` runs them.
+collect_ignore = [] if os.environ.get("TXBROKER_TEST_LONG") else ["test_audit_clusters.py"]
 
 SPARK_CONF = {
     # The quick compiler only: measured, a short session needs half the processor time.

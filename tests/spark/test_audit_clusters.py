@@ -1,0 +1,122 @@
+"""Executors as processes of their own, which have nothing of txbroker's. Minutes: long tests."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pyspark
+import pytest
+from audit_process import audit, drift_of, environment
+from planted_cases import plant_all
+from planting import Planting
+
+from txbroker.embedded import EmbeddedKafka
+from txbroker.embedded.java import find_java
+
+PYSPARK = Path(pyspark.__file__).parent
+DEADLINE_S = 90.0
+BLOCK = """
+import sys
+
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("txbroker", "msgspec", "aiokafka"):
+            raise ImportError(f"executors have no {name}")
+
+sys.meta_path.insert(0, Nothing())
+"""
+
+
+@pytest.fixture(scope="module")
+async def planted(kafka: EmbeddedKafka) -> AsyncIterator[Planting]:
+    """Everything, once for all tests here."""
+    async with Planting(kafka.bootstrap) as planting:
+        await plant_all(planting)
+        yield planting
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Options by which executors' Pythons can import nothing of ours."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "sitecustomize.py").write_text(BLOCK)
+    return ("--conf", f"spark.executorEnv.PYTHONPATH={folder}")
+
+
+@pytest.fixture(scope="module")
+def spark_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Spark in a folder of the tests' own, as its workers write below it."""
+    home = tmp_path_factory.mktemp("spark")
+    for path in PYSPARK.iterdir():
+        (home / path.name).symlink_to(path)
+    return home
+
+
+@pytest.mark.timeout(400)
+def test_executors_in_processes_of_their_own(
+    planted: Planting, bare: tuple[str, ...], spark_home: Path, tmp_path: Path
+) -> None:
+    ended = audit(
+        planted, tmp_path, "--master", "local-cluster[2,1,2048]", *bare, SPARK_HOME=str(spark_home)
+    )
+    assert ended.code == 4, ended.err
+    assert ended.summary.drift == drift_of(planted.expected.values())
+
+
+@pytest.fixture
+def start(spark_home: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Starts a process of a standalone cluster; returns its log. Ended after the test."""
+    running = []
+
+    def starting(name: str, *arguments: str) -> Path:
+        log = tmp_path / f"{name}.log"
+        command = [
+            find_java().path, "-Xmx512m", "-cp", f"{spark_home}/jars/*",
+            f"org.apache.spark.deploy.{name}", *arguments,
+        ]  # fmt: skip
+        more = {"SPARK_HOME": str(spark_home), "SPARK_LOCAL_IP": "127.0.0.1"}
+        with log.open("w") as file:
+            running.append(
+                subprocess.Popen(
+                    command, stdout=file, stderr=file, env=environment(**more), cwd=tmp_path
+                )
+            )
+        return log
+
+    yield starting
+    for process in reversed(running):
+        process.terminate()
+        process.wait(30)
+
+
+def said(log: Path, pattern: str) -> str:
+    """Wait until a log says something; return what the pattern's group matches."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := re.search(pattern, log.read_text())) is None:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    return found[1]
+
+
+@pytest.mark.timeout(400)
+def test_a_standalone_master_and_worker(
+    planted: Planting, bare: tuple[str, ...], start: Callable[..., Path], tmp_path: Path
+) -> None:
+    master = start("master.Master", "--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
+    url = said(master, r"Starting Spark master at (spark://\S+)")
+    worker = start(
+        "worker.Worker", "--host", "127.0.0.1", "--cores", "2", "--memory", "2g",
+        "--webui-port", "0", "--work-dir", str(tmp_path / "work"), url,
+    )  # fmt: skip
+    said(worker, r"(Successfully registered with master)")
+    ended = audit(
+        planted, tmp_path, "--master", url, *bare,
+        SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=sys.executable,
+    )  # fmt: skip
+    assert ended.code == 4, ended.err
+    assert ended.summary.drift == drift_of(planted.expected.values())

@@ -1,0 +1,64 @@
+"""The command as operators call it, over topics in which everything was planted."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from audit_process import audit, command, drift_of, environment
+from cli_world import until_gone
+from planted_cases import plant_all
+from planting import Planting
+from topic_reader import read_topics
+
+from txbroker.core.audit import decode_news
+from txbroker.embedded import EmbeddedKafka
+from txbroker.spark.journal import JOURNAL_FILE, Journal
+
+
+@pytest.fixture(scope="module")
+async def planted(kafka: EmbeddedKafka) -> AsyncIterator[Planting]:
+    """Everything, once for all tests here."""
+    async with Planting(kafka.bootstrap) as planting:
+        await plant_all(planting)
+        yield planting
+
+
+@pytest.mark.timeout(300)
+def test_a_run_tells_everybody_what_it_found(planted: Planting, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    ended = audit(planted, tmp_path, "--master", "local[2]", "--report", str(report))
+    assert ended.code == 4, ended.err
+    summary = ended.summary
+    assert summary.drift == drift_of(planted.expected.values())
+    assert ended.err.splitlines()[-1].startswith(f"Run {summary.run} (full): ")
+    assert "Drift! Rolled back but visible: " in ended.err
+    assert len(ended.err.splitlines()) == 2  # and where the report is
+    assert report.read_text().startswith("<!doctype html>")
+    assert Journal(tmp_path / JOURNAL_FILE).last() == summary
+    assert not list(tmp_path.glob("txbroker-spark-*"))
+    (told,) = read_topics(planted.bootstrap, [planted.names.audit])
+    news = decode_news(told.value or b"")
+    assert (news.run, news.transactions) == (summary.run, summary.transactions)
+    assert {kind: count for kind, count in news.drift.items() if count} == summary.drift
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_ended_leaves_nothing(planted: Planting, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        command(planted, tmp_path, "--master", "local[2]"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(TMPDIR=str(tmp_path)),
+    ) as running:  # fmt: skip
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        while not (found := children.read_text().split()):
+            assert running.poll() is None
+        running.send_signal(signal.SIGTERM)
+        out, err = running.communicate(timeout=120)
+    assert (running.returncode, out, err.strip()) == (130, "", "Stopped.")
+    until_gone([int(pid) for pid in found])
+    assert not list(tmp_path.glob("txbroker-spark-*"))
+    assert Journal(tmp_path / JOURNAL_FILE).last() is None
