@@ -352,7 +352,7 @@ def test_markers_and_parts_without_a_half_message() -> None:
     found = judged(half_rows(["t", "u", "v"])[1:], [COMMIT])
     assert found.findings == ("half_incomplete",)
     assert "2 of 3" in (found.why or "")
-    assert judged([HALF[0]._replace(seq=1)]).findings == ("half_incomplete",)
+    assert judged([HALF[0]._replace(seq=1, offset=5)]).findings == ("half_incomplete",)
     assert judged(half_rows(void="expired"), [COMMIT]).verdict == "void"
 
 
