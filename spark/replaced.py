@@ -37,7 +37,7 @@ def with_contents(rows: DataFrame) -> Joined:
         )
     )
     markers = rows.where(F.col("content").isNull())
-    announcing = markers.where("contents_count > 0")
+    announcing = markers.where("contents_count > 0").drop("contents")
     count = F.col("contents_count")
     joined = announcing.join(
         batches.withColumnRenamed("base", "offset"), ["partition", "offset"], "left"
