@@ -154,7 +154,7 @@ class _Part:
     def seconds_ms(self, number: int, default_s: float) -> Column:
         """Return a duration of the check policy, ms."""
         seconds = F.coalesce(self._seconds(number), F.lit(default_s))
-        return F.rint(seconds * 1000).cast("bigint")
+        return F.rint(seconds * 1000).try_cast("bigint")
 
     def _seconds(self, number: int) -> Column:
         return F.get(self._policy, F.lit(number)).try_cast("double")
@@ -396,7 +396,7 @@ def _markers(read: DataFrame) -> DataFrame:
         F.when(is_marker, F.coalesce(marker["number"], F.lit(0))).alias("number"),
         F.when(is_marker, F.coalesce(marker["reason"], F.lit(""))).alias("reason"),
         F.when(
-            is_marker, F.coalesce(F.rint(marker["later_s"] * 1000).cast("bigint"), F.lit(0))
+            is_marker, F.coalesce(F.rint(marker["later_s"] * 1000).try_cast("bigint"), F.lit(0))
         ).alias("later_ms"),
         F.when(is_marker, contents).alias("contents_count"),
         "content",

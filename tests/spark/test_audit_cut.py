@@ -21,17 +21,19 @@ from txbroker.spark.errors import AuditError
 from txbroker.spark.schema import TopicRead
 
 
-def access_to(bootstrap: str, **fields: object) -> KafkaAccess:
+def access_to(bootstrap: str) -> KafkaAccess:
     """Return an access that gives up soon."""
     settings = KafkaSettings(
-        bootstrap_servers=(bootstrap,), instance_id="audit", write_timeout_s=0.3, **fields
-    )  # type: ignore[arg-type]
+        bootstrap_servers=(bootstrap,), instance_id="audit", write_timeout_s=0.3
+    )
     return KafkaAccess(settings)
 
 
 def new_topic(kafka: EmbeddedKafka, partitions: int = 2, **configs: str) -> str:
     """Make a topic with a name of its own."""
-    return create_topic(kafka.bootstrap, f"cut-{uuid.uuid4().hex[:12]}", partitions, **configs)
+    name = f"cut-{uuid.uuid4().hex[:12]}"
+    create_topic(kafka.bootstrap, name, partitions, **configs)
+    return name
 
 
 def produce(kafka: EmbeddedKafka, topic: str, *partitions: int) -> None:

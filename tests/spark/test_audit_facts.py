@@ -1,0 +1,462 @@
+"""The facts that Spark reads out of records agree with what the codec reads."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from txbroker.core.codec import (
+    Malformed,
+    NewerVersion,
+    decode_half,
+    decode_kept,
+    decode_marker,
+    encode_contents,
+    encode_half,
+    encode_kept,
+    encode_marker,
+    is_content,
+    kept_tombstones,
+    promoted_headers,
+)
+from txbroker.core.ids import make_id, parse_id
+from txbroker.core.placement import order_mark
+from txbroker.core.records import (
+    Cause,
+    CheckPolicy,
+    Half,
+    Header,
+    Kept,
+    Marker,
+    MarkerKind,
+    Message,
+    Record,
+    Source,
+    State,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row, SparkSession
+
+KAFKA = """
+    key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp,
+    timestampType int, headers array<struct<key: string, value: binary>>
+"""
+AT_MS = 1_700_000_000_123
+PARTITION = 3
+_TEXTS = ("", "a", "ä€😀", "a b", "1/2", "x" * 300, "null", '"', "\\", "}", "{", "txb-id")
+_BYTES = (None, b"", b"a", b"b", b"ab", b"\x00", b"\xff\xfe", b"null", b"1/2", b"k" * 50)
+_NAMES = ("", "a", "ab", "b", "txb-v", "txb-id", "txb-seq", "txb-ts", "ä")
+
+
+def frame(spark: SparkSession, records: Iterable[Record], topic: str = "t") -> DataFrame:
+    """Return records as the Kafka source gives them; the offset is the place in the sequence."""
+    at = datetime.datetime.fromtimestamp(AT_MS / 1000, datetime.UTC)
+    rows = [
+        (r.key, r.value, topic, PARTITION, offset, at, 1, list(r.headers) or None)
+        for offset, r in enumerate(records)
+    ]
+    return spark.createDataFrame(rows, KAFKA)
+
+
+def rows_of(facts: DataFrame) -> dict[int, Row]:
+    """Return the rows by offset."""
+    return {row["offset"]: row for row in facts.collect()}
+
+
+def some_headers(rng: random.Random) -> tuple[Header, ...]:
+    """Return some of a user's headers."""
+    return tuple((rng.choice(_NAMES), rng.choice(_BYTES)) for _ in range(rng.choice((0, 0, 1, 3))))
+
+
+def some_message(rng: random.Random) -> Message:
+    """Return any message."""
+    return Message(
+        rng.choice(("orders", "bills", "o.p-q_r")),
+        rng.choice(_BYTES),
+        rng.choice(_BYTES),
+        some_headers(rng),
+        rng.choice((0, 1, 17)),
+        rng.choice((None, 0, AT_MS)),
+    )
+
+
+def some_half(rng: random.Random) -> Half:
+    """Return any half message."""
+    policy = CheckPolicy(
+        rng.choice((6.0, 0.0, 0.5, 1e9, 1e-07, 0.1 + 0.2)), 30.0, rng.choice((1, 15, 1000)), 5.0
+    )
+    return Half(
+        make_id(
+            rng.choice((PARTITION, PARTITION, 65535)), rng.getrandbits(48), rng.getrandbits(64)
+        ),
+        rng.choice(_TEXTS),
+        tuple(some_message(rng) for _ in range(rng.choice((1, 1, 2, 3)))),
+        rng.choice((None, "", "o", "ä€")),
+        rng.choice((None, "", "d", "ä€")),
+        policy,
+    )
+
+
+def some_marker(rng: random.Random) -> Marker:
+    """Return any marker that the codec reads."""
+    kind = rng.choice(list(MarkerKind))
+    return Marker(
+        1,
+        kind,
+        make_id(PARTITION, rng.getrandbits(48), rng.getrandbits(64)),
+        half=rng.choice((-1, 0, 10**15)),
+        source=rng.choice(list(Source)),
+        group=rng.choice(_TEXTS),
+        by=rng.choice(_TEXTS),
+        reason=rng.choice(("", "due", "asked")),
+        round=rng.choice((0, 1, 7)),
+        number=rng.choice((0, 1, 15)),
+        claim=rng.choice(_TEXTS),
+        endpoint=rng.choice(_TEXTS),
+        previous=rng.choice(_TEXTS),
+        later_s=rng.choice((0.0, 5.0, 0.25, 3600.0, 1e-05)),
+        contents=rng.choice((0, 2)) if kind is MarkerKind.COMMIT else 0,
+    )
+
+
+# --- damage ----------------------------------------------------------------------------------
+
+_FIRSTS = (b"", b"1 ", b"01", b"0", b"2", b"-1", b"+1", b"1\n", b"1 ts ts", b"1 v", b"1 id", b"1 x",
+           b"99999999999999999999", b"\xff", b"1  ts", b"1 ts", None)  # fmt: skip
+_VALUES = (b"", None, b"\xff", b"1/1", b"0/1", b"1/0", b"0/1\n", b" 0/1", b"+1", b"1/2/3", b"/",
+           b"7", b"-1", b"1_0", b"1 ", b"6/30/15", b"6/30/0/5", b"nan/1/1/1", b"1e3/1/1/1",
+           b"-1/1/1/1",
+           b"1e10/1/1/1", b"6/30/15/5/1", "٣".encode(), b"0/00000000000000000003")  # fmt: skip
+
+
+def damaged(rng: random.Random, record: Record) -> Record:
+    """Return a record in which something of its headers, key or value is another."""
+    headers = list(record.headers)
+    if not headers or rng.random() < 0.1:
+        return msgspec.structs.replace(record, value=rng.choice(_BYTES))
+    at = rng.randrange(min(len(headers), 9))
+    name, value = headers[at]
+    what = rng.randrange(5)
+    if what == 0:
+        del headers[at]
+    elif what == 1:
+        headers.insert(at, headers[rng.randrange(len(headers))])
+    elif what == 2:
+        headers[at] = (rng.choice((*_NAMES, "txb-check")), value)
+    else:
+        headers[at] = (name, rng.choice(_FIRSTS if at == 0 else _VALUES))
+    return msgspec.structs.replace(record, headers=tuple(headers))
+
+
+_JSON = (
+    b"", b"{}", b"null", b"[]", b"5", b"{", b"\xff", b'{"v":1}', b'{"v":2}', b'{"v":"2"}',
+    b'{"v":2,"kind":7}', b'{"v":1,"kind":"commit"}', b'{"v":1,"kind":"nothing","id":"ID"}',
+    b'{"v":1,"kind":"commit","id":"ID"}', b' {"id":"ID", "v":1, "kind":"commit"} ',
+    b'{"v":1,"kind":"commit","id":"ID"} x', b'{"v":1,"kind":"commit","id":"ID"}{"v":1}',
+    b'{"v":1,"kind":"commit","id":"ID","group":5}', b'{"v":1,"kind":"commit","id":"ID","by":null}',
+    b'{"v":1,"kind":"commit","id":"ID","round":"1"}', b'{"v":1,"kind":"commit","id":"ID","new":{}}',
+    b'{"v":1,"kind":"commit","id":"ID","contents":-1}', b"{'v':1,'kind':'commit','id':'ID'}",
+    b'{"v":1,"kind":"park","id":"ID","contents":1}',
+    b'{"v":1,"kind":"commit","id":"ID","half":1.5}',
+    b'{"v":1,"kind":"later","id":"ID","later_s":7}',
+    b'{"v":1,"kind":"later","id":"ID","later_s":NaN}',
+    b'{"v":1,"kind":"commit","id":"ID","source":"nobody"}', b'{"v":0,"kind":"commit","id":"ID"}',
+    b'{"v":1,"kind":"commit","id":"ID","by":"\xff"}', b'{"v":3,"kind":"commit","id":"ID"}',
+    b'{"v":1,"kind":"commit","id":"ID","by":"\\u00e4 \\" }{ ,"}',
+    b'{"v":1,"kind":"commit","id":""}',
+    b'{"v":1,"kind":"comm\\u0069t","id":"ID"}', b'{"v":1,"kind":"commit","id":"ID","half":01}',
+)  # fmt: skip
+
+
+def outcome(decode: Callable[[Record], Any], record: Record) -> Any:
+    """Return what the codec reads, or the kind of error."""
+    try:
+        return decode(record)
+    except (Malformed, NewerVersion) as error:
+        return type(error)
+
+
+def assert_broken(row: Row, expected: type, record: Record) -> None:
+    assert row["why"] is not None, (expected, record)
+    assert ("newer" in row["why"]) is (expected is NewerVersion), (row["why"], expected, record)
+
+
+# --- the tests -------------------------------------------------------------------------------
+
+
+class Hashes:
+    """Checks that things have the same hash exactly if they are the same."""
+
+    def __init__(self) -> None:
+        self._by_thing: dict[object, int] = {}
+        self._by_hash: dict[int, object] = {}
+
+    def see(self, thing: object, value: int) -> None:
+        """Take in what a thing's hash is."""
+        assert self._by_thing.setdefault(thing, value) == value, thing
+        assert self._by_hash.setdefault(value, thing) == thing, thing
+
+    def __len__(self) -> int:
+        return len(self._by_thing)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_half_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -> None:
+    from txbroker.spark.facts import half_facts
+
+    rng = random.Random(seed)
+    good = [record for _ in range(300) for record in encode_half(some_half(rng))]
+    records = good + [damaged(rng, rng.choice(good)) for _ in range(900)]
+    rows = rows_of(half_facts(frame(spark, records)))
+    assert len(rows) == len(records)
+    bodies, headers, orders, kinds = Hashes(), Hashes(), Hashes(), set()
+    for offset, record in enumerate(records):
+        row, part = rows[offset], outcome(decode_half, record)
+        kinds.add(part if isinstance(part, type) else None)
+        if isinstance(part, type):
+            assert_broken(row, part, record)
+            continue
+        assert row["why"] is None, (row["why"], record)
+        message, policy = part.message, part.policy
+        assert (row["id"], row["grp"]) == (part.id, part.group)
+        assert (row["seq"], row["count"]) == (part.sequence, part.count)
+        assert (row["topic"], row["target_partition"]) == (message.topic, message.partition)
+        assert (row["timestamp_ms"], row["at_ms"]) == (message.timestamp_ms, AT_MS)
+        bodies.see((message.key, message.value), row["body"])
+        headers.see(message.headers, row["headers"])
+        assert_void(row, part.id)
+        if part.sequence:
+            assert (row["dedup"], row["order_mark"], row["after_ms"]) == (None, None, None)
+            continue
+        assert row["dedup"] == part.dedup_key
+        assert (row["after_ms"], row["interval_ms"], row["attempts_max"], row["timeout_ms"]) == (
+            round(policy.after_s * 1000),
+            round(policy.interval_s * 1000),
+            policy.attempts_max,
+            round(policy.timeout_s * 1000),
+        )
+        mark = order_mark(part.order_key, message.topic, message.key)
+        assert (row["order_mark"] is None) is (mark is None)
+        if mark is not None:
+            orders.see(mark, row["order_mark"])
+    assert kinds == {None, Malformed, NewerVersion}
+    assert len(bodies) > 60
+    assert len(headers) > 60
+    assert len(orders) > 5
+
+
+def assert_void(row: Row, id: str) -> None:
+    try:
+        parts = parse_id(id)
+    except ValueError:
+        assert (row["id_ms"], row["void"]) == (None, "id")
+        return
+    assert row["id_ms"] == parts.time_ms
+    assert row["void"] == (None if parts.partition == PARTITION else "id")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_op_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -> None:
+    from txbroker.spark.facts import op_facts
+
+    rng = random.Random(seed)
+    id = make_id(PARTITION, AT_MS, seed)
+    halves = [some_half(rng) for _ in range(20)]
+    contents = [record for half in halves for record in encode_contents(half, half.messages)]
+    records = [encode_marker(some_marker(rng)) for _ in range(300)]
+    records += [Record(id.encode(), text.replace(b"ID", id.encode())) for text in _JSON]
+    records += [Record(id.encode(), None), Record(None, records[0].value)]
+    records += [Record(b"x", records[0].value), Record(b"x", _marker("x"))]
+    other = make_id(PARTITION + 1, AT_MS, seed)
+    records.append(Record(other.encode(), _marker(other)))
+    records += contents + [damaged(rng, rng.choice(contents)) for _ in range(60)]
+    rows = rows_of(op_facts(frame(spark, records)))
+    assert len(rows) == len(records)
+    for offset, record in enumerate(records):
+        row = rows[offset]
+        if is_content(record):
+            assert_content(row, record)
+            continue
+        assert (row["content"], row["content_count"]) == (None, None)
+        marker = outcome(decode_marker, record)
+        if isinstance(marker, type):
+            assert_broken(row, marker, record)
+            continue
+        if not _counts(marker.id):
+            assert row["why"] is not None
+            continue
+        assert row["why"] is None, (row["why"], record)
+        assert (row["id"], row["kind"], row["source"]) == (marker.id, marker.kind, marker.source)
+        assert (row["grp"], row["reason"]) == (marker.group, marker.reason)
+        assert (row["round"], row["number"]) == (marker.round, marker.number)
+        assert row["later_ms"] == round(marker.later_s * 1000)
+        assert row["contents_count"] == marker.contents
+        assert row["id_ms"] == parse_id(marker.id).time_ms
+
+
+def _marker(id: str) -> bytes | None:
+    return encode_marker(Marker(1, MarkerKind.COMMIT, id)).value
+
+
+def _counts(id: str) -> bool:
+    try:
+        return parse_id(id).partition == PARTITION
+    except ValueError:
+        return False
+
+
+def assert_content(row: Row, record: Record) -> None:
+    part = outcome(decode_half, record)
+    if isinstance(part, type):
+        assert_broken(row, part, record)
+        return
+    assert row["why"] is None
+    content, message = row["content"], part.message
+    assert (row["id"], row["content_count"], content["seq"]) == (part.id, part.count, part.sequence)
+    assert (content["topic"], content["target_partition"]) == (message.topic, message.partition)
+    assert content["timestamp_ms"] == message.timestamp_ms
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_parked_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -> None:
+    from txbroker.spark.facts import parked_facts
+
+    rng = random.Random(seed)
+    good: list[Record] = []
+    for state in (State.PENDING, State.PARKED, State.REFUSED, State.COMMITTED) * 15:
+        half = some_half(rng)
+        cause = Cause("unknown_topic", "not there", "t", 0) if state is State.REFUSED else None
+        good += encode_kept(Kept(half, 7, AT_MS, state, cause, 5))
+        good += kept_tombstones(half.id, len(half.messages))
+    records = good + [damaged(rng, rng.choice(good)) for _ in range(150)]
+    records += [
+        msgspec.structs.replace(rng.choice(good), key=key)
+        for key in (None, b"", b"x", b"x/", b"x/-1", b"x/1\n", b"\xff/1", b"/0", b"x/1/2")
+    ]
+    rows = rows_of(parked_facts(frame(spark, records)))
+    assert len(rows) == len(records)
+    for offset, record in enumerate(records):
+        row, kept = rows[offset], outcome(decode_kept, record)
+        if isinstance(kept, type):
+            assert_broken(row, kept, record)
+            continue
+        assert row["why"] is None, (row["why"], record)
+        assert (row["id"], row["seq"]) == (kept.id, kept.sequence)
+        assert row["tombstone"] is (kept.part is None)
+        facts = kept.facts
+        assert row["state"] == (None if facts is None else facts.state)
+        assert row["cause"] == (None if facts is None or not facts.cause else facts.cause.code)
+
+
+def test_a_promoted_record_has_the_hashes_of_its_half_message(spark: SparkSession) -> None:
+    from txbroker.spark.facts import half_facts, visible_facts
+
+    rng = random.Random(5)
+    halves, promoted, told = [], [], []
+    for _ in range(150):
+        half = some_half(rng)
+        count = len(half.messages)
+        for number, (message, record) in enumerate(
+            zip(half.messages, encode_half(half), strict=True)
+        ):
+            headers = promoted_headers(half.id, number, count, message)
+            halves.append(record)
+            promoted.append(Record(message.key, message.value, headers))
+            told.append((half.id, number, count))
+    before = rows_of(half_facts(frame(spark, halves)))
+    after = rows_of(visible_facts(frame(spark, promoted, "orders")))
+    assert before.keys() == after.keys()
+    for offset, (id, number, count) in enumerate(told):
+        row, was = after[offset], before[offset]
+        assert (row["why"], row["id"], row["topic"], row["append_time"]) == (
+            None,
+            id,
+            "orders",
+            True,
+        )
+        assert row["id_ms"] == was["id_ms"]
+        assert row["body"] == was["body"]
+        as_read = (row["seq"], row["count"], row["headers"])
+        as_one = (0, 1, row["headers_if_alone"])
+        # A single message whose own first header looks like our second can be read in two ways.
+        assert (number, count, was["headers"]) in (as_read, as_one)
+        if row["headers_if_alone"] is None or count > 1:
+            assert as_read == (number, count, was["headers"])
+
+
+def test_only_records_whose_first_header_is_ours_are_visible_ones(spark: SparkSession) -> None:
+    from txbroker.spark.facts import visible_facts
+
+    id = make_id(PARTITION, AT_MS, 1)
+    ours: Header = ("txb-id", id.encode())
+    records = [
+        Record(b"k", b"v"),
+        Record(b"k", b"v", (("a", b"b"), ours)),
+        Record(b"k", b"v", (ours,)),
+        Record(b"k", b"v", (("txb-id", b"no id"),)),
+        Record(b"k", b"v", (("txb-id", None),)),
+    ]
+    rows = rows_of(visible_facts(frame(spark, records)))
+    assert {offset: row["why"] is None for offset, row in rows.items()} == {
+        2: True,
+        3: False,
+        4: False,
+    }
+
+
+def test_hashes_tell_null_from_empty_and_where_headers_end(spark: SparkSession) -> None:
+    from txbroker.spark.facts import visible_facts
+
+    id: Header = ("txb-id", make_id(0, AT_MS, 1).encode())
+    lists: list[tuple[Header, ...]] = [
+        (), (("", None),), (("", b""),), (("a", None),), (("a", b""),), (("a", b"b"),),
+        (("ab", b""),), (("a", b"b"), ("c", None)), (("a", None), ("b", b"c")), (("a", b"bc"),),
+        (("a", None), ("a", b"a")), (("a", b"a"), ("a", None)), (("a", b"a"), ("a", b"")),
+        (("a", b""), ("a", b"a")), (("a", b"x"), ("b", b"y")), (("b", b"y"), ("a", b"x")),
+        (("a", None), ("a", None)), (("a", None), ("a", None), ("a", None)),
+    ]  # fmt: skip
+    bodies = [(None, None), (b"", None), (None, b""), (b"", b""), (b"a", b"b"), (b"ab", b""),
+              (b"", b"ab"), (b"a", None), (None, b"a")]  # fmt: skip
+    records = [Record(None, None, (id, *each)) for each in lists]
+    records += [Record(key, value, (id,)) for key, value in bodies]
+    rows = rows_of(visible_facts(frame(spark, records)))
+    assert len({rows[n]["headers"] for n in range(len(lists))}) == len(lists)
+    assert len({rows[len(lists) + n]["body"] for n in range(len(bodies))}) == len(bodies)
+
+
+def test_time_and_partition_come_out_of_any_id(spark: SparkSession) -> None:
+    from pyspark.sql import functions as F
+
+    from txbroker.spark.facts import id_partition, id_time_ms, is_id
+
+    rng = random.Random(9)
+    edges = (0, 1, (1 << 48) - 1, 1 << 47, 15, 16)
+    ids = [
+        make_id(p, t, r) for p in (0, 1, 65535, 32768) for t in edges for r in (0, (1 << 64) - 1)
+    ]
+    ids += [
+        make_id(rng.getrandbits(16), rng.getrandbits(48), rng.getrandbits(64)) for _ in range(200)
+    ]
+    wrong = [
+        ids[0] + "\n",
+        ids[0][:-1],
+        "8" + ids[0][1:],
+        ids[0].lower() + "a",
+        "I" + ids[0][1:],
+        "",
+    ]
+    id = F.col("id")
+    frame = spark.createDataFrame([(each,) for each in ids + wrong], "id string")
+    read = frame.select("id", is_id(id), id_partition(id), id_time_ms(id)).collect()
+    for text, known, partition, time_ms in read:
+        if text in wrong:
+            assert not known, text
+        else:
+            parts = parse_id(text)
+            assert (known, partition, time_ms) == (True, parts.partition, parts.time_ms), text

@@ -1,0 +1,340 @@
+"""What the audit reads from a real Kafka, in which order, and what it makes of the whole of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
+from planting import Planting, partition_of
+from topic_reader import delete_topic
+
+from txbroker.core.codec import encode_contents, encode_half, encode_marker
+from txbroker.core.ids import make_id
+from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Effect
+from txbroker.core.records import RECORD_VERSION, Half, Marker, MarkerKind, Message, Record, State
+from txbroker.embedded import EmbeddedKafka
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.spark.cut import KafkaAccess, TopicEnds
+from txbroker.spark.errors import AuditError
+from txbroker.spark.schema import Terms
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from txbroker.spark.stage import Staged
+
+TERMS = Terms(now_ms=0)
+
+
+class Watched(KafkaAccess):
+    """An access that does something at certain questions."""
+
+    def __init__(self, bootstrap: str, before: Callable[[int], None] = lambda _: None) -> None:
+        super().__init__(KafkaSettings(bootstrap_servers=(bootstrap,), instance_id="audit"))
+        self.asked: list[tuple[str, ...]] = []
+        self._before = before
+
+    def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
+        """Ask as ever, after doing what is to be done before this question."""
+        names = tuple(topics)
+        self._before(len(self.asked))
+        self.asked.append(names)
+        return super().ends(names)
+
+
+async def staged(
+    spark: SparkSession, planting: Planting, folder: Path, access: KafkaAccess, **more: Any
+) -> Staged:
+    """Stage while the event loop goes on."""
+    from txbroker.spark.stage import stage
+
+    args = (spark, access, planting.names, more.pop("terms", TERMS), str(folder))
+    return await asyncio.to_thread(lambda: stage(*args, **more))
+
+
+def by_id(table: DataFrame) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each id, in order."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in table.orderBy("partition", "offset").collect():
+        rows.setdefault(row["id"], []).append(row.asDict(recursive=True))
+    return rows
+
+
+async def test_everything_is_read_once_and_what_does_not_read_is_set_aside(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        one = await planting.prepare()
+        planting.promote(one, await planting.commit(one))
+        two = await planting.prepare(planting.message(), planting.message(planting.stamped))
+        at_ms = await planting.commit(
+            two, changed := [planting.message(value=None), two.messages[1]]
+        )
+        planting.promote(two, at_ms, changed)
+        kept = await planting.prepare()
+        planting.keep(kept, (0, 0), State.PARKED)
+        planting.put_parked(0, [Record(b"nonsense", b"")])
+        await planting.turn()
+        planting.put(one.messages[0], [("txb-id", b"aborted")], 0)
+        await planting.turn(abort=True)
+        await planting.append_half(0, [Record(b"k", b"no half message")])
+        await planting.append_op(0, [Record(b"k", b"no marker")])
+        loose = encode_contents(two, two.messages)
+        await planting.append_op(partition_of(two), loose)
+        announced = Marker(RECORD_VERSION, MarkerKind.COMMIT, kept.id, contents=2)
+        await planting.append_op(partition_of(kept), [encode_marker(announced)])
+        read = await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
+
+        half, op, visible = by_id(read.half), by_id(read.op), by_id(read.visible)
+        assert {id: len(rows) for id, rows in half.items()} == {one.id: 1, two.id: 2, kept.id: 1}
+        assert {id: [row["kind"] for row in rows] for id, rows in op.items()} == {
+            one.id: ["commit"],
+            two.id: ["commit"],
+        }
+        assert op[one.id][0]["contents"] is None
+        contents = op[two.id][0]["contents"]
+        assert [each["seq"] for each in contents] == [0, 1]
+        assert visible.keys() == {one.id, two.id}
+        by_seq = {row["seq"]: row for row in visible[two.id]}
+        assert [by_seq[n]["body"] for n in (0, 1)] == [each["body"] for each in contents]
+        assert [by_seq[n]["append_time"] for n in (0, 1)] == [False, True]
+        assert by_seq[0]["at_ms"] == at_ms
+        assert visible[one.id][0]["body"] == half[one.id][0]["body"]
+        assert [row["state"] for row in by_id(read.parked)[kept.id]] == ["parked"]
+        whys = Counter((row["topic"], row["why"]) for row in read.broken.collect())
+        names = planting.names
+        assert whys == {
+            (names.half, "the first header is not txb-v"): 1,
+            (names.op, "it is not a marker"): 1,
+            (names.op, "a replaced message without its commit marker"): 2,
+            (names.op, "its replaced messages are not whole"): 1,
+            (names.parked, "its key is not ID/NUMBER"): 1,
+        }
+        assert {row["void"] for rows in half.values() for row in rows} == {None}
+        assert all(row["early"] for rows in (*half.values(), *op.values()) for row in rows)
+
+
+async def test_what_comes_meanwhile_is_read_but_not_early(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        loop = asyncio.get_running_loop()
+        first, late = await planting.prepare(), planting.make()
+        names = planting.names
+
+        async def come() -> None:
+            await planting.store(late)
+            planting.promote(first, await planting.commit(first))
+            planting.promote(late, await planting.commit(late))
+            await planting.turn()
+
+        def before(question: int) -> None:
+            if question == 2:  # the early ends of op and half are known
+                asyncio.run_coroutine_threadsafe(come(), loop).result(60)
+
+        access = Watched(kafka.bootstrap, before)
+        read = await staged(spark, planting, tmp_path / "work", access)
+        assert access.asked == [
+            (names.op,), (names.half,), (names.parked,), (planting.orders,), (names.op,),
+            (names.half,),
+        ]  # fmt: skip
+        early = {id: rows[0]["early"] for id, rows in by_id(read.half).items()}
+        assert early == {first.id: True, late.id: False}
+        assert {id: rows[0]["early"] for id, rows in by_id(read.op).items()} == {
+            first.id: False,
+            late.id: False,
+        }
+        assert by_id(read.visible).keys() == {first.id, late.id}
+        assert sum(read.cut.half_early) == 1
+        assert sum(read.cut.half.ends) == 2
+        assert (sum(read.cut.op_early), sum(read.cut.op.ends)) == (0, 2)
+
+
+async def test_a_second_run_goes_on_where_the_first_has_ended(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        await planting.fill_clean(40)
+        held = await planting.prepare(dedup_key="k", group="g", partition=0)
+        access = Watched(kafka.bootstrap)
+        first = await staged(spark, planting, tmp_path / "one", access)
+        await planting.fill_clean(30)
+        # The same key again, in another run: the first one holds it.
+        again = await planting.prepare(dedup_key="k", group="g", partition=0)
+        second = await staged(
+            spark, planting, tmp_path / "two", access,
+            before=first.cut, keys_before=first.half.where("dedup IS NOT NULL"),
+        )  # fmt: skip
+        whole = await staged(spark, planting, tmp_path / "whole", access)
+        for name in ("half", "op", "visible", "parked"):
+            parts = [row for run in (first, second) for row in getattr(run, name).collect()]
+            assert Counter(parts) == Counter(getattr(whole, name).collect()), name
+        assert second.cut.half.begins == first.cut.half.ends
+        assert second.cut.half_clock_ms == whole.cut.half_clock_ms
+        void = {id: rows[0]["void"] for id, rows in by_id(second.half).items()}
+        assert void[again.id] == "dedup"
+        assert {why for id, why in void.items() if id != again.id} == {None}
+        assert by_id(first.half)[held.id][0]["void"] is None
+
+
+async def test_half_messages_that_do_not_count_are_void(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        fine = await planting.prepare(age_ms=100_000)
+        old = await planting.prepare(age_ms=130_000)
+        ahead = await planting.prepare(age_ms=-130_000)
+        astray = planting.make(partition=0)
+        await planting.append_half(1, encode_half(astray))
+        read = await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
+        void = {id: rows[0]["void"] for id, rows in by_id(read.half).items()}
+        assert void == {fine.id: None, old.id: "expired", ahead.id: "expired", astray.id: "id"}
+
+
+async def test_a_target_that_is_gone_keeps_nobody_from_reading_the_others(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        half = await planting.prepare(planting.message(), planting.message(planting.bills))
+        planting.promote(half, await planting.commit(half))
+        await planting.turn()
+        await asyncio.to_thread(delete_topic, kafka.bootstrap, planting.bills)
+        read = await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
+        assert [row["seq"] for row in by_id(read.visible)[half.id]] == [0]
+        partitions = {target.topic: len(target.ends) for target in read.cut.targets}
+        assert partitions == {planting.orders: 4, planting.bills: 0}
+
+
+async def test_retention_that_takes_what_is_being_read_is_told_in_a_sentence(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        for _ in range(6):
+            half = await planting.prepare(partition=0)
+            await planting.commit(half)
+
+        class Losing(Watched):
+            """Takes records away just after it has told where they are."""
+
+            def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
+                found = super().ends(topics)
+                if len(self.asked) == 2:
+                    place = TopicPartition(planting.names.half, 0, 3)
+                    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+                    admin.delete_records([place])[place].result(30)
+                return found
+
+        with pytest.raises(AuditError, match="retention took records while they were read"):
+            await staged(spark, planting, tmp_path / "work", Losing(kafka.bootstrap))
+
+
+async def test_a_missing_topic_is_told_in_a_sentence(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        planting.names = msgspec.structs.replace(planting.names, op="nowhere.op")
+        with pytest.raises(AuditError, match=r"no topic nowhere\.op"):
+            await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
+
+
+# --- without Kafka ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [0, 3, 40])
+def test_the_log_clock_is_the_running_maximum(spark: SparkSession, step: int) -> None:
+    from txbroker.spark.clock import LogClock, survey, with_clock
+
+    rng = random.Random(step)
+    rows, expected, ends = [], {}, []
+    begins = (0, 1000, 5)
+    for partition, begin in enumerate(begins[:2]):
+        at_ms, clock = 990, begin
+        for offset in range(7, 200):
+            at_ms += rng.randrange(0, 5)
+            # Once in a while another broker leads, whose clock is behind.
+            stamp = at_ms - (rng.randrange(step) if step and rng.random() < 0.1 else 0)
+            clock = max(clock, stamp)
+            expected[partition, offset] = clock
+            rows.append((partition, offset, stamp))
+        ends.append(clock)
+    rng.shuffle(rows)
+    frame = spark.createDataFrame(rows, "partition int, offset bigint, at_ms bigint")
+    surveyed = survey(frame, LogClock(begins), bucket=16)
+    assert surveyed.ends == (*ends, 5)
+    # The second partition's clock begins ahead of its first records.
+    found = with_clock(frame, surveyed, bucket=16)
+    assert {(r["partition"], r["offset"]): r["clock_ms"] for r in found.collect()} == expected
+    forward = survey(frame.where("partition = 0"), LogClock(begins), bucket=16)
+    stamps = [at for partition, _, at in sorted(rows) if partition == 0]
+    assert forward.goes_back is (stamps != sorted(stamps))
+
+
+WINDOW_MS = 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whose_key_counts_is_as_the_ledger_has_it(spark: SparkSession, seed: int) -> None:
+    from txbroker.spark.dedup import dedup_voids
+
+    rng = random.Random(seed)
+    ledger = Ledger(0, WINDOW_MS)
+    rows, void, counted, clock_ms, offset = [], set(), [], 10_000, 0
+    halves: list[Half] = []
+    for _ in range(150):
+        clock_ms += rng.randrange(0, 60)
+        half = _keyed(rng, clock_ms)
+        if halves and rng.random() < 0.1:
+            half = rng.choice(halves)
+        halves.append(half)
+        records = encode_half(half)
+        if len(records) > 1 and rng.random() < 0.2:
+            records = records[:-1]
+        base, known = offset, ledger.get(half.id) is not None
+        for sequence, record in enumerate(records):
+            stored = msgspec.structs.replace(record, timestamp_ms=clock_ms, offset=offset)
+            outcome = ledger.apply_half(stored)
+            expired = abs(clock_ms - int(half.order_key)) > WINDOW_MS
+            first = sequence == 0
+            rows.append(
+                (half.id, 0, offset, clock_ms, "expired" if expired else None, half.group, sequence,
+                 len(half.messages), half.dedup_key if first else None)
+            )  # fmt: skip
+            offset += 1
+        if outcome.effect in (Effect.REPEATED, Effect.CONFLICT) and not known and not expired:
+            void.add(base)
+        elif outcome.effect is Effect.APPLIED:
+            counted.append(base)
+    assert void
+    frame = spark.createDataFrame(
+        rows,
+        "id string, partition int, offset bigint, clock_ms bigint, void string, grp string, "
+        "seq int, count int, dedup string",
+    )
+    found = {row["offset"] for row in dedup_voids(frame, None, WINDOW_MS).collect()}
+    assert found == void
+    # Cut in two, the second part decides the same from what the first part holds.
+    cut = counted[len(counted) // 2]
+    held = frame.where(frame["offset"].isin([base for base in counted if base < cut]))
+    newer = dedup_voids(frame.where(f"offset >= {cut}"), held.where("dedup IS NOT NULL"), WINDOW_MS)
+    assert {row["offset"] for row in newer.collect()} == {base for base in void if base >= cut}
+
+
+def _keyed(rng: random.Random, clock_ms: int) -> Half:
+    time_ms = clock_ms + rng.randrange(-130, 130)
+    messages = tuple(Message("t", partition=0) for _ in range(rng.choice((1, 1, 2))))
+    return Half(
+        make_id(0, time_ms, rng.getrandbits(64)),
+        rng.choice("gh"),
+        messages,
+        order_key=str(time_ms),
+        dedup_key=rng.choice(("k", "l", None)),
+    )
