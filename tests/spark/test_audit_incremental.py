@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from fact_world import NAMES, Moment, World
+from planted_cases import plant_all, plant_clean
+from planting import Planting
 
+from txbroker.config import load_settings
+from txbroker.core.records import Half
 from txbroker.errors import ConfigurationError
-from txbroker.spark.folders import Folders
+from txbroker.spark.cut import access_from
 from txbroker.spark.journal import Journal
 from txbroker.spark.run import AuditSettings, run_audit
 from txbroker.spark.schema import RunSummary, Terms
 from txbroker.spark.verdict_files import current_verdicts, read_verdicts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pyspark.sql import DataFrame, SparkSession
+
+    from txbroker.embedded import EmbeddedKafka
+
+
+SEEDS = range(8 if os.environ.get("TXBROKER_TEST_LONG") else 1)
 
 
 class Installation:
@@ -32,33 +42,28 @@ class Installation:
         self, spark: SparkSession, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.spark, self.world, self.folder = spark, world, folder
-        self.out = str(folder / "out")
+        self.settings = AuditSettings(str(folder / "out"), folder / "data", NAMES)
         self.summaries: list[RunSummary] = []
-        self.told: list[str] = []
-        monkeypatch.setattr("txbroker.spark.run.stage", self._stage)
-
-    def _stage(self, *args: Any) -> Any:
-        return self.world.stage(*args)
+        monkeypatch.setattr("txbroker.spark.run.stage", world.stage)
 
     def audit(self, moment: Moment, **fields: Any) -> RunSummary:
         """Audit what was there at a moment."""
         self.world.reads = [moment]
         terms = Terms(self.world.now_at(moment))
-        settings = AuditSettings(self.out, self.folder / "data", NAMES, terms, **fields)
-        access: Any = Ends(self.world, moment)
-        self.summaries.append(run_audit(self.spark, access, settings, self.told.append))
+        settings = msgspec.structs.replace(self.settings, terms=terms, **fields)
+        nobody: Any = None  # the world is asked itself
+        self.summaries.append(run_audit(self.spark, nobody, settings))
         return self.summaries[-1]
 
     def verdicts(self) -> dict[str, dict[str, Any]]:
         """Return the verdicts that count, by id."""
-        return by_id(current_verdicts(self.spark, self.out, [each.run for each in self.summaries]))
+        runs = [each.run for each in self.summaries]
+        return by_id(current_verdicts(self.spark, self.settings.out, runs))
 
-
-class Ends:
-    """What a run asks Kafka for."""
-
-    def __init__(self, world: World, moment: Moment) -> None:
-        self._world, self._moment = world, moment
+    def kept(self, kind: str) -> list[str]:
+        """Return the runs that have a folder of a kind."""
+        found = (self.folder / "out" / kind).glob("run=*")
+        return sorted(path.name.removeprefix("run=") for path in found)
 
 
 def by_id(rows: DataFrame) -> dict[str, dict[str, Any]]:
@@ -72,38 +77,161 @@ def by_id(rows: DataFrame) -> dict[str, dict[str, Any]]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [(one.get(id), other.get(id)) for id in one.keys() | other.keys() if one.get(id) != other.get(id)]
+    """Return the verdicts that are not the same."""
+    ids = one.keys() | other.keys()
+    return [(one.get(id), other.get(id)) for id in ids if one.get(id) != other.get(id)]
 
 
-def same_in_one(
-    spark: SparkSession,
-    world: World,
-    moments: Sequence[Moment],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> tuple[Installation, dict[str, dict[str, Any]]]:
-    """Audit a world in several runs and in one, and compare."""
-    many = Installation(spark, world, folder / "many", monkeypatch)
-    for moment in moments:
-        many.audit(moment)
-    found = many.verdicts()
-    one = Installation(spark, world, folder / "one", monkeypatch)
-    one.audit(moments[-1])
-    expected = one.verdicts()
-    assert differences(found, expected) == []
-    return many, expected
+# --- on random installations, without Kafka ----------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_any_life_in_parts_gets_the_verdicts_of_one_run(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     world = World(seed)
     world.live(400)
-    moments = [*world.moments(3), world.end()]
-    many, expected = same_in_one(spark, world, moments, tmp_path, monkeypatch)
-    assert [each.mode for each in many.summaries] == ["full"] + ["incremental"] * 3
-    kinds = {finding for row in expected.values() for finding in row["findings"]}
-    assert kinds >= {"visible_twice", "contrary_markers", "out_of_order", "rolled_back_visible"}
+    many = Installation(spark, world, tmp_path / "many", monkeypatch)
+    for moment in (*world.moments(2), world.end()):
+        many.audit(moment)
+    assert [each.mode for each in many.summaries] == ["full", "incremental", "incremental"]
     records = [sum(each.records.values()) for each in many.summaries]
     assert sum(records) == len(world.records)
+    # Facts of all are kept for those to whom something comes late, the rest only for the next.
+    assert many.kept("facts") == [each.run for each in many.summaries]
+    assert many.kept("carry") == [many.summaries[-1].run]
+    in_parts = many.verdicts()
+
+    at_once = many.audit(world.end(), mode="full")
+    assert (at_once.mode, sum(at_once.records.values())) == ("full", len(world.records))
+    expected = by_id(read_verdicts(spark, many.settings.out, [at_once.run]))
+    assert differences(in_parts, expected) == []
+    kinds = {finding for row in expected.values() for finding in row["findings"]}
+    assert kinds >= {"visible_twice", "contrary_markers", "out_of_order", "rolled_back_visible"}
+    assert many.kept("facts") == many.kept("carry") == [at_once.run]
+    assert len(many.kept("verdicts")) == 4
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_dies_half_way_leaves_nothing_and_changes_nothing(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(7)
+    world.live(60)
+    (moment,) = world.moments(1)
+    runs = Installation(spark, world, tmp_path, monkeypatch)
+    first = runs.audit(moment)
+
+    def full(self: Journal, summary: RunSummary) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Journal, "add", full)
+        with pytest.raises(OSError, match="no space"):
+            runs.audit(world.end())
+    for kind in ("verdicts", "facts", "carry"):
+        assert runs.kept(kind) == [first.run]
+    again = runs.audit(world.end())
+    assert again.mode == "incremental"
+    records = sum(sum(each.records.values()) for each in (first, again))
+    assert records == len(world.records)
+    assert Journal(runs.settings.journal).last() == again
+
+    elsewhere = msgspec.structs.replace(runs.settings, out=str(tmp_path / "elsewhere"))
+    nobody: Any = None
+    with pytest.raises(ConfigurationError, match=f"what the last run .{again.run}. left"):
+        run_audit(spark, nobody, elsewhere)
+    names = msgspec.structs.replace(NAMES, half="other.half")
+    other = msgspec.structs.replace(runs.settings, names=names)
+    with pytest.raises(ConfigurationError, match=r"audited half, not other\.half"):
+        run_audit(spark, nobody, other)
+
+
+@pytest.mark.timeout(600)
+def test_nothing_old_is_read_where_nothing_new_belongs_to_it(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(8)
+    for _ in range(20):
+        half = world.prepare()
+        world.promote(half, world.mark(half, "commit"))
+    open_still = world.prepare()
+    runs = Installation(spark, world, tmp_path, monkeypatch)
+    first = runs.audit(world.end())
+    assert (first.states, first.carried) == ({"pending": 1, "promoted": 20}, 1)
+    shutil.rmtree(tmp_path / "out/facts")
+    world.now_ms += 1000
+    for half in (open_still, world.prepare()):
+        world.promote(half, world.mark(half, "commit"))
+    second = runs.audit(world.end())
+    assert (second.states, second.carried) == ({"promoted": 2}, 0)
+
+
+# --- on Kafka ----------------------------------------------------------------------------------
+
+
+async def _first_part(p: Planting) -> dict[str, Half]:
+    """Plant what ends well, or is open, when the first run reads."""
+    names = ("twice", "contrary", "open", "early", "overtaking", "keyed")
+    front = {"order_key": "in order", "partition": 0}
+    fields: dict[str, dict[str, Any]] = {
+        "early": front, "overtaking": front,
+        "keyed": {"dedup_key": "once", "group": "g", "partition": 1},
+    }  # fmt: skip
+    halves = {name: await p.prepare(**fields.get(name, {})) for name in names}
+    for name in ("twice", "contrary", "early", "overtaking"):
+        at_ms = await p.commit(halves[name])
+        if name != "early":
+            p.promote(halves[name], at_ms)
+    await p.turn()
+    return halves
+
+
+async def _second_part(p: Planting, halves: dict[str, Half]) -> dict[str, Half]:
+    """Go on with them, not always well."""
+    p.promote(halves["twice"], 1)
+    await p.roll_back(halves["contrary"])
+    p.promote(halves["open"], await p.commit(halves["open"]))
+    p.promote(halves["early"], 1)
+    again = await p.prepare(dedup_key="once", group="g", partition=1)
+    await p.turn()
+    return {**halves, "again": again}
+
+
+@pytest.mark.timeout(900)
+async def test_on_kafka_a_second_run_finds_what_one_run_finds(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as p:
+        terms = await plant_clean(p)
+        halves = await _first_part(p)
+        access = access_from(
+            load_settings(
+                {"kafka": p.bootstrap, "topic_prefix": p.prefix, "instance": "audit"}, environ={}
+            )
+        )
+        settings = AuditSettings(str(tmp_path / "out"), tmp_path / "data", p.names, terms)
+        first = run_audit(spark, access, settings)
+        assert (first.mode, first.drift) == ("full", {})
+        halves = await _second_part(p, halves)
+        settings = msgspec.structs.replace(settings, terms=await plant_all(p))
+        second = run_audit(spark, access, settings)
+        assert second.mode == "incremental"
+        in_parts = by_id(current_verdicts(spark, settings.out, [first.run, second.run]))
+        third = run_audit(spark, access, msgspec.structs.replace(settings, mode="full"))
+    assert third.mode == "full"
+    for name, count in third.records.items():
+        assert first.records[name] + second.records[name] == count, name
+    at_once = by_id(read_verdicts(spark, settings.out, [third.run]))
+    assert differences(in_parts, at_once) == []
+    found = {name: in_parts[half.id] for name, half in halves.items()}
+    assert {name: (row["state"], set(row["findings"])) for name, row in found.items()} == {
+        "twice": ("promoted", {"visible_twice", "timestamp_changed"}),
+        "contrary": ("promoted", {"contrary_markers"}),
+        "open": ("promoted", set()),
+        "early": ("promoted", {"out_of_order", "timestamp_changed"}),
+        "overtaking": ("promoted", set()),
+        "keyed": ("pending", set()),
+        "again": ("void", set()),
+    }
