@@ -40,6 +40,7 @@ _LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.
 
 _PYTHON_LOGGERS = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
 """By these pyspark logs every error that it raises, as JSON with Java's whole stack."""
+_PACKAGES = ("pyspark", "pandas", "pyarrow", "google.protobuf")
 _END_TIMEOUT_S = 20.0
 _LOG_TO_FILE = """\
 rootLogger.level = warn
@@ -107,8 +108,12 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
 
 def require_pyspark() -> None:
     """Raise a ConfigurationError where pyspark or what it needs is not installed."""
-    for module in ("pyspark", "pandas", "pyarrow"):
-        if importlib.util.find_spec(module) is None:
+    for module in _PACKAGES:
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # not even the package that it is in
+            found = None
+        if found is None:
             raise ConfigurationError(
                 f"the Python package {module} is missing, run: pip install 'txbroker[spark]'"
             )

@@ -170,7 +170,7 @@ def test_a_run_in_words() -> None:
     assert "3 records do not read" in said
 
 
-@pytest.mark.parametrize("module", ["pyspark", "pandas", "pyarrow"])
+@pytest.mark.parametrize("module", ["pyspark", "pandas", "pyarrow", "google.protobuf"])
 def test_a_package_is_missing(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str
 ) -> None:
