@@ -142,7 +142,7 @@ def _change(random: Random, row: HalfRow | OpRow | VisibleRow) -> dict[str, obje
             {"grp": "h"},
             {"seq": row.seq + 1},
             {"count": row.count + 1},
-            {"offset": row.offset + 1},
+            {"offset": row.offset + 5},
             {"body": 1},
             {"timestamp_ms": 1},
         ]
