@@ -41,6 +41,8 @@ from txbroker.spark.stage import Staged, stage
 from txbroker.spark.summary import EXAMPLES_A_KIND, Tally, add_up
 from txbroker.spark.verdict_files import current_verdicts, read_verdicts, write_verdicts
 
+_DAY_MS = 86_400_000
+
 
 class AuditSettings(Struct, frozen=True):
     """What is audited, and where it is written.
@@ -49,7 +51,7 @@ class AuditSettings(Struct, frozen=True):
         out: folder of Parquet files: a path, or a URI that Hadoop knows.
         data_dir: local folder of the journal.
         names: the installation's topics.
-        terms: what is judged by; `now_ms` 0: the clock.
+        terms: what is judged by; `now_ms` 0: this machine's clock.
         mode: `incremental` goes on from the last run, if there is one.
         business: rows to compare with.
     """
@@ -96,7 +98,11 @@ def run_audit(
             with contextlib.suppress(Exception):  # what cannot be removed now is when next we run
                 tidy_up(spark, settings.data_dir, journal)
             raise
-        tidy_up(spark, settings.data_dir, journal)
+        try:
+            tidy_up(spark, settings.data_dir, journal)
+        except ConfigurationError as error:
+            # The run counts all the same; the next one removes it.
+            on_stage(f"what is not needed any more could not be removed: {error}")
         return summary
 
 
@@ -170,19 +176,17 @@ class _Audit:
         read = counted(new)
         judging = self._to_judge(staged, new, before)
         self._say("judging")
-        self._judge(staged, judging)
+        spans = [each.span for each in read.values() if each.span is not None]
+        first_ms = min((span.first_ms for span in spans), default=None)
+        last_ms = max((span.last_ms for span in spans), default=None)
+        days = 1 if first_ms is None or last_ms is None else (last_ms - first_ms) // _DAY_MS + 1
+        self._judge(staged, judging, days)
         written = read_verdicts(self._spark, self._settings.out, (self._run,))
         self._say("adding up")
         tally = add_up(written, self._terms.now_ms)
         self._say("writing down what goes on")
         runs = () if before is None else before.chain.runs
-        spans = [each.span for each in read.values() if each.span is not None]
-        this = PastRun(
-            self._run,
-            min((span.first_ms for span in spans), default=None),
-            max((span.last_ms for span in spans), default=None),
-            staged.cut.op.ends,
-        )
+        this = PastRun(self._run, first_ms, last_ms, staged.cut.op.ends)
         horizon = KeptHorizon.of(judging.horizon, self._terms.now_ms)
         keyed = bool(read["half"].keyed) or (before is not None and before.chain.keys)
         chain = Chain(
@@ -239,14 +243,14 @@ class _Audit:
     def _all_kept(self, facts: Facts) -> Facts:
         return Facts(*map(self._kept, facts))
 
-    def _judge(self, staged: Staged, judging: _Judging) -> None:
+    def _judge(self, staged: Staged, judging: _Judging, days: int) -> None:
         facts = judging.facts
         whole = structs.replace(staged, **facts._asdict())
         rows = verdicts(self._spark, whole, self._terms, judging.horizon)
         if judging.context is not None:
             rows = rows.join(judging.context.select("id"), "id", "left_anti")
         try:
-            write_verdicts(rows, self._folders, self._run)
+            write_verdicts(rows, self._folders, self._run, days)
         finally:
             release(self._spark)
 

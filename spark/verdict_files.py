@@ -9,16 +9,26 @@ from txbroker.spark.folders import Folders, exists
 from txbroker.spark.schema import VERDICT
 
 PARTITIONED_BY = ("day", "verdict")
+_DAYS_AS_THEY_COME = 3
+"""Up to so many days are written as rows come: spreading costs a second shuffle."""
 
 
-def write_verdicts(rows: DataFrame, folders: Folders, run: str) -> None:
+def write_verdicts(rows: DataFrame, folders: Folders, run: str, days: int) -> None:
     """Write a run's verdicts, by day and verdict.
 
-    Rows are spread anew first: without that every task would leave a file in every folder, and
-    with a plain shuffle by folder one task would write most of a day.
+    Every task leaves a file in each folder that it has rows for. Where that would be too many,
+    rows are spread anew first, so that one task has most of a folder, but none more than others.
+
+    Args:
+        rows: columns as in `schema.VERDICT`; `run` is not looked at.
+        folders: where to.
+        run: its name.
+        days: how many days there are about.
     """
-    spread = rows.drop("run").hint("rebalance", *PARTITIONED_BY)
-    spread.write.partitionBy(*PARTITIONED_BY).parquet(folders.verdicts(run))
+    rows = rows.drop("run")
+    if days > _DAYS_AS_THEY_COME:
+        rows = rows.hint("rebalance", *PARTITIONED_BY)
+    rows.write.partitionBy(*PARTITIONED_BY).parquet(folders.verdicts(run))
 
 
 def read_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFrame:

@@ -140,7 +140,7 @@ def test_the_newest_verdict_counts_and_gone_tells_less_than_how_it_ended(
         "4": [],
     }
     for run, rows in runs.items():
-        write_verdicts(table(spark, *rows), folders, run)
+        write_verdicts(table(spark, *rows), folders, run, days=1 if run == "1" else 30)
     assert (tmp_path / "out/verdicts/run=2/day=2023-11-14/verdict=visible_twice").is_dir()
     found = current_verdicts(spark, folders.out, [*runs, "gone-by"])
     assert found.columns == spark.createDataFrame([], VERDICT).columns
