@@ -203,5 +203,15 @@ def facts_of(row: Mapping[str, Any]) -> TransactionFacts:
     )
 
 
+def _visible(row: Mapping[str, Any], alone: bool) -> VisibleRow:
+    """Return a visible row. What numbers the messages of a transaction is, where it has but one,
+    the user's own header."""
+    fields = dict(row)
+    if_alone = fields.pop("headers_if_alone", None)
+    if alone and if_alone is not None:
+        fields |= {"seq": 0, "count": 1, "headers": if_alone}
+    return VisibleRow(**fields)
+
+
 def _contents(rows: Iterable[Mapping[str, Any]] | None) -> list[Content] | None:
     return None if rows is None else [Content(**each) for each in rows]

@@ -37,11 +37,12 @@ commit, by `seq`; null where it announces none. A batch that is not whole is no 
 
 VISIBLE = """
     id string, id_ms bigint, topic string, partition int, offset bigint, at_ms bigint, seq int,
-    count int, body bigint, headers bigint, append_time boolean
+    count int, body bigint, headers bigint, headers_if_alone bigint, append_time boolean
 """
 """One row for each record of a target topic whose first header is `txb-id`. `at_ms`: its timestamp.
-`append_time`: whether that is the broker's (timestamp type LogAppendTime), not its writer's. Other
-records of a target topic are none of ours."""
+`append_time`: whether that is the broker's (timestamp type LogAppendTime), not its writer's.
+`headers_if_alone`: of a message of several, what `headers` were if the number in front of them were
+a user's header of a single message. Other records of a target topic are none of ours."""
 
 PARKED = """
     id string, id_ms bigint, partition int, offset bigint, seq int, at_ms bigint, state string,

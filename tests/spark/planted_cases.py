@@ -309,6 +309,7 @@ async def torn(p: Planting) -> None:
     stray = await p.prepare()
     await p.append_op(partition_of(stray), encode_contents(stray, stray.messages))
     p.expect(stray.id, "contents without a marker", "pending")
+    p.broken[p.names.op] += 2
 
 
 RIGHT: tuple[Case, ...] = (
