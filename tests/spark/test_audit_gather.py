@@ -54,7 +54,7 @@ def tables(spark: SparkSession, facts: Iterable[TransactionFacts]) -> Tables:
         for name in FACTS:
             for row in getattr(each, name):
                 values = {**known, **row._asdict()}
-                rows[name].append(tuple(values[column] for column in kinds[name].names))
+                rows[name].append(tuple(map(values.get, kinds[name].names)))
     return Tables(*(spark.createDataFrame(rows[name], kinds[name]) for name in FACTS))
 
 
