@@ -7,13 +7,25 @@ import asyncio
 import pytest
 from msgspec import structs
 from recovery_world import forget_bodies, snapshot
-from rules_world import DAY_MS, GROUP, World, commit, known, message, raising, settled, until
+from rules_world import (
+    DAY_MS,
+    GROUP,
+    Gate,
+    World,
+    commit,
+    known,
+    message,
+    raising,
+    settled,
+    until,
+)
 
 from txbroker.contract import PartitionState
 from txbroker.core.codec import encode_half, encode_kept
+from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Claim, Kept, Record, State
-from txbroker.door import Claimed, Hanging, LogTruncated, TurnLost
-from txbroker.errors import NewerRecord, Overloaded, OwnerUnavailable
+from txbroker.door import Claimed, Hanging, LogTruncated, Turn, TurnHandle, TurnLost
+from txbroker.errors import KafkaUnavailable, NewerRecord, Overloaded, OwnerUnavailable
 from txbroker.proxy import owner as owner_module
 from txbroker.testing.door import MemoryPartitionDoor
 
@@ -140,6 +152,94 @@ async def test_a_copy_that_was_left_over_does_not_come_back_to_life(world: World
     again = await world.owner()
     assert id not in again.ledger.transactions
     await until(lambda: world.parked()[-1] == (f"{id}/0".encode(), False))
+
+
+async def test_what_was_copied_out_after_its_commit_is_promoted_by_the_next_owner(
+    world: World,
+) -> None:
+    """Its half message is gone, its marker lies above the progress of the turn that copied it."""
+    begin, stuck = Gate(), Gate()
+
+    async def slowly(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+        # The others are committed meanwhile, so the next turn takes only one of them.
+        await begin.wait()
+        return await door.write(turn)
+
+    async def never(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+        await stuck.wait()
+        raise AssertionError("nobody opens it")
+
+    owner = await world.owner(turns=TurnLimits(transactions_max=1))
+    first, second, third = [await world.prepared(owner, message(v)) for v in ("1", "2", "3")]
+    world.partition.writes.extend([slowly, MemoryPartitionDoor.write, never])
+    await commit(owner, first)
+    await begin.reached.wait()
+    for id in (second, third):
+        await commit(owner, id)
+    world.kafka.truncate("txbroker.half", before=3)
+    await until(lambda: {second, third} <= owner.ledger.to_keep.keys())
+    begin.open()
+    await stuck.reached.wait()
+    await until(lambda: world.visible() == ["1", "2"])
+    assert (f"{third}/0".encode(), True) in world.parked()
+    await owner.close()
+    await world.owner()
+    await until(lambda: world.visible() == ["1", "2", "3"])
+
+
+async def test_what_is_decided_before_its_copy_is_written_is_copied_all_the_same(
+    world: World,
+) -> None:
+    """Its target takes nothing for longer than half messages are kept."""
+    owner = await world.owner()
+    held = Gate()
+
+    async def slowly(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+        await held.wait()
+        return await door.write(turn)
+
+    old = await world.prepared(owner, message("old", topic="u"))
+    other = await world.prepared(owner)
+    world.partition.writes.append(slowly)
+    await commit(owner, other)
+    await held.reached.wait()
+    world.kafka.set_leaderless("u", 0)
+    world.advance(8 * DAY_MS / 1000)
+    await until(lambda: old in owner.ledger.to_keep)
+    await commit(owner, old)
+    held.open()
+    await until(lambda: (f"{old}/0".encode(), True) in world.parked())
+    forget_bodies(owner)
+    world.kafka.truncate("txbroker.half", before=2)
+    world.kafka.set_leaderless("u")
+    await until(lambda: world.visible("u") == ["old"])
+    assert world.told.losses == []
+
+
+@pytest.mark.parametrize("topic", LOGS)
+async def test_retention_that_deletes_while_an_owner_recovers_stops_nothing(
+    world: World, topic: str
+) -> None:
+    owner = await world.owner()
+    for _ in range(3):
+        await world.committed(owner)
+    await until(lambda: len(world.visible()) == 3)
+    await owner.close()
+    world.advance(30 * DAY_MS / 1000)
+    again = world.make()
+    log = getattr(world.partition, topic)
+    bounds = log.inner.bounds
+
+    async def before_it_is_read() -> tuple[int, int]:
+        found = await bounds()
+        log.inner.bounds = bounds
+        world.kafka.truncate(f"txbroker.{topic}", before=2)
+        return found
+
+    log.inner.bounds = before_it_is_read
+    with pytest.raises(KafkaUnavailable, match="retention deleted"):
+        await again.open()
+    await world.owner()
 
 
 # --- truncated and recreated -------------------------------------------------------------------

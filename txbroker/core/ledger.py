@@ -315,6 +315,8 @@ class Ledger(Holdings):
             return Outcome(Effect.ILLEGAL, transaction, f"group {marker.group!r} does not own it")
         if transaction.decision is not None:
             same = transaction.decision is decision and _same_contents(transaction, entry.contents)
+            if same and transaction.op_offset < 0:
+                self._marker_at(transaction, entry.offset)
             return Outcome(Effect.REPEATED if same else Effect.CONFLICT, transaction)
         if entry.contents is not None and not fits(transaction.half, entry.contents):
             return Outcome(Effect.ILLEGAL, transaction, "replaced content for other topics")
@@ -332,6 +334,13 @@ class Ledger(Holdings):
                 self.to_release[transaction.id] = transaction
             self._settle(transaction)
         return Outcome(Effect.APPLIED, transaction)
+
+    def _marker_at(self, transaction: Transaction, offset: int) -> None:
+        """It came from a copy, which does not say where its marker is: without that, one whose
+        turn was yet to come would count as promoted."""
+        assert transaction.verdict is not None
+        transaction.verdict.op_offset = offset
+        self._ready_to, self._ready_in_order = max(self._ready_to, offset), False
 
     # --- turns ---------------------------------------------------------------------------
 

@@ -44,6 +44,9 @@ class Edges:
         self._half_retention_ms = half_retention_ms
         # What lies at or below these offsets was seen to.
         self._old_to = self._deleted_to = -1
+        # To be copied, and no copy is committed yet: a decision takes them out of `to_keep`, and a
+        # target may take what was committed long after the half message is gone.
+        self._uncopied: dict[str, Transaction] = {}
         # Must stay in memory until their copies are committed.
         self._held: dict[str, tuple[Transaction, ExitStack]] = {}
 
@@ -54,6 +57,9 @@ class Edges:
     async def keep_old(self) -> None:
         """At half of half's retention the bodies of what is not settled are copied out."""
         ledger, pace = self._ledger, Pace()
+        for transaction in list(self._uncopied.values()):
+            self._see_to(transaction)
+            await pace.step()
         before_ms = self._now_ms() - self._half_retention_ms // 2
         while found := ledger.in_order(self._old_to, BATCH_MAX):
             for transaction in found:
@@ -62,9 +68,20 @@ class Edges:
                 self._old_to = transaction.offset
                 if not transaction.kept and transaction.id not in ledger.to_keep:
                     log.warning("half retention near, body copied", id=transaction.id)
-                    ledger.to_keep[transaction.id] = transaction
-                    self._wake()
+                    self._copy_out(transaction)
             await pace.piece()
+
+    def _copy_out(self, transaction: Transaction) -> None:
+        self._uncopied[transaction.id] = self._ledger.to_keep[transaction.id] = transaction
+        self._wake()
+
+    def _see_to(self, transaction: Transaction) -> None:
+        """Have one copied that was decided before it was."""
+        id, ledger = transaction.id, self._ledger
+        if transaction.kept_at or transaction.lost or id not in ledger.transactions:
+            self._uncopied.pop(id, None)
+        elif not transaction.kept and id not in ledger.to_keep:
+            self._copy_out(transaction)
 
     async def look(self) -> None:
         """See whether the logs are what they were, and save what can be saved of deleted records.
@@ -106,12 +123,11 @@ class Edges:
         if not transaction.has_bodies or transaction.kept or id not in ledger.transactions:
             return
         log.error("half message deleted, body copied", id=id)
-        ledger.to_keep[id] = transaction
+        self._copy_out(transaction)
         if id not in self._held:
             stack = ExitStack()
             stack.enter_context(self._bodies.hold([transaction]))
             self._held[id] = transaction, stack
-        self._wake()
 
     def _let_go(self) -> None:
         for id, (transaction, stack) in list(self._held.items()):

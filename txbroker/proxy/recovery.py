@@ -9,9 +9,9 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Whole, find_whole, load
 from txbroker.door import Log, LogTruncated, PartitionDoor
-from txbroker.errors import InvariantBroken
+from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.proxy.applier import Applier
-from txbroker.proxy.copies import batches, read_copies, with_messages
+from txbroker.proxy.copies import Copies, batches, read_copies, with_messages
 from txbroker.proxy.pace import Pace
 
 
@@ -68,7 +68,8 @@ async def recover(
         Fenced: another owner claimed at the same time; nothing was changed.
         LogTruncated: half or operation topic are not what they were.
         NewerRecord: a newer version wrote what this one does not understand.
-        KafkaUnavailable: Kafka does not answer.
+        KafkaUnavailable: Kafka does not answer, or retention deleted what was being read: begin
+            anew, with another ledger.
     """
     found = await door.claim(claim)
     claimed()
@@ -80,12 +81,53 @@ async def recover(
     half_start, half_end = await door.half.bounds()
     # Hashing all of it holds nobody up in a thread.
     wholes = await asyncio.to_thread(find_whole, found.snapshots)
-    kept_since_ms = found.timestamp_ms - half_retention_ms
-    markers = _op_known(progress, wholes)
-    _check_kept(markers, op_start, kept_since_ms)
-    await _compare(door.op, "op", (op_start, op_end), markers, kept_since_ms)
-    halves = _half_known(progress, wholes)
-    await _compare(door.half, "half", (half_start, half_end), halves, kept_since_ms)
+    logs = _Logs(door, (half_start, half_end), (op_start, op_end))
+    try:
+        await _check_same(logs, progress, wholes, found.timestamp_ms - half_retention_ms)
+        position = await _catch_up(logs, applier, copies, wholes)
+    except LogTruncated as error:
+        if not await logs.begin_later():
+            raise
+        # Nobody has changed anything: what is kept now is judged anew.
+        raise KafkaUnavailable(f"retention deleted what was being read: {error}") from None
+    ledger.reconcile(progress, copies.whole)
+    greatest = wholes[0] if wholes else None
+    return Recovered(found.timestamp_ms, found.snapshots, greatest, position, half_start)
+
+
+class _Logs(Struct, frozen=True):
+    """Both logs of a partition, and their first and last offsets as they were asked for once."""
+
+    door: PartitionDoor
+    half: tuple[int, int]
+    op: tuple[int, int]
+
+    async def begin_later(self) -> bool:
+        """Say whether a log begins later by now, as after retention has deleted from it."""
+        half_start, _ = await self.door.half.bounds()
+        op_start, _ = await self.door.op.bounds()
+        return half_start > self.half[0] or op_start > self.op[0]
+
+
+async def _check_same(
+    logs: _Logs, progress: Progress | None, wholes: Sequence[Whole], kept_since_ms: int
+) -> None:
+    """Compare both logs with what earlier owners have written down of them.
+
+    Raises:
+        LogTruncated: they are not what they were.
+    """
+    door, markers = logs.door, _op_known(progress, wholes)
+    _check_kept(markers, logs.op[0], kept_since_ms)
+    await _compare(door.op, "op", logs.op, markers, kept_since_ms)
+    await _compare(door.half, "half", logs.half, _half_known(progress, wholes), kept_since_ms)
+
+
+async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, wholes: Sequence[Whole]) -> int:
+    """Bring an empty ledger to the end of both logs; return the sum of the offsets from which on
+    they were replayed."""
+    ledger, door = applier.ledger, logs.door
+    (half_start, half_end), (op_start, op_end) = logs.half, logs.op
     # Of one that is older than the operation topic nobody knows what was decided since.
     whole = next((each for each in wholes if each.closing.op >= op_start), None)
     h0, o0 = await _begin(ledger, whole, half_start, op_start)
@@ -93,10 +135,7 @@ async def recover(
         raise InvariantBroken("a copy of a refused transaction is not whole: parked topic damaged")
     await _restore(door, ledger, copies.whole, 0 if whole is None else whole.closing.half, h0)
     await _replay(_read(door.half, h0, half_end), _read(door.op, o0, op_end), applier)
-    ledger.reconcile(progress, copies.whole)
-    return Recovered(
-        found.timestamp_ms, found.snapshots, wholes[0] if wholes else None, h0 + o0, half_start
-    )
+    return h0 + o0
 
 
 # --- is it still the same log? ---------------------------------------------------------------
