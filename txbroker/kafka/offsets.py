@@ -23,7 +23,8 @@ async def ends(
     Partitions that do not answer at the moment are left out.
     """
     by_leader: dict[int, list[Partition]] = {}
-    for partition in partitions:
+    # As they are now: what is asked for may change while leaders are looked up.
+    for partition in list(partitions):
         try:
             by_leader.setdefault(await client.leader(*partition), []).append(partition)
         except KafkaUnavailable:
