@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 # Minutes: `make test-long` runs them.
-collect_ignore = [] if os.environ.get("TXBROKER_TEST_LONG") else ["test_audit_clusters.py"]
+LONG_TESTS = ["test_audit_clusters.py", "test_audit_drivers.py"]
+collect_ignore = [] if os.environ.get("TXBROKER_TEST_LONG") else LONG_TESTS
 
 SPARK_CONF = {
     # The quick compiler only: measured, a short session needs half the processor time.

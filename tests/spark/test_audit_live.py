@@ -110,7 +110,7 @@ async def listed(world: World) -> dict[str, str]:
     return {row["id"]: row["state"] for row in rows}
 
 
-@pytest.mark.timeout(1800 if LONG else 240)
+@pytest.mark.timeout(3600 if LONG else 600)
 async def test_audits_of_a_proxy_that_works_and_is_killed_find_nothing(
     spark: SparkSession, world: World, tmp_path: Path
 ) -> None:
