@@ -29,6 +29,8 @@ TABLES = {
 _BUCKET_MS = 60_000
 _BUCKETS_MAX = 2000
 """Minutes with strangers that are looked at one by one; beyond, all between the first and last."""
+_BROADCAST_MAX = 200_000
+"""Ids that are sent to every executor as they are."""
 _SPANS_MAX = 30
 """Time spans in one search; neighbouring ones are joined until there are no more."""
 
@@ -152,7 +154,21 @@ class History:
         Returns:
             columns `id` and `id_ms`, each id once; None where there are none.
         """
-        waiting = _decided_before(old, whole)
+        first = old.op.where("kind = 'commit'").groupBy("id", "partition")
+        decided = first.agg(F.min("offset").alias("since")).persist()
+        try:
+            return self._overtaking(decided, whole)
+        finally:
+            decided.unpersist()
+
+    def _overtaking(self, decided: DataFrame, whole: Facts) -> DataFrame | None:
+        count = decided.count()
+        if not count:
+            return None
+        if count <= _BROADCAST_MAX:
+            # There are few of them; the tables of this run need no shuffle for their sake.
+            decided = F.broadcast(decided)
+        waiting = _visible_now(decided, whole)
         least = waiting.groupBy("partition").agg(F.min("since").alias("since")).collect()
         since = {row["partition"]: row["since"] for row in least}
         later = self._decided_later(since)
@@ -265,10 +281,9 @@ def _marks(half: DataFrame) -> DataFrame:
     return first.select("id", "partition", "order_mark").distinct()
 
 
-def _decided_before(old: Facts, whole: Facts) -> DataFrame:
+def _visible_now(decided: DataFrame, whole: Facts) -> DataFrame:
     """Return by order mark the first decision, made before this run, of what is visible now."""
-    first = old.op.where("kind = 'commit'").groupBy("id", "partition")
-    decided = first.agg(F.min("offset").alias("since"))
-    seen = decided.join(whole.visible.select("id"), "id", "left_semi")
-    marked = seen.join(_marks(whole.half), ["id", "partition"])
+    seen = whole.visible.join(decided.select("id"), "id", "left_semi").select("id").distinct()
+    marks = _marks(whole.half.join(decided.select("id"), "id", "left_semi"))
+    marked = marks.join(decided, ["id", "partition"]).join(seen, "id", "left_semi")
     return marked.groupBy("partition", "order_mark").agg(F.min("since").alias("since"))
