@@ -327,6 +327,9 @@ class AuditStream:
             if end
         }
         while True:
+            # Looked at first: what was read last may reach far enough, with nobody to read on.
+            if not query.isActive:
+                raise query.exception() or AuditError("Spark has ended the stream")
             last = _progress(query)
             batch = -1 if last is None else last["batchId"]
             self._judged_ms = max(self._judged_ms, 0 if last is None else _watermark_ms(last))
@@ -339,9 +342,6 @@ class AuditStream:
                 return True
             if self._stop.wait(_LOOK_S):
                 return False
-            if not query.isActive:
-                query.awaitTermination(0)
-                raise AuditError("Spark has ended the stream")
 
     def _ask(self, question: Any) -> Any:
         """Ask Kafka, for a while again where it does not answer."""
