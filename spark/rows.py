@@ -193,12 +193,14 @@ def facts_of(row: Mapping[str, Any]) -> TransactionFacts:
 
     A half message's `dedup` and a parked one's `cause`, which nothing depends on, may be left out.
     """
+    half = [HalfRow(**{"dedup": None, **each}) for each in row["half"] or ()]
     op = [OpRow(**{**each, "contents": _contents(each["contents"])}) for each in row["op"] or ()]
+    alone = bool(half) and half[0].count == 1
     return TransactionFacts(
         row["id"],
-        [HalfRow(**{"dedup": None, **each}) for each in row["half"] or ()],
+        half,
         op,
-        [VisibleRow(**each) for each in row["visible"] or ()],
+        [_visible(each, alone) for each in row["visible"] or ()],
         [ParkedRow(**{"cause": None, **each}) for each in row["parked"] or ()],
     )
 
