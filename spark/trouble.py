@@ -92,7 +92,15 @@ def _why_it_failed(error: Exception) -> str:
         )
     if "No space left on device" in text:
         return "a disk is full: free some room, or set --conf spark.local.dir=… to another disk"
-    return f"Spark could not do its work: {_plain(causes[-1])}; {_VERBOSE}"
+    said = _of_python(text) or _plain(causes[-1])
+    return f"Spark could not do its work: {said}; {_VERBOSE}"
+
+
+def _of_python(text: str) -> str | None:
+    """Return what Python says in an executor, where that is what failed: its traceback's end."""
+    _, begun, trace = text.rpartition("Traceback (most recent call last):")
+    ends = re.findall(r"^(?!\s)(?:[\w.]+: .+|[\w.]*(?:Error|Exception))$", trace, re.MULTILINE)
+    return ends[0][:_LENGTH_MAX] if begun and ends else None
 
 
 def _causes(error: BaseException) -> Iterator[str]:

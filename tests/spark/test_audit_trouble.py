@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,6 +168,11 @@ def test_a_master_that_does_not_read(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("txbroker-spark-*"))
 
 
+def _no_judge(frames: object) -> Iterator[object]:
+    yield from ()
+    raise ValueError("no judge")
+
+
 def test_what_fails_in_spark_is_one_sentence(
     spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +189,8 @@ def test_what_fails_in_spark_is_one_sentence(
         spark.sql("select * from no_such_table")
     with pytest.raises(SparkFailed, match="no_such_column"), in_words(None):
         spark.range(3).select(F.col("no_such_column"))
+    with pytest.raises(SparkFailed, match="do its work: ValueError: no judge; "), in_words(None):
+        spark.range(1).mapInPandas(_no_judge, "id long").collect()
     assert tuple(capfd.readouterr()) == ("", "")  # pyspark logs each of them by itself
 
 
