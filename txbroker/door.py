@@ -319,6 +319,12 @@ class Membership(Protocol):
         """
         ...
 
+    def in_touch(self) -> bool:
+        """Say whether the coordinator's last word is younger than a session, so that what is ours
+        cannot have been given away. After a long sleep of this process that is so before `lost`
+        tells it."""
+        ...
+
     async def leave(self) -> None:
         """Leave the group, so that others take over at once."""
         ...

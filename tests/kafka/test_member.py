@@ -235,7 +235,9 @@ async def test_a_member_out_of_touch_for_a_session_says_so_once(world: KafkaWorl
     with pytest.raises(KafkaUnavailable):
         await door.membership.still_ours(0)
     assert heard.losses == [], "a moment without an answer is no loss"
+    assert door.membership.in_touch()
     await other.until_owned(4)
+    assert not door.membership.in_touch(), "others have what was ours"
     assert await heard.until_lost() == "cut off"
     reachable.set()
     await heard.until_owned(2)

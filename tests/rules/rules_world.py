@@ -318,11 +318,11 @@ class World:
             self.runner,
             self.told,
             structs.replace(given, **settings),
-            ("one", "http://127.0.0.1:1"),
-            still_ours,
-            self.stops.append,
-            lambda: self.share,
-            lambda: self.version,
+            identity=("one", "http://127.0.0.1:1"),
+            still_ours=still_ours,
+            stopped=self.stops.append,
+            bodies_share=lambda: self.share,
+            record_version=lambda: self.version,
         )
         self._owners.append(owner)
         return owner

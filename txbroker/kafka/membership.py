@@ -127,6 +127,10 @@ class KafkaMembership(Membership):
             self._beat_now.set()
             await news.wait()
 
+    def in_touch(self) -> bool:
+        """Say whether the coordinator's last word is younger than a session."""
+        return self._joined is not None and self._silent_s <= self._session_s
+
     async def leave(self) -> None:
         """Leave the group, so that others take over at once. `join` works again."""
         await self.close()

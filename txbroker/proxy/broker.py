@@ -366,12 +366,18 @@ class Broker:
     # --- look ------------------------------------------------------------------------------
 
     async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
-        """Return all that is known of a transaction."""
+        """Return all that is known of a transaction.
+
+        Raises:
+            OwnerUnavailable: it is not ours, or may be another's by now: what is remembered of it
+                may be long out of date.
+        """
         with self._call():
             owner = self._owner_of(id)
             transaction = await owner.get(id)
             if bodies:
                 await owner.bodies.show(transaction)
+            self._ownership.check_in_touch(id)
             return view(transaction, bodies=bodies)
 
     async def list(self, request: ListRequest) -> Page:
@@ -390,6 +396,7 @@ class Broker:
             for owner in owners:
                 if self._ownership.owner(owner.partition) is not owner:
                     raise OwnerUnavailable(f"half partition {owner.partition} moved: try again")
+            self._ownership.check_in_touch()
         return merge(pages, request.limit)
 
     def unsettled(self) -> Iterator[tuple[Owner, Transaction]]:

@@ -134,6 +134,7 @@ class Owner:
         runner: Runner,
         events: OwnerEvents,
         settings: OwnerSettings,
+        *,
         identity: tuple[str, str],
         still_ours: Callable[[], Awaitable[bool]],
         stopped: Callable[[Exception], None],

@@ -46,7 +46,7 @@ class Holding:
         self.candidate: Owner | None = None
         """The one that is being opened."""
         self.since = time.monotonic()
-        """When opening began."""
+        """When opening began, or went on after the group was out of touch."""
         self.state = PartitionState.CLAIMING
         self.why = ""
 
@@ -146,7 +146,9 @@ class Ownership:
         for partition in list(self._held):
             self._drop(partition)
         self._tell()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._closing:
+            # Not `gather`: whoever gives up leaving must not leave owners half closed.
+            await asyncio.wait(self._closing)
         await self._door.membership.leave()
 
     # --- where -------------------------------------------------------------------------------
@@ -176,6 +178,18 @@ class Ownership:
         raise OwnerUnavailable(
             f"half partition {partition} has no owner here ({_words(state, why)}): {advice}", id=id
         )
+
+    def check_in_touch(self, id: str | None = None) -> None:
+        """Raise if others may have had our partitions for a while without our noticing, as after
+        a long sleep of this process: then what is remembered is not how it stands.
+
+        Raises:
+            OwnerUnavailable: the last word of the group is older than a session.
+        """
+        if not self._door.membership.in_touch():
+            raise OwnerUnavailable(
+                "this proxy has not heard of the others lately: try again", id=id
+            )
 
     def assigned(self) -> tuple[str, ...]:
         """Return the URL of each half partition's proxy, as the group says, "" where none is
@@ -244,14 +258,20 @@ class Ownership:
             return
         self._assignment = assignment
         self._generation += 1
+        was_out = not self._in_touch.is_set()
         self._in_touch.set()
         for partition in self._held.keys() - assignment.mine:
+            if was_out:
+                # Given away while we were gone: whoever has it has fenced us, or will.
+                self._events.fenced()
             self._drop(partition)
         for partition in sorted(assignment.mine):
             holding = self._held.get(partition)
             if holding is None:
                 self._begin(partition)
             else:
+                if was_out:
+                    holding.since = time.monotonic()
                 for owner in holding.owners():
                     owner.resume()
         self._tell()
@@ -342,11 +362,11 @@ class Ownership:
                 half_retention_ms=round(settings.half_retention_s * 1000),
                 snapshot_records_min=settings.snapshot_records_min,
             ),
-            (settings.instance, self.url),
-            lambda: self._still_ours(partition),
-            lambda error: self._owner_stopped(partition, holding, owner, error),
-            self._bodies_share,
-            lambda: min(RECORD_VERSION, self._assignment.record_version),
+            identity=(settings.instance, self.url),
+            still_ours=lambda: self._still_ours(partition),
+            stopped=lambda error: self._owner_stopped(partition, holding, owner, error),
+            bodies_share=self._bodies_share,
+            record_version=lambda: min(RECORD_VERSION, self._assignment.record_version),
         )
         return owner
 
@@ -434,8 +454,9 @@ class Ownership:
             await asyncio.sleep(self._rejoin_s * (1 + random.random()))
             try:
                 await self._join()
-            except KafkaUnavailable as error:
-                log.warning("not joined again", why=str(error))
+            except Exception as error:
+                # Whatever it is, a group that is full say: nobody else would ever try again.
+                log.error("not joined again", error=type(error).__name__, why=str(error))
             else:
                 return
 

@@ -189,6 +189,10 @@ class MemoryMembership(Membership):
             raise KafkaUnavailable(OUT_OF_TOUCH)
         return partition in self._coordinator.owned(self._place)
 
+    def in_touch(self) -> bool:
+        """Say whether the group's last word is still good: nobody sleeps here."""
+        return self._place is not None and not self._place.silent
+
     async def leave(self) -> None:
         """Leave the group, so that others take over at once. `join` works again."""
         place, self._place = self._place, None

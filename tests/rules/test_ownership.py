@@ -1,0 +1,124 @@
+"""What a proxy does with its partitions when the group, or its way to it, is in trouble."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from rules_world import Gate, ScriptedDoor, World, known, until
+
+from txbroker.contract import ListRequest
+from txbroker.core.records import Claim
+from txbroker.door import Assignment, Claimed
+from txbroker.errors import ConfigurationError, OwnerUnavailable
+from txbroker.proxy.broker import Broker
+from txbroker.proxy.owner import Owner
+from txbroker.testing.door import MemoryPartitionDoor
+
+MINE = Assignment(frozenset({0}), ("http://127.0.0.1:1",), ("http://127.0.0.1:1",), 1)
+THEIRS = Assignment(frozenset(), ("http://other",), ("http://other",), 1)
+
+
+async def at_work(world: World) -> tuple[Broker, ScriptedDoor, Owner]:
+    """A broker that owns the only partition."""
+    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
+    broker = await world.broker(door)
+    await until(lambda: broker.mine())
+    return broker, door, broker._ownership.open()[0]
+
+
+@pytest.mark.parametrize("error", [ConfigurationError("the group is full"), RuntimeError("odd")])
+async def test_a_proxy_that_left_joins_again_whatever_kept_it_out(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    broker, door, _ = await at_work(world)
+    join, errors = door.membership.join, [error]
+
+    async def full(*args: object) -> None:
+        if errors:
+            raise errors.pop()
+        await join(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(door.membership, "join", full)
+    monkeypatch.setattr(broker._ownership, "_rejoin_s", 0.001)
+    await broker._ownership._leave_and_join(60.0)
+    await until(lambda: broker.readiness().ready)
+
+
+async def test_time_out_of_touch_does_not_make_a_claim_stuck(world: World) -> None:
+    async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
+        await gate.wait()
+        return await inner.claim(claim)
+
+    gate = Gate()
+    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
+    door.prepare_partition = lambda partition: partition.claims.append(claim)
+    broker = await world.broker(door)
+    await gate.reached.wait()
+    ownership = broker._ownership
+    ownership._lost("nobody answers")
+    ownership._held[0].since -= 60.0
+    ownership._assigned(MINE)
+    assert ownership._held[0].stuck_s() == 0.0
+    # In touch all the while, another generation changes nothing.
+    ownership._held[0].since -= 60.0
+    ownership._assigned(MINE)
+    assert ownership._held[0].stuck_s() > 50.0
+    gate.open()
+    await until(lambda: broker.readiness().ready)
+
+
+async def test_who_gives_up_leaving_does_not_leave_owners_half_closed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, door, _ = await at_work(world)
+    gate, closed = Gate(), asyncio.Event()
+    close = door.opened[0].close
+
+    async def slowly() -> None:
+        await gate.wait()
+        await close()
+        closed.set()
+
+    monkeypatch.setattr(door.opened[0], "close", slowly)
+    leaving = asyncio.create_task(broker._ownership._leave("a test says so"))
+    await gate.reached.wait()
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    gate.open()
+    async with asyncio.timeout(2.0):
+        await closed.wait()
+
+
+async def test_what_another_owner_took_while_out_of_touch_is_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fenced: list[str] = []
+    monkeypatch.setattr(world.told, "fenced", lambda: fenced.append("fenced"))
+    broker, _, _ = await at_work(world)
+    # Handed over by the group, as when a proxy joins: nobody was fenced.
+    broker._ownership._assigned(THEIRS)
+    assert fenced == []
+    broker._ownership._assigned(MINE)
+    await until(lambda: broker.mine())
+    broker._ownership._lost("nobody answers")
+    broker._ownership._assigned(THEIRS)
+    assert fenced == ["fenced"]
+
+
+async def test_who_slept_for_a_session_answers_no_question_from_memory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, door, owner = await at_work(world)
+    id = await world.prepared(owner)
+    assert (await broker.find(id)).state == "pending"
+    with monkeypatch.context() as asleep:
+        asleep.setattr(door.membership, "in_touch", lambda: False)
+        with pytest.raises(OwnerUnavailable) as told:
+            await broker.find(id)
+        assert told.value.details["id"] == id
+        with pytest.raises(OwnerUnavailable):
+            await broker.list(ListRequest())
+    assert (await broker.find(id)).state == "pending"
+    assert len((await broker.list(ListRequest())).transactions) == 1
+    assert known(owner, id).state == "pending"
