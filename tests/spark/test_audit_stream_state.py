@@ -1,0 +1,236 @@
+"""What the stream remembers and when it speaks up, without Spark: one moment after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from txbroker.core.ids import make_id
+from txbroker.spark.stream_state import RISES, Bucket, Fact, Heard, StreamTerms
+
+T0 = 1_700_000_000_000
+TARGET = "orders"
+TERMS = StreamTerms(keep_ms=200_000, targets=frozenset({TARGET}))
+
+
+class Shelf:
+    """Texts in memory."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def read(self, name: str) -> str | None:
+        return self.texts.get(name)
+
+    def write(self, name: str, text: str | None) -> None:
+        if text is None:
+            self.texts.pop(name, None)
+        else:
+            self.texts[name] = text
+
+
+class Stream:
+    """A bucket over time: looked into when something comes or is due, as Spark does."""
+
+    def __init__(self, terms: StreamTerms = TERMS) -> None:
+        self.shelf, self.terms = Shelf(), terms
+        self.moment_ms = T0
+        self.told: list[tuple[str, str]] = []
+        self.drift: dict[str, int] = {}
+        self.states: dict[str, int] = {}
+        self.strangers = 0
+        self.due_ms: int | None = None
+
+    def read(self, *facts: Fact) -> Heard:
+        """Give it records."""
+        heard = Bucket(self.shelf, self.terms, self.moment_ms).look(facts)
+        self.due_ms = heard.due_ms
+        self.told += [(each.id, each.kind) for each in heard.drift]
+        for (what, name), number in heard.counts.items():
+            if what == "stranger":
+                self.strangers += number
+            else:
+                counts = self.drift if what == "drift" else self.states
+                counts[name] = counts.get(name, 0) + number
+        return heard
+
+    def go(self, ms: int, step_ms: int = 1000) -> None:
+        """Let the moment move on by steps; look when something is due, and only then."""
+        until_ms = self.moment_ms + ms
+        while self.moment_ms < until_ms:
+            self.moment_ms = min(self.moment_ms + step_ms, until_ms)
+            if self.due_ms is not None and self.due_ms <= self.moment_ms:
+                self.read()
+
+    def rise(self, times: int) -> None:
+        """Let the moment move on so many times."""
+        self.go(times * 100, 100)
+
+
+class Tx:
+    """The records of one transaction of one message."""
+
+    def __init__(self, at_ms: int = T0, randomness: int = 1, **half: Any) -> None:
+        self.id = make_id(0, at_ms, randomness)
+        self.at_ms = at_ms
+        self._half = half
+        self.offset = randomness * 100
+
+    def half(self, at_ms: int | None = None, **fields: Any) -> Fact:
+        at_ms = self.at_ms if at_ms is None else at_ms
+        given = {"partition": 0, "offset": self.offset, "at_ms": at_ms, "grp": "g", "seq": 0}
+        given |= {"count": 1, "topic": TARGET, "target_partition": 0, "body": 1, "headers": 2}
+        given |= {"after_ms": 6000, "interval_ms": 30000, "attempts_max": 15, "timeout_ms": 5000}
+        return Fact("half", self.id, {**given, **self._half, **fields})
+
+    def op(self, kind: str = "commit", at_ms: int | None = None, **fields: Any) -> Fact:
+        self.offset += 1
+        at_ms = self.at_ms if at_ms is None else at_ms
+        given = {"partition": 0, "offset": self.offset, "at_ms": at_ms, "kind": kind, "grp": "g"}
+        given |= {"source": "producer", "round": 0, "number": 0, "reason": "", "later_ms": 0}
+        return Fact("op", self.id, {**given, "contents_count": 0, **fields})
+
+    def visible(self, **fields: Any) -> Fact:
+        self.offset += 1
+        given = {"topic": TARGET, "partition": 0, "offset": self.offset, "at_ms": self.at_ms}
+        given |= {"seq": 0, "count": 1, "body": 1, "headers": 2, "append_time": False}
+        return Fact("visible", self.id, {**given, **fields})
+
+
+@pytest.fixture
+def stream() -> Stream:
+    return Stream()
+
+
+def test_topics_read_in_any_order_raise_no_alarm_while_they_are_under_way(stream: Stream) -> None:
+    first, second = Tx(randomness=1), Tx(randomness=2)
+    stream.read(first.visible())
+    stream.rise(RISES - 1)
+    stream.read(first.op())
+    stream.rise(RISES - 1)
+    stream.read(first.half())
+    stream.read(second.op("rollback"))
+    stream.rise(RISES - 1)
+    stream.read(second.half())
+    stream.go(1_000_000)
+    assert stream.told == []
+    assert stream.states == {"promoted": 1, "rolled_back": 1, "void": 0}
+
+
+def test_what_one_log_says_alone_is_told_at_the_third_moment_and_once(stream: Stream) -> None:
+    tx = Tx()
+    stream.read(tx.half(), tx.visible())
+    stream.rise(RISES - 1)
+    assert stream.told == []
+    stream.rise(1)
+    assert stream.told == [(tx.id, "visible_without_commit")]
+    stream.rise(10)
+    stream.read(tx.op())
+    stream.go(1_000_000)
+    assert stream.told == [(tx.id, "visible_without_commit")]
+    assert stream.drift == {"visible_without_commit": 0}
+
+
+def test_the_same_moment_again_does_not_count(stream: Stream) -> None:
+    tx = Tx()
+    stream.read(tx.half(), tx.op("rollback"), tx.visible())
+    for _ in range(10):
+        stream.read()
+    assert stream.told == []
+    stream.rise(RISES)
+    assert stream.told == [(tx.id, "rolled_back_visible")]
+
+
+def test_a_commit_is_late_then_lost_by_the_moment_and_heals(stream: Stream) -> None:
+    tx = Tx()
+    stream.read(tx.half(), tx.op())
+    stream.go(60_000)
+    assert stream.told == []
+    stream.go(1)
+    assert stream.told == [(tx.id, "late")]
+    stream.go(540_000)
+    assert stream.told == [(tx.id, "late"), (tx.id, "lost")]
+    assert stream.drift == {"late": 0, "lost": 1}
+    stream.read(tx.visible())
+    assert stream.drift == {"late": 0, "lost": 0}
+    stream.go(1_000_000)
+    assert len(stream.told) == 2
+    assert stream.shelf.texts == {}
+
+
+def test_a_marker_waits_for_its_half_as_long_as_that_may_come(stream: Stream) -> None:
+    tx = Tx()
+    stream.read(tx.op("check", round=1, number=1, reason="due"))
+    stream.go(TERMS.dedup_window_ms)
+    assert stream.told == []
+    stream.go(5000)
+    assert stream.told == [(tx.id, "marker_without_half")]
+
+
+def test_a_second_copy_is_found_until_what_is_over_is_forgotten(stream: Stream) -> None:
+    tx, other = Tx(randomness=1), Tx(randomness=2)
+    stream.read(tx.half(), tx.op(), tx.visible(), other.half(), other.op(), other.visible())
+    stream.go(TERMS.keep_ms - 1000)
+    stream.read(tx.visible())
+    stream.rise(RISES)
+    assert stream.told == [(tx.id, "visible_twice")]
+    stream.go(2 * TERMS.keep_ms)
+    assert stream.shelf.texts == {}
+    stream.read(other.visible())
+    stream.go(1_000_000)
+    assert stream.strangers == 1
+    assert len(stream.told) == 1
+
+
+def test_what_is_pending_is_never_forgotten(stream: Stream) -> None:
+    tx = Tx()
+    stream.read(tx.half())
+    stream.go(10 * TERMS.keep_ms, 50_000)
+    stream.read(tx.op("rollback", at_ms=stream.moment_ms), tx.visible())
+    stream.rise(RISES)
+    assert stream.told == [(tx.id, "rolled_back_visible")]
+
+
+def test_another_half_with_its_key_is_void_within_the_window(stream: Stream) -> None:
+    key = {"dedup": "order-1"}
+    first, again, later = (Tx(T0 + ms, 7, **key) for ms in (0, 15_000, 130_000))
+    stream.read(first.half(), first.op(), first.visible())
+    stream.go(16_000)
+    stream.read(again.half(offset=701), again.op())
+    stream.go(115_000)
+    stream.read(later.half(offset=702), later.op())
+    stream.go(59_000)
+    assert stream.told == []
+    stream.go(10_000)
+    assert stream.told == [(later.id, "late")]
+    assert stream.states["void"] == 1
+
+
+def test_a_half_at_the_edge_of_the_window_is_held_against_nobody(stream: Stream) -> None:
+    tx, old = Tx(randomness=1), Tx(randomness=2)
+    window_ms = TERMS.dedup_window_ms
+    stream.read(tx.half(T0 + window_ms - 500), tx.op(at_ms=T0 + window_ms - 500))
+    stream.read(old.half(T0 + window_ms + 5000), old.op(at_ms=T0 + window_ms + 5000))
+    stream.go(1_000_000)
+    assert stream.told == []
+    assert stream.states["void"] == 1
+
+
+def test_names_of_topics_that_are_not_read_are_told(stream: Stream) -> None:
+    tx = Tx(topic="bills")
+    assert stream.read(tx.half()).targets == {"bills"}
+    assert stream.read(Tx(randomness=2).half()).targets == set()
+
+
+def test_contents_find_their_marker_and_a_header_of_the_users_own_is_one(stream: Stream) -> None:
+    tx = Tx()
+    marker = tx.op(contents_count=1)
+    columns = {"seq": 0, "topic": TARGET, "target_partition": 0, "body": 5, "headers": 6}
+    content = {"partition": 0, "offset": tx.offset + 1, "at_ms": T0, "content": columns}
+    shown = tx.visible(body=5, seq=1, count=3, headers=4, headers_if_alone=6)
+    stream.read(tx.half(), marker, shown)
+    stream.read(Fact("op", tx.id, content))
+    stream.go(1_000_000)
+    assert stream.told == []
+    assert stream.states["promoted"] == 1
