@@ -1,0 +1,91 @@
+"""Streams over planted topics: started, broken off, and what they have told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from topic_reader import read_topics
+
+from txbroker.config import load_settings
+from txbroker.spark.schema import Names, Terms
+from txbroker.spark.stream_state import RISES
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from txbroker.spark.stream import AuditStream
+
+DEADLINE_S = 200.0
+TERMS = Terms(0, dedup_window_ms=8_000, late_after_ms=2_500, lost_after_ms=600_000)
+
+
+class StreamWorld:
+    """One installation's stream, on one checkpoint."""
+
+    def __init__(
+        self, spark: SparkSession, bootstrap: str, prefix: str, folder: Path, terms: Terms = TERMS
+    ) -> None:
+        from txbroker.spark.cut import access_from
+        from txbroker.spark.stream import StreamSettings
+
+        topics = ("half", "op", "parked", "audit", "audit.drift")
+        self.names = Names(*(f"{prefix}.{topic}" for topic in topics))
+        given = {"kafka": bootstrap, "topic_prefix": prefix, "instance": "audit"}
+        self.bootstrap = bootstrap
+        self._spark = spark
+        self._access = access_from(load_settings(given, environ={}))
+        self.settings = StreamSettings(
+            str(folder / "checkpoint"),
+            self.names,
+            terms,
+            every_s=0.2,
+            summary_s=0.0,
+            keep_s=20.0,
+            buckets=2,
+        )
+
+    async def start(self, **changes: Any) -> AuditStream:
+        """Start the stream, or go on."""
+        from txbroker.spark.stream import start_stream
+
+        settings = msgspec.structs.replace(self.settings, **changes)
+        return await asyncio.to_thread(start_stream, self._spark, self._access, settings)
+
+    async def told(self) -> list[dict[str, Any]]:
+        """Return the values of all records of the drift topic."""
+        records = await asyncio.to_thread(read_topics, self.bootstrap, [self.names.drift])
+        events = [json.loads(record.value or b"") for record in records]
+        assert [record.key for record in records] == [each["event"].encode() for each in events]
+        return events
+
+    async def kinds(self) -> set[tuple[str, str]]:
+        """Return which findings were told of which transactions; each was told once."""
+        told = [(each["id"], each["kind"]) for each in await self.told()]
+        assert len(told) == len(set(told)), told
+        return set(told)
+
+
+async def reached(stream: AuditStream, condition: Callable[[], bool]) -> None:
+    """Wait for something, while the stream runs."""
+    until_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until_s, stream.summary()
+        assert not await asyncio.to_thread(stream.wait, 0.1), "the stream has ended"
+
+
+async def judged(stream: AuditStream, at_ms: float) -> None:
+    """Wait until all is judged up to a time."""
+    await reached(stream, lambda: stream.judged_ms > at_ms)
+
+
+async def confirmed(stream: AuditStream) -> None:
+    """Wait until everything that was stored so far is judged for good."""
+    await judged(stream, time.time() * 1000)
+    for _ in range(RISES + 1):
+        await judged(stream, stream.judged_ms)

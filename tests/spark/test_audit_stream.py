@@ -1,0 +1,157 @@
+"""The audit that follows: what was planted is told once, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from audit_load import Load
+from planted_cases import plant_all
+from planting import Planting
+from stream_world import TERMS, StreamWorld, confirmed, judged, reached
+from topic_reader import read_topics
+from workload import Shop
+from world import World
+
+from txbroker.core.audit import decode_news
+from txbroker.embedded import EmbeddedKafka
+from txbroker.errors import TxbrokerError
+from txbroker.kafka.drift import KafkaDrift
+from txbroker.spark.schema import Terms
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+LIVE, LIVE_RATE = 600, 50.0
+
+
+class Power:
+    """Breaks a stream off where its findings are being stored, before it is done or after."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails: list[str] = []
+        self._write = KafkaDrift.write
+        monkeypatch.setattr(KafkaDrift, "write", lambda *args: self._broken(*args))
+
+    async def _broken(self, drift: KafkaDrift, findings: Any, *rest: Any) -> None:
+        records = list(findings)
+        when = self.fails[0] if records and self.fails else ""
+        if when == "before":
+            self._fail()
+        await self._write(drift, iter(records), *rest)
+        if when == "after":
+            self._fail()
+
+    def _fail(self) -> None:
+        raise RuntimeError(f"power cut {self.fails.pop(0)} the findings were stored")
+
+
+def expected(planting: Planting) -> set[tuple[str, str]]:
+    """Return what a stream has to tell: nothing gets old enough to be lost, and all is late."""
+    found = {
+        (each.id, "late" if kind == "lost" else kind)
+        for each in planting.expected.values()
+        for kind in each.findings
+        if kind != "out_of_order"
+    }
+    young = {
+        (each.id, "late")
+        for each in planting.expected.values()
+        if each.state == "committed" and not each.findings
+    }
+    return found | young
+
+
+async def broken_off(stream: Any) -> None:
+    """Wait until a power cut has ended a stream."""
+    with pytest.raises(TxbrokerError, match="power cut"):
+        await asyncio.to_thread(stream.wait, 200)
+
+
+@pytest.mark.timeout(600)
+async def test_what_was_planted_is_told_once_whatever_breaks_off(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    power = Power(monkeypatch)
+    async with Planting(kafka.bootstrap) as planting:
+        await plant_all(planting)
+        planted_ms = time.time() * 1000
+        world = StreamWorld(spark, kafka.bootstrap, planting.prefix, tmp_path)
+        power.fails = ["after", "before"]
+        await broken_off(await world.start())
+        once = await world.kinds()
+        assert once, "the first findings were stored before the power went"
+        await broken_off(await world.start())
+        assert await world.kinds() == once
+
+        # Meanwhile one is promoted twice and one is lost, and a topic comes that nobody read.
+        half = await planting.prepare()
+        at_ms = await planting.commit(half)
+        planting.promote(half, at_ms)
+        await planting.turn()
+        stream = await world.start()
+        try:
+            await judged(stream, planted_ms + TERMS.dedup_window_ms + 2000)
+            planting.promote(half, at_ms)
+            await planting.turn()
+            planting.expect(half.id, "visible again", "promoted", "visible_twice")
+            gone = await planting.prepare()
+            await planting.commit(gone)
+            planting.expect(gone.id, "committed, not visible", "committed", "late")
+            await reached(stream, lambda: stream.summary().drift.get("late", 0) >= 10)
+            await confirmed(stream)
+        finally:
+            await asyncio.to_thread(stream.stop)
+        found = await world.kinds()
+        labels = {id: each.label for id, each in planting.expected.items()}
+        assert named(found - expected(planting), labels) == []
+        assert named(expected(planting) - found, labels) == []
+        summary = stream.summary()
+        # A marker and contents that do not find each other read well, each by itself.
+        assert summary.quarantined == planting.broken.total() - 2
+        records = await asyncio.to_thread(read_topics, world.bootstrap, [world.names.audit])
+        news = [record for record in records if record.key == b"stream"]
+        assert decode_news(news[-1].value or b"").mode == "stream"
+
+
+def named(found: set[tuple[str, str]], labels: dict[str, str]) -> list[str]:
+    """Return findings in words."""
+    return sorted(f"{labels.get(id, id)}: {kind}" for id, kind in found)
+
+
+@pytest.mark.timeout(280)
+async def test_a_proxy_at_work_is_followed_without_an_alarm(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    installation = World(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
+    try:
+        await installation.start()
+        topics = [await installation.topic(3), await installation.topic(1)]
+        terms = Terms(0, late_after_ms=30_000)
+        world = StreamWorld(spark, kafka.bootstrap, installation.prefix, tmp_path, terms)
+        stream = await world.start(keep_s=200.0)
+        try:
+            shop = Shop(tmp_path / "shop.db")
+            async with Load(installation, shop, topics, LIVE_RATE).running(seed) as load:
+                await load.reached(LIVE // 3)
+                # While it is down the topics go on; then it catches up.
+                await asyncio.to_thread(stream.stop)
+                await load.reached(2 * LIVE // 3)
+                stream = await world.start(keep_s=200.0, records_max=500)
+                await load.reached(LIVE)
+            await confirmed(stream)
+        finally:
+            await asyncio.to_thread(stream.stop)
+        assert await world.told() == []
+        summary = stream.summary()
+        assert summary.drift == {}
+        assert summary.quarantined == 0
+        assert summary.transactions >= LIVE
+        assert summary.states["promoted"] > LIVE // 3
+    finally:
+        await installation.close()
