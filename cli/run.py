@@ -28,8 +28,10 @@ def run(cli: click.Command, arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; never raises."""
     debug = "--debug" in arguments or bool(os.environ.get("TXBROKER_DEBUG"))
     try:
-        cli.main(args=list(arguments), prog_name="txbroker", standalone_mode=False)
+        code = cli.main(args=list(arguments), prog_name="txbroker", standalone_mode=False)
         sys.stdout.flush()
+        if isinstance(code, int):  # of `Context.exit`, which click does not let out
+            return code
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:

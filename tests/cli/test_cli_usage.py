@@ -188,6 +188,15 @@ def test_an_unexpected_error_is_one_sentence(capsys: pytest.CaptureFixture[str])
     assert "raise RuntimeError" in capsys.readouterr().err
 
 
+def test_the_exit_code_is_what_the_command_says() -> None:
+    @click.command()
+    @click.pass_context
+    def drifted(context: click.Context) -> None:
+        context.exit(4)
+
+    assert run(drifted, []) == 4
+
+
 def test_ctrl_c_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     @click.command()
     def interrupted() -> None:
