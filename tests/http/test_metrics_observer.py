@@ -26,6 +26,8 @@ class Held:
     offset: int
     prepared_at_ms: int
     kept: bool = False
+    lost: bool = False
+    decided_at_ms: int = 0
 
 
 @dataclass
@@ -36,9 +38,13 @@ class HeldLedger:
     parked_by_group: dict[str, int] = field(default_factory=dict)
     refused_by_topic: dict[str, int] = field(default_factory=dict)
     oldest: dict[str, int] = field(default_factory=dict)
-    ready: list[int] = field(default_factory=list)
+    committed: list[Held] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
     looked_at: int = 0
+
+    @property
+    def ready(self) -> dict[str, Transaction]:
+        return {str(one.offset): cast(Transaction, one) for one in self.committed}
 
     def oldest_pending_ms(self, group: str) -> int | None:
         return self.oldest.get(group)
@@ -94,8 +100,10 @@ def shown(metrics: Metrics) -> dict[tuple[str, Labels], float]:
 
 
 def test_counters_of_all_owned_partitions_are_added_up_and_the_oldest_counts() -> None:
-    one = HeldLedger({"a": 1}, {"a": 2}, {"t": 1}, {"a": NOW_MS - 5000}, ready=[1, 2])
+    committed = [Held(n, 0, decided_at_ms=NOW_MS - 7000 + n) for n in range(2)]
+    one = HeldLedger({"a": 1}, {"a": 2}, {"t": 1}, {"a": NOW_MS - 5000}, committed)
     two = HeldLedger({"a": 3, "b": 4}, {}, {"t": 2}, {"a": NOW_MS - 9000, "b": NOW_MS})
+    two.committed = [Held(3, 0, decided_at_ms=NOW_MS + 500)]
     broker = HeldBroker(
         [HeldOwner(one), HeldOwner(two)],
         {0: "owned", 1: "owned", 2: "elsewhere", 3: "hanging: since 10:00"},
@@ -109,7 +117,9 @@ def test_counters_of_all_owned_partitions_are_added_up_and_the_oldest_counts() -
     assert found["pending_oldest_age_seconds", (("group", "a"),)] == 9
     assert found["parked", (("group", "a"),)] == 2
     assert found["refused", (("topic", "t"),)] == 3
-    assert found["promotion_lag_markers", ()] == 2
+    assert found["promotion_lag_markers", ()] == 3
+    assert found["promotion_oldest_age_seconds", ()] == 7
+    assert found["half_retention_seconds", ()] == 14 * 86400
     assert found["owned_partitions", ()] == 2
     assert found["unreachable_groups", ()] == 1
     assert found["topic_problems", ()] == 1
@@ -120,14 +130,25 @@ def test_counters_of_all_owned_partitions_are_added_up_and_the_oldest_counts() -
 
 
 def test_gauges_of_a_partition_vanish_when_it_moves() -> None:
-    broker = HeldBroker([HeldOwner(HeldLedger({"a": 1}, {"a": 1}, held=[Held(0, NOW_MS)]))])
+    held = HeldLedger(
+        {"a": 1}, {"a": 1}, {"t": 1}, {"a": NOW_MS}, [Held(1, NOW_MS)], held=[Held(0, NOW_MS)]
+    )
+    broker = HeldBroker([HeldOwner(held)])
     metrics, _ = watching(broker)
-    assert ("pending", (("group", "a"),)) in shown(metrics)
+    gone = {
+        "pending",
+        "parked",
+        "refused",
+        "pending_oldest_age_seconds",
+        "promotion_oldest_age_seconds",
+        "half_retention_headroom_seconds",
+    }
+    assert gone <= {name for name, _ in shown(metrics)}
     broker.owners = []
     found = shown(metrics)
-    gone = {"pending", "parked", "pending_oldest_age_seconds", "half_retention_headroom_seconds"}
     assert gone & {name for name, _ in found} == set()
     assert found["owned_partitions", ()] == 0
+    assert found["promotion_lag_markers", ()] == 0
 
 
 def test_headroom_is_that_of_the_oldest_without_a_copy() -> None:
@@ -148,6 +169,15 @@ def test_headroom_is_that_of_the_oldest_without_a_copy() -> None:
     assert ("half_retention_headroom_seconds", ()) not in shown(metrics)
     held.append(Held(100, NOW_MS - DAY_MS))
     assert days() == 13
+
+
+def test_what_is_lost_is_not_at_risk_until_it_is_revived() -> None:
+    held = [Held(0, NOW_MS - 20 * DAY_MS, lost=True), Held(1, NOW_MS - 3 * DAY_MS)]
+    metrics, _ = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
+    left_s = [shown(metrics)["half_retention_headroom_seconds", ()]]
+    held[0].lost = False
+    left_s.append(shown(metrics)["half_retention_headroom_seconds", ()])
+    assert [each / 86400 for each in left_s] == [11, -6]
 
 
 def test_headroom_is_never_more_than_it_is_while_many_copies_are_passed() -> None:

@@ -11,7 +11,7 @@ from txbroker.contract import DecideRequest, Standing
 from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.ids import parse_id
 from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Effect
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Half, Marker, MarkerKind, Message, Record, Source, State
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction, fingerprint
@@ -61,6 +61,10 @@ class AnswerEvents(Protocol):
 
     def decided(self, transaction: Transaction) -> None:
         """A deciding marker took effect."""
+        ...
+
+    def outcome(self, outcome: Outcome) -> None:
+        """A decision changed nothing: it is contrary to the standing one."""
         ...
 
 
@@ -318,7 +322,12 @@ class Answers:
         """
         self._check_open(request.id)
         transaction = await self.get(request.id)
-        self._may_decide(transaction, request)
+        try:
+            self._may_decide(transaction, request)
+        except AlreadyDecided:
+            # No marker is written that could count it.
+            self._events.outcome(Outcome(Effect.CONFLICT, transaction))
+            raise
         if transaction.decision is None:
             outcome = await self._op.append(self._deciding(transaction, request), Lane.CALLS)
             if outcome.effect is Effect.APPLIED:

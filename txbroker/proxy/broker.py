@@ -16,6 +16,7 @@ from txbroker.contract import (
     DecideRequest,
     ListRequest,
     Page,
+    PartitionState,
     PrepareRequest,
     Readiness,
     Standing,
@@ -407,8 +408,12 @@ class Broker:
                     yield owner, transaction
 
     def ledgers(self) -> Sequence[Owner]:
-        """Return the owners of what is this proxy's and caught up, for the gauges."""
-        return tuple(self._ownership.open().values())
+        """Return the owners of what is this proxy's and caught up, for the gauges.
+
+        Suspended ones are left out: they may be another proxy's by now, which shows them itself.
+        """
+        owners = self._ownership.open().values()
+        return tuple(owner for owner in owners if owner.phase is not PartitionState.SUSPENDED)
 
     def topic_problems(self) -> Sequence[str]:
         """Return what has happened to txbroker's own topics that it cannot work with."""

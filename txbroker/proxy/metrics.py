@@ -49,9 +49,11 @@ class Gauges:
     sessions: Mapping[str, int] = field(default_factory=dict)
     unreachable_groups: int = 0
     promotion_lag_markers: int = 0
+    promotion_oldest_age_seconds: float | None = None
     owned_partitions: int = 0
     partitions: Mapping[str, int] = field(default_factory=dict)
     topic_problems: int = 0
+    half_retention_seconds: float | None = None
     half_retention_headroom_seconds: float | None = None
     ready: bool | None = None
     audit_drift: Mapping[str, int] = field(default_factory=dict)
@@ -84,9 +86,16 @@ _FAMILIES = (
     _Family("sessions", "Open SDK sessions.", "group"),
     _Family("unreachable_groups", "Groups of which nobody can be reached for checks.", None),
     _Family("promotion_lag_markers", "Markers that were written but not promoted yet.", None),
+    _Family(
+        "promotion_oldest_age_seconds",
+        "Age of the oldest commit marker that was not promoted yet.",
+        None,
+        max,
+    ),
     _Family("owned_partitions", "Half partitions that this proxy owns.", None),
     _Family("partitions", "Half partitions by what this proxy does with them.", "state"),
     _Family("topic_problems", "What is wrong with txbroker's own topics.", None, max),
+    _Family("half_retention_seconds", "How long half messages are kept.", None, min),
     _Family(
         "half_retention_headroom_seconds",
         "Time until retention would reach the oldest half message that is not settled and of "

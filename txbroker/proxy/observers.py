@@ -37,8 +37,8 @@ class WatchedLedger(Protocol):
         ...
 
     @property
-    def ready(self) -> Sized:
-        """Committed ones that are to be promoted."""
+    def ready(self) -> Mapping[str, Transaction]:
+        """Committed ones that are to be promoted, in the order of their markers."""
         ...
 
     def oldest_pending_ms(self, group: str) -> int | None:
@@ -67,7 +67,7 @@ class WatchedBroker(Protocol):
     """A broker, as a scrape sees it."""
 
     def ledgers(self) -> Iterable[WatchedOwner]:
-        """The owners of the half partitions that are this proxy's and caught up."""
+        """The owners of the half partitions that are this proxy's for sure and caught up."""
         ...
 
     def readiness(self) -> Readiness:
@@ -103,7 +103,7 @@ class Observer:
     # --- from owners -----------------------------------------------------------------------
 
     def outcome(self, outcome: Outcome) -> None:
-        """A record changed nothing."""
+        """A record, or a decision that came too late for one, changed nothing."""
         if outcome.effect is Effect.CONFLICT:
             self._metrics.conflict()
 
@@ -160,6 +160,7 @@ class Observer:
         parked: Counter[str] = Counter()
         refused: Counter[str] = Counter()
         oldest_s: dict[str, float] = {}
+        committed_s: list[float] = []
         owners = list(broker.ledgers())
         for owner in owners:
             ledger, now_ms = owner.ledger, owner.now_ms()
@@ -171,6 +172,9 @@ class Observer:
                 if since_ms is not None:
                     age_s = (now_ms - since_ms) / 1000
                     oldest_s[group] = max(oldest_s.get(group, 0.0), age_s)
+            first = next(iter(ledger.ready.values()), None)
+            if first is not None:
+                committed_s.append(max(0.0, (now_ms - first.decided_at_ms) / 1000))
         states = broker.readiness().partitions.values()
         return Gauges(
             pending=pending,
@@ -179,9 +183,11 @@ class Observer:
             refused=refused,
             unreachable_groups=len(self._unreachable()),
             promotion_lag_markers=sum(len(owner.ledger.ready) for owner in owners),
+            promotion_oldest_age_seconds=max(committed_s, default=None),
             owned_partitions=len(owners),
             partitions=Counter(text.partition(":")[0] for text in states),
             topic_problems=len(broker.topic_problems()),
+            half_retention_seconds=self._half_retention_s,
             half_retention_headroom_seconds=min(
                 (left_s for left_s in map(self._headroom_s, owners) if left_s is not None),
                 default=None,
@@ -191,7 +197,7 @@ class Observer:
     def _headroom_s(self, owner: WatchedOwner) -> float | None:
         """Return how long until retention reaches what has no copy; None where all has one.
 
-        What has a copy keeps it until it is settled, so each scrape goes on where the last one
+        What is lost already is not at risk any more: another alarm tells of it. What has a copy keeps it until it is settled, so each scrape goes on where the last one
         stopped. Where thousands were copied in between, the answer is that of the last one looked
         at: less time than there really is.
         """
@@ -204,7 +210,7 @@ class Observer:
         self._copied_to[owner] = after
         if not found:
             return None
-        oldest = next((t for t in found if not t.kept), None)
+        oldest = next((t for t in found if not (t.kept or t.lost)), None)
         if oldest is None and len(found) < LOOKED_AT_MAX:
             return None
         age_ms = owner.now_ms() - (oldest or found[-1]).prepared_at_ms
