@@ -356,6 +356,23 @@ async def test_suspended_it_writes_nothing_and_resumed_it_goes_on_without_a_clai
     await until(lambda: world.visible() == [id, again])
 
 
+async def test_a_call_that_was_reading_when_touch_was_lost_does_not_wait_for_it(
+    world: World,
+) -> None:
+    owner = await world.owner()
+    half = world.half()
+    world.partition.half.bounds_gate.clear()
+    world.zombie_half(half)
+    asking = asyncio.create_task(commit(owner, half.id))
+    await settled()
+    owner.suspend()
+    world.partition.half.bounds_gate.set()
+    async with asyncio.timeout(1.0):
+        with pytest.raises(OwnerUnavailable):
+            await asking
+    assert known(owner, half.id).state is State.PENDING
+
+
 async def test_an_owner_that_slept_through_a_takeover_is_fenced_when_it_resumes(
     world: World,
 ) -> None:

@@ -315,6 +315,25 @@ async def test_refused_ones_and_their_cause_survive_a_restart(world: World) -> N
     assert world.visible() == []
 
 
+async def test_a_damaged_copy_of_a_refused_one_stops_the_partition(world: World) -> None:
+    """It would count as promoted: after a lost turn, and with the next owner."""
+    owner = await world.owner()
+    world.kafka.set_message_bytes_max("u", 200)
+    messages = (message("small"), message("x" * 500, topic="u"))
+    id = await world.committed(owner, *messages)
+    await until(lambda: known(owner, id).state is State.REFUSED)
+    # Somebody deletes half of it.
+    world.kafka.truncate("txbroker.parked", before=1)
+    world.partition.writes.append(raising(TurnLost()))
+    await world.committed(owner)
+    await until(lambda: world.stops)
+    assert isinstance(world.stops[0], InvariantBroken)
+    assert id not in world.told.promotions
+    await owner.close()
+    with pytest.raises(InvariantBroken, match="parked topic is damaged"):
+        await world.owner()
+
+
 async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("big" * 100))

@@ -329,6 +329,8 @@ class Answers:
             self._events.outcome(Outcome(Effect.CONFLICT, transaction))
             raise
         if transaction.decision is None:
+            # Touch may be lost since: nobody knows when it would be written.
+            self._check_open(request.id)
             outcome = await self._op.append(self._deciding(transaction, request), Lane.CALLS)
             if outcome.effect is Effect.APPLIED:
                 self._events.decided(transaction)
@@ -393,6 +395,7 @@ class Answers:
                 id=id,
                 state=transaction.state,
             )
+        self._check_open(id)
         await self._checks.write(
             transaction, MarkerKind.REVIVE, source=Source.OPERATOR, by=by, reason=reason
         )

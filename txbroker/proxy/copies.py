@@ -7,9 +7,9 @@ from msgspec import Struct, structs
 from txbroker.core.codec import HalfPart, KeptPart, Malformed, NewerVersion, decode_kept
 from txbroker.core.ledger import join_parts
 from txbroker.core.records import Kept, Record, State
-from txbroker.core.transaction import bare
+from txbroker.core.transaction import Transaction, bare
 from txbroker.door import PartitionDoor
-from txbroker.errors import KafkaUnavailable, NewerRecord
+from txbroker.errors import InvariantBroken, KafkaUnavailable, NewerRecord
 from txbroker.proxy.pace import Pace
 
 PICKED_MAX = 200
@@ -26,6 +26,20 @@ class Copies(Struct, frozen=True):
 
     whole: list[Kept]
     torn: frozenset[str]
+
+    def check(self, done: Iterable[Transaction]) -> None:
+        """Raise if what counts as promoted, as no whole copy says otherwise, has a torn one: it
+        was refused, or nobody knows.
+
+        Raises:
+            InvariantBroken: the parked topic is damaged.
+        """
+        torn = [transaction.id for transaction in done if transaction.id in self.torn]
+        if torn:
+            raise InvariantBroken(
+                f"the parked topic is damaged: {len(torn)} copies of committed transactions are not "
+                f"whole, such as that of {torn[0]}: nobody can tell whether they were promoted"
+            )
 
 
 async def read_copies(door: PartitionDoor) -> Copies:

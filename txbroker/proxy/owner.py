@@ -463,6 +463,7 @@ class Owner:
         # One that is being captured would see only a part of what changes now.
         self._snapshots.abandon()
         done = self.ledger.reconcile(claimed.progress, kept.whole, unseen)
+        kept.check(done)
         self._edges.again()
         log.info("claimed again", partition=self.partition, committed_meanwhile=len(done))
         if done:

@@ -9,7 +9,7 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Whole, find_whole, load
 from txbroker.door import Log, LogTruncated, PartitionDoor
-from txbroker.errors import InvariantBroken, KafkaUnavailable
+from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.applier import Applier
 from txbroker.proxy.copies import Copies, batches, read_copies, with_messages
 from txbroker.proxy.pace import Pace
@@ -67,6 +67,7 @@ async def recover(
     Raises:
         Fenced: another owner claimed at the same time; nothing was changed.
         LogTruncated: half or operation topic are not what they were.
+        InvariantBroken: the parked topic is damaged.
         NewerRecord: a newer version wrote what this one does not understand.
         KafkaUnavailable: Kafka does not answer, or retention deleted what was being read: begin
             anew, with another ledger.
@@ -90,7 +91,7 @@ async def recover(
             raise
         # Nobody has changed anything: what is kept now is judged anew.
         raise KafkaUnavailable(f"retention deleted what was being read: {error}") from None
-    ledger.reconcile(progress, copies.whole)
+    copies.check(ledger.reconcile(progress, copies.whole))
     greatest = wholes[0] if wholes else None
     return Recovered(found.timestamp_ms, found.snapshots, greatest, position, half_start)
 
@@ -131,8 +132,6 @@ async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, wholes: Seque
     # Of one that is older than the operation topic nobody knows what was decided since.
     whole = next((each for each in wholes if each.closing.op >= op_start), None)
     h0, o0 = await _begin(ledger, whole, half_start, op_start)
-    if not ledger.refused.keys().isdisjoint(copies.torn):
-        raise InvariantBroken("a copy of a refused transaction is not whole: parked topic damaged")
     await _restore(door, ledger, copies.whole, 0 if whole is None else whole.closing.half, h0)
     await _replay(_read(door.half, h0, half_end), _read(door.op, o0, op_end), applier)
     return h0 + o0
