@@ -197,9 +197,10 @@ class Observer:
     def _headroom_s(self, owner: WatchedOwner) -> float | None:
         """Return how long until retention reaches what has no copy; None where all has one.
 
-        What is lost already is not at risk any more: another alarm tells of it. What has a copy keeps it until it is settled, so each scrape goes on where the last one
-        stopped. Where thousands were copied in between, the answer is that of the last one looked
-        at: less time than there really is.
+        What is lost already is not at risk any more; another metric tells of it. What has a copy
+        keeps it until it is settled, so each scrape goes on where the last one stopped. Where
+        thousands were copied in between, the answer is that of the last one looked at: less time
+        than there really is.
         """
         after = self._copied_to.get(owner, -1)
         found = owner.ledger.in_order(after, LOOKED_AT_MAX)
