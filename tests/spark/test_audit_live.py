@@ -63,7 +63,7 @@ class Reader(NamedTuple):
         return {row["id"]: row["state"] for row in self._verdicts().collect()}
 
     def business(self, ids: Sequence[str], summary: RunSummary) -> dict[str, int]:
-        """Compare with rows that were read after the topics; however young a decision is, it is compared."""
+        """Compare with rows that were read after the topics; a decision may be ever so young."""
         from txbroker.spark.business import Business, compare
 
         rows = self.folder / f"{summary.run}.rows.parquet"
