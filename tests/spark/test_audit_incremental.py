@@ -213,7 +213,7 @@ async def test_on_kafka_a_second_run_finds_what_one_run_finds(
         )
         settings = AuditSettings(str(tmp_path / "out"), tmp_path / "data", p.names, terms)
         first = run_audit(spark, access, settings)
-        assert (first.mode, first.drift) == ("full", {})
+        assert (first.mode, first.drift) == ("full", {}), first.examples
         halves = await _second_part(p, halves)
         settings = msgspec.structs.replace(settings, terms=await plant_all(p))
         second = run_audit(spark, access, settings)
