@@ -246,6 +246,14 @@ class Service:
         await self.call("PUT", f"/v1/groups/{name}", given)
         return name
 
+    async def knows(self, group: str) -> None:
+        """Wait until a group that was registered through another proxy is known to this one."""
+
+        async def there() -> bool:
+            return (await self.call("GET", f"/v1/groups/{group}"))[0] == 200
+
+        await until(there)
+
     def asked(self, group: str) -> list[Json]:
         """Return the check-backs that a group's endpoint has got."""
         return self.desk.calls.get(group, [])

@@ -116,6 +116,13 @@ class TransactionView(Struct, frozen=True):
     timeline: tuple[Event, ...] = ()
 
 
+LIST_LIMIT_MAX = 1000
+"""Transactions on one page of a list."""
+LISTED_MESSAGES_MAX = 10_000
+"""Messages that one page of a list names, all its transactions together: with the longest topics
+an answer of 3 MB. A page that would name more is a shorter one."""
+
+
 class ListRequest(Struct, frozen=True):
     """Which transactions to list; None means any. Oldest first, `cursor` from the last page.
 

@@ -154,10 +154,12 @@ async def test_without_a_key_a_proxy_takes_its_own_partitions(two: Proxies, topi
 async def test_a_check_and_a_revival_go_through(two: Proxies, topic: str) -> None:
     wrong, right = await two.wrong_for(3), await two.right_for(3)
     group = await wrong.group(UNKNOWN, check_after_s=3600, attempts_max=3)
+    await right.knows(group)
     id = await two.prepare_in(3, topic, wrong, group=group)
     await wrong.tell(id, "check", reason="now")
     await wrong.asked_times(group, 1)
     parks = await wrong.group(UNKNOWN, attempts_max=1, timeout_s=0.1)
+    await right.knows(parks)
     id = await two.prepare_in(3, topic, wrong, group=parks)
     await right.reaches(id, "parked")
     assert (await wrong.tell(id, "revive"))["state"] == "pending"

@@ -14,6 +14,7 @@ from cluster_world import TAKEOVER_S, Proxies
 from memory_world import MemoryWorld
 from service_world import Service, unique, until
 
+from txbroker.contract import PrepareRequest, Standing
 from txbroker.core.ids import make_id, parse_id
 from txbroker.core.records import Message
 from txbroker.errors import OwnerUnavailable, RequestError, TooOld
@@ -329,12 +330,23 @@ async def test_a_proxy_that_is_alone_leaves_to_nobody(in_memory: Proxies) -> Non
     await in_memory.settled()
 
 
-async def test_a_proxy_that_does_not_know_kafkas_clock_asks_the_owner(in_memory: Proxies) -> None:
+async def test_a_proxy_that_does_not_know_kafkas_clock_asks_the_owner(
+    in_memory: Proxies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PrepareRequest] = []
+
+    async def watched(url: str, request: PrepareRequest) -> Standing:
+        asked.append(request)
+        return await prepare(url, request)
+
     assert isinstance(in_memory.world, MemoryWorld)
     in_memory.world.kafka.clock.advance(600)
     in_memory.partitions = 2
     await in_memory.add("one", "two", "three")
     (idle,) = [in_memory.running[n] for n, share in (await in_memory.shares()).items() if not share]
+    peers = idle.proxy.cluster._peers
+    prepare = peers.prepare
+    monkeypatch.setattr(peers, "prepare", watched)
     topic = await idle.topic()
     for number in range(2):
         id = await in_memory.prepare_in(number, topic, idle)
@@ -342,6 +354,9 @@ async def test_a_proxy_that_does_not_know_kafkas_clock_asks_the_owner(in_memory:
     assert await idle.prepare(Message(topic, None, b"v"), dedup_key="key")
     status, _ = await idle.send(Message(topic, None, b"v"), dedup_key="key")
     assert status == 200
+    # Also where no answer comes the caller is told an id, and counts once when it sends it again.
+    assert len(asked) > 4
+    assert all(request.id is not None for request in asked)
 
 
 async def test_what_was_not_sent_may_go_to_another_owner(in_memory: Proxies) -> None:

@@ -110,7 +110,8 @@ async def test_who_leaves_hands_over_at_once_and_can_join_again(world: Any) -> N
     assert time.monotonic() - begun < SESSION_S, "that is as long as a silent one would take"
     assert set(one.heard.now.owners) == {one.url}
     assert not await two.still_ours(0)
-    assert one.door.membership.in_touch() and not two.door.membership.in_touch()
+    assert one.door.membership.in_touch()
+    assert not two.door.membership.in_touch()
     await two.join()
     await settled(one, two)
     assert two.door.membership.in_touch()

@@ -210,12 +210,15 @@ class Answers:
         """Store a half message whose target partitions are fixed.
 
         Raises:
-            IdExpired, IdConflict, TooLarge, Overloaded: it was not stored.
+            IdExpired: it was not stored; `now_ms` of the details is the time for another id.
+            IdConflict, TooLarge, Overloaded: it was not stored.
             OwnerUnavailable: it may or may not be stored; the same again is safe.
         """
-        age_ms = abs(self._id_clock.now_ms() - parse_id(half.id).time_ms)
+        now_ms = self._id_clock.now_ms()
+        age_ms = abs(now_ms - parse_id(half.id).time_ms)
         if age_ms > self._bounds.dedup_window_ms:
-            raise IdExpired(f"the id is {age_ms // 1000} s away from Kafka's clock", id=half.id)
+            why = f"the id is {age_ms // 1000} s away from Kafka's clock"
+            raise IdExpired(why, id=half.id, now_ms=now_ms)
         self._check_open(half.id)
         self._check_room(half)
         self._preparing[half.group] += 1
@@ -237,7 +240,7 @@ class Answers:
         if outcome.effect is Effect.CONFLICT and transaction is not None:
             raise IdConflict(id=transaction.id, state=transaction.state)
         if outcome.effect is Effect.EXPIRED:
-            raise IdExpired(id=half.id)
+            raise IdExpired(id=half.id, now_ms=self._id_clock.now_ms())
         raise BadRequest(f"the half message is void: {outcome.why}", id=half.id)
 
     def _check_room(self, half: Half) -> None:

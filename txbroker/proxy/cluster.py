@@ -127,9 +127,13 @@ class Cluster:
         id = new_id(request, partition, self._local.now_ms())
         try:
             return await self._peers.prepare(url, structs.replace(request, id=id))
-        except IdExpired:
+        except IdExpired as error:
             # Our clock is not that of the partition's broker, and nothing was stored: its owner
-            # knows the time.
+            # knows the time. One of an older build does not tell it, and makes the id itself.
+            now_ms = error.details.get("now_ms")
+            if isinstance(now_ms, int):
+                id = new_id(request, partition, now_ms)
+                request = structs.replace(request, id=id)
             return await self._peers.prepare(url, request)
 
     # --- by id -------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Copies(Struct, frozen=True):
         torn = [transaction.id for transaction in done if transaction.id in self.torn]
         if torn:
             raise InvariantBroken(
-                f"the parked topic is damaged: {len(torn)} copies of committed transactions are not "
+                f"the parked topic is damaged: {len(torn)} copies of committed ones are not "
                 f"whole, such as that of {torn[0]}: nobody can tell whether they were promoted"
             )
 

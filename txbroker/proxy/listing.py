@@ -3,7 +3,7 @@
 import asyncio
 from heapq import nsmallest
 
-from txbroker.contract import ListRequest, Page, TransactionView
+from txbroker.contract import LISTED_MESSAGES_MAX, ListRequest, Page, TransactionView
 from txbroker.core.ledger import Ledger
 from txbroker.core.settled import Brief, whole
 from txbroker.core.states import SETTLED
@@ -14,8 +14,6 @@ from txbroker.proxy.views import summary
 SLICE = 256
 """Transactions that a list looks at before everybody else gets a turn: well below a
 millisecond."""
-LISTED_MESSAGES_MAX = 10_000
-"""Messages in the transactions of one page: it ends earlier where they have many."""
 
 
 async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Page:

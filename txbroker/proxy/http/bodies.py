@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from txbroker.checkers.groups import GROUP_NAME_CHARS_MAX
-from txbroker.contract import Event
+from txbroker.contract import LIST_LIMIT_MAX, Event
 from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Attempt, Cause, Decision, Source, State
 
@@ -217,7 +217,7 @@ class ListQuery(Request, frozen=True):
     group: Group | None = None
     topic: Annotated[str, Meta(min_length=1, max_length=249)] | None = None
     older_than_s: Annotated[float, Meta(ge=0, le=SECONDS_MAX * 100)] | None = None
-    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+    limit: Annotated[int, Meta(ge=1, le=LIST_LIMIT_MAX)] = 100
     cursor: Annotated[str, Meta(min_length=1, max_length=500)] | None = None
 
 

@@ -20,7 +20,13 @@ from txbroker.checkers.leases import (
     Leases,
     to_answer,
 )
-from txbroker.contract import DecideRequest, ListRequest, PrepareRequest, Service
+from txbroker.contract import (
+    LIST_LIMIT_MAX,
+    DecideRequest,
+    ListRequest,
+    PrepareRequest,
+    Service,
+)
 from txbroker.core.records import Decision
 from txbroker.errors import (
     BadRequest,
@@ -48,9 +54,6 @@ from txbroker.proxy.http.shell import Shell, check_group, check_id, check_reason
 from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
-
-LIMIT_MAX = 1000
-"""Transactions on one page, as for everybody else."""
 
 T = TypeVar("T")
 Answer = Callable[[], Awaitable[object]]
@@ -125,8 +128,8 @@ class Internal:
     async def _list(self, request: ListRequest) -> object:
         if request.partitions is None:
             raise BadRequest("partitions: one proxy lists only what it is asked for")
-        if not 1 <= request.limit <= LIMIT_MAX:
-            raise BadRequest(f"limit must be from 1 to {LIMIT_MAX}")
+        if not 1 <= request.limit <= LIST_LIMIT_MAX:
+            raise BadRequest(f"limit must be from 1 to {LIST_LIMIT_MAX}")
         # Each is looked through as often as it is named.
         if len(set(request.partitions)) < len(request.partitions):
             raise BadRequest("partitions: one is named twice")

@@ -7,6 +7,7 @@ from typing import cast
 import msgspec
 
 from txbroker.contract import (
+    LISTED_MESSAGES_MAX,
     DecideRequest,
     ListRequest,
     Page,
@@ -50,9 +51,6 @@ from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.http.shell import check_group, plain_id
 
 _OUT_OF_REACH = (OwnerUnavailable, KafkaDown)
-LISTED_MESSAGES_MAX = 10_000
-"""Messages that one page of a list names, all its transactions together: with the longest topics
-an answer of 3 MB. A page that would name more is a shorter one."""
 _BY_ID = (BadId, NotFound, TooOld, *_OUT_OF_REACH)
 _VIEW_FIELDS = tuple(
     field.name for field in msgspec.structs.fields(TransactionBody) if field.name != "messages"
