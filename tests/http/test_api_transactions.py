@@ -137,6 +137,32 @@ async def test_decision_without_a_group_is_an_operators(api: Api) -> None:
     assert (view["source"], view["reason"]) == ("operator", "by hand")
 
 
+@pytest.mark.parametrize("verb", ["commit", "rollback", "check", "revive"])
+async def test_who_acts_is_told_and_where_from(api: Api, verb: str) -> None:
+    id = await api.prepare()
+    if verb == "revive":
+        api.service.park(id)
+    who = "ann@laptop via http 127.0.0.1"
+    path = f"/v1/transactions/{id}/{verb}"
+    status, _ = await api.call("POST", path, {"by": "ann@laptop", "reason": "seen"})
+
+    assert status == 200
+    asked = api.service.requests[-1]
+    if isinstance(asked, DecideRequest):
+        assert (asked.by, asked.reason, asked.source) == (who, "seen", Source.OPERATOR)
+    else:
+        assert asked == (verb, id, who, "seen")
+
+
+@pytest.mark.parametrize("by", ["a\nb", "\x1b[2J", "x" * 201, 7])
+async def test_what_is_no_name_is_refused(api: Api, by: object) -> None:
+    id = await api.prepare()
+    status, answer = await api.call("POST", f"/v1/transactions/{id}/commit", {"by": by})
+
+    assert (status, answer["error"]["code"]) == (400, "bad_request")
+    assert api.service.views[id].decision is None
+
+
 async def test_another_groups_decision_is_refused(api: Api) -> None:
     id = await api.prepare()
     status, answer = await api.call("POST", f"/v1/transactions/{id}/commit", {"group": "other"})

@@ -15,6 +15,7 @@ from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Attempt, Cause, Decision, Source, State
 
 TEXT_MAX = 1000
+BY_MAX = 200
 SECONDS_MAX = 366 * 86400
 # `(?!\n)` because in Python a `$` also matches before a line's end; elsewhere it says nothing.
 _PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$(?!\n)"
@@ -132,6 +133,14 @@ Key = Annotated[str, Meta(min_length=1, max_length=TEXT_MAX)]
 Reason = Annotated[
     str, Meta(max_length=TEXT_MAX, pattern=_PLAIN, description="Why, for the record.")
 ]
+By = Annotated[
+    str,
+    Meta(
+        max_length=BY_MAX,
+        pattern=_PLAIN,
+        description="Who acts, in the caller's own words; recorded before the caller's address.",
+    ),
+]
 Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 TransactionId = Annotated[
     str,
@@ -172,6 +181,7 @@ class CommitBody(Request, frozen=True):
 
     group: Group | None = None
     reason: Reason | None = None
+    by: By | None = None
     messages: MaybeMessages = msgspec.field(default_factory=_no_messages)
     wait: Literal["promoted"] | None = None
 
@@ -181,12 +191,14 @@ class RollbackBody(Request, frozen=True):
 
     group: Group | None = None
     reason: Reason | None = None
+    by: By | None = None
 
 
 class ReasonBody(Request, frozen=True):
-    """Why, for the record."""
+    """Why and who, for the record."""
 
     reason: Reason | None = None
+    by: By | None = None
 
 
 class GroupBody(Request, frozen=True):

@@ -85,6 +85,7 @@ async def commit(call: Call) -> Reply:
         Decision.COMMIT,
         group=body.group,
         reason=body.reason,
+        by=body.by,
         content=body.messages,
         wait=body.wait is not None,
     )
@@ -93,7 +94,7 @@ async def commit(call: Call) -> Reply:
 async def rollback(call: Call) -> Reply:
     """Roll a transaction back."""
     body = cast(RollbackBody, call.body)
-    return await _decide(call, Decision.ROLLBACK, group=body.group, reason=body.reason)
+    return await _decide(call, Decision.ROLLBACK, group=body.group, reason=body.reason, by=body.by)
 
 
 async def _decide(
@@ -102,6 +103,7 @@ async def _decide(
     *,
     group: str | None,
     reason: str | None,
+    by: str | None,
     content: msgspec.Raw | None = None,
     wait: bool = False,
 ) -> Reply:
@@ -114,7 +116,7 @@ async def _decide(
         messages=None if content is None else decode_content(content),
         reason=reason or "",
         source=Source.PRODUCER if group else Source.OPERATOR,
-        by=f"http {call.remote}",
+        by=_who(by, call),
         wait=wait,
     )
     call.shell.check_decide(request)
@@ -126,18 +128,27 @@ async def _decide(
 
 async def check(call: Call) -> Reply:
     """Pull the next check forward."""
-    reason = cast(ReasonBody, call.body).reason or ""
-    id = plain_id(call.path["id"])
-    standing = await call.shell.service.check(id, by=f"http {call.remote}", reason=reason)
+    body = cast(ReasonBody, call.body)
+    standing = await call.shell.service.check(
+        plain_id(call.path["id"]), by=_who(body.by, call), reason=body.reason or ""
+    )
     return Reply(200, _standing(standing))
 
 
 async def revive(call: Call) -> Reply:
     """Begin a new round of checks, or try a refused one again."""
-    reason = cast(ReasonBody, call.body).reason or ""
-    id = plain_id(call.path["id"])
-    standing = await call.shell.service.revive(id, by=f"http {call.remote}", reason=reason)
+    body = cast(ReasonBody, call.body)
+    standing = await call.shell.service.revive(
+        plain_id(call.path["id"]), by=_who(body.by, call), reason=body.reason or ""
+    )
     return Reply(200, _standing(standing))
+
+
+def _who(by: str | None, call: Call) -> str:
+    """Return who acts: what the caller says, which nobody can prove, and the address it came
+    from."""
+    address = f"http {call.remote}"
+    return f"{by} via {address}" if by else address
 
 
 async def find(call: Call) -> Reply:
