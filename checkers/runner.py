@@ -127,6 +127,8 @@ class _Group:
         self.queue: list[_Item] = []
         self.running = 0
         self.failures = 0
+        self.away_s = 0.0
+        """When the first of these failures was met, by the loop's clock."""
         self.detail = ""
         self.era = 0
         """Grows with each back-off and each end of one, so that calls which began before it
@@ -247,6 +249,11 @@ class CheckRunner:
     def unreachable(self) -> dict[str, str]:
         """Return the groups that cannot be reached now, each with why."""
         return {group.name: group.detail for group in self._groups.values() if group.failures}
+
+    def unreachable_for_s(self) -> dict[str, float]:
+        """Return the same groups, each with how long it has not been reached, seconds."""
+        now_s = asyncio.get_running_loop().time()
+        return {g.name: now_s - g.away_s for g in self._groups.values() if g.failures}
 
     @property
     def queued(self) -> int:
@@ -407,6 +414,7 @@ class CheckRunner:
         group.era += 1
         group.failures += 1
         if group.failures == 1:
+            group.away_s = asyncio.get_running_loop().time()
             logger.warning("group %s cannot be reached: %s", group.name, detail)
         rest_s = min(BACK_OFF_MAX_S, BACK_OFF_FIRST_S * 2.0 ** min(group.failures - 1, 16))
         rest_s *= 1 + self._jitter()

@@ -177,6 +177,106 @@ class Readiness(Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
+OVERVIEW_GROUPS_MAX = 1000
+"""Groups that an overview names: those that need somebody first."""
+INSTANCES_SHOWN_MAX = 100
+"""Connected instances of one group that an overview names."""
+
+
+class Rates(Struct, frozen=True):
+    """Transactions per second, over the last ten seconds."""
+
+    prepared_per_s: float = 0.0
+    decided_per_s: float = 0.0
+    promoted_per_s: float = 0.0
+
+
+class PartitionOverview(Struct, frozen=True):
+    """One half partition: who owns it, what is done with it and how much it holds.
+
+    Attributes:
+        owner: URL of its proxy, "" where none is known.
+        state: a PartitionState as its proxy says, `unreachable` where that did not answer.
+        why: what more there is to say, "" for nothing.
+        pending, parked, refused, committed: transactions; None where nobody can say now.
+        oldest_pending_age_s: None without any, too.
+        oldest_committed_age_s: how long the oldest decision to commit waits to be visible.
+    """
+
+    partition: int
+    owner: str
+    state: str
+    why: str = ""
+    pending: int | None = None
+    parked: int | None = None
+    refused: int | None = None
+    committed: int | None = None
+    oldest_pending_age_s: float | None = None
+    oldest_committed_age_s: float | None = None
+    rates: Rates = Rates()
+
+
+class GroupOverview(Struct, frozen=True):
+    """One producer group: what it left undecided, and whether it can be asked.
+
+    Attributes:
+        sessions: instances that are connected, all proxies together; beyond those that
+            `instances` can name, as many as one proxy has.
+        instances: their names, at most `INSTANCES_SHOWN_MAX`.
+        unreachable_since_ms: since when nobody of it could be asked, None where that is not so.
+        unreachable_why: what the last try met.
+    """
+
+    group: str
+    pending: int = 0
+    parked: int = 0
+    oldest_pending_age_s: float | None = None
+    sessions: int = 0
+    instances: tuple[str, ...] = ()
+    unreachable_since_ms: int | None = None
+    unreachable_why: str = ""
+
+
+class ProxyOverview(Struct, frozen=True):
+    """One proxy: what it says of itself, or why it says nothing.
+
+    Attributes:
+        reached: False where it did not answer; then the rest is not known.
+        ready, problems: as its `/readyz` has them.
+        version: which build runs.
+        partitions: the half partitions that are its own.
+        now_ms: the brokers' clock as it knows it.
+        why: why it did not answer.
+    """
+
+    url: str
+    reached: bool = True
+    ready: bool = False
+    problems: tuple[str, ...] = ()
+    version: str = ""
+    partitions: tuple[int, ...] = ()
+    now_ms: int = 0
+    why: str = ""
+
+
+class Overview(Struct, frozen=True):
+    """How all stands now.
+
+    Attributes:
+        complete: False where a half partition could not be asked for; then sums are lower bounds.
+        groups: those that need somebody first; `groups_left_off` further ones are not named.
+        refused_topics: refused transactions by the topic that does not take them.
+    """
+
+    at_ms: int
+    complete: bool
+    proxies: tuple[ProxyOverview, ...] = ()
+    partitions: tuple[PartitionOverview, ...] = ()
+    groups: tuple[GroupOverview, ...] = ()
+    groups_left_off: int = 0
+    refused_topics: dict[str, int] = {}
+
+
 class Service(Protocol):
     """What a proxy does. Every method raises `txbroker.errors.RequestError` where it cannot."""
 
@@ -204,6 +304,13 @@ class Service(Protocol):
         """Return transactions that are not settled, or settled but still in the window.
 
         Each without its checks and timeline; `find` has those.
+        """
+        ...
+
+    async def overview(self) -> Overview:
+        """Return how all stands now: counts, owners, rates.
+
+        A proxy that does not answer is shown as such, with what it owns, and fails nothing.
         """
         ...
 

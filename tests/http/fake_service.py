@@ -10,6 +10,7 @@ import msgspec
 from txbroker.contract import (
     DecideRequest,
     ListRequest,
+    Overview,
     Page,
     PlacedMessage,
     PrepareRequest,
@@ -39,6 +40,7 @@ class FakeService:
         self.views: dict[str, TransactionView] = {}
         self.requests: list[object] = []
         self.ready = Readiness(ready=True, partitions={0: "owned"})
+        self.overviewed = Overview(NOW_MS, complete=True)
         self.owner_urls: tuple[str, ...] = ("http://127.0.0.1:8470",)
         self.failure: BaseException | None = None
         self.gate: asyncio.Event | None = None
@@ -145,6 +147,10 @@ class FakeService:
         start = int(request.cursor) if (request.cursor or "").isdecimal() else 0
         end = start + request.limit
         return Page(tuple(views[start:end]), str(end) if end < len(views) else None)
+
+    async def overview(self) -> Overview:
+        await self._come_in("overview")
+        return self.overviewed
 
     def readiness(self) -> Readiness:
         return self.ready

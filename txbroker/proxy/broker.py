@@ -15,6 +15,7 @@ from txbroker.config import Settings
 from txbroker.contract import (
     DecideRequest,
     ListRequest,
+    Overview,
     Page,
     PartitionState,
     PrepareRequest,
@@ -44,6 +45,7 @@ from txbroker.proxy.forwarding import (
     partition_of,
 )
 from txbroker.proxy.listing import page_of
+from txbroker.proxy.overview import Surroundings, local_overview
 from txbroker.proxy.owner import Owner, OwnerEvents, standing
 from txbroker.proxy.ownership import Ownership
 from txbroker.proxy.targets import check_timestamps, examine_all, place, verdict
@@ -72,6 +74,7 @@ class Broker:
         groups: the registered groups, for their check policies.
         runner: carries out checks.
         events: told what happens on every partition.
+        around: what is known of groups beside their transactions, for overviews.
 
     `url` is this proxy's own URL, as others are told it; it is set before `start`.
     """
@@ -83,10 +86,12 @@ class Broker:
         groups: Groups,
         runner: Runner,
         events: OwnerEvents,
+        around: Surroundings = Surroundings(),  # noqa: B008 - frozen
     ) -> None:
         self._door = door
         self._settings = settings
         self._groups = groups
+        self._around = around
         self._clock = LogTime(round(time.time() * 1000))
         self._ownership = Ownership(door, settings, runner, events)
         self._ownership.on_change(self._keep_time)
@@ -399,6 +404,12 @@ class Broker:
                     raise OwnerUnavailable(f"half partition {owner.partition} moved: try again")
             self._ownership.check_in_touch()
         return merge(pages, request.limit)
+
+    async def overview(self) -> Overview:
+        """Return how this proxy's own part stands; of other partitions nothing is said."""
+        return local_overview(
+            self.url, self.readiness(), self.ledgers(), self._around, self.now_ms()
+        )
 
     def unsettled(self) -> Iterator[tuple[Owner, Transaction]]:
         """Yield every transaction that is not settled, with its owner."""

@@ -6,6 +6,7 @@ a call that was handed on answers it alone.
 
 import asyncio
 import random
+from collections.abc import Awaitable
 from typing import Protocol
 
 from msgspec import structs
@@ -13,6 +14,7 @@ from msgspec import structs
 from txbroker.contract import (
     DecideRequest,
     ListRequest,
+    Overview,
     Page,
     PrepareRequest,
     Readiness,
@@ -20,8 +22,9 @@ from txbroker.contract import (
     Standing,
     TransactionView,
 )
-from txbroker.errors import BadRequest, IdExpired, OwnerUnavailable
+from txbroker.errors import BadRequest, IdExpired, OwnerUnavailable, RequestError
 from txbroker.proxy.forwarding import decode_cursor, home, merge, new_id, partition_of
+from txbroker.proxy.overview import joined
 from txbroker.proxy.peers import Peers, Unsent
 
 
@@ -40,6 +43,10 @@ class Local(Service, Protocol):
     def assigned(self) -> tuple[str, ...]:
         """Return the URL of each half partition's proxy, whether it can take calls or not, ""
         where none is known."""
+        ...
+
+    def proxies(self) -> tuple[str, ...]:
+        """Return the URLs of all proxies of the group, this one's included."""
         ...
 
     def check_open(self) -> None:
@@ -199,6 +206,23 @@ class Cluster:
             return await self._local.list(request)
         return await self._peers.list(url, request)
 
+    # --- overview ----------------------------------------------------------------------------
+
+    async def overview(self) -> Overview:
+        """Return how all stands, with what each proxy says; see `txbroker.contract.Service`."""
+        assigned = self._local.assigned()
+        others = sorted({url for url in (*self._local.proxies(), *assigned) if url})
+        others = [url for url in others if url != self._local.url]
+        asked = [self._peers.overview(url) for url in others]
+        answers = await asyncio.gather(*map(_settled, asked))
+        parts, missing = [await self._local.overview()], {}
+        for url, answer in zip(others, answers, strict=True):
+            if isinstance(answer, RequestError):
+                missing[url] = str(answer)
+            else:
+                parts.append(answer)
+        return joined(assigned, parts, missing, self._local.now_ms())
+
     # --- about this proxy --------------------------------------------------------------------
 
     def readiness(self) -> Readiness:
@@ -212,3 +236,11 @@ class Cluster:
     def now_ms(self) -> int:
         """Return the clock by which ids are made, ms."""
         return self._local.now_ms()
+
+
+async def _settled(asked: Awaitable[Overview]) -> Overview | RequestError:
+    """Return the answer, or why there is none."""
+    try:
+        return await asked
+    except RequestError as error:
+        return error

@@ -19,6 +19,7 @@ from txbroker.errors import BadId, BadRequest, RequestError, request_errors
 
 PREFIX = "/internal/v1"
 SESSIONS_PATH = f"{PREFIX}/sessions"
+OVERVIEW_PATH = f"{PREFIX}/overview"
 CONTENT_TYPE = "application/msgpack"
 PROXY_HEADER = "txb-proxy"
 """Names the calling proxy by its URL."""

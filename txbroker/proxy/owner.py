@@ -31,6 +31,7 @@ from txbroker.proxy.pace import Pace
 from txbroker.proxy.promoter import Promoter
 from txbroker.proxy.recovery import Recovered, recover
 from txbroker.proxy.snapshots import SnapshotWriter
+from txbroker.proxy.tally import Tally
 
 __all__ = ["Owner", "OwnerEvents", "OwnerSettings", "standing"]
 
@@ -147,6 +148,7 @@ class Owner:
         self._gate.set()
         self._door = GatedDoor(door, self._gate)
         self._events = events
+        self.tally = Tally(events)
         self._settings = settings
         self._identity = identity
         self._still_ours = still_ours
@@ -235,7 +237,7 @@ class Owner:
                 self.checks,
             ),
             self._settings.bounds(),
-            self._events,
+            self.tally,
             self._claim_name,
             self._record_version,
             self._stopped,
@@ -383,6 +385,7 @@ class Owner:
         looked_s = time.monotonic()
         while True:
             await asyncio.sleep(IDLE_S)
+            self.tally.sample()
             try:
                 await self._half.catch_up()
                 await self._op.catch_up()
@@ -488,6 +491,7 @@ class Owner:
     def promoted(self, transactions: list[Transaction]) -> None:
         """Tell whoever waits that these are visible."""
         self._events.promoted(transactions)
+        self.tally.promoted(len(transactions))
         self._visible.release(transactions)
 
     def refused(self, transactions: list[Transaction]) -> None:

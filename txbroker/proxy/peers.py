@@ -12,6 +12,7 @@ from txbroker.checkers.leases import GroupsConnected
 from txbroker.contract import (
     DecideRequest,
     ListRequest,
+    Overview,
     Page,
     PrepareRequest,
     Standing,
@@ -20,6 +21,7 @@ from txbroker.contract import (
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.forwarding import (
     CONTENT_TYPE,
+    OVERVIEW_PATH,
     PREFIX,
     PROXY_HEADER,
     SESSIONS_PATH,
@@ -39,7 +41,7 @@ WAIT_S = 600.0
 """The same for a commit that waits until consumers can see it: as long as a target partition may
 have no leader. A proxy that dies meanwhile is noticed by the group, and ends the call."""
 LOOK_S = 2.0
-"""The same for a look at another proxy's sessions, seconds."""
+"""The same for a look at another proxy's sessions or at how it stands, seconds."""
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """The largest answer: a page of 1,000 transactions, or one transaction with its bodies."""
 IDLE_S = 15.0
@@ -131,14 +133,23 @@ class Peers:
         Raises:
             OwnerUnavailable: it does not answer.
         """
-        async with self._talk(url, LOOK_S, None):
-            answer = self._http.get(
-                url + SESSIONS_PATH, headers=self._headers(), allow_redirects=False
-            )
-            async with answer as response:
-                return (await _read(url, response, GroupsConnected)).groups
+        return (await self._look(url, SESSIONS_PATH, GroupsConnected)).groups
+
+    async def overview(self, url: str) -> Overview:
+        """Return how the part of the proxy at `url` stands.
+
+        Raises:
+            OwnerUnavailable: it does not answer.
+        """
+        return await self._look(url, OVERVIEW_PATH, Overview)
 
     # --- how ---------------------------------------------------------------------------------
+
+    async def _look(self, url: str, path: str, kind: type[T]) -> T:
+        async with self._talk(url, LOOK_S, None):
+            answer = self._http.get(url + path, headers=self._headers(), allow_redirects=False)
+            async with answer as response:
+                return await _read(url, response, kind)
 
     async def _post(
         self,

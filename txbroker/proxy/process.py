@@ -20,6 +20,7 @@ from txbroker.proxy.http import make_app, serve
 from txbroker.proxy.http.guards import Token
 from txbroker.proxy.metrics import Metrics
 from txbroker.proxy.observers import Observer
+from txbroker.proxy.overview import Surroundings
 from txbroker.proxy.peers import Peers
 from txbroker.proxy.roster import Roster
 
@@ -69,7 +70,8 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
             appeared(runner.wake)
         await groups.load()
         observer = Observer(metrics, runner.unreachable, settings.half_retention_s)
-        broker = Broker(door, settings, groups, runner, observer)
+        around = Surroundings(sessions.instances, runner.unreachable, runner.unreachable_for_s)
+        broker = Broker(door, settings, groups, runner, observer, around)
         observer.watch(broker)
         door.audit.follow(AuditMetrics(metrics).changed)
         peers = Peers(lambda: broker.url, bearer)

@@ -10,7 +10,13 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from txbroker.checkers.groups import GROUP_NAME_CHARS_MAX
-from txbroker.contract import LIST_LIMIT_MAX, Event
+from txbroker.contract import (
+    LIST_LIMIT_MAX,
+    Event,
+    GroupOverview,
+    PartitionOverview,
+    ProxyOverview,
+)
 from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Attempt, Cause, Decision, Source, State
 
@@ -299,6 +305,19 @@ class PageBody(Answer, frozen=True):
 
     transactions: list[TransactionBody]
     next_cursor: str | None
+
+
+class OverviewBody(Answer, frozen=True, omit_defaults=False):
+    """How all stands now. Counts are null of a half partition whose proxy did not answer; then
+    `complete` is false. Ages are seconds, times milliseconds since 1970."""
+
+    at_ms: int
+    complete: bool
+    proxies: tuple[ProxyOverview, ...]
+    partitions: tuple[PartitionOverview, ...]
+    groups: tuple[GroupOverview, ...]
+    groups_left_off: int
+    refused_topics: dict[str, int]
 
 
 class GroupAnswer(Answer, frozen=True):

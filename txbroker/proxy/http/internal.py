@@ -41,6 +41,7 @@ from txbroker.errors import (
 )
 from txbroker.proxy.forwarding import (
     CONTENT_TYPE,
+    OVERVIEW_PATH,
     PREFIX,
     PROXY_HEADER,
     SESSIONS_PATH,
@@ -95,6 +96,7 @@ class Internal:
         return [
             *[("POST", f"{PREFIX}/{name}", handler) for name, handler in handed_on.items()],
             ("GET", SESSIONS_PATH, self._sessions),
+            ("GET", OVERVIEW_PATH, self._overview),
             ("POST", PATH, end("lease", LeaseRequest, self._lease)),
             ("POST", PATH + "/{lease}/ask", self._ask),
         ]
@@ -137,6 +139,13 @@ class Internal:
         if not 0 <= (request.older_than_s or 0) <= SECONDS_MAX * 100:
             raise BadRequest(f"older_than_s must be from 0 to {SECONDS_MAX * 100}")
         return await self._service.list(request)
+
+    async def _overview(self, request: web.Request) -> web.Response:
+        async def answer() -> object:
+            self._admit(request)
+            return await self._service.overview()
+
+        return await self._respond("overview", answer)
 
     # --- sessions ----------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """The calls on the proxy itself."""
 
-from txbroker.proxy.http.bodies import HealthBody, ReadyBody
+import msgspec
+
+from txbroker.proxy.http.bodies import HealthBody, OverviewBody, ReadyBody
 from txbroker.proxy.http.operations import Call, Operation, Reply
 
 _PAGE = b"""<!doctype html>
@@ -17,6 +19,9 @@ _PAGE = b"""<!doctype html>
 """
 
 
+_OVERVIEW_FIELDS = tuple(field.name for field in msgspec.structs.fields(OverviewBody))
+
+
 async def health(call: Call) -> Reply:
     """Say that the process is alive."""
     return Reply(200, HealthBody(status="alive"))
@@ -31,6 +36,12 @@ async def ready(call: Call) -> Reply:
         problems=list(found.problems),
     )
     return Reply(200 if found.ready else 503, body)
+
+
+async def overview(call: Call) -> Reply:
+    """Tell how all stands: owners, counts, rates, groups."""
+    found = await call.shell.service.overview()
+    return Reply(200, OverviewBody(**{name: getattr(found, name) for name in _OVERVIEW_FIELDS}))
 
 
 async def metrics(call: Call) -> Reply:
@@ -55,6 +66,14 @@ OPERATIONS = (
         ready,
         {200: ReadyBody, 503: ReadyBody},
         open=True,
+    ),
+    Operation(
+        "overview",
+        "GET",
+        "/v1/overview",
+        "How all stands: proxies, half partitions, groups, rates over the last ten seconds",
+        overview,
+        {200: OverviewBody},
     ),
     Operation(
         "metrics",
