@@ -1,0 +1,328 @@
+"""Requests of an examination that the client library does not bring, in its own way of writing them.
+
+Metadata with the rights that the asker has (KIP-430), the newest timestamp of a partition
+(KIP-734), and what producers and coordinators say of transactions that are open (KIP-664).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.types import (
+    Array,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int8,
+    Int16,
+    Int32,
+    Int64,
+    Schema,
+    String,
+    TaggedFields,
+)
+
+_TAGS = ("tags", TaggedFields)
+_CONSUMER = -1
+_ANY_EPOCH = -1
+_READ_UNCOMMITTED = 0
+_MAX_TIMESTAMP = -3
+NO_RIGHTS_TOLD = -(2**31)
+"""What brokers send in place of rights where nobody asked for them."""
+
+
+class _MetadataResponse(Response):
+    API_KEY = 3
+    API_VERSION = 8
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "brokers",
+            Array(
+                ("node_id", Int32),
+                ("host", String("utf-8")),
+                ("port", Int32),
+                ("rack", String("utf-8")),
+            ),
+        ),
+        ("cluster_id", String("utf-8")),
+        ("controller_id", Int32),
+        (
+            "topics",
+            Array(
+                ("error_code", Int16),
+                ("name", String("utf-8")),
+                ("is_internal", Boolean),
+                (
+                    "partitions",
+                    Array(
+                        ("error_code", Int16),
+                        ("partition", Int32),
+                        ("leader", Int32),
+                        ("leader_epoch", Int32),
+                        ("replicas", Array(Int32)),
+                        ("isr", Array(Int32)),
+                        ("offline_replicas", Array(Int32)),
+                    ),
+                ),
+                ("authorized_operations", Int32),
+            ),
+        ),
+        ("cluster_authorized_operations", Int32),
+    )
+
+
+class _MetadataStruct(RequestStruct):
+    API_KEY = 3
+    API_VERSION = 8
+    RESPONSE_TYPE = _MetadataResponse
+    SCHEMA = Schema(
+        ("topics", Array(String("utf-8"))),
+        ("allow_auto_topic_creation", Boolean),
+        ("include_cluster_authorized_operations", Boolean),
+        ("include_topic_authorized_operations", Boolean),
+    )
+
+
+class RightsRequest(Request[_MetadataStruct]):
+    """Metadata of topics, with what the asker may do with each; creates none."""
+
+    API_KEY: ClassVar[int] = 3
+
+    def __init__(self, topics: Iterable[str]) -> None:
+        self._topics = list(topics)
+
+    def build(self, request_struct_class: type[_MetadataStruct]) -> _MetadataStruct:
+        return request_struct_class(self._topics, False, False, True)
+
+
+class _NewestResponse(Response):
+    API_KEY = 2
+    API_VERSION = 7
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("name", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("partition", Int32),
+                        ("error_code", Int16),
+                        ("timestamp", Int64),
+                        ("offset", Int64),
+                        ("leader_epoch", Int32),
+                        _TAGS,
+                    ),
+                ),
+                _TAGS,
+            ),
+        ),
+        _TAGS,
+    )
+
+
+class _NewestStruct(RequestStruct):
+    API_KEY = 2
+    API_VERSION = 7
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _NewestResponse
+    SCHEMA = Schema(
+        ("replica_id", Int32),
+        ("isolation_level", Int8),
+        (
+            "topics",
+            CompactArray(
+                ("name", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("partition", Int32),
+                        ("current_leader_epoch", Int32),
+                        ("timestamp", Int64),
+                        _TAGS,
+                    ),
+                ),
+                _TAGS,
+            ),
+        ),
+        _TAGS,
+    )
+
+
+class NewestRequest(Request[_NewestStruct]):
+    """The largest timestamp of partitions, asked of their leader."""
+
+    API_KEY: ClassVar[int] = 2
+
+    def __init__(self, topics: Mapping[str, Sequence[int]]) -> None:
+        self._topics = [
+            (name, [(number, _ANY_EPOCH, _MAX_TIMESTAMP, {}) for number in numbers], {})
+            for name, numbers in topics.items()
+        ]
+
+    def build(self, request_struct_class: type[_NewestStruct]) -> _NewestStruct:
+        return request_struct_class(_CONSUMER, _READ_UNCOMMITTED, self._topics, {})
+
+
+class _ProducersResponse(Response):
+    API_KEY = 61
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("name", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("partition", Int32),
+                        ("error_code", Int16),
+                        ("error_message", CompactString("utf-8")),
+                        (
+                            "active_producers",
+                            CompactArray(
+                                ("producer_id", Int64),
+                                ("producer_epoch", Int32),
+                                ("last_sequence", Int32),
+                                ("last_timestamp", Int64),
+                                ("coordinator_epoch", Int32),
+                                ("current_txn_start_offset", Int64),
+                                _TAGS,
+                            ),
+                        ),
+                        _TAGS,
+                    ),
+                ),
+                _TAGS,
+            ),
+        ),
+        _TAGS,
+    )
+
+
+class _ProducersStruct(RequestStruct):
+    API_KEY = 61
+    API_VERSION = 0
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _ProducersResponse
+    SCHEMA = Schema(
+        (
+            "topics",
+            CompactArray(
+                ("name", CompactString("utf-8")), ("partitions", CompactArray(Int32)), _TAGS
+            ),
+        ),
+        _TAGS,
+    )
+
+
+class ProducersRequest(Request[_ProducersStruct]):
+    """Who writes to partitions, asked of their leader."""
+
+    API_KEY: ClassVar[int] = 61
+
+    def __init__(self, topics: Mapping[str, Sequence[int]]) -> None:
+        self._topics = [(name, list(numbers), {}) for name, numbers in topics.items()]
+
+    def build(self, request_struct_class: type[_ProducersStruct]) -> _ProducersStruct:
+        return request_struct_class(self._topics, {})
+
+
+class _ListResponse(Response):
+    API_KEY = 66
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("error_code", Int16),
+        ("unknown_state_filters", CompactArray(CompactString("utf-8"))),
+        (
+            "transaction_states",
+            CompactArray(
+                ("transactional_id", CompactString("utf-8")),
+                ("producer_id", Int64),
+                ("transaction_state", CompactString("utf-8")),
+                _TAGS,
+            ),
+        ),
+        _TAGS,
+    )
+
+
+class _ListStruct(RequestStruct):
+    API_KEY = 66
+    API_VERSION = 0
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _ListResponse
+    SCHEMA = Schema(
+        ("state_filters", CompactArray(CompactString("utf-8"))),
+        ("producer_id_filters", CompactArray(Int64)),
+        _TAGS,
+    )
+
+
+class ListTransactionsRequest(Request[_ListStruct]):
+    """The transactional ids of producers, asked of every broker: each tells of those that it
+    coordinates and that the asker may describe."""
+
+    API_KEY: ClassVar[int] = 66
+
+    def __init__(self, producer_ids: Iterable[int]) -> None:
+        self._producer_ids = list(producer_ids)
+
+    def build(self, request_struct_class: type[_ListStruct]) -> _ListStruct:
+        return request_struct_class([], self._producer_ids, {})
+
+
+class _DescribeResponse(Response):
+    API_KEY = 65
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "transaction_states",
+            CompactArray(
+                ("error_code", Int16),
+                ("transactional_id", CompactString("utf-8")),
+                ("transaction_state", CompactString("utf-8")),
+                ("transaction_timeout_ms", Int32),
+                ("transaction_start_time_ms", Int64),
+                ("producer_id", Int64),
+                ("producer_epoch", Int16),
+                (
+                    "topics",
+                    CompactArray(
+                        ("topic", CompactString("utf-8")),
+                        ("partitions", CompactArray(Int32)),
+                        _TAGS,
+                    ),
+                ),
+                _TAGS,
+            ),
+        ),
+        _TAGS,
+    )
+
+
+class _DescribeStruct(RequestStruct):
+    API_KEY = 65
+    API_VERSION = 0
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _DescribeResponse
+    SCHEMA = Schema(("transactional_ids", CompactArray(CompactString("utf-8"))), _TAGS)
+
+
+class DescribeTransactionsRequest(Request[_DescribeStruct]):
+    """The state of transactions, asked of their coordinator."""
+
+    API_KEY: ClassVar[int] = 65
+
+    def __init__(self, transactional_ids: Iterable[str]) -> None:
+        self._ids = list(transactional_ids)
+
+    def build(self, request_struct_class: type[_DescribeStruct]) -> _DescribeStruct:
+        return request_struct_class(self._ids, {})
