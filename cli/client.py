@@ -1,7 +1,11 @@
 """Calls of the HTTP API from the command line, with nothing that takes long to import."""
 
+import copy
+import getpass
 import http.client
 import json
+import platform
+import time
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -10,14 +14,18 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import click
 
+from txbroker.cli.contexts import DEFAULT_URL, check_url, complete_contexts, target_of
 from txbroker.cli.run import Failed
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEFAULT_URL = "http://127.0.0.1:8470"
 TIMEOUT_S = 60.0
 """Longer than a proxy takes for any call; who has not answered by then will not."""
+_IDLE_S = 20.0
+"""A connection that lay idle for longer, while somebody read a question, is not used again: a proxy
+or what is between may have closed it."""
 _PAGE = 1000
+_BY_CHARS_MAX = 200
 _TOKEN_CHARS_MAX = 4096
 
 _REMEDIES = {
@@ -35,11 +43,17 @@ class ApiError(Failed):
     Attributes:
         code: the error's code, as in docs/reference/errors.md; "" where there was no answer of a
             proxy.
+        sentence: what is wrong, without code and remedy.
+        reached: False where no answer came at all, so that nobody knows what became of the call.
     """
 
-    def __init__(self, message: str, code: str = "") -> None:
+    def __init__(
+        self, message: str, code: str = "", sentence: str = "", *, reached: bool = True
+    ) -> None:
         super().__init__(message)
         self.code = code
+        self.sentence = sentence or message
+        self.reached = reached
 
 
 class Client:
@@ -48,26 +62,48 @@ class Client:
     Args:
         url: where it listens.
         token_file: holds the token that it wants, if any.
+        shown: what people read where something is done there; "" for the URL.
+        timeout_s: for one call.
 
     Raises:
         click.UsageError: the URL is none, or the token cannot be read.
     """
 
-    def __init__(self, url: str, token_file: Path | None = None) -> None:
-        try:
-            parts = urlsplit(url)
-            self._address = parts.hostname or "", parts.port
-        except ValueError as error:
-            raise click.UsageError(f"--url {url!r} is no URL: {error}") from None
-        if parts.scheme not in ("http", "https") or not self._address[0] or parts.query:
-            raise click.UsageError(f"--url {url!r} is no URL like {DEFAULT_URL}")
-        self.url = url.rstrip("/")
+    def __init__(
+        self,
+        url: str,
+        token_file: Path | None = None,
+        *,
+        shown: str = "",
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.url = check_url(url)
+        parts = urlsplit(self.url)
+        self._address = parts.hostname or "", parts.port
         self._secure = parts.scheme == "https"
         self._base = parts.path.rstrip("/")
         self._headers = {"accept": "application/json"}
         if token_file is not None:
             self._headers["authorization"] = f"Bearer {_read_token(token_file)}"
+        self._shown = shown
+        self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
+        self._used_at_s = 0.0
+
+    def __str__(self) -> str:
+        return self._shown or self.url
+
+    def another(self) -> "Client":
+        """Return a client for the same proxy with a connection of its own, for another thread."""
+        copied = copy.copy(self)
+        copied._connection = None
+        return copied
+
+    def close(self) -> None:
+        """Close the connection, if there is one; a later call makes another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def get(self, *path: str, **query: Any) -> Any:
         """Return the answer to a GET; `query` leaves out what is None.
@@ -136,22 +172,32 @@ class Client:
             connection = self._connected()
             connection.request(method, target, body, headers)
             response = connection.getresponse()
-            return response.status, response.read()
+            answer = response.read()
         except ConnectionRefusedError:
+            self.close()
             raise ApiError(
                 f"nothing listens at {self.url}. Start a proxy, with `txbroker dev` for one, or "
-                "say where it is with --url"
+                "say where it is with --url",
+                reached=False,
             ) from None
         except TimeoutError:
-            raise ApiError(f"{self.url} has not answered within {TIMEOUT_S:g} s") from None
+            self.close()
+            raise ApiError(
+                f"{self.url} has not answered within {self._timeout_s:g} s", reached=False
+            ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
             what = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ApiError(f"no answer from {self.url}: {what}") from None
+            raise ApiError(f"no answer from {self.url}: {what}", reached=False) from None
+        self._used_at_s = time.monotonic()
+        return response.status, answer
 
     def _connected(self) -> http.client.HTTPConnection:
+        if time.monotonic() - self._used_at_s > _IDLE_S:
+            self.close()
         if self._connection is None:
             kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-            self._connection = kind(*self._address, timeout=TIMEOUT_S)
+            self._connection = kind(*self._address, timeout=self._timeout_s)
         return self._connection
 
     def _error(self, status: int, answer: Any) -> ApiError:
@@ -160,18 +206,50 @@ class Client:
             return ApiError(f"{self.url} answered with {status}: is it a txbroker proxy?")
         code, message = str(error.get("code", status)), str(error.get("message", ""))
         remedy = _REMEDIES.get(code, "")
-        return ApiError(f"{message} ({code}){'. ' if remedy else ''}{remedy}".strip(), code)
+        return ApiError(
+            f"{message} ({code}){'. ' if remedy else ''}{remedy}".strip(), code, message
+        )
+
+
+def who() -> str:
+    """Return who calls, for the record: the user and the machine, as the system has them."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        user = "somebody"
+    name = f"{user}@{platform.node() or 'somewhere'}"
+    return "".join(char for char in name if char.isprintable())[:_BY_CHARS_MAX]
+
+
+def client_of(context: click.Context, timeout_s: float = TIMEOUT_S) -> Client:
+    """Return the client of a command with `client_options`.
+
+    Raises:
+        click.UsageError: what is said of the proxy contradicts itself, or cannot be read.
+    """
+    target = target_of(context)
+    return Client(target.url, target.token_file, shown=str(target), timeout_s=timeout_s)
 
 
 def client_options(function: F) -> F:
-    """Give a command `--url` and `--token-file`; the function gets a `client`."""
+    """Give a command `--url`, `--token-file` and `--context`; the function gets a `client`."""
 
     @wraps(function)
-    def with_client(*args: Any, url: str, token_file: Path | None, **options: Any) -> Any:
-        return function(*args, client=Client(url, token_file), **options)
+    def with_client(
+        *args: Any, url: object, token_file: object, context: object, **options: Any
+    ) -> Any:
+        return function(*args, client=client_of(click.get_current_context()), **options)
 
     decorated: Any = with_client
     for option in (
+        click.option(
+            "--context",
+            metavar="NAME",
+            envvar="TXBROKER_CONTEXT",
+            shell_complete=complete_contexts,
+            help="The installation to call, one of `txbroker context list`. "
+            "[env: TXBROKER_CONTEXT]",
+        ),
         click.option(
             "--token-file",
             type=click.Path(path_type=Path, dir_okay=False),
@@ -181,10 +259,10 @@ def client_options(function: F) -> F:
         ),
         click.option(
             "--url",
-            default=DEFAULT_URL,
             metavar="URL",
             envvar="TXBROKER_URL",
-            help=f"Where the proxy is. [env: TXBROKER_URL; default: {DEFAULT_URL}]",
+            help="Where the proxy is. [env: TXBROKER_URL; default: the current context's, else "
+            f"{DEFAULT_URL}]",
         ),
     ):
         decorated = option(decorated)

@@ -1,0 +1,274 @@
+"""Contexts: the addresses of several installations, by name, in the user's config folder.
+
+Which proxy a command calls is decided in this order; the first that is there wins, and an address
+brings its token along, so that no token is ever sent to another installation's proxy:
+
+1. `--url`, with `--token-file` or TXBROKER_TOKEN_FILE
+2. `--context`
+3. TXBROKER_URL, with TXBROKER_TOKEN_FILE
+4. TXBROKER_CONTEXT
+5. the context of `txbroker context use`
+6. http://127.0.0.1:8470, with TXBROKER_TOKEN_FILE
+
+`--token-file` on the command line wins over any of their tokens.
+"""
+
+import contextlib
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import click
+
+DEFAULT_URL = "http://127.0.0.1:8470"
+NAME_CHARS_MAX = 64
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARS_MAX - 1}}}")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_FILE_BYTES_MAX = 1 << 20
+
+
+class Context(NamedTuple):
+    """One installation: where a proxy of it is, and the file that holds its token, if any."""
+
+    name: str
+    url: str
+    token_file: Path | None = None
+
+
+class Given(NamedTuple):
+    """What a user says of the proxy to call, in one place."""
+
+    url: str | None = None
+    token_file: Path | None = None
+    context: str | None = None
+
+
+class Target(NamedTuple):
+    """The proxy that a command calls, and what has named it."""
+
+    url: str
+    token_file: Path | None
+    source: str
+    context: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.url} (context {self.context})" if self.context else self.url
+
+
+class Contexts:
+    """The user's contexts, as their file holds them.
+
+    Raises:
+        click.UsageError: the file cannot be read, is damaged, or others may write to it.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or Path(click.get_app_dir("txbroker")) / "contexts.json"
+        self.current, self._by_name = _load(self.path)
+
+    def names(self) -> list[str]:
+        """Return the names of all contexts, sorted."""
+        return sorted(self._by_name)
+
+    def get(self, name: str) -> Context:
+        """Return a context.
+
+        Raises:
+            click.UsageError: there is none of that name.
+        """
+        found = self._by_name.get(name)
+        if found is None:
+            known = ", ".join(self.names())
+            hint = f"there are {known}" if known else "make one with `txbroker context set`"
+            raise click.UsageError(f"there is no context {name!r}: {hint}")
+        return found
+
+    def put(self, context: Context) -> None:
+        """Make a context, or replace the one of that name."""
+        self._by_name[context.name] = context
+
+    def use(self, name: str) -> None:
+        """Make a context the one that counts where nothing else is said.
+
+        Raises:
+            click.UsageError: there is none of that name.
+        """
+        self.current = self.get(name).name
+
+    def remove(self, name: str) -> None:
+        """Forget a context.
+
+        Raises:
+            click.UsageError: there is none of that name.
+        """
+        del self._by_name[self.get(name).name]
+        if self.current == name:
+            self.current = ""
+
+    def save(self) -> None:
+        """Write the file anew, for its owner's eyes only; it is whole at any moment.
+
+        Raises:
+            click.ClickException: it cannot be written.
+        """
+        contexts: dict[str, dict[str, str]] = {}
+        for name in self.names():
+            context = self._by_name[name]
+            contexts[name] = {"url": context.url}
+            if context.token_file is not None:
+                contexts[name]["token_file"] = str(context.token_file)
+        text = json.dumps({"current": self.current, "contexts": contexts}, indent=2) + "\n"
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _replace(self.path, text)
+        except (OSError, UnicodeEncodeError) as error:
+            what = getattr(error, "strerror", None) or "the path is not UTF-8"
+            raise click.ClickException(f"{self.path} cannot be written: {what}") from None
+
+
+def check_name(name: str) -> str:
+    """Return the name of a context.
+
+    Raises:
+        click.UsageError: no context can have it.
+    """
+    if not _NAME.fullmatch(name):
+        raise click.UsageError(
+            f"{name!r} is no name of a context: up to {NAME_CHARS_MAX} letters, digits, "
+            "'.', '_' and '-', and a letter or digit first"
+        )
+    return name
+
+
+def check_url(url: str) -> str:
+    """Return a proxy's URL without a slash at its end.
+
+    Raises:
+        click.UsageError: it is none, or holds a password.
+    """
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise click.UsageError(f"--url {url!r} is no URL: {error}") from None
+    if parts.username is not None or parts.password is not None:
+        raise click.UsageError("--url holds a name or password: a token comes with --token-file")
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise click.UsageError(f"--url {url!r} is no URL like {DEFAULT_URL}")
+    return url.rstrip("/")
+
+
+def choose(typed: Given, environ: Given, path: Path | None = None) -> Target:
+    """Return the proxy to call.
+
+    Args:
+        typed: on the command line.
+        environ: by environment variables.
+        path: the file of the contexts; None for the user's.
+
+    Raises:
+        click.UsageError: two are named, or a context that is not there.
+    """
+    token = typed.token_file or environ.token_file
+    if typed.url and typed.context:
+        raise click.UsageError("say --url or --context, not both")
+    if typed.url:
+        return Target(typed.url, token, "--url")
+    if typed.context:
+        return _named(Contexts(path), typed.context, "--context", typed)
+    if environ.url:
+        return Target(environ.url, token, "TXBROKER_URL")
+    contexts = Contexts(path)
+    if environ.context:
+        return _named(contexts, environ.context, "TXBROKER_CONTEXT", typed)
+    if contexts.current:
+        return _named(contexts, contexts.current, "txbroker context use", typed)
+    return Target(DEFAULT_URL, token, "default")
+
+
+def target_of(context: click.Context) -> Target:
+    """Return the proxy that a command with `client_options` calls.
+
+    Raises:
+        click.UsageError: two are named, or a context that is not there.
+    """
+    typed: dict[str, Any] = {}
+    environ: dict[str, Any] = {}
+    for name in Given._fields:
+        source = context.get_parameter_source(name)
+        by_hand = source is click.core.ParameterSource.COMMANDLINE
+        (typed if by_hand else environ)[name] = context.params.get(name)
+    return choose(Given(**typed), Given(**environ))
+
+
+def complete_contexts(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Return the contexts whose names begin like this, for a shell."""
+    try:
+        return [name for name in Contexts().names() if name.startswith(incomplete)]
+    except click.ClickException:
+        return []
+
+
+def _named(contexts: Contexts, name: str, source: str, typed: Given) -> Target:
+    found = contexts.get(name)
+    return Target(found.url, typed.token_file or found.token_file, source, name)
+
+
+def _load(path: Path) -> tuple[str, dict[str, Context]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & _OTHERS_WRITE:
+                raise click.UsageError(
+                    f"others may write to {path}, and so send your token elsewhere: "
+                    f"look at it, then `chmod 600 {path}`"
+                )
+            return _decode(json.loads(file.read(_FILE_BYTES_MAX)))
+    except FileNotFoundError:
+        return "", {}
+    except OSError as error:
+        raise click.UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise click.UsageError(
+            f"{path} is not as `txbroker context` writes it: mend it, or remove it"
+        ) from None
+
+
+def _decode(data: Mapping[str, Any]) -> tuple[str, dict[str, Context]]:
+    """Return what a file says.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it says something else.
+    """
+    contexts = {}
+    for name, fields in data["contexts"].items():
+        url, token_file = fields["url"], fields.get("token_file")
+        texts = [name, url] if token_file is None else [name, url, token_file]
+        if not all(isinstance(text, str) for text in texts) or not _NAME.fullmatch(name):
+            raise TypeError(name)
+        contexts[name] = Context(name, url, None if token_file is None else Path(token_file))
+    current = data.get("current", "")
+    if not isinstance(current, str) or (current and current not in contexts):
+        raise KeyError(current)
+    return current, contexts
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put a new file, which only its owner may read, in a file's place."""
+    raw = text.encode()
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
