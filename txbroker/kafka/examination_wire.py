@@ -1,4 +1,4 @@
-"""Requests of an examination that the client library does not bring, in its own way of writing them.
+"""Requests of an examination that the client library does not bring, written in its own way.
 
 Metadata with the rights that the asker has (KIP-430), the newest timestamp of a partition
 (KIP-734), and what producers and coordinators say of transactions that are open (KIP-664).
@@ -7,7 +7,7 @@ Metadata with the rights that the asker has (KIP-430), the newest timestamp of a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import (
@@ -159,7 +159,7 @@ class NewestRequest(Request[_NewestStruct]):
     API_KEY: ClassVar[int] = 2
 
     def __init__(self, topics: Mapping[str, Sequence[int]]) -> None:
-        self._topics = [
+        self._topics: list[Any] = [
             (name, [(number, _ANY_EPOCH, _MAX_TIMESTAMP, {}) for number in numbers], {})
             for name, numbers in topics.items()
         ]
@@ -227,7 +227,7 @@ class ProducersRequest(Request[_ProducersStruct]):
     API_KEY: ClassVar[int] = 61
 
     def __init__(self, topics: Mapping[str, Sequence[int]]) -> None:
-        self._topics = [(name, list(numbers), {}) for name, numbers in topics.items()]
+        self._topics: list[Any] = [(name, list(numbers), {}) for name, numbers in topics.items()]
 
     def build(self, request_struct_class: type[_ProducersStruct]) -> _ProducersStruct:
         return request_struct_class(self._topics, {})
