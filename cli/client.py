@@ -45,15 +45,23 @@ class ApiError(Failed):
             proxy.
         sentence: what is wrong, without code and remedy.
         reached: False where no answer came at all, so that nobody knows what became of the call.
+        slow: True where that was waited for until the end.
     """
 
     def __init__(
-        self, message: str, code: str = "", sentence: str = "", *, reached: bool = True
+        self,
+        message: str,
+        code: str = "",
+        sentence: str = "",
+        *,
+        reached: bool = True,
+        slow: bool = False,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.sentence = sentence or message
         self.reached = reached
+        self.slow = slow
 
 
 class Client:
@@ -183,7 +191,9 @@ class Client:
         except TimeoutError:
             self.close()
             raise ApiError(
-                f"{self.url} has not answered within {self._timeout_s:g} s", reached=False
+                f"{self.url} has not answered within {self._timeout_s:g} s",
+                reached=False,
+                slow=True,
             ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()

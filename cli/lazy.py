@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
 from txbroker import __version__
 
@@ -69,6 +70,15 @@ class LazyGroup(SuggestingGroup):
         found = importlib.import_module(f"txbroker.cli.{command.module}").command
         assert isinstance(found, click.Command)
         return found
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """Return the commands that begin like this, without importing them, and options."""
+        commands = [
+            CompletionItem(one.name, help=one.summary)
+            for one in self._lazy.values()
+            if one.name.startswith(incomplete)
+        ]
+        return commands + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""

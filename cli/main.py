@@ -13,6 +13,7 @@ COMMANDS = (
     Command("tx", "tx", "Look at transactions and resolve them."),
     Command("groups", "groups", "Look at producer groups and register them."),
     Command("context", "context", "Name several installations, and say which one to call."),
+    Command("completion", "completion", "Let your shell complete commands and live values."),
     Command("send", "send", "Send a whole transaction from the command line."),
     Command("audit", "audit", "Prove from Kafka's topics that all ended as it was decided."),
 )

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import click
 
@@ -48,8 +48,12 @@ def show_rows(rows: Sequence[Row], columns: Sequence[Column], output: str, empty
     elif not rows:
         click.echo(empty, err=True)
     else:
-        shown = [column for column in columns if output == "wide" or not column.wide]
-        _table(rows, shown)
+        click.echo("\n".join(table(rows, shown_columns(columns, output), sys.stdout)))
+
+
+def shown_columns(columns: Sequence[Column], output: str) -> list[Column]:
+    """Return the columns that a table has."""
+    return [column for column in columns if output == "wide" or not column.wide]
 
 
 def show_data(data: Any, output: str) -> None:
@@ -60,25 +64,27 @@ def show_data(data: Any, output: str) -> None:
         click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
+def table(rows: Sequence[Row], columns: Sequence[Column], stream: TextIO) -> list[str]:
+    """Return the lines of a table, as wide as the terminal that `stream` is, if it is one."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    drawn = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column.title, no_wrap=True, overflow="ellipsis")
+        drawn.add_column(column.title, no_wrap=True, overflow="ellipsis")
     for row in rows:
-        table.add_row(*(Text(_cell(column.value(row))) for column in columns))
-    console = Console(soft_wrap=False)
-    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        drawn.add_row(*(Text(cell(column.value(row))) for column in columns))
+    console = Console(soft_wrap=False, file=stream)
+    if not stream.isatty() and "COLUMNS" not in os.environ:
         console.width = _WIDTH_OF_FILES
     with console.capture() as capture:
-        console.print(table)
-    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+        console.print(drawn)
+    return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """Return what a cell of a table shows."""
     if value is None or value == "":
         return "-"
     return printable(str(value))

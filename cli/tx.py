@@ -1,20 +1,22 @@
 """`txbroker tx`: look at transactions and resolve them."""
 
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import click
 
 from txbroker.cli.asking import (
     conclude,
-    confirm,
     each,
     reason_option,
     require_asking,
     yes_option,
 )
+from txbroker.cli.bulk import STANDING, carry_out, confirm_all, matching, named, preview
 from txbroker.cli.client import Client, client_options
+from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
+from txbroker.cli.crew import CHECK, COMMIT, REVIVE, ROLLBACK, Action, Item
 from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import (
     Column,
@@ -26,6 +28,8 @@ from txbroker.cli.output import (
     show_data,
     show_rows,
 )
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 STATES = ("pending", "committed", "promoted", "rolled_back", "parked", "refused")
 LIMIT = 100
@@ -55,11 +59,6 @@ COLUMNS = (
     Column("HALF", lambda row: f"{row['partition']}@{row['half_offset']}", wide=True),
     Column("CAUSE", lambda row: (row.get("cause") or {}).get("message"), wide=True),
 )
-STANDING = (
-    Column("ID", lambda row: row["id"]),
-    Column("STATE", lambda row: row["state"]),
-    Column("DECISION", lambda row: row.get("decision")),
-)
 
 
 @click.group("tx", cls=SuggestingGroup)
@@ -69,8 +68,18 @@ def command() -> None:
 
 @command.command("list")
 @click.option("--state", type=click.Choice(STATES), help="Only transactions in this state.")
-@click.option("--group", metavar="NAME", help="Only those of this producer group.")
-@click.option("--topic", metavar="NAME", help="Only those with a message for this topic.")
+@click.option(
+    "--group",
+    metavar="NAME",
+    shell_complete=complete_groups,
+    help="Only those of this producer group.",
+)
+@click.option(
+    "--topic",
+    metavar="NAME",
+    shell_complete=complete_topics,
+    help="Only those with a message for this topic.",
+)
 @click.option(
     "--older-than-s",
     type=click.FloatRange(min=0),
@@ -101,7 +110,9 @@ def list_command(client: Client, output: str, limit: int, everything: bool, **qu
 
 
 @command.command("show")
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@click.argument(
+    "ids", nargs=-1, required=True, metavar="ID...", shell_complete=complete_ids(STATES[:1])
+)
 @click.option("--bodies", is_flag=True, help="Show keys, values and headers too.")
 @output_option
 @client_options
@@ -116,96 +127,157 @@ def show_command(client: Client, output: str, ids: tuple[str, ...], bodies: bool
     conclude(len(found), len(ids), "shown")
 
 
+def _filters(action: Action) -> Callable[[F], F]:
+    """Give a command the ids and the filters that choose transactions."""
+    usual = " or ".join(action.default_states)
+
+    def decorate(function: F) -> F:
+        for option in (
+            click.option(
+                "--limit",
+                type=click.IntRange(min=1),
+                metavar="N",
+                help="At most so many, the oldest ones.",
+            ),
+            click.option(
+                "--older-than-s",
+                type=click.FloatRange(min=0),
+                metavar="SECONDS",
+                help="Those prepared longer ago.",
+            ),
+            click.option(
+                "--topic",
+                metavar="NAME",
+                shell_complete=complete_topics,
+                help="Those with a message for this topic.",
+            ),
+            click.option(
+                "--group",
+                metavar="NAME",
+                shell_complete=complete_groups,
+                help="Those of this producer group. With IDs: act in its name, so that no other's "
+                "is touched."
+                if action.verb in ("commit", "rollback")
+                else "Those of this producer group.",
+            ),
+            click.option(
+                "--state",
+                type=click.Choice(action.states),
+                help=f"Those in this state. [default: {usual}]",
+            ),
+            click.argument(
+                "ids", nargs=-1, metavar="[ID]...", shell_complete=complete_ids(action.states)
+            ),
+        ):
+            function = option(function)
+        return function
+
+    return decorate
+
+
 @command.command("commit")
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
-@click.option("--group", metavar="NAME", help="Decide as this group; else as an operator.")
+@_filters(COMMIT)
 @click.option("--wait", is_flag=True, help="Return only when consumers can see the messages.")
 @reason_option
 @yes_option
 @output_option
 @client_options
-def commit_command(
-    client: Client,
-    output: str,
-    ids: tuple[str, ...],
-    yes: bool,
-    group: str | None,
-    wait: bool,
-    reason: str | None,
-) -> None:
-    """Commit transactions: their messages become visible."""
-    body = {"group": group, "reason": reason, "wait": "promoted" if wait else None}
-    _act(client, "commit", "committed", ids, body, yes, output)
+def commit_command(client: Client, wait: bool, **options: Any) -> None:
+    """Commit transactions: their messages become visible.
+
+    Say which by ID, or by --state, --group, --topic and --older-than-s, all of which have to fit.
+    Chosen so, and without --state, only parked ones are meant. They are shown first, and only
+    what was shown is committed: oldest first in each half partition. One that has moved on
+    meanwhile is left alone. The same command can be given again.
+    """
+    _act(client, COMMIT, {"wait": "promoted" if wait else None}, **options)
 
 
 @command.command("rollback")
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
-@click.option("--group", metavar="NAME", help="Decide as this group; else as an operator.")
+@_filters(ROLLBACK)
 @reason_option
 @yes_option
 @output_option
 @client_options
-def rollback_command(
-    client: Client,
-    output: str,
-    ids: tuple[str, ...],
-    yes: bool,
-    group: str | None,
-    reason: str | None,
-) -> None:
-    """Roll transactions back: their messages are never visible."""
-    _act(client, "rollback", "rolled back", ids, {"group": group, "reason": reason}, yes, output)
+def rollback_command(client: Client, **options: Any) -> None:
+    """Roll transactions back: their messages are never visible.
+
+    Say which by ID, or by --state, --group, --topic and --older-than-s, all of which have to fit.
+    Chosen so, and without --state, only parked ones are meant. They are shown first, and only
+    what was shown is rolled back. One that has moved on meanwhile is left alone. The same command
+    can be given again.
+    """
+    _act(client, ROLLBACK, {}, **options)
 
 
 @command.command("check")
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@_filters(CHECK)
 @reason_option
 @yes_option
 @output_option
 @client_options
-def check_command(
-    client: Client, output: str, ids: tuple[str, ...], yes: bool, reason: str | None
-) -> None:
-    """Ask the producer groups now; it counts as an attempt."""
-    _act(client, "check", "checked", ids, {"reason": reason}, yes, output)
+def check_command(client: Client, **options: Any) -> None:
+    """Ask the producer groups of pending transactions now; it counts as an attempt.
+
+    Say which by ID, or by --group, --topic and --older-than-s, all of which have to fit. The last
+    attempt of a round is never pulled forward.
+    """
+    _act(client, CHECK, {}, **options)
 
 
 @command.command("revive")
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@_filters(REVIVE)
 @reason_option
 @yes_option
 @output_option
 @client_options
-def revive_command(
-    client: Client, output: str, ids: tuple[str, ...], yes: bool, reason: str | None
-) -> None:
-    """Check parked transactions in a new round; try refused ones again."""
-    _act(client, "revive", "revived", ids, {"reason": reason}, yes, output)
+def revive_command(client: Client, **options: Any) -> None:
+    """Check parked transactions in a new round; try refused ones again.
+
+    Say which by ID, or by --state, --group, --topic and --older-than-s, all of which have to fit.
+    """
+    _act(client, REVIVE, {}, **options)
 
 
 def _act(
     client: Client,
-    verb: str,
-    done_word: str,
-    ids: tuple[str, ...],
+    action: Action,
     body: dict[str, Any],
+    *,
+    ids: tuple[str, ...],
+    reason: str | None,
     yes: bool,
     output: str,
+    limit: int | None,
+    **query: Any,
 ) -> None:
+    body["reason"] = reason
+    if ids:
+        body["group"] = query.pop("group") if action.verb in ("commit", "rollback") else None
+        if limit is not None or any(value is not None for value in query.values()):
+            raise click.UsageError("name IDs or say what fits, not both")
+    elif all(value is None for value in query.values()):
+        raise click.UsageError(
+            f"say which: IDs, or what fits, such as --state {action.default_states[0]} --group NAME"
+        )
     require_asking(yes)
-    ids = tuple(dict.fromkeys(ids))
+    items = named(ids) if ids else matching(client, action, limit=limit, **query)
+    if not items:
+        show_rows([], STANDING, output, "There are no such transactions.")
+        return
     if not yes:
-        for row in each(ids, lambda id: dict(client.get("transactions", id))):
-            click.echo("\n".join([*_story(row), ""]), err=True)
-        confirm(f"{verb.capitalize()} {_several(len(ids), 'transaction')}?", yes)
-    done = each(ids, lambda id: dict(client.change("POST", "transactions", id, verb, body=body)))
-    if done:
-        show_rows(done, STANDING, output, "")
-    conclude(len(done), len(ids), done_word)
+        _show_before(client, items)
+        confirm_all(items, action, str(client), yes)
+    carry_out(client, action, items, body, output)
 
 
-def _several(number: int, what: str) -> str:
-    return f"this {what}" if number == 1 else f"these {number} {what}s"
+def _show_before(client: Client, items: Sequence[Item]) -> None:
+    """Show on stderr what is about to be done something to."""
+    if items[0].state is not None:
+        click.echo("\n".join((*preview(items, time.time()), "")), err=True)
+        return
+    for row in each([item.id for item in items], lambda id: dict(client.get("transactions", id))):
+        click.echo("\n".join([*_story(row), ""]), err=True)
 
 
 def _story(row: Row) -> Iterable[str]:
