@@ -1,0 +1,57 @@
+"""Checks of what the audits found."""
+
+from __future__ import annotations
+
+from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
+from txbroker.cli.doctor.proxies import NotSeen
+from txbroker.cli.doctor.subject import Subject
+from txbroker.cli.output import duration
+from txbroker.core.audit import AuditNews, decode_news
+from txbroker.core.codec import Malformed, NewerVersion
+
+book = Book(Section.AUDIT, needs=("kafka-reachable",))
+
+
+@book.check(
+    "an audit has run of late",
+    hint="Run `txbroker audit run` every night, or keep `txbroker audit stream` running.",
+    doc="docs/runbooks/TxBrokerAuditStale.md",
+)
+async def audit_fresh(subject: Subject) -> Finding:
+    """Whether the newest audit is a young one."""
+    news = await _news(subject)
+    if not news:
+        return judged(Level.WARNING, "no audit has run yet")
+    newest = max(news.values(), key=lambda one: one.ended_ms)
+    age_s = subject.now_s() - newest.ended_ms / 1000
+    said = f"the newest ({newest.mode}, {newest.run}) ended {duration(age_s)} ago"
+    return judged(Level.WARNING, said) if age_s > subject.limits.audit_s else fine(said)
+
+
+@book.check(
+    "the audits found no drift",
+    hint="`txbroker audit show` names the transactions; nothing that has drifted mends itself.",
+    doc="docs/runbooks/TxBrokerAuditDrift.md",
+)
+async def audit_drift(subject: Subject) -> Finding:
+    """Whether every transaction ended as it was decided, by the newest audits."""
+    news = await _news(subject)
+    lines = [
+        f"{kind}: {count}, by {one.mode} {one.run}"
+        for one in news.values()
+        for kind, count in one.drift.items()
+        if count
+    ]
+    if lines:
+        return judged(Level.FAILS, "they did", lines)
+    judged_ones = sum(one.transactions for one in news.values())
+    return fine(f"none in {judged_ones} transactions" if news else "no audit has run yet")
+
+
+async def _news(subject: Subject) -> dict[str, AuditNews]:
+    if subject.kafka.settings.audit_topic not in await subject.found():
+        return {}
+    try:
+        return {key: decode_news(value) for key, value in (await subject.audit_news()).items()}
+    except (Malformed, NewerVersion) as error:
+        raise NotSeen(f"the audit topic holds what this doctor does not read: {error}") from None

@@ -1,0 +1,184 @@
+"""Checks of the proxies and of the groups that they ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
+from txbroker.cli.doctor.proxies import NotSeen, RegisteredGroup, TestCall
+from txbroker.cli.doctor.subject import Subject
+from txbroker.cli.output import duration
+from txbroker.contract import GroupOverview, PartitionState
+
+TESTS_PARALLEL = 8
+"""Test calls under way at a time: this must not be what a group stumbles over."""
+TESTS_S = 12.0
+"""For all test calls together; which were not made by then is told."""
+_DENIED = frozenset({401, 403})
+
+proxies_book = Book(Section.PROXIES)
+groups_book = Book(Section.GROUPS, needs=("proxies-ready",))
+
+
+@proxies_book.check(
+    "the proxies are ready",
+    hint="A proxy's log and `/readyz` tell why it is not; it needs Kafka, its topics and its "
+    "partitions. Name proxies with --url and --proxy.",
+    doc="docs/runbooks/TxBrokerNotReady.md",
+)
+async def proxies_ready(subject: Subject) -> Finding:
+    """Whether every proxy that is known answers and is caught up on what it owns."""
+    named = subject.proxies.named
+    problems: dict[str, str] = {}
+    answers = await asyncio.gather(
+        *(subject.proxies.ready(url) for url in named), return_exceptions=True
+    )
+    for url, answer in zip(named, answers, strict=True):
+        if isinstance(answer, BaseException):
+            if not isinstance(answer, NotSeen):
+                raise answer
+            problems[url] = str(answer)
+        elif not answer.ready:
+            problems[url] = f"{url} is not ready: {_why(answer.partitions, answer.problems)}"
+    if len(problems) == len(named):
+        return judged(Level.FAILS, "none is", list(problems.values()))
+    for proxy in (await subject.overview()).proxies:
+        if proxy.url in problems or proxy.url in named:
+            continue
+        if not proxy.reached:
+            problems[proxy.url] = f"{proxy.url} does not answer: {proxy.why}"
+        elif not proxy.ready:
+            why = "; ".join(proxy.problems) or "it is not caught up"
+            problems[proxy.url] = f"{proxy.url} is not ready: {why}"
+    if problems:
+        return judged(Level.FAILS, f"{len(problems)} are not", list(problems.values()))
+    known = {*named, *(proxy.url for proxy in (await subject.overview()).proxies)}
+    return fine(f"{len(known)} {'proxy' if len(known) == 1 else 'proxies'}")
+
+
+def _why(partitions: dict[str, str], problems: list[str]) -> str:
+    settled = (PartitionState.OWNED, PartitionState.ELSEWHERE)
+    waiting = [f"partition {p} is {state}" for p, state in partitions.items() if state not in
+               settled]  # fmt: skip
+    return "; ".join([*problems, *waiting]) or "it does not say why"
+
+
+@proxies_book.check(
+    "every half partition is owned by exactly one proxy",
+    hint="Where nobody owns one, start a proxy or see why it cannot claim; where two seem to, ask "
+    "again a moment later: only one can write.",
+    doc="docs/how-to/run-several-proxies.md",
+)
+async def proxies_owners(subject: Subject) -> Finding:
+    """Whether each half partition has its owner, and only one."""
+    overview = await subject.overview()
+    owners: dict[int, list[str]] = defaultdict(list)
+    for proxy in overview.proxies:
+        for number in proxy.partitions:
+            owners[number].append(proxy.url)
+    lines = [
+        f"partition {number} is held for its own by {' and '.join(sorted(urls))}"
+        for number, urls in sorted(owners.items())
+        if len(urls) > 1
+    ]
+    lines += [
+        f"partition {one.partition} is {one.state}{f' ({one.why})' if one.why else ''}, owner "
+        f"{one.owner or 'none'}"
+        for one in overview.partitions
+        if one.state != PartitionState.OWNED
+    ]
+    if lines:
+        return judged(Level.FAILS, "not so for some", lines)
+    if not overview.partitions:
+        return judged(Level.FAILS, "the proxies tell of no half partition")
+    return fine(f"{len(overview.partitions)} partitions")
+
+
+@proxies_book.check(
+    "all proxies run the same version",
+    hint="Finish the upgrade, or go back to one version on all.",
+)
+async def proxies_version(subject: Subject) -> Finding:
+    """Whether an upgrade was left half done."""
+    by_version: dict[str, list[str]] = defaultdict(list)
+    for proxy in (await subject.overview()).proxies:
+        if proxy.reached:
+            by_version[proxy.version].append(proxy.url)
+    if len(by_version) > 1:
+        lines = [f"{version}: {', '.join(urls)}" for version, urls in sorted(by_version.items())]
+        return judged(Level.WARNING, f"{len(by_version)} versions run", lines)
+    return fine(next(iter(by_version), "none tells"))
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+@groups_book.check(
+    "every producer group can be asked",
+    hint="Start an instance of the group, or mend the check URL that is registered: address, "
+    "certificate, secret. `txbroker groups show NAME` tells what is registered.",
+    doc="docs/runbooks/TxBrokerGroupUnreachable.md",
+)
+async def groups_reachable(subject: Subject) -> Finding:
+    """Whether each group has an instance connected or answers a test call, which is no check."""
+    groups = {one.group: one for one in await subject.proxies.groups()}
+    seen = {one.group: one for one in (await subject.overview()).groups}
+    tested = await _test_calls(subject, [one for one in groups.values() if one.check_url])
+    fails: list[str] = []
+    remarks: list[str] = []
+    for name in sorted(groups.keys() | seen.keys()):
+        connected = _sessions(groups.get(name), seen.get(name))
+        call = tested.get(name)
+        if call is not None and not call.answered:
+            line = f"{name}: {call.endpoint or 'its check URL'}: {call.why}"
+            (fails if not connected and _no_use(call) else remarks).append(line)
+        elif call is None and not connected:
+            undecided = seen[name].pending if name in seen else 0
+            why = _since(seen.get(name), subject.now_s())
+            line = f"{name}: no instance is connected and no check URL is registered{why}"
+            (fails if undecided else remarks).append(line)
+    total = len(groups.keys() | seen.keys())
+    if fails:
+        return judged(Level.FAILS, f"{len(fails)} of {total} cannot", fails + remarks)
+    if remarks:
+        return judged(Level.WARNING, f"{len(remarks)} of {total} need a look", remarks)
+    return fine(f"{total} group{'s' * (total != 1)}")
+
+
+async def _test_calls(subject: Subject, groups: list[RegisteredGroup]) -> dict[str, TestCall]:
+    """Have each check URL called, a few at a time; what takes too long is told as such."""
+    slots = asyncio.Semaphore(TESTS_PARALLEL)
+    made: dict[str, TestCall] = {
+        one.group: TestCall(one.group, False, why="was not tested in time") for one in groups
+    }
+
+    async def make(group: RegisteredGroup) -> None:
+        timeout_s = group.timeout_s or subject.settings.check_timeout_s
+        async with slots:
+            try:
+                made[group.group] = await subject.proxies.test_group(group.group, timeout_s)
+            except NotSeen as error:
+                made[group.group] = TestCall(group.group, False, why=str(error))
+
+    try:
+        async with asyncio.timeout(TESTS_S):
+            await asyncio.gather(*(make(group) for group in groups))
+    except TimeoutError:
+        pass
+    return made
+
+
+def _no_use(call: TestCall) -> bool:
+    """Whether a check would fail, too: an answer that only a check's body could bring says no."""
+    return call.status is None or call.status in _DENIED or call.status in (404, 405)
+
+
+def _sessions(group: RegisteredGroup | None, seen: GroupOverview | None) -> int:
+    return max(group.sessions if group else 0, seen.sessions if seen else 0)
+
+
+def _since(seen: GroupOverview | None, now_s: float) -> str:
+    if seen is None or seen.unreachable_since_ms is None:
+        return ""
+    return f", for {duration(now_s - seen.unreachable_since_ms / 1000)}"

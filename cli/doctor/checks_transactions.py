@@ -1,0 +1,194 @@
+"""Checks of what the proxies hold, and of what keeps consumers waiting."""
+
+from __future__ import annotations
+
+from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
+from txbroker.cli.doctor.proxies import NotSeen
+from txbroker.cli.doctor.samples import Samples
+from txbroker.cli.doctor.subject import Subject
+from txbroker.cli.output import duration
+from txbroker.kafka.examination import OpenTransaction
+
+_OTHER = "other"
+"""The label under which metrics put together what is beyond their bound."""
+
+book = Book(Section.TRANSACTIONS, needs=("proxies-ready",))
+kafka_book = Book(Section.TRANSACTIONS, needs=("kafka-reachable",))
+
+
+@book.check(
+    "nothing is undecided for too long",
+    hint="See which with `txbroker tx list --state pending`, and why its group cannot say.",
+    doc="docs/runbooks/TxBrokerPendingTooOld.md",
+)
+async def pending_age(subject: Subject) -> Finding:
+    """Whether the oldest undecided transaction should have been decided or parked by now."""
+    overview = await subject.overview()
+    limit_s = subject.limits.pending_windows * subject.kafka.settings.check_window_s
+    ages = {one.partition: one.oldest_pending_age_s or 0.0 for one in overview.partitions}
+    old = {number: age for number, age in ages.items() if age > limit_s}
+    total = sum(one.pending or 0 for one in overview.partitions)
+    if old:
+        groups = [
+            f"group {one.group}: {one.pending} pending, the oldest for "
+            f"{duration(one.oldest_pending_age_s)}"
+            for one in overview.groups
+            if (one.oldest_pending_age_s or 0) > limit_s and one.oldest_pending_age_s
+        ]
+        return judged(
+            Level.FAILS,
+            f"the oldest is {duration(max(old.values()))} old; checks take {duration(limit_s)}, "
+            "repeated ones included",
+            groups,
+        )
+    if not overview.complete:
+        return judged(Level.WARNING, "not of all half partitions is it known")
+    return fine(f"{total} pending, the oldest for {duration(max(ages.values(), default=0.0))}")
+
+
+@book.check(
+    "committed messages become visible",
+    hint="See what stands in the way: hanging-transactions and topics-in-sync below and above, "
+    "then the owner's log.",
+    doc="docs/runbooks/TxBrokerPromotionStalled.md",
+)
+async def promotion(subject: Subject) -> Finding:
+    """Whether the oldest commit that is not visible yet is a young one."""
+    overview = await subject.overview()
+    limit_s = subject.limits.promotion_s
+    lines = [
+        f"partition {one.partition} ({one.owner}): {one.committed or 0} wait, the oldest for "
+        f"{duration(one.oldest_committed_age_s)}"
+        for one in overview.partitions
+        if one.oldest_committed_age_s is not None and one.oldest_committed_age_s > limit_s
+    ]
+    if lines:
+        return judged(Level.FAILS, "some wait for too long", lines)
+    waiting = sum(one.committed or 0 for one in overview.partitions)
+    return fine(f"{waiting} under way")
+
+
+@book.check(
+    "nothing waits for a person's decision",
+    hint="`txbroker tx list --state parked`, find out what became of each, then commit, roll back "
+    "or revive it.",
+    doc="docs/runbooks/TxBrokerParking.md",
+)
+async def parked(subject: Subject) -> Finding:
+    """Whether transactions stayed undecided after their last check."""
+    overview = await subject.overview()
+    total = sum(one.parked or 0 for one in overview.partitions)
+    if not total:
+        return fine("none parked")
+    lines = [f"group {one.group}: {one.parked}" for one in overview.groups if one.parked]
+    return judged(Level.WARNING, f"{total} are parked, whole and decidable", lines)
+
+
+@book.check(
+    "every target topic takes what is committed",
+    hint="`txbroker tx list --state refused` and `tx show` tell why; mend the topic, then revive.",
+    doc="docs/runbooks/TxBrokerRefusing.md",
+)
+async def refused(subject: Subject) -> Finding:
+    """Whether committed transactions are kept back because their topic does not take them."""
+    overview = await subject.overview()
+    total = sum(one.refused or 0 for one in overview.partitions)
+    if not total:
+        return fine("none refused")
+    lines = [f"topic {topic}: {count}" for topic, count in overview.refused_topics.items()]
+    return judged(Level.FAILS, f"{total} are committed and not visible", lines)
+
+
+@kafka_book.check(
+    "no Kafka transaction keeps consumers waiting",
+    hint="End the application whose transaction it is; if it is gone, Kafka's own "
+    "`kafka-transactions.sh abort` ends what is hanging.",
+)
+async def hanging_transactions(subject: Subject) -> Finding:
+    """Whether a transaction that is open for long hides the end of a topic of ours or a target."""
+    limit_s = subject.limits.transaction_s
+    topics = sorted({*subject.own_topics, *await _targets(subject)})
+    cluster = await subject.kafka.cluster(topics)
+    there = [name for name in topics if name in cluster.topics and cluster.topics[name].partitions]
+    open_ = await subject.kafka.open_transactions(there)
+    now_s = subject.now_s()
+    old = [one for one in open_ if _age_s(one, now_s) > limit_s]
+    unknown = [one for one in open_ if one.started_ms is None and one not in old]
+    if old:
+        lines = [_open(one, now_s) for one in old + unknown]
+        return judged(Level.FAILS, f"{len(old)} open for longer than {limit_s:g} s", lines)
+    if unknown:
+        lines = [_open(one, now_s) for one in unknown]
+        return judged(Level.WARNING, "of some it is not known since when they are open", lines)
+    return fine(f"none for longer than {limit_s:g} s, in {len(there)} topics")
+
+
+async def _targets(subject: Subject) -> set[str]:
+    """Return the target topics that the proxies have met since they run."""
+    try:
+        metrics = await subject.metrics()
+    except NotSeen:
+        return set()
+    found = (
+        one.labels("promoted_total", "topic") | one.labels("prepared_total", "topic")
+        for one in metrics.values()
+        if isinstance(one, Samples)
+    )
+    return {topic for topics in found for topic in topics if topic != _OTHER}
+
+
+def _age_s(one: OpenTransaction, now_s: float) -> float:
+    """How long it is open, as far as is known: without coordinator, since its last record."""
+    at_ms = one.started_ms if one.started_ms is not None else one.last_write_ms
+    return 0.0 if at_ms is None else now_s - at_ms / 1000
+
+
+def _open(one: OpenTransaction, now_s: float) -> str:
+    who = f"transactional id {one.transactional_id}" if one.transactional_id else (
+        f"producer {one.producer_id}, which no coordinator knows that may be asked"
+        if one.producer_id >= 0 else "somebody who may not be asked for"
+    )  # fmt: skip
+    since = duration(_age_s(one, now_s))
+    return f"{one.topic}-{one.partition}: {who}, for {since}, hides {one.hidden} offsets"
+
+
+@book.check(
+    "retention takes nothing that is undecided",
+    hint="Decide the oldest ones now, or raise retention.ms of the half topic (and of the "
+    "operation topic) before it is too late.",
+    doc="docs/runbooks/TxBrokerHalfRetentionAtRisk.md",
+)
+async def retention_headroom(subject: Subject) -> Finding:
+    """Whether what is not settled is copied long before retention comes."""
+    seen = [one for one in (await subject.metrics()).values() if isinstance(one, Samples)]
+    kept = [value for one in seen for value in one.values("half_retention_seconds")]
+    headroom = [value for one in seen for value in one.values("half_retention_headroom_seconds")]
+    if not kept or not headroom:
+        return fine("nothing that is not settled or copied")
+    left_s, limit_s = min(headroom), subject.limits.headroom_share * min(kept)
+    if left_s < limit_s:
+        return judged(
+            Level.FAILS,
+            f"in {duration(left_s)} it takes the oldest half message of which there is no copy",
+        )
+    return fine(f"{duration(left_s)} until it would take one without a copy")
+
+
+@book.check(
+    "nothing undecided was lost",
+    hint="Ask the producers named in the log what became of these transactions; their messages "
+    "are gone. Find out who shortened the half topic.",
+    doc="docs/runbooks/TxBrokerUndecidedLost.md",
+)
+async def undecided_lost(subject: Subject) -> Finding:
+    """Whether half messages vanished before they were settled."""
+    metrics = (await subject.metrics()).items()
+    seen = {url: one for url, one in metrics if isinstance(one, Samples)}
+    lost = {url: sum(one.values("lost_undecided_total")) for url, one in seen.items()}
+    lines = [f"{url}: {count:.0f} since it runs" for url, count in lost.items() if count]
+    if lines:
+        return judged(Level.FAILS, f"{sum(lost.values()):.0f} were", lines)
+    silent = [f"{url}: {one}" for url, one in metrics if not isinstance(one, Samples)]
+    if silent:
+        return judged(Level.WARNING, "not every proxy could be asked for its metrics", silent)
+    return fine("none")

@@ -1,0 +1,224 @@
+"""The proxies as an examination sees them: over HTTP, and nothing that changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import ssl
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from txbroker.contract import Overview
+
+T = TypeVar("T")
+
+TIMEOUT_S = 5.0
+"""For one answer of a proxy that was asked directly."""
+_TEST_S = 3.0
+"""What a test call takes beside its group's own time."""
+_ANSWER_BYTES_MAX = 64 << 20
+
+
+class NotSeen(Exception):
+    """What was to be looked at does not show itself; the message says why."""
+
+
+class Reply(Struct, frozen=True):
+    """An answer of a proxy. `seconds`: how long it took."""
+
+    status: int
+    body: bytes
+    seconds: float = 0.0
+
+
+class ReadyAnswer(Struct, frozen=True):
+    """What `/readyz` says; see `txbroker.contract.Readiness`."""
+
+    ready: bool
+    partitions: dict[str, str] = {}
+    problems: list[str] = []
+
+
+class RegisteredGroup(Struct, frozen=True):
+    """A registered group, as far as an examination looks at it."""
+
+    group: str
+    sessions: int = 0
+    check_url: str | None = None
+    timeout_s: float | None = None
+
+
+class TestCall(Struct, frozen=True):
+    """What became of a test call to a group's check URL.
+
+    Attributes:
+        status: of the answer; None where there was none.
+        why: what was wrong, "" where the call was answered with 2xx.
+    """
+
+    __test__ = False
+
+    group: str
+    answered: bool
+    endpoint: str = ""
+    status: int | None = None
+    why: str = ""
+
+
+class ProxySide(Protocol):
+    """What checks may ask of proxies. Every method raises `NotSeen` where nobody answers."""
+
+    @property
+    def named(self) -> Sequence[str]:
+        """The URLs that the caller named."""
+        ...
+
+    async def ready(self, url: str) -> ReadyAnswer:
+        """Ask one proxy whether it can take calls."""
+        ...
+
+    async def overview(self) -> tuple[Overview, float]:
+        """Return how all stands as the first proxy that answers sees it, and how long, seconds,
+        it took to say so."""
+        ...
+
+    async def metrics(self, url: str) -> str:
+        """Return one proxy's metrics, in Prometheus' text format."""
+        ...
+
+    async def groups(self) -> list[RegisteredGroup]:
+        """Return the registered groups."""
+        ...
+
+    async def test_group(self, group: str, timeout_s: float) -> TestCall:
+        """Have a test call sent to a group's check URL."""
+        ...
+
+
+class HttpProxies:
+    """Proxies at their URLs.
+
+    Args:
+        urls: those to begin with.
+        headers: what every call carries, such as the token.
+    """
+
+    def __init__(self, urls: Sequence[str], headers: Mapping[str, str]) -> None:
+        self.named = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
+        self._headers = {"accept": "application/json", **headers}
+
+    async def ready(self, url: str) -> ReadyAnswer:
+        """Ask one proxy whether it can take calls; see `ProxySide`."""
+        reply = await self._ask(url, "GET", "/readyz")
+        if reply.status not in (200, 503):
+            raise NotSeen(f"{url} answered /readyz with {reply.status}: is it a txbroker proxy?")
+        return _decoded(url, reply, ReadyAnswer)
+
+    async def overview(self) -> tuple[Overview, float]:
+        """Return how all stands; see `ProxySide`."""
+        reply, url = await self._first("GET", "/v1/overview")
+        return _decoded(url, reply, Overview), reply.seconds
+
+    async def metrics(self, url: str) -> str:
+        """Return one proxy's metrics; see `ProxySide`."""
+        reply = await self._ask(url, "GET", "/metrics")
+        if reply.status != 200:
+            raise NotSeen(_refused(url, "/metrics", reply))
+        return reply.body.decode(errors="replace")
+
+    async def groups(self) -> list[RegisteredGroup]:
+        """Return the registered groups; see `ProxySide`."""
+        reply, url = await self._first("GET", "/v1/groups")
+        return _decoded(url, reply, _Groups).groups
+
+    async def test_group(self, group: str, timeout_s: float) -> TestCall:
+        """Have a test call sent; see `ProxySide`."""
+        path = f"/v1/groups/{quote(group, safe='')}/test"
+        reply, url = await self._first("POST", path, b"{}", timeout_s + _TEST_S)
+        return _decoded(url, reply, TestCall)
+
+    async def _first(
+        self, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S
+    ) -> tuple[Reply, str]:
+        """Return the answer of the first of the named proxies that carries the call out."""
+        why = "no proxy is named"
+        for url in self.named:
+            try:
+                reply = await self._ask(url, method, path, body, timeout_s)
+            except NotSeen as error:
+                why = str(error)
+                continue
+            if reply.status == 200:
+                return reply, url
+            why = _refused(url, path, reply)
+        raise NotSeen(why)
+
+    async def _ask(
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Reply:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        call = asyncio.to_thread(self._exchange, url, method, path, body, timeout_s)
+        try:
+            status, raw = await call
+        except TimeoutError:
+            raise NotSeen(f"{url} has not answered within {timeout_s:g} s") from None
+        except ConnectionRefusedError:
+            raise NotSeen(f"nothing listens at {url}") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            what = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise NotSeen(f"no answer from {url}: {what}") from None
+        return Reply(status, raw, loop.time() - began)
+
+    def _exchange(
+        self, url: str, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        connection: http.client.HTTPConnection
+        if parts.scheme == "https":
+            tls = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        headers = dict(self._headers)
+        if body is not None:
+            headers["content-type"] = "application/json"
+        try:
+            connection.request(method, parts.path.rstrip("/") + path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read(_ANSWER_BYTES_MAX)
+        finally:
+            connection.close()
+
+
+class _Groups(Struct):
+    groups: list[RegisteredGroup]
+
+
+def _decoded(url: str, reply: Reply, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(reply.body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise NotSeen(
+            f"{url} answered with what this doctor does not read ({error}): is it of another "
+            "version?"
+        ) from None
+
+
+def _refused(url: str, path: str, reply: Reply) -> str:
+    try:
+        error = msgspec.json.decode(reply.body)["error"]
+        why = f"{error['message']} ({error['code']})"
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        why = "is it a txbroker proxy, and of this version?"
+    return f"{url} answered {path} with {reply.status}: {why}"
