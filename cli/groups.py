@@ -6,8 +6,10 @@ import click
 
 from txbroker.cli.asking import conclude, confirm, each, require_asking, yes_option
 from txbroker.cli.client import ApiError, Client, client_options
+from txbroker.cli.completion import complete_groups
 from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
+from txbroker.cli.watching import watch_option, watch_rows
 
 
 def _times(row: Row) -> str:
@@ -35,15 +37,22 @@ def command() -> None:
 
 
 @command.command("list")
+@watch_option
 @output_option
 @client_options
-def list_command(client: Client, output: str) -> None:
+def list_command(client: Client, output: str, watch: float | None) -> None:
     """List registered groups."""
-    show_rows(client.get("groups")["groups"], COLUMNS, output, "No group is registered.")
+
+    def look() -> list[Row]:
+        return list(client.get("groups")["groups"])
+
+    if watch is not None:
+        watch_rows(look, COLUMNS, output, watch, lambda row: tuple(row.items()))
+    show_rows(look(), COLUMNS, output, "No group is registered.")
 
 
 @command.command("show")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_groups)
 @output_option
 @client_options
 def show_command(client: Client, output: str, name: str) -> None:
@@ -56,7 +65,7 @@ def show_command(client: Client, output: str, name: str) -> None:
 
 
 @command.command("register")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_groups)
 @click.option("--check-url", metavar="URL", help="Where check-backs are posted.")
 @click.option(
     "--secret-ref",
@@ -82,7 +91,7 @@ def register_command(client: Client, output: str, name: str, yes: bool, **policy
         wanted = {key: value for key, value in policy.items() if value is not None}
         click.echo(f"now:  {_described(_registered(client, name))}", err=True)
         click.echo(f"then: {_described(wanted)}", err=True)
-        confirm(f"Register {name}?", yes)
+        confirm(f"Register {name} at {client}?", yes)
     found = client.change("PUT", "groups", name, body=policy)
     if output in ("json", "yaml"):
         show_data(found, output)
@@ -91,7 +100,7 @@ def register_command(client: Client, output: str, name: str, yes: bool, **policy
 
 
 @command.command("remove")
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_groups)
 @yes_option
 @client_options
 def remove_command(client: Client, names: tuple[str, ...], yes: bool) -> None:
@@ -100,7 +109,7 @@ def remove_command(client: Client, names: tuple[str, ...], yes: bool) -> None:
     if not yes:
         for name in names:
             click.echo(f"{name}: {_described(_registered(client, name))}", err=True)
-        confirm(f"Remove {', '.join(names)}?", yes)
+        confirm(f"Remove {', '.join(names)} at {client}?", yes)
     done = each(names, lambda name: dict(client.change("DELETE", "groups", name)))
     for row in done:
         click.echo(row["group"])

@@ -12,6 +12,8 @@ COMMANDS = (
     Command("topics", "topics", "Plan and make txbroker's own topics."),
     Command("tx", "tx", "Look at transactions and resolve them."),
     Command("groups", "groups", "Look at producer groups and register them."),
+    Command("top", "top", "Show how all stands, again and again."),
+    Command("doctor", "doctor.command", "Find what is not well, and what to do about it."),
     Command("context", "context", "Name several installations, and say which one to call."),
     Command("completion", "completion", "Let your shell complete commands and live values."),
     Command("send", "send", "Send a whole transaction from the command line."),

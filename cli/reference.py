@@ -4,7 +4,6 @@
 """
 
 import inspect
-import re
 from collections.abc import Iterator
 
 import click
@@ -57,7 +56,7 @@ def page() -> str:
 def _section(command: click.Command, context: click.Context) -> Iterator[str]:
     yield f"{'#' * len(context.command_path.split())} `{context.command_path}`"
     yield ""
-    yield re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help or ""))
+    yield "\n\n".join(_paragraphs(command.help or ""))
     if isinstance(command, click.Group):
         return
     pieces = " ".join(command.collect_usage_pieces(context))
@@ -73,6 +72,15 @@ def _section(command: click.Command, context: click.Context) -> Iterator[str]:
         if record is not None:
             names, text = (_cell(part) for part in record)
             yield f"| `{names}` | {text} |"
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield paragraphs, each on one line, but those that click leaves as they are."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        if paragraph.startswith("\b\n"):
+            yield f"```text\n{paragraph[2:]}\n```"
+        else:
+            yield paragraph.replace("\n", " ")
 
 
 def _cell(text: str) -> str:

@@ -28,6 +28,7 @@ from txbroker.cli.output import (
     show_data,
     show_rows,
 )
+from txbroker.cli.watching import watch_option, watch_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,7 +64,21 @@ COLUMNS = (
 
 @click.group("tx", cls=SuggestingGroup)
 def command() -> None:
-    """Look at transactions and resolve them."""
+    """Look at transactions and resolve them.
+
+    \b
+    pending      stored, undecided, invisible; its group is asked when its time comes
+    committed    decided, not visible yet: it is on its way
+    promoted     visible in all its target topics; settled
+    rolled_back  never visible; settled
+    parked       undecided after the last attempt: kept whole until you commit, roll
+                 back or revive it, and never guessed
+    refused      committed, but a target does not take it: mend the target; it is
+                 tried again by itself, or at once with revive
+
+    The first decision wins, whoever makes it; who comes later is told. What needs somebody:
+    `txbroker tx list --state parked` and `--state refused`; `tx show ID` tells why.
+    """
 
 
 @command.command("list")
@@ -95,13 +110,29 @@ def command() -> None:
     help="At most so many.",
 )
 @click.option("--all", "everything", is_flag=True, help="All of them, however many.")
+@watch_option
 @output_option
 @client_options
-def list_command(client: Client, output: str, limit: int, everything: bool, **query: Any) -> None:
+def list_command(
+    client: Client,
+    output: str,
+    limit: int,
+    everything: bool,
+    watch: float | None,
+    **query: Any,
+) -> None:
     """List transactions, oldest first.
 
     Without --state: all that are not settled, so none that are promoted or rolled back.
     """
+    if watch is not None:
+        watch_rows(
+            lambda: list(client.transactions(None if everything else limit, **query)),
+            COLUMNS,
+            output,
+            watch,
+            lambda row: (row["id"], row["state"], row["round"], row["attempts"]),
+        )
     rows = list(client.transactions(None if everything else limit + 1, **query))
     if not everything and len(rows) > limit:
         rows = rows[:limit]
