@@ -17,7 +17,7 @@ TESTS_S = 12.0
 """For all test calls together; which were not made by then is told."""
 _DENIED = frozenset({401, 403})
 
-proxies_book = Book(Section.PROXIES)
+proxies_book = Book(Section.PROXIES, needs=("proxies-ready",))
 groups_book = Book(Section.GROUPS, needs=("proxies-ready",))
 
 

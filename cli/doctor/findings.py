@@ -67,7 +67,7 @@ class Check(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """A check and what became of it; `hint` "" where all is well."""
+    """A check and what became of it; `hint` "" where there is nothing to do about it."""
 
     name: str
     section: Section

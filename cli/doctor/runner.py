@@ -78,7 +78,7 @@ def _outcome(check: Check, finding: Finding, seconds: float) -> Outcome:
         level=finding.level,
         found=finding.found,
         details=finding.details,
-        hint="" if finding.level is Level.OK else check.hint,
+        hint="" if finding.level in (Level.OK, Level.UNKNOWN) else check.hint,
         doc=check.doc,
         seconds=seconds,
     )

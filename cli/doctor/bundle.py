@@ -1,0 +1,213 @@
+"""Packs what support wants to see into one file: no secret and no message is in it.
+
+Nothing that holds messages is ever asked for. What settings call a secret is left out, and what
+the secrets' files hold, and whatever URLs carry beside address and path, is struck out everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import re
+import sys
+import tarfile
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from txbroker import __version__
+from txbroker.addresses import read_secret
+from txbroker.cli.doctor.proxies import NotSeen, ProxySide
+from txbroker.cli.doctor.report import as_json
+from txbroker.cli.doctor.runner import Report
+from txbroker.cli.doctor.subject import Subject
+from txbroker.config import Settings
+from txbroker.errors import TxbrokerError
+
+STRUCK_OUT = "<struck out>"
+PROXIES_MAX = 50
+_OWNERS_EYES = 0o600
+_SECRET_NAME = re.compile("password|secret|token|jaas|credential|username|passphrase")
+_USER_IN_URL = re.compile(r"(?<=://)[^/\s\"'@]+@")
+_QUERY_IN_URL = re.compile(r"(\w://[^\s\"'?#]*)[?#][^\s\"',;)]*")
+_LIBRARIES = ("aiokafka", "aiohttp", "msgspec", "h11", "pydantic", "click", "uvloop")
+
+
+async def pack(path: Path, subject: Subject, report: Report, secrets: Iterable[str]) -> list[str]:
+    """Write the file; return what it holds, by name.
+
+    Args:
+        secrets: texts that must not appear in it, wherever they come from.
+
+    Raises:
+        click.ClickException: the file cannot be written, or is there already.
+    """
+    redact = Redactor(secrets)
+    files = {
+        "versions.json": _json(await _versions(subject)),
+        "settings.json": _json(settings_shown(subject.settings)),
+        "topics.json": _json(await _topics(subject)),
+        "doctor.json": as_json(report),
+        **await _proxies(subject),
+    }
+    try:
+        _write(path, {name: redact(text) for name, text in files.items()}, report.at_s)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
+    return sorted(files)
+
+
+def known_secrets(settings: Settings, token: str) -> list[str]:
+    """Return the texts of the secrets that settings name, as far as they can be read."""
+    found = [token] if token else []
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Path) and _SECRET_NAME.search(name):
+            try:
+                found.append(read_secret(name, value))
+            except TxbrokerError:
+                continue  # what cannot be read cannot get into the file either
+        elif _SECRET_NAME.search(name) and not isinstance(value, bool):
+            found.append(_plain(value))
+    return [secret for secret in found if secret]
+
+
+def settings_shown(settings: Settings) -> dict[str, Any]:
+    """Return the settings by name; of secrets only whether they are set."""
+    shown: dict[str, Any] = {}
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        secret = bool(_SECRET_NAME.search(name)) and not isinstance(value, bool | Path)
+        if secret and value:
+            shown[name] = STRUCK_OUT
+        else:
+            shown[name] = value if isinstance(value, bool | int | float | None) else str(value)
+    return shown
+
+
+class Redactor:
+    """Strikes out of texts what must not be in them."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        # In JSON a secret may be written in another way; the longest first, as one may hold
+        # another.
+        given = {text for text in secrets if text}
+        texts = {*given, *(json.dumps(text)[1:-1] for text in given)}
+        self._secrets = sorted(texts, key=len, reverse=True)
+
+    def __call__(self, text: str) -> str:
+        """Return a text without secrets, and URLs without users and queries."""
+        for secret in self._secrets:
+            text = text.replace(secret, STRUCK_OUT)
+        text = _USER_IN_URL.sub(f"{STRUCK_OUT}@", text)
+        return _QUERY_IN_URL.sub(rf"\1?{STRUCK_OUT}", text)
+
+
+async def _versions(subject: Subject) -> dict[str, Any]:
+    versions: dict[str, Any] = {
+        "txbroker": __version__,
+        "python": sys.version,
+        "system": platform.platform(),
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+    }
+    try:
+        versions["brokers"] = [
+            {"node": one.node, "address": one.address, "fetch": one.fetch_version, "why": one.why}
+            for one in await subject.kafka.brokers()
+        ]
+    except TxbrokerError as error:
+        versions["brokers"] = str(error)
+    try:
+        versions["proxies"] = {
+            proxy.url: proxy.version for proxy in (await subject.overview()).proxies
+        }
+    except NotSeen as error:
+        versions["proxies"] = str(error)
+    return versions
+
+
+async def _topics(subject: Subject) -> dict[str, Any]:
+    try:
+        found, cluster = await subject.found(), await subject.cluster()
+    except TxbrokerError as error:
+        return {"error": str(error)}
+    return {
+        name: {
+            "partitions": topic.partitions,
+            "replication": topic.replication,
+            "settings": dict(topic.configs),
+            "copies": msgspec.to_builtins(cluster.topics[name].partitions, str_keys=True)
+            if name in cluster.topics
+            else {},
+        }
+        for name, topic in sorted(found.items())
+    }
+
+
+async def _proxies(subject: Subject) -> dict[str, str]:
+    files: dict[str, str] = {}
+    try:
+        files["overview.json"] = _json(msgspec.to_builtins(await subject.overview()))
+    except NotSeen as error:
+        files["overview.txt"] = str(error)
+    urls = list(dict.fromkeys([*subject.proxies.named, *await subject.urls()]))
+    for number, url in enumerate(urls[:PROXIES_MAX], 1):
+        folder = f"proxies/{number:02}"
+        files[f"{folder}/url.txt"] = url
+        files |= {f"{folder}/{name}": text for name, text in (await _proxy(subject.proxies, url))}
+    return files
+
+
+async def _proxy(proxies: ProxySide, url: str) -> list[tuple[str, str]]:
+    files = []
+    try:
+        files.append(("readyz.json", _json(msgspec.to_builtins(await proxies.ready(url)))))
+    except NotSeen as error:
+        return [("error.txt", str(error))]
+    try:
+        files.append(("metrics.txt", await proxies.metrics(url)))
+    except NotSeen as error:
+        files.append(("metrics-error.txt", str(error)))
+    return files
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False, default=str)
+
+
+def _plain(value: Any) -> str:
+    """Return a setting's text, also of a type that hides it."""
+    reveal = getattr(value, "get_secret_value", None)
+    return str(reveal() if reveal is not None else value or "")
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _write(path: Path, files: Mapping[str, str], at_s: float) -> None:
+    with (
+        open(path, "xb", opener=_for_the_owner) as file,
+        tarfile.open(fileobj=file, mode="w:gz") as archive,
+    ):
+        for name, text in files.items():
+            _add(archive, f"txbroker-doctor/{name}", text.encode(), at_s)
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes, at_s: float) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime, entry.mode = len(content), int(at_s), _OWNERS_EYES
+    archive.addfile(entry, io.BytesIO(content))
+
+
+def _for_the_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, _OWNERS_EYES)

@@ -1,0 +1,113 @@
+"""Shows what checks found: for people, for programs, and for Prometheus' textfile collector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+
+import click
+
+from txbroker import __version__
+from txbroker.cli.doctor.findings import Level, Outcome
+from txbroker.cli.doctor.runner import Report
+from txbroker.cli.output import clock, printable
+
+_MARKS = {
+    Level.OK: ("✓", "green"),
+    Level.WARNING: ("!", "yellow"),
+    Level.UNKNOWN: ("?", "magenta"),
+    Level.FAILS: ("✗", "red"),
+}
+_WORDS = {
+    Level.OK: "ok     ",
+    Level.WARNING: "warning",
+    Level.UNKNOWN: "unknown",
+    Level.FAILS: "FAILS  ",
+}
+_NUMBERS = {Level.OK: 0, Level.WARNING: 1, Level.FAILS: 2, Level.UNKNOWN: 3}
+
+
+def table(report: Report, *, colours: bool) -> Iterator[str]:
+    """Yield lines for people: signs and colours for a terminal, else words."""
+    for section, outcomes in groupby(report.outcomes, key=lambda one: one.section):
+        yield click.style(str(section), bold=True) if colours else f"{section}:"
+        for one in outcomes:
+            yield from _lines(one, colours)
+
+
+def _lines(one: Outcome, colours: bool) -> Iterator[str]:
+    if colours:
+        sign, colour = _MARKS[one.level]
+        mark, hint, see = click.style(sign, fg=colour, bold=True), "→ ", "  "
+    else:
+        mark, hint, see = _WORDS[one.level], "hint: ", "see:  "
+    indent = " " * 4 if colours else " " * 10
+    asked = ":" if one.level is Level.OK else "?"
+    yield f"  {mark} {one.name}: {one.title}{asked} {printable(one.found)}"
+    for line in one.details:
+        yield f"{indent}- {printable(line)}"
+    if one.hint:
+        yield f"{indent}{hint}{one.hint}"
+        yield f"{indent}{see}{one.doc}"
+
+
+def summary(report: Report) -> str:
+    """Return in one sentence how it stands."""
+    counted = [
+        (report.count(Level.OK), "fine"),
+        (report.count(Level.WARNING), "to look at"),
+        (report.count(Level.FAILS), "failing"),
+        (report.count(Level.UNKNOWN), "not known"),
+    ]
+    return ", ".join(f"{count} {what}" for count, what in counted if count) + "."
+
+
+def as_json(report: Report) -> str:
+    """Return the report for programs."""
+    data = {
+        "healthy": report.healthy,
+        "at": clock(round(report.at_s * 1000)),
+        "version": __version__,
+        "counts": {level.value: report.count(level) for level in Level},
+        "checks": [
+            {
+                "name": one.name,
+                "section": one.section.value,
+                "title": one.title,
+                "level": one.level.value,
+                "found": one.found,
+                "details": list(one.details),
+                "hint": one.hint,
+                "doc": one.doc,
+                "seconds": round(one.seconds, 3),
+            }
+            for one in report.outcomes
+        ],
+    }
+    return json.dumps(data, indent=2, ensure_ascii=False)
+
+
+def as_prometheus(report: Report) -> Iterator[str]:
+    """Yield the lines of a file for the textfile collector of Prometheus' node exporter."""
+    yield (
+        "# HELP txbroker_doctor_check What a check found: 0 fine, 1 to look at, 2 fails, "
+        "3 could not be looked at."
+    )
+    yield "# TYPE txbroker_doctor_check gauge"
+    for one in report.outcomes:
+        yield f"txbroker_doctor_check{_labels(one)} {_NUMBERS[one.level]}"
+    yield "# HELP txbroker_doctor_check_seconds How long a check took."
+    yield "# TYPE txbroker_doctor_check_seconds gauge"
+    for one in report.outcomes:
+        yield f"txbroker_doctor_check_seconds{_labels(one)} {one.seconds:.3f}"
+    yield "# HELP txbroker_doctor_healthy 1 if nothing fails, else 0."
+    yield "# TYPE txbroker_doctor_healthy gauge"
+    yield f"txbroker_doctor_healthy {int(report.healthy)}"
+    yield "# HELP txbroker_doctor_timestamp_seconds When the doctor looked, seconds since 1970."
+    yield "# TYPE txbroker_doctor_timestamp_seconds gauge"
+    yield f"txbroker_doctor_timestamp_seconds {report.at_s:.3f}"
+
+
+def _labels(one: Outcome) -> str:
+    return f'{{check="{one.name}",section="{one.section.lower()}"}}'
