@@ -13,7 +13,7 @@ from txbroker import __version__
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"checkers": "txbroker/checkers", "cli": "txbroker/cli", "spark": "txbroker/spark"}
-DATA = (".lock", "py.typed")
+DATA = (".lock", "py.typed", ".html", ".css", ".js", ".svg")
 
 
 @pytest.fixture(scope="module")

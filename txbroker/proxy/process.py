@@ -16,6 +16,7 @@ from txbroker.door import Door
 from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.cluster import Cluster
+from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_app, serve
 from txbroker.proxy.http.guards import Token
 from txbroker.proxy.metrics import Metrics
@@ -79,7 +80,16 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         cluster = Cluster(broker, peers)
         leases = Leases(sessions)
         stack.callback(leases.close)
-        app = make_app(cluster, groups, sessions, settings, metrics, local=broker, leases=leases)
+        app = make_app(
+            cluster,
+            groups,
+            sessions,
+            settings,
+            metrics,
+            local=broker,
+            leases=leases,
+            pages=console_pages,
+        )
         url = await stack.enter_async_context(serve(app, settings.listen))
         # Known before anybody hears of us.
         broker.url = settings.advertise or url

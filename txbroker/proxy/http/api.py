@@ -2,6 +2,7 @@
 
 import copy
 import traceback
+from collections.abc import Callable, Iterable
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -22,7 +23,7 @@ from txbroker.errors import (
     TooLarge,
 )
 from txbroker.proxy.http import registration, system, transactions
-from txbroker.proxy.http.guards import Guard
+from txbroker.proxy.http.guards import Guard, is_page
 from txbroker.proxy.http.internal import Internal
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
@@ -44,6 +45,10 @@ SESSION_PATH = "/v1/session"
 OPENAPI_PATH = "/v1/openapi.json"
 SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)
 _FRAMES_SHOWN = 4
+
+
+Pages = Callable[[Shell, Guard], Iterable[tuple[str, str, Handler]]]
+"""Returns method, path and handler of every page."""
 
 
 def operations() -> tuple[Operation, ...]:
@@ -70,6 +75,7 @@ def make_app(
     *,
     local: Service | None = None,
     leases: Leases | None = None,
+    pages: Pages = lambda _shell, _guard: (),
 ) -> web.Application:
     """Return the web application of one proxy.
 
@@ -77,6 +83,7 @@ def make_app(
         service: answers the HTTP API.
         local: answers sessions and other proxies, this proxy's own part; None: `service` too.
         leases: the sessions that other proxies have in hand; None: made here.
+        pages: makes the pages for people, which admit by themselves.
 
     Raises:
         ConfigurationError: the token file cannot be read.
@@ -86,9 +93,10 @@ def make_app(
     shell = copy.copy(own)
     shell.service = service
     declared = operations()
+    guard = Guard(settings)
     open_paths = frozenset(operation.path for operation in declared if operation.open)
     app = web.Application(
-        middlewares=[_outermost(shell, Guard(settings), open_paths)],
+        middlewares=[_outermost(shell, guard, open_paths)],
         client_max_size=settings.request_bytes_max,
     )
     app[SHELL] = own
@@ -102,6 +110,8 @@ def make_app(
             )
     for method, path, handler in Internal(own, leases or Leases(sessions)).routes():
         app.router.add_route(method, path, handler, expect_handler=_expect)
+    for method, path, page in pages(shell, guard):
+        app.router.add_route(method, path, page, expect_handler=_expect)
     session_server = SessionServer(own)
     app.router.add_get(
         SESSION_PATH, session_server.handle, allow_head=False, expect_handler=_expect
@@ -162,7 +172,8 @@ def _outermost(shell: Shell, guard: Guard, open_paths: frozenset[str]) -> Middle
     @web.middleware
     async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.path not in open_paths:
+            # Pages admit by themselves: they answer in HTML, and have a login.
+            if request.path not in open_paths and not is_page(request.path):
                 guard.admit(request)
             return await handler(request)
         except RequestError as error:

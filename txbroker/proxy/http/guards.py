@@ -20,7 +20,13 @@ from txbroker.proxy.logging import get_logger
 log = get_logger(__name__)
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_PAGES = ("/transactions", "/groups", "/actions", "/static", "/login", "/logout")
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
+
+
+def is_page(path: str) -> bool:
+    """Say whether a path is one of the pages for people, beside which the API lies."""
+    return path == "/" or any(path == page or path.startswith(page + "/") for page in _PAGES)
 
 
 class Token:
@@ -68,13 +74,24 @@ class Guard:
         # Who listens everywhere is called by any of the machine's addresses. No page can make
         # a bare address its own name, so this opens nothing to DNS rebinding.
         self._any_address = _is_wildcard(address)
-        self._token = None if settings.token_file is None else Token(settings.token_file)
+        self.token = None if settings.token_file is None else Token(settings.token_file)
 
     def admit(self, request: web.BaseRequest) -> None:
         """Refuse a call by a foreign page, for an unknown host name, or without the token.
 
         Raises:
             Forbidden, Unauthorized: says what to do.
+        """
+        self.admit_page(request)
+        if self.token is not None:
+            self._check_token(self.token, request)
+
+    def admit_page(self, request: web.BaseRequest) -> None:
+        """Refuse a call by a foreign page or for an unknown host name; of a token nothing is
+        asked, as for the console, which has a login.
+
+        Raises:
+            Forbidden: says what to do.
         """
         host = request.headers.get("Host", "")
         name = _host_name(host)
@@ -85,8 +102,6 @@ class Guard:
         origin = request.headers.get("Origin")
         if origin is not None and _netloc(origin) != host.lower():
             raise Forbidden(f"calls from pages of {origin[:100]!r} are not taken")
-        if self._token is not None:
-            self._check_token(self._token, request)
 
     def _check_token(self, token: Token, request: web.BaseRequest) -> None:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")

@@ -5,20 +5,6 @@ import msgspec
 from txbroker.proxy.http.bodies import HealthBody, OverviewBody, ReadyBody
 from txbroker.proxy.http.operations import Call, Operation, Reply
 
-_PAGE = b"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>txbroker</title></head>
-<body><h1>txbroker</h1>
-<p>Transactional messages for Apache Kafka.</p>
-<ul>
-<li><a href="/readyz">readyz</a>: can this proxy take calls?</li>
-<li><a href="/v1/transactions">transactions</a></li>
-<li><a href="/v1/groups">groups</a></li>
-<li><a href="/metrics">metrics</a></li>
-<li><a href="/v1/openapi.json">openapi.json</a>: the API</li>
-</ul></body></html>
-"""
-
-
 _OVERVIEW_FIELDS = tuple(field.name for field in msgspec.structs.fields(OverviewBody))
 
 
@@ -47,11 +33,6 @@ async def overview(call: Call) -> Reply:
 async def metrics(call: Call) -> Reply:
     """Show the metrics in Prometheus' text format."""
     return Reply(200, call.shell.metrics.text())
-
-
-async def page(call: Call) -> Reply:
-    """Show where to go."""
-    return Reply(200, _PAGE)
 
 
 OPERATIONS = (
@@ -84,5 +65,4 @@ OPERATIONS = (
         {200: None},
         media="text/plain",
     ),
-    Operation("page", "GET", "/", "Where to go", page, {200: None}, media="text/html", open=True),
 )  # fmt: skip

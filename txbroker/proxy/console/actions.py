@@ -1,0 +1,283 @@
+"""What a person does to transactions: looked at first, then done, with who and why on record."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from aiohttp import web
+
+from txbroker.contract import DecideRequest, TransactionView
+from txbroker.core.records import Decision, Source, State
+from txbroker.errors import BadRequest, KafkaUnavailable, RequestError
+from txbroker.proxy.console.filters import Filter, Record, convert, read_listing
+from txbroker.proxy.console.shown import link
+from txbroker.proxy.console.site import Ask, Page, Redirect, Route
+from txbroker.proxy.http.shell import Shell
+from txbroker.proxy.logging import get_logger
+
+log = get_logger(__name__)
+
+BULK_MAX = 10_000
+"""Transactions that one action covers: what is left over takes another one."""
+BULK_S = 60.0
+"""How long one action goes on, seconds; browsers wait for longer."""
+PARALLEL = 64
+"""Transactions that are worked on at the same time: whole batches for Kafka."""
+_PAGE = 1000
+SAMPLE = 10
+FAILED_SHOWN = 20
+_UNDECIDED = (State.PENDING, State.PARKED)
+
+
+class Action(Enum):
+    """What can be done; each with the states in which it can be."""
+
+    COMMIT = ("commit", "Commit", _UNDECIDED)
+    ROLLBACK = ("rollback", "Roll back", _UNDECIDED)
+    CHECK = ("check", "Check now", (State.PENDING,))
+    REVIVE = ("revive", "Revive", (State.PARKED, State.REFUSED))
+
+    def __init__(self, word: str, title: str, states: tuple[State, ...]) -> None:
+        self.word = word
+        self.title = title
+        self.states = states
+
+    @property
+    def decides(self) -> bool:
+        """True where it cannot be taken back."""
+        return self in (Action.COMMIT, Action.ROLLBACK)
+
+
+_BY_WORD = {action.word: action for action in Action}
+
+
+def allowed(action: Action, state: State | None) -> bool:
+    """Say whether an action can do something with transactions of a state, None for any."""
+    return state is None or state in action.states
+
+
+@dataclass
+class Preview:
+    """What an action would cover."""
+
+    total: int = 0
+    more: bool = False
+    """True where there are further ones, beyond `BULK_MAX`."""
+    by_group: Counter[str] = field(default_factory=Counter)
+    by_state: Counter[State] = field(default_factory=Counter)
+    sample: list[TransactionView] = field(default_factory=list)
+    oldest_ms: int | None = None
+
+    def add(self, view: TransactionView) -> None:
+        """Count one."""
+        self.total += 1
+        self.by_group[view.group] += 1
+        self.by_state[view.state] += 1
+        if len(self.sample) < SAMPLE:
+            self.sample.append(view)
+        if self.oldest_ms is None or view.prepared_at_ms < self.oldest_ms:
+            self.oldest_ms = view.prepared_at_ms
+
+
+@dataclass
+class Outcome:
+    """What an action did."""
+
+    done: int = 0
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    """Ids, each with why."""
+    failures: int = 0
+    untried: int = 0
+
+    def fail(self, id: str, why: str) -> None:
+        """Count one that was not done."""
+        self.failures += 1
+        if len(self.failed) < FAILED_SHOWN:
+            self.failed.append((id, why))
+
+
+# --- which -----------------------------------------------------------------------------------
+
+
+async def _matching(
+    shell: Shell, action: Action, chosen: Filter, until_ms: int
+) -> AsyncIterator[TransactionView]:
+    """Yield what an action can do something with, prepared by a time at the latest.
+
+    Raises:
+        RequestError: an owner does not answer, or an id is none.
+    """
+    if chosen.ids:
+        for id in chosen.ids:
+            view = await shell.service.find(id)
+            if view.state in action.states:
+                yield view
+        return
+    for state in action.states:
+        if chosen.state not in (None, state):
+            continue
+        cursor = None
+        while True:
+            request = chosen.request(limit=_PAGE, cursor=cursor, state=state)
+            page = await shell.service.list(request)
+            for view in page.transactions:
+                if view.prepared_at_ms <= until_ms:
+                    yield view
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+
+
+async def preview(ask: Ask) -> Page | Redirect:
+    """Show what an action would cover, and ask for who and why."""
+    action = _action(ask)
+    chosen = read_listing(ask.query).filter
+    until_ms = ask.shell.service.now_ms()
+    found = Preview()
+    async for view in _matching(ask.shell, action, chosen, until_ms):
+        if found.total == BULK_MAX:
+            found.more = True
+            break
+        found.add(view)
+    return _preview_page(action, chosen, found, until_ms, name=ask.visitor.name)
+
+
+def _preview_page(
+    action: Action,
+    chosen: Filter,
+    found: Preview,
+    until_ms: int,
+    *,
+    name: str,
+) -> Page:
+    values = {
+        "action": action,
+        "chosen": chosen,
+        "found": found,
+        "until_ms": until_ms,
+        "name": name,
+        "back": _back(chosen),
+    }
+    return Page("preview.html", values)
+
+
+def _back(chosen: Filter) -> str:
+    if len(chosen.ids) == 1:
+        return link(f"/transactions/{chosen.ids[0]}")
+    return link("/transactions", **chosen.query())
+
+
+# --- done ------------------------------------------------------------------------------------
+
+
+async def act(ask: Ask) -> Page | Redirect:
+    """Do it, and show what came of it."""
+    action = _action(ask)
+    chosen = read_listing(ask.form).filter
+    said = {name: ask.form.get(name, "").strip() for name in ("reason", "by")}
+    record = convert(said, Record)
+    if action.decides and not record.reason:
+        raise BadRequest("say why: the reason is kept with the decision", path="reason")
+    until_ms = _until_ms(ask)
+    ids: list[str] = []
+    more = False
+    async for view in _matching(ask.shell, action, chosen, until_ms):
+        if len(ids) == BULK_MAX:
+            more = True
+            break
+        ids.append(view.id)
+    by = _by(record.by, ask.request.remote or "")
+    outcome = await _do_all(ask.shell, action, ids, by, record.reason)
+    log.info(
+        "console action",
+        action=action.word,
+        done=outcome.done,
+        failed=outcome.failures,
+        untried=outcome.untried,
+        by=by,
+        reason=record.reason,
+        of=chosen.query(),
+    )
+
+    def keep_name(response: web.Response) -> None:
+        if not ask.visitor.logged_in:
+            ask.visits.remember_name(response, record.by, secure=ask.secure)
+
+    if len(chosen.ids) == 1 and outcome.done == 1:
+        to = link(f"/transactions/{chosen.ids[0]}", done=action.word)
+        return Redirect(to, keep_name)
+    values = {
+        "action": action,
+        "chosen": chosen,
+        "outcome": outcome,
+        "more": more,
+        "back": _back(chosen),
+    }
+    return Page("outcome.html", values, finish=keep_name)
+
+
+def _action(ask: Ask) -> Action:
+    word = ask.request.match_info["action"]
+    action = _BY_WORD.get(word)
+    if action is None:
+        raise BadRequest(f"there is no action {word[:40]!r}; known are {', '.join(_BY_WORD)}")
+    return action
+
+
+def _until_ms(ask: Ask) -> int:
+    """Return when the preview was made: what came later was not agreed to."""
+    text = ask.form.get("until_ms", "")
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise BadRequest("this form does not say when it was made: begin with the preview again")
+    return int(text)
+
+
+def _by(name: str, remote: str) -> str:
+    """Return who acts: what the visitor says, which nobody can prove, and the address."""
+    address = f"console {remote}"
+    return f"{name} via {address}" if name else address
+
+
+async def _do_all(shell: Shell, action: Action, ids: list[str], by: str, reason: str) -> Outcome:
+    """Do it to each, several at a time, until all are through or the time is over."""
+    outcome = Outcome()
+    left = iter(ids)
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + BULK_S
+
+    async def work() -> None:
+        while loop.time() < until_s:
+            id = next(left, None)
+            if id is None:
+                return
+            try:
+                await _do(shell, action, id, by, reason)
+            except (RequestError, KafkaUnavailable) as error:
+                outcome.fail(id, str(error))
+            else:
+                outcome.done += 1
+
+    await asyncio.gather(*(work() for _ in range(min(PARALLEL, len(ids)))))
+    outcome.untried = len(ids) - outcome.done - outcome.failures
+    return outcome
+
+
+async def _do(shell: Shell, action: Action, id: str, by: str, reason: str) -> None:
+    if action is Action.CHECK:
+        await shell.service.check(id, by=by, reason=reason)
+    elif action is Action.REVIVE:
+        await shell.service.revive(id, by=by, reason=reason)
+    else:
+        request = DecideRequest(
+            id, Decision(action.word), reason=reason, source=Source.OPERATOR, by=by
+        )
+        shell.check_decide(request)
+        await shell.service.decide(request)
+
+
+ROUTES = (
+    Route("GET", "/actions/{action}", preview),
+    Route("POST", "/actions/{action}", act),
+)

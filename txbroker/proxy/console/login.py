@@ -1,0 +1,51 @@
+"""Logging in with the proxy's token, and out again."""
+
+from txbroker.errors import Unauthorized
+from txbroker.proxy.console.filters import Record, convert
+from txbroker.proxy.console.site import Ask, Page, Redirect, Route
+from txbroker.proxy.console.visits import NAME_MAX
+from txbroker.proxy.logging import get_logger
+
+log = get_logger(__name__)
+
+
+async def show_login(ask: Ask) -> Page | Redirect:
+    """Show the form, or go on where a login is there already, or none is needed."""
+    onward = _local(ask.query.get("next", "/"))
+    if ask.visitor.admitted:
+        return Redirect(onward)
+    return _form(onward, ask.visitor.name)
+
+
+async def do_login(ask: Ask) -> Page | Redirect:
+    """Begin a login."""
+    onward = _local(ask.form.get("next", "/"))
+    name = convert({"by": ask.form.get("name", "").strip()}, Record).by[:NAME_MAX]
+    if not ask.visits.is_token(ask.form.get("token", "").strip()):
+        log.warning("console login refused", name=name, remote=ask.request.remote or "")
+        return _form(onward, name, "This is not the token of this proxy's token file.")
+    log.info("console login", name=name, remote=ask.request.remote or "")
+    return Redirect(onward, lambda response: ask.visits.log_in(response, name, secure=ask.secure))
+
+
+def _form(onward: str, name: str, problem: str = "") -> Page:
+    values = {"next": onward, "name": name, "problem": problem}
+    return Page("login.html", values, Unauthorized.status if problem else 200)
+
+
+async def do_logout(ask: Ask) -> Page | Redirect:
+    """End a login."""
+    return Redirect("/login", ask.visits.log_out)
+
+
+def _local(path: str) -> str:
+    """Return a path of ours, so that no link to the login leads elsewhere."""
+    plain = path.startswith("/") and not path.startswith("//")
+    return path if plain and path.isprintable() and "\\" not in path else "/"
+
+
+ROUTES = (
+    Route("GET", "/login", show_login, open=True),
+    Route("POST", "/login", do_login, open=True),
+    Route("POST", "/logout", do_logout, open=True),
+)

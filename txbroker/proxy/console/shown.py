@@ -1,0 +1,143 @@
+"""How values are written on a page: ages, times, numbers, bytes, links."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from urllib.parse import quote, urlencode
+
+from txbroker.core.records import Header, Message, State
+
+BODY_CHARS_MAX = 16_384
+"""How much of a key, value or header a page shows."""
+_UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+
+STATE_TEXT = {
+    State.PENDING: "undecided: neither its producer nor a check has decided it",
+    State.COMMITTED: "decided to commit, not yet visible to consumers",
+    State.PROMOTED: "committed and visible to consumers",
+    State.ROLLED_BACK: "rolled back: no consumer will ever see it",
+    State.PARKED: "undecided after the last attempt: waits for a person",
+    State.REFUSED: "committed, but a target does not take it",
+}
+"""What each state means, in a line."""
+
+
+def age(seconds: float | None) -> str:
+    """Return a duration in its two greatest units, such as `3 m 20 s`."""
+    if seconds is None:
+        return "–"
+    if seconds < 1:
+        return "< 1 s"
+    left = round(seconds)
+    greatest = next(at for at, (_, size) in enumerate(_UNITS) if left >= size)
+    parts: list[str] = []
+    for unit, size in _UNITS[greatest : greatest + 2]:
+        many, left = divmod(left, size)
+        if many:
+            parts.append(f"{many} {unit}")
+    return "\N{NO-BREAK SPACE}".join(parts)
+
+
+def number(value: float | None) -> str:
+    """Return a whole number with thin gaps between thousands, a dash for nothing."""
+    if value is None:
+        return "–"
+    return f"{round(value):,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+
+
+def rate(value: float) -> str:
+    """Return a rate: exact where it is small."""
+    if 0 < value < 9.95:
+        return f"{value:.1f}"
+    return number(value)
+
+
+def time_of(at_ms: int) -> str:
+    """Return a time to the second, UTC."""
+    return _at(at_ms).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def machine_time(at_ms: int) -> str:
+    """Return a time for machines."""
+    return _at(at_ms).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _at(at_ms: int) -> datetime:
+    try:
+        return datetime.fromtimestamp(at_ms / 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return datetime.fromtimestamp(0, UTC)
+
+
+def count(value: int, one: str, several: str = "") -> str:
+    """Return a number with its noun."""
+    return f"{number(value)} {one if value == 1 else several or one + 's'}"
+
+
+def link(path: str, **query: object) -> str:
+    """Return a link to a page of ours; what says nothing is left out of the query."""
+    fields = {name: str(value) for name, value in query.items() if value not in (None, "")}
+    return quote(path) + ("?" + urlencode(fields) if fields else "")
+
+
+def with_query(path: str, query: Mapping[str, object], **more: object) -> str:
+    """Return a link that keeps a query and changes some of it."""
+    return link(path, **{**query, **more})
+
+
+def text_of(raw: bytes | None) -> str:
+    """Return bytes as a person reads them: text where it is text, else hexadecimal."""
+    if raw is None:
+        return ""
+    # A character has at most four bytes.
+    shown = raw[: 4 * BODY_CHARS_MAX]
+    try:
+        text = shown.decode()
+    except UnicodeDecodeError as error:
+        # Cut in the middle of a character it is text all the same.
+        if len(raw) == len(shown) or error.start < len(shown) - 3:
+            return shown[: BODY_CHARS_MAX // 3].hex(" ")
+        text = shown[: error.start].decode()
+    return text[:BODY_CHARS_MAX]
+
+
+def kind_of(raw: bytes | None) -> str:
+    """Return what there is to say of bytes beside what they hold."""
+    if raw is None:
+        return "null"
+    try:
+        raw.decode()
+        kind = "text"
+    except UnicodeDecodeError:
+        kind = "bytes, in hexadecimal"
+    size = count(len(raw), "byte")
+    cut = ", its beginning" if len(text_of(raw)) >= BODY_CHARS_MAX - 3 else ""
+    return f"{size}, {kind}{cut}" if raw else "empty"
+
+
+def parts_of(message: Message) -> list[tuple[str, bytes | None]]:
+    """Return what a message holds: key, value and each header."""
+    headers: tuple[Header, ...] = message.headers
+    return [
+        ("Key", message.key),
+        ("Value", message.value),
+        *((f"Header {name}", value) for name, value in headers),
+    ]
+
+
+def sentence(text: str) -> str:
+    """Return text with a capital letter in front; names in it stay as they are."""
+    return text[:1].upper() + text[1:]
+
+
+FILTERS = {
+    "sentence": sentence,
+    "age": age,
+    "number": number,
+    "rate": rate,
+    "time_of": time_of,
+    "machine_time": machine_time,
+    "text_of": text_of,
+    "kind_of": kind_of,
+    "parts_of": parts_of,
+}
+"""What templates call on values."""

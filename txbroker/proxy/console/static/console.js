@@ -1,0 +1,105 @@
+// Makes a page live: fetches it again once in a while and puts its marked sections in place of the
+// old ones. Without this script every page works the same, only that one has to load it again.
+"use strict";
+
+(() => {
+  const EVERY_MS = 3000;
+  const SLOWEST_MS = 30000;
+  const button = document.getElementById("live");
+  const sections = () => [...document.querySelectorAll("[data-live][id]")];
+  // A page that holds something to fill in, or that shows what was done, stays as it is.
+  if (!button || sections().length < 2 || !window.fetch) return;
+
+  let on = true;
+  let failures = 0;
+  let timer = 0;
+
+  const show = (text) => {
+    button.hidden = false;
+    button.textContent = text;
+    button.setAttribute("aria-pressed", String(on));
+    button.setAttribute("aria-label", on ? `${text}: stop following` : `${text}: follow again`);
+  };
+
+  const inUse = (section) => {
+    const picked = document.getSelection();
+    return Boolean(picked) && !picked.isCollapsed && section.contains(picked.anchorNode);
+  };
+
+  // Where the keyboard is, in words that the new section knows too.
+  const placeOf = (section) => {
+    const focused = document.activeElement;
+    if (!focused || focused === section || !section.contains(focused)) return null;
+    const alike = (root) =>
+      [...root.querySelectorAll(focused.tagName)].filter(
+        (e) => e.getAttribute("href") === focused.getAttribute("href")
+      );
+    const number = alike(section).indexOf(focused);
+    return (root) => alike(root)[number];
+  };
+
+  const replace = (old, fresh) => {
+    const place = placeOf(old);
+    for (const open of old.querySelectorAll("details[open][id]")) {
+      const same = fresh.querySelector(`#${CSS.escape(open.id)}`);
+      if (same) same.open = true;
+    }
+    const scrolled = [...old.querySelectorAll(".wide")].map((e) => e.scrollLeft);
+    // What is inside is exchanged, not the section, so that a reader is told of what changed.
+    old.replaceChildren(...fresh.childNodes);
+    old.querySelectorAll(".wide").forEach((e, i) => { e.scrollLeft = scrolled[i] || 0; });
+    const there = place && place(old);
+    if (there) there.focus({ preventScroll: true });
+  };
+
+  const take = (text) => {
+    const page = new DOMParser().parseFromString(text, "text/html");
+    for (const old of sections()) {
+      const found = page.getElementById(old.id);
+      if (!found || inUse(old)) continue;
+      const fresh = document.importNode(found, true);
+      if (fresh.innerHTML !== old.dataset.was) {
+        old.dataset.was = fresh.innerHTML;
+        replace(old, fresh);
+      }
+    }
+  };
+
+  const look = async () => {
+    try {
+      const answer = await fetch(location.href.split("#")[0], {
+        headers: { accept: "text/html" },
+        signal: AbortSignal.timeout(10000),
+      });
+      if (answer.redirected) {
+        // The login is over: go where it leads.
+        location.reload();
+        return;
+      }
+      if (!answer.ok) throw new Error(String(answer.status));
+      take(await answer.text());
+      failures = 0;
+      show("Live");
+    } catch {
+      failures += 1;
+      show("No answer, trying again");
+    }
+    again();
+  };
+
+  const again = () => {
+    clearTimeout(timer);
+    if (on && !document.hidden) {
+      timer = setTimeout(look, Math.min(EVERY_MS * 2 ** failures, SLOWEST_MS));
+    }
+  };
+
+  button.addEventListener("click", () => {
+    on = !on;
+    show(on ? "Live" : "Stopped");
+    again();
+  });
+  document.addEventListener("visibilitychange", again);
+  show("Live");
+  again();
+})();
