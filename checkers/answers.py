@@ -37,6 +37,11 @@ def question(call: CheckCall) -> bytes:
     )
 
 
+def trial_question(group: str, at_ms: int) -> bytes:
+    """Return the body of a test call: no transaction, nothing to decide."""
+    return _encode_json({"test": True, "group": group, "sent_at": rfc3339(at_ms)})
+
+
 def rfc3339(time_ms: int) -> str:
     """Return milliseconds since 1970 as text in UTC: `2026-02-03T04:05:06.789Z`."""
     text = (_EPOCH + timedelta(milliseconds=time_ms)).isoformat(timespec="milliseconds")

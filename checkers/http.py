@@ -6,14 +6,21 @@ is handed to the socket before the first suspension, and nothing is ever sent tw
 """
 
 import asyncio
+import secrets
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import h11
 
 import txbroker
-from txbroker.checkers.answers import by_status, question, read_answer, webhook_id
+from txbroker.checkers.answers import (
+    by_status,
+    question,
+    read_answer,
+    trial_question,
+    webhook_id,
+)
 from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, shortened
 from txbroker.checkers.connections import CannotConnect, Connection, LookUp, Names, connect, look_up
 from txbroker.checkers.groups import PolicyError, split_check_url
@@ -199,12 +206,35 @@ class HttpChannel:
             self._reusable = False
             return Unreached("the connection closed before the question was sent")
         state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADER_BYTES_MAX)
-        data = self._encode(state, call)
+        data = self._encode(state, question(call), webhook_id(call))
         self._reusable = False
         self._connection.send(data)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._answer(state)
+        except TimeoutError:
+            return Unclear(f"no answer within {timeout_s:g} s")
+        except h11.RemoteProtocolError:
+            return Unclear(NOT_HTTP)
+
+    async def test(self, group: str, timeout_s: float) -> int | Unreached | Unclear:
+        """Send a test call, which is no check; return its answer's status, or why there is none.
+
+        It is signed as checks are, names no transaction and carries no message.
+        """
+        if not self._connection.fresh:
+            self._reusable = False
+            return Unreached("the connection closed before anything was sent")
+        state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADER_BYTES_MAX)
+        self._reusable = False
+        at_ms = round(self._now_s() * 1000)
+        id = f"test.{secrets.token_hex(16)}"
+        self._connection.send(
+            self._encode(state, trial_question(group, at_ms), id, [(signing.TEST_HEADER, "1")])
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._status(state)
         except TimeoutError:
             return Unclear(f"no answer within {timeout_s:g} s")
         except h11.RemoteProtocolError:
@@ -220,8 +250,9 @@ class HttpChannel:
         else:
             self._connection.close(abort=True)
 
-    def _encode(self, state: h11.Connection, call: CheckCall) -> bytes:
-        body = question(call)
+    def _encode(
+        self, state: h11.Connection, body: bytes, id: str, more: Sequence[tuple[str, str]] = ()
+    ) -> bytes:
         headers = [
             ("host", self._request.host),
             ("user-agent", f"txbroker/{txbroker.__version__}"),
@@ -229,9 +260,9 @@ class HttpChannel:
             ("content-length", str(len(body))),
             ("accept", "application/json"),
             ("accept-encoding", "identity"),
+            *more,
         ]
         if self._secret is not None:
-            id = webhook_id(call)
             timestamp_s = int(self._now_s())
             headers += [
                 (signing.ID_HEADER, id),
@@ -241,6 +272,24 @@ class HttpChannel:
         request = h11.Request(method="POST", target=self._request.target, headers=headers)
         events = (request, h11.Data(data=body), h11.EndOfMessage())
         return b"".join(state.send(event) or b"" for event in events)
+
+    async def _status(self, state: h11.Connection) -> int | Unclear:
+        """Return the status of the answer; what comes behind its headers is not read."""
+        pieces_left, received = PIECES_MIN, 0
+        while pieces_left:
+            event = state.next_event()
+            if event is h11.NEED_DATA:
+                data = await self._connection.receive(HEADER_BYTES_MAX)
+                if not data and not received:
+                    return Unclear("the connection ended before an answer")
+                received += len(data)
+                state.receive_data(data)
+            elif isinstance(event, h11.Response):
+                return event.status_code
+            elif not isinstance(event, h11.InformationalResponse):
+                return Unclear(NOT_HTTP)
+            pieces_left -= 1
+        return Unclear("the answer comes in too many pieces")
 
     async def _answer(self, state: h11.Connection) -> CheckResult:
         body = bytearray()

@@ -128,3 +128,13 @@ async def test_page_names_the_links(api: Api) -> None:
 async def test_head_works_where_get_does(api: Api) -> None:
     async with api.client.head(f"{api.url}/healthz") as answer:
         assert answer.status == 200
+
+
+async def test_a_test_call_is_made_for_who_is_registered_only(api: Api) -> None:
+    missing, error = await api.call("POST", "/v1/groups/orders/test", {})
+    assert (missing, error["error"]["code"]) == (404, "unknown_group")
+    await api.call("PUT", "/v1/groups/orders", {"check_url": "http://127.0.0.1:9/check?token=t"})
+    status, tried = await api.call("POST", "/v1/groups/orders/test", {})
+    assert (status, tried["group"], tried["answered"]) == (200, "orders", False)
+    assert "127.0.0.1" in tried["why"]
+    assert "token" not in str(tried)

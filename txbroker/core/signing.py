@@ -8,6 +8,8 @@ import hmac
 ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
+TEST_HEADER = "txbroker-test"
+"""On a test call, with the value `1`: it asks for nothing but an answer with a status of 2xx."""
 SECRET_PREFIX = "whsec_"
 """A secret that begins so is base64 of the key, as Standard Webhooks writes it."""
 

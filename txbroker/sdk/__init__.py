@@ -23,7 +23,7 @@ from txbroker.sdk.types import (
     ProducerClosed,
     Rollback,
 )
-from txbroker.sdk.webhook import BadSignature, parse_check, verify_webhook
+from txbroker.sdk.webhook import BadSignature, is_test_call, parse_check, verify_webhook
 
 __all__ = [
     "AlreadyRecorded",
@@ -50,6 +50,7 @@ __all__ = [
     "TooLate",
     "Transaction",
     "TransactionalProducer",
+    "is_test_call",
     "parse_check",
     "verify_webhook",
 ]

@@ -9,7 +9,14 @@ import msgspec
 
 from txbroker.core.message_json import MessageError, decode_messages
 from txbroker.core.records import CheckReason
-from txbroker.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, secret_key, sign
+from txbroker.core.signing import (
+    ID_HEADER,
+    SIGNATURE_HEADER,
+    TEST_HEADER,
+    TIMESTAMP_HEADER,
+    secret_key,
+    sign,
+)
 from txbroker.errors import BadRequest, ConfigurationError, TxbrokerError
 from txbroker.sdk.types import CheckRequest
 
@@ -78,6 +85,18 @@ def verify_webhook(
         found |= hmac.compare_digest(signature.encode(errors="replace"), right)
     if not found:
         raise BadSignature("no signature of the call is right")
+
+
+def is_test_call(headers: Mapping[str, str]) -> bool:
+    """Say whether a call only tries whether we can be reached: answer it with any status of 2xx.
+
+    It asks for no decision and names no transaction. Verify its signature before, as with a
+    check-back: then the answer says that the secret is right, too.
+
+    Args:
+        headers: the request's; names in any case.
+    """
+    return any(name.lower() == TEST_HEADER and value == "1" for name, value in headers.items())
 
 
 def parse_check(body: bytes) -> CheckRequest:

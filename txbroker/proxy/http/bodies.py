@@ -348,6 +348,19 @@ class RemovedBody(Answer, frozen=True):
     removed: bool
 
 
+class TestedBody(Answer, frozen=True):
+    """What became of a test call to a group's check URL; `why` says what is wrong, if anything.
+
+    `status` is that of the answer, null where there was none.
+    """
+
+    group: str
+    answered: bool
+    endpoint: str = ""
+    status: int | None = None
+    why: str = ""
+
+
 class HealthBody(Answer, frozen=True):
     """The process is alive."""
 

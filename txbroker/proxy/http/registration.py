@@ -5,8 +5,10 @@ from typing import cast
 from msgspec import structs
 
 from txbroker.checkers.groups import GroupPolicy, PolicyError
+from txbroker.checkers.http import HttpChecks
+from txbroker.checkers.trial import try_group
 from txbroker.errors import BadRequest, KafkaDown, UnknownGroup
-from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody
+from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
 from txbroker.proxy.http.operations import Call, Operation, Reply
 from txbroker.proxy.http.shell import check_group
 
@@ -38,6 +40,27 @@ async def delete_group(call: Call) -> Reply:
     if not await call.shell.groups.remove(group):
         raise UnknownGroup
     return Reply(200, RemovedBody(group=group, removed=True))
+
+
+async def test_group(call: Call) -> Reply:
+    """Send a test call to a group's check URL, which is no check."""
+    group = call.path["group"]
+    policy = call.shell.groups.get(group)
+    if policy is None:
+        raise UnknownGroup(call.shell.groups.problem(group))
+    checks = HttpChecks()
+    try:
+        tried = await try_group(checks, group, policy, call.shell.settings.check_timeout_s)
+    finally:
+        await checks.close()
+    body = TestedBody(
+        group=group,
+        answered=tried.answered,
+        endpoint=tried.endpoint,
+        status=tried.status,
+        why=tried.why,
+    )
+    return Reply(200, body)
 
 
 async def list_groups(call: Call) -> Reply:
@@ -79,6 +102,15 @@ OPERATIONS = (
         delete_group,
         {200: RemovedBody},
         errors=(UnknownGroup, KafkaDown),
+    ),
+    Operation(
+        "test_group",
+        "POST",
+        "/v1/groups/{group}/test",
+        "Call a group's check URL without asking for anything: can it be reached?",
+        test_group,
+        {200: TestedBody},
+        errors=(UnknownGroup,),
     ),
     Operation(
         "list_groups",

@@ -1,0 +1,140 @@
+"""Test calls: what goes out, and what is made of what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from http_answers import COMMIT, Serve, answering, read_request, response
+
+from txbroker.checkers.groups import GroupPolicy
+from txbroker.checkers.http import HttpChecks
+from txbroker.checkers.trial import Tried, try_group
+from txbroker.core.message_json import message_to_json
+from txbroker.core.records import Message
+from txbroker.errors import BadRequest
+from txbroker.sdk import BadSignature, is_test_call, parse_check, verify_webhook
+
+SECRET = b"open sesame"
+
+
+@pytest.fixture
+def secret_ref(tmp_path: Path) -> str:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    return f"file:{path}"
+
+
+async def test_a_test_call_is_signed_and_asks_for_nothing(serve: Serve, secret_ref: str) -> None:
+    seen: list[tuple[dict[str, str], bytes]] = []
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await read_request(reader))
+        writer.write(response(b"", "204 No Content"))
+
+    server = await serve(handler)
+    checks = HttpChecks()
+    policy = GroupPolicy(check_url=f"{server.url}?token=t", secret_ref=secret_ref)
+    tried = await try_group(checks, "orders", policy, 5.0)
+    await checks.close()
+
+    assert tried == Tried(server.url, 204, "")
+    ((headers, body),) = seen
+    assert headers["request-line"] == "POST /check?token=t HTTP/1.1"
+    assert is_test_call(headers)
+    assert headers["webhook-id"].startswith("test.")
+    told = json.loads(body)
+    assert told.keys() == {"test", "group", "sent_at"}
+    assert (told["test"], told["group"]) == (True, "orders")
+    with pytest.raises(BadRequest):
+        parse_check(body)
+
+
+async def test_endpoints_verify_it_as_they_verify_checks(serve: Serve, secret_ref: str) -> None:
+    verdicts: list[str] = []
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # The header helper of these tests writes values small; the signature is base64.
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        lines = head.strip().split("\r\n")[1:]
+        headers = dict(line.split(": ", 1) for line in lines)
+        body = await reader.readexactly(int(headers["content-length"]))
+        for secret in (SECRET, b"another"):
+            try:
+                verify_webhook(secret, headers, body, now=time.time())
+                verdicts.append("right")
+            except BadSignature:
+                verdicts.append("wrong")
+        writer.write(response(b""))
+
+    server = await serve(handler)
+    checks = HttpChecks()
+    policy = GroupPolicy(check_url=server.url, secret_ref=secret_ref)
+    assert (await try_group(checks, "orders", policy, 5.0)).answered
+    await checks.close()
+    assert verdicts == ["right", "wrong"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "words"),
+    [
+        (response(b"", "202 Accepted"), 202, ""),
+        (response(COMMIT), 200, ""),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\nnever ends", 200, ""),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + response(b""), 200, ""),
+        (response(b"s3cr3t", "400 Bad"), 400, "reached, but it does not answer test calls"),
+        (response(b"s3cr3t", "401 No"), 401, "the secret the same"),
+        (response(b"s3cr3t", "404 No"), 404, "nothing is at that path"),
+        (response(b"s3cr3t", "302 Found", "location: http://elsewhere/\r\n"), 302, "does not answ"),
+        (b"SSH-2.0-s3cr3t\r\n\r\n", None, "not HTTP"),
+        (b"", None, "ended before an answer"),
+    ],
+)
+async def test_what_is_made_of_answers(
+    serve: Serve, checks: HttpChecks, raw: bytes, status: int | None, words: str
+) -> None:
+    server = await serve(answering(raw, then_close=True))
+    tried = await try_group(checks, "orders", GroupPolicy(check_url=server.url), 5.0)
+    assert tried.status == status
+    assert tried.answered == (words == "")
+    assert words in tried.why
+    assert "s3cr3t" not in tried.why
+
+
+async def test_who_does_not_answer_is_given_the_groups_own_time(
+    serve: Serve, checks: HttpChecks
+) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    server = await serve(silent)
+    policy = GroupPolicy(check_url=server.url, timeout_s=0.1)
+    tried = await try_group(checks, "orders", policy, 60.0)
+    assert (tried.answered, tried.why) == (False, "no answer within 0.1 s")
+
+
+async def test_nobody_is_there(checks: HttpChecks, tmp_path: Path) -> None:
+    nobody = GroupPolicy(check_url="http://127.0.0.1:9/check")
+    assert "127.0.0.1" in (await try_group(checks, "orders", nobody, 5.0)).why
+    none = await try_group(checks, "orders", GroupPolicy(), 5.0)
+    assert none == Tried(why="no check URL is registered")
+    gone = GroupPolicy(check_url="http://127.0.0.1:9/", secret_ref=f"file:{tmp_path}/none")
+    assert "cannot be read" in (await try_group(checks, "orders", gone, 5.0)).why
+
+
+def test_only_the_header_with_its_value_makes_a_test_call() -> None:
+    assert is_test_call({"Txbroker-Test": "1"})
+    assert not is_test_call({"txbroker-test": "0"})
+    assert not is_test_call({"txbroker-tests": "1"})
+    assert not is_test_call({})
+
+
+def test_a_check_carries_messages_and_so_is_no_test_call() -> None:
+    """A check that somebody sent on with the header would still be a check by its body."""
+    asked = {"id": "i", "group": "g", "attempt": 1, "attempts_max": 2, "reason": "due"}
+    messages = [message_to_json(Message("t", b"k", b"v"))]
+    body = json.dumps({**asked, "prepared_at": 1.5, "messages": messages}).encode()
+    assert parse_check(body).id == "i"
