@@ -1,0 +1,12 @@
+"""What the doctor's tests share."""
+
+from __future__ import annotations
+
+import pytest
+from doctor_world import World
+
+
+@pytest.fixture
+def world() -> World:
+    """An installation that is well."""
+    return World()

@@ -1,0 +1,449 @@
+"""Each check sees the trouble that it is there for, names it, and nothing else."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from doctor_world import ALL, METRICS, NOW_MS, NOW_S, ONE, TWO, World
+from msgspec import structs
+
+from txbroker.cli.doctor.findings import Level
+from txbroker.cli.doctor.proxies import NotSeen, ReadyAnswer, RegisteredGroup, TestCall
+from txbroker.contract import GroupOverview
+from txbroker.core.audit import AuditNews, encode_news
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.kafka.codes import Code
+from txbroker.kafka.examination import BrokerFacts, OpenTransaction, PartitionCopies
+
+OK, WARNING, UNKNOWN, FAILS = Level.OK, Level.WARNING, Level.UNKNOWN, Level.FAILS
+
+
+def news(**changes: object) -> bytes:
+    """What an audit tells, a minute ago and without drift."""
+    told = AuditNews(
+        run="r1",
+        mode="full",
+        started_ms=NOW_MS - 100_000,
+        ended_ms=NOW_MS - 60_000,
+        transactions=7,
+        states={},
+        drift={"lost": 0},
+    )
+    return encode_news(structs.replace(told, **changes))
+
+
+async def test_all_is_well(world: World) -> None:
+    world.kafka.news = {"batch": news()}
+    report = await world.examine()
+    assert {one.level for one in report.outcomes} == {OK}, report
+    assert report.healthy
+    assert not any(one.hint for one in report.outcomes)
+    # Of the targets that the proxies have met, and of ours, but not of a label.
+    assert "payments" in world.kafka.asked[0]
+    assert "other" not in world.kafka.asked[0]
+
+
+# --- Kafka -----------------------------------------------------------------------------------
+
+
+async def test_without_kafka_only_what_needs_it_is_unknown(world: World) -> None:
+    world.kafka.failure = KafkaUnavailable("no connection to Kafka at x")
+    report = await world.examine()
+    by_name = {one.name: one for one in report.outcomes}
+    assert [name for name, one in by_name.items() if one.level is FAILS] == ["kafka-reachable"]
+    assert by_name["kafka-reachable"].found == "no connection to Kafka at x"
+    assert "--kafka" in by_name["kafka-reachable"].hint
+    assert by_name["topics-there"].level is UNKNOWN
+    assert "see kafka-reachable" in by_name["topics-there"].found
+    assert by_name["proxies-ready"].level is by_name["parked"].level is OK
+    assert not report.healthy
+
+
+async def test_a_silent_broker(world: World) -> None:
+    world.kafka.nodes[1] = BrokerFacts(2, "kafka-2:9092", why="no route")
+    found = await world.outcome("kafka-brokers")
+    assert (found.level, found.details) == (FAILS, ("broker 2 at kafka-2:9092: no route",))
+    assert (await world.outcome("kafka-version")).level is OK
+
+
+async def test_an_old_broker(world: World) -> None:
+    world.kafka.nodes[2] = BrokerFacts(3, "kafka-3:9092", 16)
+    found = await world.outcome("kafka-version")
+    assert (found.level, found.details) == (FAILS, ("broker 3 at kafka-3:9092",))
+
+
+async def test_rights_that_are_missing_are_named(world: World) -> None:
+    world.kafka.see("half", rights=ALL - {"Write"})
+    world.kafka.see("op", error=Code.TOPIC_AUTHORIZATION_FAILED, rights=None)
+    world.kafka.see("parked", rights=None)  # brokers that do not say
+    world.kafka.group_code = Code.GROUP_AUTHORIZATION_FAILED
+    found = await world.outcome("kafka-rights")
+    assert found.level is FAILS
+    assert found.details == (
+        "topic txbroker.half: Write",
+        "topic txbroker.op: Describe, DescribeConfigs, Read, Write (topic authorization failed)",
+        "group txbroker: Describe, Read",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "level"), [(900, OK), (1001, FAILS), (-60_000, OK), (86_400_000, FAILS)]
+)
+async def test_a_brokers_clock_that_is_ahead(world: World, ahead_ms: int, level: Level) -> None:
+    world.kafka.newest = {2: NOW_MS + ahead_ms}
+    found = await world.outcome("kafka-clocks")
+    assert found.level is level
+    assert (level is OK) or "broker 2 at kafka-2:9092" in found.details[0]
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "words"), [(-5000, "5.0 s behind"), (5000, "5.0 s ahead"), (900, ""), (-900, "")]
+)
+async def test_the_brokers_clock_as_proxies_know_it(
+    world: World, ahead_ms: int, words: str
+) -> None:
+    world.proxies.proxy(TWO, now_ms=NOW_MS + ahead_ms)
+    found = await world.outcome("kafka-clocks")
+    assert found.level is (FAILS if words else OK)
+    assert not words or (len(found.details) == 1 and words in found.details[0])
+
+
+async def test_clocks_of_which_nothing_is_known(world: World) -> None:
+    world.kafka.newest = {}
+    world.proxies.gone()
+    assert (await world.outcome("kafka-clocks")).level is WARNING
+
+
+# --- topics ----------------------------------------------------------------------------------
+
+
+async def test_a_missing_topic(world: World) -> None:
+    world.kafka.remove("parked")
+    found = await world.outcome("topics-there")
+    assert (found.level, found.details) == (FAILS, ("txbroker.parked",))
+    assert "topics apply" in found.hint
+    settings = await world.outcome("topics-settings")
+    assert (settings.level, "missing: txbroker.parked" in settings.details[0]) == (FAILS, True)
+
+
+async def test_topics_of_audits_are_no_must(world: World) -> None:
+    world.kafka.remove("audit.drift")
+    found = await world.outcome("topics-there")
+    assert (found.level, found.details) == (WARNING, ("txbroker.audit.drift",))
+
+
+@pytest.mark.parametrize(
+    ("topic", "changes", "words"),
+    [
+        ("half", {"retention_ms": "600000"}, "the checks take"),
+        ("half", {"cleanup_policy": "compact"}, "needs cleanup.policy=delete"),
+        ("half", {"retention_bytes": "1000000"}, "retention.bytes=-1"),
+        ("half", {"message_timestamp_type": "CreateTime"}, "LogAppendTime"),
+        ("op", {"retention_ms": "1000"}, "needs retention.ms"),
+        ("op", {"max_message_bytes": "1000"}, "max.message.bytes"),
+        ("checkpoint", {"min_insync_replicas": "4"}, "nothing could be written"),
+        ("parked", {"unclean_leader_election_enable": "true"}, "can disappear"),
+    ],
+)
+async def test_settings_that_cannot_work(
+    world: World, topic: str, changes: dict[str, str], words: str
+) -> None:
+    world.kafka.configure(topic, **changes)
+    found = await world.outcome("topics-settings")
+    assert found.level is FAILS
+    assert f"txbroker.{topic}" in " ".join(found.details)
+    assert words in " ".join(found.details)
+
+
+async def test_settings_that_are_not_as_planned(world: World) -> None:
+    world.kafka.configure("checkpoint", segment_bytes="1073741824")
+    found = await world.outcome("topics-settings")
+    assert found.level is WARNING
+    assert found.details == ("txbroker.checkpoint: segment.bytes is 1073741824, not 16777216",)
+
+
+async def test_settings_that_may_not_be_read(world: World) -> None:
+    topic = world.kafka.topics["txbroker.op"]
+    world.kafka.topics["txbroker.op"] = structs.replace(topic, configs={})
+    found = await world.outcome("topics-settings")
+    assert (found.level, found.details) == (
+        WARNING,
+        ("txbroker.op: its settings may not be read",),
+    )
+
+
+async def test_too_few_copies(world: World) -> None:
+    topic = world.kafka.topics["txbroker.op"]
+    world.kafka.topics["txbroker.op"] = structs.replace(topic, replication=2)
+    world.kafka.configure("half", min_insync_replicas="3")
+    world.kafka.configure("parked", min_insync_replicas="1")
+    found = await world.outcome("topics-copies")
+    assert found.level is WARNING
+    assert found.details == (
+        "txbroker.half has min.insync.replicas=3: no broker may be away",
+        "txbroker.op has 2 of 3 copies",
+        "txbroker.op has min.insync.replicas=2: no broker may be away",
+        "txbroker.parked has min.insync.replicas=1: an answer is one copy's word",
+    )
+
+
+async def test_copies_that_are_behind(world: World) -> None:
+    world.kafka.copies("op", 1, PartitionCopies(1, (1, 2, 3), (1, 3)))
+    found = await world.outcome("topics-in-sync")
+    assert (found.level, found.details) == (WARNING, ("txbroker.op-1 is behind on broker 2",))
+
+
+async def test_partitions_that_stand_still(world: World) -> None:
+    world.kafka.copies("op", 1, PartitionCopies(-1, (1, 2), (), (1, 2)))
+    world.kafka.copies("half", 0, PartitionCopies(1, (1, 2, 3), (1,)))
+    found = await world.outcome("topics-in-sync")
+    assert found.level is FAILS
+    assert found.details == (
+        "txbroker.half-0 takes nothing: 1 in sync, min.insync.replicas is 2",
+        "txbroker.op-1 has no leader (copies on brokers 1, 2)",
+    )
+
+
+async def test_a_topic_that_may_not_be_seen(world: World) -> None:
+    world.kafka.failure = ConfigurationError("no right to see topic x")
+    assert (await world.outcome("kafka-reachable")).found == "no right to see topic x"
+
+
+# --- proxies ---------------------------------------------------------------------------------
+
+
+async def test_no_proxy_answers(world: World) -> None:
+    world.proxies.gone()
+    report = await world.examine()
+    by_name = {one.name: one for one in report.outcomes}
+    assert by_name["proxies-ready"].details == ("nothing listens at http://one:8470",)
+    failing = {name for name, one in by_name.items() if one.level is FAILS}
+    assert failing == {"proxies-ready"}
+    assert by_name["proxies-owners"].level is by_name["parked"].level is UNKNOWN
+    assert by_name["hanging-transactions"].level is OK
+
+
+async def test_a_proxy_that_is_not_ready_says_why(world: World) -> None:
+    world.proxies.readiness[ONE] = ReadyAnswer(False, {"0": "owned", "1": "hanging: x"}, ["y"])
+    found = await world.outcome("proxies-ready")
+    assert found.level is FAILS
+    assert found.details == (f"{ONE} is not ready: y; partition 1 is hanging: x",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reached": False, "why": "connection refused"}, "does not answer: connection refused"),
+        ({"ready": False, "problems": ("topics are gone",)}, "not ready: topics are gone"),
+        ({"ready": False}, "not ready: it is not caught up"),
+    ],
+)
+async def test_another_proxy_that_is_not_well(
+    world: World, changes: dict[str, object], words: str
+) -> None:
+    world.proxies.proxy(TWO, **changes)
+    found = await world.outcome("proxies-ready")
+    assert (found.level, len(found.details)) == (FAILS, 1)
+    assert f"{TWO}" in found.details[0]
+    assert words in found.details[0]
+
+
+async def test_a_named_proxy_that_is_dead(world: World) -> None:
+    world.proxies.named = (ONE, "http://three:8470")
+    world.proxies.readiness["http://three:8470"] = NotSeen("nothing listens at three")
+    found = await world.outcome("proxies-ready")
+    assert (found.level, found.details) == (FAILS, ("nothing listens at three",))
+
+
+async def test_a_partition_of_nobody_and_one_of_two(world: World) -> None:
+    world.proxies.partition(3, state="none", owner="")
+    world.proxies.partition(1, state="hanging", why="open since noon")
+    world.proxies.proxy(TWO, partitions=(0, 2))
+    found = await world.outcome("proxies-owners")
+    assert found.level is FAILS
+    assert found.details == (
+        f"partition 0 is held for its own by {ONE} and {TWO}",
+        f"partition 1 is hanging (open since noon), owner {ONE}",
+        "partition 3 is none, owner none",
+    )
+
+
+async def test_proxies_that_know_of_no_partition(world: World) -> None:
+    world.proxies.view = structs.replace(world.proxies.seen, partitions=())
+    assert (await world.outcome("proxies-owners")).level is FAILS
+
+
+async def test_two_versions(world: World) -> None:
+    world.proxies.proxy(TWO, version="0.9")
+    found = await world.outcome("proxies-version")
+    assert (found.level, found.details) == (WARNING, (f"0.9: {TWO}", f"1.0: {ONE}"))
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+async def test_a_dead_group(world: World) -> None:
+    world.proxies.tests["web"] = TestCall("web", False, "http://web/check", None, "refused")
+    found = await world.outcome("groups-reachable")
+    assert (found.level, found.details) == (FAILS, ("web: http://web/check: refused",))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+async def test_an_endpoint_that_would_not_take_a_check(world: World, status: int) -> None:
+    world.proxies.tests["web"] = TestCall("web", False, "http://web/check", status, "no")
+    assert (await world.outcome("groups-reachable")).level is FAILS
+
+
+@pytest.mark.parametrize("status", [400, 422, 500])
+async def test_an_endpoint_that_knows_no_test_calls_is_reached(world: World, status: int) -> None:
+    world.proxies.tests["web"] = TestCall("web", False, "http://web/check", status, "reached")
+    assert (await world.outcome("groups-reachable")).level is WARNING
+
+
+async def test_a_dead_url_of_a_connected_group_is_a_remark(world: World) -> None:
+    world.proxies.tests["web"] = TestCall("web", False, "http://web/check", None, "refused")
+    world.proxies.group("web", sessions=1)
+    assert (await world.outcome("groups-reachable")).level is WARNING
+
+
+async def test_a_group_with_neither_session_nor_url(world: World) -> None:
+    since_ms = NOW_MS - 120_000
+    world.proxies.group("orders", sessions=0, unreachable_since_ms=since_ms)
+    found = await world.outcome("groups-reachable")
+    assert found.level is FAILS
+    assert found.details == (
+        "orders: no instance is connected and no check URL is registered, for 2m00s",
+    )
+    world.proxies.group("orders", pending=0)
+    assert (await world.outcome("groups-reachable")).level is WARNING
+
+
+async def test_groups_get_their_own_time(world: World) -> None:
+    world.proxies.registered = [
+        RegisteredGroup("web", 0, "http://web/check", 9.0),
+        RegisteredGroup("shop", 0, "http://shop/check"),
+    ]
+    world.proxies.tests["shop"] = NotSeen("the proxy went away")
+    found = await world.outcome("groups-reachable")
+    assert world.proxies.times_s == {"web": 9.0, "shop": world.settings.check_timeout_s}
+    assert (found.level, found.details) == (
+        FAILS,
+        ("shop: its check URL: the proxy went away",),
+    )
+
+
+# --- transactions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("windows", "level"), [(1.9, OK), (2.1, FAILS)])
+async def test_the_oldest_pending(world: World, windows: float, level: Level) -> None:
+    age_s = windows * world.settings.check_window_s
+    world.proxies.partition(2, oldest_pending_age_s=age_s)
+    world.proxies.group("orders", oldest_pending_age_s=age_s)
+    found = await world.outcome("pending-age")
+    assert found.level is level
+    assert (level is OK) == (found.details == ())
+
+
+async def test_pending_that_cannot_be_counted(world: World) -> None:
+    world.proxies.view = structs.replace(world.proxies.seen, complete=False)
+    world.proxies.partition(2, pending=None, oldest_pending_age_s=None)
+    assert (await world.outcome("pending-age")).level is WARNING
+
+
+async def test_commits_that_do_not_become_visible(world: World) -> None:
+    world.proxies.partition(2, committed=8, oldest_committed_age_s=61.0)
+    found = await world.outcome("promotion")
+    assert (found.level, found.details) == (
+        FAILS,
+        (f"partition 2 ({TWO}): 8 wait, the oldest for 1m01s",),
+    )
+
+
+async def test_parked_ones(world: World) -> None:
+    world.proxies.partition(2, parked=3)
+    groups = (*world.proxies.seen.groups, GroupOverview("shop", parked=3))
+    world.proxies.view = structs.replace(world.proxies.seen, groups=groups)
+    found = await world.outcome("parked")
+    assert (found.level, found.details) == (WARNING, ("group shop: 3",))
+    assert "tx list --state parked" in found.hint
+
+
+async def test_refused_ones(world: World) -> None:
+    world.proxies.partition(2, refused=3)
+    world.proxies.view = structs.replace(world.proxies.seen, refused_topics={"payments": 3})
+    found = await world.outcome("refused")
+    assert (found.level, found.details) == (FAILS, ("topic payments: 3",))
+
+
+async def test_a_hanging_transaction(world: World) -> None:
+    started = NOW_MS - 61_000
+    world.kafka.open = [
+        OpenTransaction("payments", 1, 7, 12, "billing-1", "Ongoing", started),
+        OpenTransaction("payments", 2, 8, 1, "billing-2", "Ongoing", NOW_MS - 500),
+    ]
+    found = await world.outcome("hanging-transactions")
+    assert (found.level, found.details) == (
+        FAILS,
+        ("payments-1: transactional id billing-1, for 1m01s, hides 12 offsets",),
+    )
+
+
+@pytest.mark.parametrize(("age_s", "level"), [(1, WARNING), (90, FAILS)])
+async def test_a_transaction_that_no_coordinator_knows(
+    world: World, age_s: int, level: Level
+) -> None:
+    last_ms = NOW_MS - age_s * 1000
+    world.kafka.open = [OpenTransaction("payments", 1, 7, 12, last_write_ms=last_ms)]
+    found = await world.outcome("hanging-transactions")
+    assert found.level is level
+    assert "producer 7, which no coordinator knows" in found.details[0]
+
+
+@pytest.mark.parametrize(("left", "level"), [("401.0", OK), ("399.0", FAILS)])
+async def test_retention_headroom(world: World, left: str, level: Level) -> None:
+    world.proxies.pages[TWO] = METRICS.replace("headroom_seconds 600.0", f"headroom_seconds {left}")
+    assert (await world.outcome("retention-headroom")).level is level
+
+
+async def test_lost_ones(world: World) -> None:
+    world.proxies.pages[TWO] = METRICS.replace("undecided_total 0.0", "undecided_total 2.0")
+    found = await world.outcome("undecided-lost")
+    assert (found.level, found.details) == (FAILS, (f"{TWO}: 2 since it runs",))
+
+
+async def test_metrics_of_one_proxy_are_missed(world: World) -> None:
+    world.proxies.pages[TWO] = NotSeen("no route to two")
+    found = await world.outcome("undecided-lost")
+    assert (found.level, found.details) == (WARNING, (f"{TWO}: no route to two",))
+
+
+async def test_what_is_no_page_of_metrics(world: World) -> None:
+    world.proxies.pages = {ONE: "<html>", TWO: "a{ 1"}
+    assert (await world.outcome("undecided-lost")).level is FAILS
+
+
+# --- audit -----------------------------------------------------------------------------------
+
+
+async def test_no_audit_yet(world: World) -> None:
+    assert (await world.outcome("audit-fresh")).level is WARNING
+    assert (await world.outcome("audit-drift")).level is OK
+
+
+@pytest.mark.parametrize(("age_s", "level"), [(2 * 86400 - 1, OK), (2 * 86400 + 1, WARNING)])
+async def test_an_old_audit(world: World, age_s: int, level: Level) -> None:
+    world.kafka.news = {"batch": news(ended_ms=round((NOW_S - age_s) * 1000))}
+    assert (await world.outcome("audit-fresh")).level is level
+
+
+async def test_drift_of_either_audit(world: World) -> None:
+    world.kafka.news = {"batch": news(), "stream": news(mode="stream", drift={"doubled": 4})}
+    found = await world.outcome("audit-drift")
+    assert (found.level, found.details) == (FAILS, ("doubled: 4, by stream r1",))
+
+
+async def test_an_audit_of_a_newer_version(world: World) -> None:
+    world.kafka.news = {"batch": msgspec.json.encode({"v": 99})}
+    found = await world.outcome("audit-drift")
+    assert (found.level, "version 99" in found.found) == (FAILS, True)

@@ -1,0 +1,248 @@
+"""An installation made up for the doctor's tests: all well, until a test says what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from txbroker.cli.doctor.checks import CHECKS
+from txbroker.cli.doctor.findings import Outcome
+from txbroker.cli.doctor.proxies import NotSeen, ReadyAnswer, RegisteredGroup, TestCall
+from txbroker.cli.doctor.runner import Report, examine
+from txbroker.cli.doctor.subject import Limits, Subject
+from txbroker.config import Settings
+from txbroker.contract import GroupOverview, Overview, PartitionOverview, ProxyOverview
+from txbroker.kafka.examination import (
+    BrokerFacts,
+    Cluster,
+    OpenTransaction,
+    PartitionCopies,
+    TopicSeen,
+)
+from txbroker.kafka.topics import FoundTopic, Plan, contradictions, plan, wanted_topics
+from txbroker.kafka.wiring import kafka_settings
+
+NOW_S = 1_770_000_000.0
+NOW_MS = round(NOW_S * 1000)
+ONE, TWO = "http://one:8470", "http://two:8470"
+ALL = frozenset({"Read", "Write", "Describe", "DescribeConfigs"})
+PARTITIONS = 4
+METRICS = """\
+# HELP txbroker_half_retention_seconds x
+# TYPE txbroker_half_retention_seconds gauge
+txbroker_half_retention_seconds 1000.0
+# TYPE txbroker_half_retention_headroom_seconds gauge
+txbroker_half_retention_headroom_seconds 600.0
+# TYPE txbroker_lost_undecided_total counter
+txbroker_lost_undecided_total 0.0
+# TYPE txbroker_promoted_total counter
+txbroker_promoted_total{topic="payments"} 3.0
+txbroker_promoted_total{topic="other"} 3.0
+"""
+
+
+class FakeKafka:
+    """Three brokers on which txbroker's topics are as they should be."""
+
+    def __init__(self) -> None:
+        self.settings = kafka_settings(Settings())
+        self.failure: Exception | None = None
+        self.nodes = [BrokerFacts(n, f"kafka-{n}:9092", 17) for n in (1, 2, 3)]
+        wanted = wanted_topics(self.settings, 3, None)
+        self.topics = {
+            topic.name: FoundTopic(topic.name, topic.partitions, 3, dict(topic.configs))
+            for topic in wanted
+        }
+        self.seen = {
+            name: TopicSeen(
+                0,
+                {n: PartitionCopies(n % 3 + 1, (1, 2, 3), (1, 2, 3)) for n in range(t.partitions)},
+                ALL,
+            )
+            for name, t in self.topics.items()
+        }
+        self.seen["payments"] = TopicSeen(0, {0: PartitionCopies(1, (1,), (1,))}, ALL)
+        self.group_code = 0
+        self.newest = {1: NOW_MS - 10, 2: NOW_MS - 60_000, 3: NOW_MS + 200}
+        self.open: list[OpenTransaction] = []
+        self.news: dict[str, bytes] = {}
+        self.asked: list[list[str]] = []
+
+    async def cluster(self, topics: Iterable[str] = ()) -> Cluster:
+        self._fail()
+        seen = {name: self.seen[name] for name in topics if name in self.seen}
+        return Cluster("c", 1, {one.node: one.address for one in self.nodes}, seen)
+
+    async def brokers(self) -> list[BrokerFacts]:
+        self._fail()
+        return self.nodes
+
+    async def group_error(self) -> int:
+        self._fail()
+        return self.group_code
+
+    async def found(self) -> dict[str, FoundTopic]:
+        self._fail()
+        return self.topics
+
+    async def contradictions(self, found: Mapping[str, FoundTopic]) -> list[str]:
+        self._fail()
+        return contradictions(self.settings, found)
+
+    async def plan(self, found: Mapping[str, FoundTopic]) -> Plan:
+        self._fail()
+        half = found.get(self.settings.half_topic)
+        return plan(wanted_topics(self.settings, len(self.nodes), half), found)
+
+    async def newest_appends(self, cluster: Cluster) -> dict[int, int]:
+        self._fail()
+        return self.newest
+
+    async def open_transactions(self, topics: Sequence[str]) -> list[OpenTransaction]:
+        self._fail()
+        self.asked.append(list(topics))
+        return self.open
+
+    async def audit_news(self) -> dict[str, bytes]:
+        self._fail()
+        return self.news
+
+    def configure(self, topic: str, **changes: str) -> None:
+        """Change settings of a topic (`_` for `.`)."""
+        name = f"txbroker.{topic}"
+        configs = dict(self.topics[name].configs)
+        configs |= {key.replace("_", "."): value for key, value in changes.items()}
+        self.topics[name] = structs.replace(self.topics[name], configs=configs)
+
+    def copies(self, topic: str, partition: int, copies: PartitionCopies) -> None:
+        """Change where the copies of a partition are."""
+        self.seen[f"txbroker.{topic}"].partitions[partition] = copies
+
+    def see(self, topic: str, **changes: Any) -> None:
+        """Change how a topic is seen."""
+        name = f"txbroker.{topic}"
+        self.seen[name] = structs.replace(self.seen[name], **changes)
+
+    def remove(self, topic: str) -> None:
+        """Let a topic not be there."""
+        del self.topics[f"txbroker.{topic}"], self.seen[f"txbroker.{topic}"]
+
+    def _fail(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+class FakeProxies:
+    """Two proxies that share four half partitions, and two groups that can be asked."""
+
+    def __init__(self) -> None:
+        self.named: Sequence[str] = (ONE,)
+        self.readiness: dict[str, ReadyAnswer | Exception] = {
+            url: ReadyAnswer(True, {"0": "owned", "1": "elsewhere"}) for url in (ONE, TWO)
+        }
+        self.view: Overview | Exception = Overview(
+            at_ms=NOW_MS,
+            complete=True,
+            proxies=(
+                ProxyOverview(ONE, True, True, (), "1.0", (0, 1), NOW_MS),
+                ProxyOverview(TWO, True, True, (), "1.0", (2, 3), NOW_MS),
+            ),
+            partitions=tuple(
+                PartitionOverview(n, ONE if n < 2 else TWO, "owned", "", 5, 0, 0, 0, 3.0)
+                for n in range(PARTITIONS)
+            ),
+            groups=(GroupOverview("orders", 20, 0, 3.0, 2), GroupOverview("web", 0, 0, None, 0)),
+        )
+        self.registered = [RegisteredGroup("web", 0, "http://web/check")]
+        self.tests: dict[str, TestCall | Exception] = {
+            "web": TestCall("web", True, "http://web/check", 200)
+        }
+        self.pages: dict[str, str | Exception] = {ONE: METRICS, TWO: METRICS}
+        self.times_s: dict[str, float] = {}
+
+    async def ready(self, url: str) -> ReadyAnswer:
+        return _or_raise(self.readiness[url])
+
+    async def overview(self) -> tuple[Overview, float]:
+        return _or_raise(self.view), 0.01
+
+    async def metrics(self, url: str) -> str:
+        return _or_raise(self.pages[url])
+
+    async def groups(self) -> list[RegisteredGroup]:
+        _or_raise(self.view)
+        return self.registered
+
+    async def test_group(self, group: str, timeout_s: float) -> TestCall:
+        self.times_s[group] = timeout_s
+        return _or_raise(self.tests[group])
+
+    @property
+    def seen(self) -> Overview:
+        """The overview, which a test may replace."""
+        return _or_raise(self.view)
+
+    def partition(self, number: int, **changes: Any) -> None:
+        """Change what is shown of a half partition."""
+        shown = [
+            structs.replace(one, **changes) if one.partition == number else one
+            for one in self.seen.partitions
+        ]
+        self.view = structs.replace(self.seen, partitions=tuple(shown))
+
+    def proxy(self, url: str, **changes: Any) -> None:
+        """Change what is shown of a proxy."""
+        shown = [
+            structs.replace(one, **changes) if one.url == url else one for one in self.seen.proxies
+        ]
+        self.view = structs.replace(self.seen, proxies=tuple(shown))
+
+    def group(self, group: str, **changes: Any) -> None:
+        """Change what is shown of a group."""
+        shown = [
+            structs.replace(one, **changes) if one.group == group else one
+            for one in self.seen.groups
+        ]
+        self.view = structs.replace(self.seen, groups=tuple(shown))
+
+    def gone(self) -> None:
+        """Let no proxy answer."""
+        self.view = NotSeen("nothing listens at http://one:8470")
+        self.readiness = dict.fromkeys(self.readiness, self.view)
+        self.pages = dict.fromkeys(self.pages, self.view)
+
+
+def _or_raise(value: Any) -> Any:
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+class World:
+    """An installation, and the doctor that looks at it."""
+
+    def __init__(self) -> None:
+        self.kafka = FakeKafka()
+        self.proxies = FakeProxies()
+        self.limits = Limits()
+        self.settings = Settings()
+
+    def subject(self) -> Subject:
+        """What checks ask, at this moment."""
+        return Subject(self.settings, self.kafka, self.proxies, self.limits, lambda: NOW_S)
+
+    async def examine(self, **options: Any) -> Report:
+        """Run all checks."""
+        subject = self.subject()
+        report = await examine(subject, CHECKS, **options)
+        await subject.close()
+        return report
+
+    async def outcome(self, name: str) -> Outcome:
+        """Run all checks, and return what became of one; no other may be broken by it."""
+        report = await self.examine()
+        assert not [one for one in report.outcomes if "broken" in one.found], report
+        (found,) = [one for one in report.outcomes if one.name == name]
+        return found
