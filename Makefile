@@ -10,8 +10,8 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# Programs that some tests call, each named like its Debian package.
-TOOLS := curl kcat openssl prometheus
+# Programs that some tests call, each named like its Debian package, or with that behind `=`.
+TOOLS := chromedriver=chromium-driver chromium curl kcat openssl prometheus
 # While this says 101, Debian's packages start no service: the tests run prometheus themselves.
 POLICY := /usr/sbin/policy-rc.d
 PYTEST := $(BIN)/python -m pytest
@@ -84,7 +84,7 @@ docs: $(VENV)/.dev ## Renew the reference pages that are generated from the code
 
 .PHONY: tools
 tools: ## Install the system tools that some tests need (Debian, as root)
-	@missing=; for tool in $(TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	@missing=; for tool in $(TOOLS); do command -v $${tool%%=*} >/dev/null || missing="$$missing $${tool#*=}"; done; \
 	test -n "$$missing" || exit 0; \
 	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
 		echo "make tools needs Debian and root; install these yourself:$$missing" >&2; exit 1; fi; \
