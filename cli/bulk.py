@@ -57,7 +57,8 @@ FAILED = (
 
 def named(ids: Iterable[str]) -> list[Item]:
     """Return the transactions of these ids, each once, in the order given."""
-    return [Item(id, _partition(id)) for id in dict.fromkeys(ids)]
+    items = [_from_id(id) for id in ids]
+    return list({item.id: item for item in items}.values())
 
 
 def matching(
@@ -71,7 +72,7 @@ def matching(
     found: list[Item] = []
     for one in (state,) if state else action.default_states:
         found += [_item(row) for row in client.transactions(limit, state=one, **query)]
-    found.sort(key=lambda item: (item.prepared_at_ms, item.id))
+    found.sort(key=lambda item: (item.prepared_at_ms, item.half_offset, item.id))
     # One that changes its state while they are listed can be on two lists.
     return list({item.id: item for item in found}.values())[:limit]
 
@@ -82,17 +83,20 @@ def _item(row: Row) -> Item:
         row["id"],
         row["partition"],
         row["state"],
+        row["half_offset"],
         row["group"],
         row["prepared_at_ms"],
         ", ".join(topics),
     )
 
 
-def _partition(id: str) -> int:
+def _from_id(text: str) -> Item:
+    """Return what an id tells, whatever the case it came in; what is none the proxy refuses."""
+    id = text.upper() if text.isascii() else text
     try:
-        return parse_id(id.upper()).partition
+        return Item(id, parse_id(id).partition)
     except ValueError:
-        return -1
+        return Item(text, -1)
 
 
 # --- before ----------------------------------------------------------------------------------

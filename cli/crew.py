@@ -76,11 +76,13 @@ class Item(NamedTuple):
     """A transaction that something is to be done to.
 
     `state` is None where an id was given without anything known of it; then so is the rest.
+    `half_offset` tells which of a half partition's came first, also within a millisecond.
     """
 
     id: str
     partition: int
     state: str | None = None
+    half_offset: int = -1
     group: str = ""
     prepared_at_ms: int = 0
     topics: str = ""
@@ -158,7 +160,7 @@ class Crew:
         runs: dict[int, list[Item]] = {}
         for item in items:
             runs.setdefault(item.partition, []).append(item)
-        return list(runs.values())
+        return [sorted(run, key=lambda item: item.half_offset) for run in runs.values()]
 
     def _worker(self) -> None:
         client = self._client.another()

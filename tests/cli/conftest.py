@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cli_stub import Stub, stub
 from cli_world import Call, Dev, Result
 
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
+from txbroker.testing.broker import InMemoryBroker
 
 
 @pytest.fixture
@@ -31,6 +35,57 @@ def call(
         return Result(code, out, err)
 
     return calling
+
+
+class Terminal(io.StringIO):
+    """Stdin with somebody there, who does something before answering."""
+
+    def __init__(self, answer: str, meanwhile: Callable[[], object]) -> None:
+        super().__init__(f"{answer}\n")
+        self._meanwhile = meanwhile
+
+    def isatty(self) -> bool:
+        """Say so."""
+        return True
+
+    def readline(self, *_: object) -> str:
+        """Answer."""
+        self._meanwhile()
+        return super().readline()
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Answer the next question; what happens `meanwhile` can be said too."""
+
+    def answering(text: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        monkeypatch.setattr(sys, "stdin", Terminal(text, meanwhile))
+
+    return answering
+
+
+@pytest.fixture
+def memory() -> Iterator[InMemoryBroker]:
+    """A whole proxy on a Kafka in memory."""
+    with InMemoryBroker(partitions=4, check_after_s=3600) as broker:
+        yield broker
+
+
+@pytest.fixture
+def there(call: Call, memory: InMemoryBroker) -> Call:
+    """Call the command line for that proxy."""
+
+    def asking(*arguments: object) -> Result:
+        return call(*arguments, "--url", memory.url)
+
+    return asking
+
+
+@pytest.fixture(name="stub")
+def _stub() -> Iterator[Stub]:
+    """A web server that answers as the test says."""
+    with stub() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from cli_world import Call
 
+Answer = Callable[..., None]
 ID = re.compile(r"[0-9A-Z]{26}")
 STRANGER = "00000000000000000000000000"
 
@@ -22,24 +22,6 @@ def prepared(ask: Call) -> str:
     sent = ask("send", "tx", "v", "--key", "k", "-H", "a=1", "--decision", "none")
     assert sent.code == 0
     return sent.out.strip()
-
-
-class Terminal(io.StringIO):
-    """Stdin with somebody there."""
-
-    def isatty(self) -> bool:
-        """Say so."""
-        return True
-
-
-@pytest.fixture
-def answer(monkeypatch: pytest.MonkeyPatch) -> object:
-    """Answer the next question."""
-
-    def answering(text: str) -> None:
-        monkeypatch.setattr(sys, "stdin", Terminal(f"{text}\n"))
-
-    return answering
 
 
 def test_list(ask: Call, prepared: str) -> None:
@@ -106,13 +88,22 @@ def test_another_groups_decision(ask: Call, prepared: str) -> None:
 
 def test_several_of_which_some_fail(ask: Call, prepared: str) -> None:
     partly = ask("tx", "rollback", prepared, STRANGER, prepared, "--yes", "-o", "json")
-    assert (partly.code, [row["state"] for row in partly.json]) == (3, ["rolled_back"])
-    assert partly.err.endswith("Error: 1 of 2 rolled back\n")
-    none = ask("tx", "rollback", STRANGER, "rubbish", "--yes", "-o", "json")
+    done, failed = partly.json
+    assert (partly.code, done["id"], done["state"]) == (3, prepared, "rolled_back")
+    assert (failed["id"], failed["error"]["code"]) == (STRANGER, "not_found")
+    assert partly.err == "Error: 1 of 2 rolled back\n"
+    none = ask("tx", "rollback", STRANGER, "rubbish", "--yes")
     assert (none.code, none.out) == (1, "")
+    assert [line.split()[:2] for line in none.err.splitlines()[1:3]] == [
+        [STRANGER, "not_found"],
+        ["rubbish", "bad_id"],
+    ]
+    assert none.err.endswith("Error: none of 2 rolled back\n")
 
 
-def test_a_question_that_is_answered_no(ask: Call, prepared: str, answer: Call) -> None:
+def test_a_question_that_is_answered_no(
+    ask: Call, prepared: str, answer: Callable[..., None]
+) -> None:
     answer("n")
     refused = ask("tx", "commit", prepared)
     assert (refused.code, refused.out) == (1, "")
@@ -121,7 +112,9 @@ def test_a_question_that_is_answered_no(ask: Call, prepared: str, answer: Call) 
     assert ask("tx", "show", prepared, "-o", "json").json["state"] == "pending"
 
 
-def test_a_question_that_is_answered_yes(ask: Call, prepared: str, answer: Call) -> None:
+def test_a_question_that_is_answered_yes(
+    ask: Call, prepared: str, answer: Callable[..., None]
+) -> None:
     answer("y")
     done = ask("tx", "rollback", prepared, "-o", "json")
     assert (done.code, done.json[0]["state"]) == (0, "rolled_back")

@@ -1,0 +1,408 @@
+"""Many transactions at once: what was shown is done, once, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cli_stub import Asked, Reply, Stub, error, partition_of
+from cli_world import Call
+
+from txbroker.cli import crew
+from txbroker.cli.client import ApiError, Client, who
+from txbroker.contract import PrepareRequest
+from txbroker.core.records import Message
+from txbroker.testing.broker import InMemoryBroker
+
+Answer = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "PAUSES_S", (0.01, 0.02, 0.05))
+
+
+def prepare(memory: InMemoryBroker, count: int, **fields: Any) -> list[str]:
+    """Prepare transactions with the values 0, 1, 2…; return their ids in that order."""
+    client = Client(memory.url)
+    topic = fields.pop("topic", "t")
+    ids = []
+    for number in range(count):
+        body = {"group": "orders", "messages": [{"topic": topic, "value": str(number)}], **fields}
+        ids.append(client.change("POST", "transactions", body=body)["id"])
+    client.close()
+    return ids
+
+
+def states(memory: InMemoryBroker, ids: list[str]) -> list[str]:
+    """Return where transactions stand."""
+    return [str(memory.transaction(id).state) for id in ids]
+
+
+# --- which ones, and the question -------------------------------------------------------------
+
+
+def test_2500_are_committed_once_and_in_order(
+    there: Call, memory: InMemoryBroker, answer: Answer
+) -> None:
+    async def prepare_all() -> None:
+        for number in range(2500):
+            message = Message("many", None, str(number).encode())
+            await memory._proxy.broker.prepare(
+                PrepareRequest("orders", (message,), order_key="one key")
+            )
+
+    memory._run(prepare_all())
+    answer("2500")
+    done = there("tx", "commit", "--state", "pending", "--topic", "many", "--reason", "audited")
+    assert (done.code, done.out) == (0, "")
+    assert re.search(r"2,500 committed, now (committed|promoted) ", done.err)
+    memory.wait_until_settled()
+    assert [message.value for message in memory.messages("many")] == [
+        str(number).encode() for number in range(2500)
+    ]
+
+
+def test_what_is_shown_before(there: Call, memory: InMemoryBroker, answer: Answer) -> None:
+    ids = prepare(memory, 9, group="billing") + prepare(memory, 3, topic="u")
+    for typed in ("", "y", "yes", "1", "120", "-12"):
+        answer(typed)
+        shown = there("tx", "rollback", "--state", "pending", "--older-than-s", "0")
+        assert (shown.code, shown.out) == (1, ""), typed
+        assert shown.err.endswith("Error: nothing was done\n")
+    lines = shown.err.splitlines()
+    assert lines[:3] == [
+        "12 transactions",
+        "  by group  billing 9, orders 3",
+        "  by state  pending 12",
+    ]
+    assert re.match(r"  oldest    \d+s, prepared \d{4}-", lines[3])
+    assert {line.split()[0] for line in lines[6:16]} < set(ids)
+    assert lines[16] == "… and 2 more"
+    assert f"Rollback these 12 transactions at {memory.url}?" in lines
+    assert set(states(memory, ids)) == {"pending"}
+
+
+def test_a_few_need_only_a_yes(there: Call, memory: InMemoryBroker, answer: Answer) -> None:
+    ids = prepare(memory, 10)
+    answer("n")
+    assert there("tx", "rollback", "--state", "pending", "--group", "orders").code == 1
+    assert set(states(memory, ids)) == {"pending"}
+    answer("y")
+    done = there("tx", "rollback", "--state", "pending", "--group", "orders")
+    assert (done.code, len(done.out.splitlines())) == (0, 11)
+    assert set(states(memory, ids)) == {"rolled_back"}
+
+
+def test_who_and_why_are_recorded(there: Call, memory: InMemoryBroker) -> None:
+    which = ("--state", "pending", "--group", "orders")
+    for verb in ("commit", "rollback"):
+        ids = prepare(memory, 3)
+        assert there("tx", verb, *which, "--yes", "--reason", f"{verb} seen").code == 0
+        for view in map(memory.transaction, ids):
+            assert (view.source, view.reason) == ("operator", f"{verb} seen")
+            assert view.by == f"{who()} via http 127.0.0.1"
+
+
+def test_every_condition_has_to_fit(there: Call, memory: InMemoryBroker) -> None:
+    wanted = prepare(memory, 3, group="a", topic="x")
+    others = prepare(memory, 2, group="a", topic="y") + prepare(memory, 2, group="b", topic="x")
+    memory.advance(100)
+    others += prepare(memory, 2, group="a", topic="x")
+    which = ("--state", "pending", "--group", "a", "--topic", "x", "--older-than-s", "50")
+    done = there("tx", "rollback", *which, "--yes", "-o", "json")
+    assert sorted(row["id"] for row in done.json) == sorted(wanted)
+    assert set(states(memory, others)) == {"pending"}
+
+
+def test_the_oldest_come_first_where_there_is_a_limit(there: Call, memory: InMemoryBroker) -> None:
+    ids = prepare(memory, 7, order_key="one half partition")
+    which = ("--state", "pending", "--group", "orders", "--limit", "3", "--yes", "-o", "json")
+    assert [row["id"] for row in there("tx", "rollback", *which).json] == ids[:3]
+    assert [row["id"] for row in there("tx", "rollback", *which).json] == ids[3:6]
+
+
+def test_only_parked_ones_are_decided_unasked(stub: Stub, call: Call) -> None:
+    parked = stub.add(2)
+    stub.add(2, state="pending")
+    done = call("tx", "commit", "--group", "orders", "--yes", "-o", "json", "--url", stub.url)
+    assert [row["id"] for row in done.json] == parked
+    assert sorted(row["state"] for row in stub.rows.values()) == ["pending"] * 2 + ["promoted"] * 2
+
+
+def test_nothing_fits(there: Call) -> None:
+    empty = there("tx", "commit", "--group", "nobody", "--yes")
+    assert empty == (0, "", "There are no such transactions.\n")
+    assert there("tx", "revive", "--group", "nobody", "--yes", "-o", "json").json == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["commit"], "say which: IDs, or what fits"),
+        (["commit", "--limit", "3"], "say which: IDs, or what fits"),
+        (["revive"], "say which: IDs, or what fits"),
+        (["rollback", "ID", "--state", "parked"], "name IDs or say what fits, not both"),
+        (["rollback", "ID", "--limit", "3"], "name IDs or say what fits, not both"),
+        (["check", "ID", "--group", "g"], "name IDs or say what fits, not both"),
+        (["commit", "--state", "refused"], "'refused' is not one of 'parked', 'pending'"),
+        (["check", "--state", "parked"], "'parked' is not 'pending'"),
+        (["commit", "--group", "g"], "nobody is there to ask: say --yes to do it"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_no_choice(call: Call, stub: Stub, arguments: list[str], says: str) -> None:
+    yes = [] if arguments[-1] == "g" and "ID" not in arguments else ["--yes"]
+    refused = call("tx", *arguments, *yes, "--url", stub.url)
+    assert (refused.code, refused.out, stub.calls) == (2, "", [])
+    assert says in refused.err
+
+
+# --- while it is done ---------------------------------------------------------------------------
+
+
+def test_what_has_moved_on_since_is_left_alone(
+    there: Call, memory: InMemoryBroker, answer: Answer, stub: Stub
+) -> None:
+    ids = prepare(memory, 6)
+    client = Client(memory.url)
+
+    def meanwhile() -> None:
+        client.change("POST", "transactions", ids[0], "commit", body={"group": "orders"})
+        client.change("POST", "transactions", ids[1], "rollback", body={"group": "orders"})
+        prepare(memory, 1)
+
+    answer("y", meanwhile)
+    partly = there("tx", "rollback", "--state", "pending", "--group", "orders")
+    assert partly.code == 3
+    assert partly.err.endswith("Error: 5 of 6 rolled back\n")
+    failed = next(line for line in partly.err.splitlines() if "moved_on" in line)
+    assert re.match(rf"{ids[0]}  moved_on  it was pending and is (committed|promoted) now", failed)
+    assert memory.transaction(ids[1]).source == "producer"
+    assert states(memory, ids[1:]) == ["rolled_back"] * 5
+    assert [str(view.state) for view in memory.pending()] == ["pending"]
+
+
+def test_one_that_was_revived_since_is_not_decided(stub: Stub, call: Call, answer: Answer) -> None:
+    ids = stub.add(3)
+    answer("y", lambda: stub.rows[ids[1]].update(state="pending"))
+    partly = call("tx", "commit", "--group", "orders", "-o", "json", "--url", stub.url)
+    assert partly.code == 3
+    assert [row.get("state") for row in partly.json] == ["promoted", None, "promoted"]
+    assert partly.json[1]["error"] == {
+        "code": "moved_on",
+        "message": "it was parked and is pending now: left alone",
+    }
+    assert stub.rows[ids[1]]["state"] == "pending"
+
+
+def test_one_that_got_there_by_itself_is_done(stub: Stub, call: Call, answer: Answer) -> None:
+    ids = stub.add(2)
+    answer("y", lambda: stub.rows[ids[0]].update(state="promoted", decision="commit"))
+    done = call("tx", "commit", "--group", "orders", "-o", "json", "--url", stub.url)
+    assert (done.code, [row["state"] for row in done.json]) == (0, ["promoted", "promoted"])
+    assert [asked.path.split("/")[3] for asked in stub.posts()] == [ids[1]]
+
+
+def test_refused_ones_are_tried_again(there: Call, memory: InMemoryBroker) -> None:
+    ids = prepare(memory, 4, topic="gone")
+    memory.delete_topic("gone")
+    assert there("tx", "commit", *ids, "--yes").code == 0
+    memory.wait_until_settled()
+    assert set(states(memory, ids)) == {"refused"}
+    memory.create_topic("gone")
+    done = there("tx", "revive", "--topic", "gone", "--yes", "-o", "json")
+    assert (done.code, sorted(row["id"] for row in done.json)) == (0, sorted(ids))
+    listing = ("tx", "list", "--state", "promoted", "--topic", "gone", "-o", "json")
+    while len(there(*listing).json) < 4:
+        assert there("tx", "revive", "--topic", "gone", "--yes").code == 0
+    assert sorted(message.value or b"" for message in memory.messages("gone")) == [
+        b"0", b"1", b"2", b"3",
+    ]  # fmt: skip
+
+
+def test_hostile_ids(there: Call, memory: InMemoryBroker) -> None:
+    (id,) = prepare(memory, 1)
+    hostile = [
+        "../groups",
+        "",
+        "a b",
+        "\x1b[2J",
+        "a\nb",
+        "Ａ" * 26,
+        "8" * 26,
+        f"{id}/commit",
+        "%00",
+    ]
+    partly = there("tx", "rollback", id, *hostile, id.lower(), "--yes")
+    assert partly.code == 3
+    assert partly.err.endswith(f"Error: 1 of {len(hostile) + 1} rolled back\n")
+    assert partly.out.split()[-3:] == [id, "rolled_back", "rollback"]
+    table = partly.err.splitlines()[1:-1]
+    assert len(table) == len(hostile)
+    assert "\x1b" not in partly.err
+    rows = there("tx", "rollback", *hostile, "--yes", "-o", "json").json
+    assert {row["error"]["code"] for row in rows} <= {"bad_id", "not_found", "method_not_allowed"}
+    assert len(rows) == len(hostile)
+
+
+def test_calls_under_way_are_bounded(stub: Stub, call: Call) -> None:
+    stub.add(40)
+    full, under_way, most = threading.Event(), [0], [0]
+    lock = threading.Lock()
+
+    def slow(asked: Asked) -> Reply | None:
+        if asked.method != "POST":
+            return None
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        if under_way[0] >= crew.PARALLEL:
+            full.set()
+        full.wait(10)
+        with lock:
+            under_way[0] -= 1
+        return None
+
+    stub.answer = slow
+    assert call("tx", "revive", "--group", "orders", "--yes", "--url", stub.url).code == 0
+    assert most[0] == crew.PARALLEL
+
+
+def test_commits_of_one_half_partition_go_one_after_another(stub: Stub, call: Call) -> None:
+    ids = stub.add(30, partitions=3)
+    assert call("tx", "commit", "--group", "orders", "--yes", "--url", stub.url).code == 0
+    sent = [asked.path.split("/")[3] for asked in stub.posts()]
+    for partition in range(3):
+        mine = [id for id in ids if stub.rows[id]["partition"] == partition]
+        assert [id for id in sent if id in mine] == mine
+
+
+# --- trouble -------------------------------------------------------------------------------------
+
+
+def test_who_is_overloaded_is_asked_again(stub: Stub, call: Call) -> None:
+    ids, refused = stub.add(5), set[str]()
+
+    def busy(asked: Asked) -> Reply | None:
+        if asked.method == "POST" and asked.path not in refused:
+            refused.add(asked.path)
+            return error(429, "overloaded")
+        return None
+
+    stub.answer = busy
+    done = call("tx", "rollback", "--group", "orders", "--yes", "-o", "json", "--url", stub.url)
+    assert (done.code, [row["id"] for row in done.json]) == (0, ids)
+    assert len(stub.posts()) == 10
+
+
+def test_a_partition_without_owner_holds_up_no_other(stub: Stub, call: Call) -> None:
+    ids = stub.add(60, partitions=2)
+    stub.answer = lambda asked: (
+        error(503, "owner_unavailable") if partition_of(asked) == 1 else None
+    )
+    partly = call("tx", "rollback", "--group", "orders", "--yes", "-o", "json", "--url", stub.url)
+    assert partly.code == 3
+    assert [row["id"] for row in partly.json] == ids
+    done = [row["id"] for row in partly.json if "error" not in row]
+    assert done == [id for id in ids if stub.rows[id]["partition"] == 0]
+    codes = {row["error"]["code"] for row in partly.json if "error" in row}
+    assert codes == {"owner_unavailable", "not_tried"}
+    # Each of those that were under way is tried four times, and no other one at all.
+    assert sum(partition_of(asked) == 1 for asked in stub.calls) <= crew.PARALLEL * 4
+
+
+def test_the_proxy_dies_midway_and_the_same_is_done_again(
+    call: Call, memory: InMemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prepare(memory, 200, topic="died")
+    real, taken = Client._exchange, [0]
+
+    def dying(self: Client, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+        if method == "POST":
+            taken[0] += 1
+        if taken[0] > 50:
+            self._address = ("127.0.0.1", 9)
+            self.close()
+        return real(self, method, target, body)
+
+    which = ("tx", "commit", "--state", "pending", "--group", "orders", "--yes")
+    monkeypatch.setattr(Client, "_exchange", dying)
+    partly = call(*which, "--url", memory.url)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
+    assert partly.code == 3
+    done = int(re.search(r"(\d+) committed, now", partly.err)[1])  # type: ignore[index]
+    assert 0 < done <= 50
+    assert re.search(rf"{200 - done} failed: not_tried \d+, no_answer \d", partly.err)
+    assert "… and" in partly.err
+    assert "-o json tells of each." in partly.err
+    assert partly.err.endswith(f"Error: {done} of 200 committed\n")
+    again = call(*which, "-o", "json", "--url", memory.url)
+    assert (again.code, len(again.json)) == (0, 200 - done)
+    memory.wait_until_settled()
+    visible = [message.transaction_id for message in memory.messages("died")]
+    assert sorted(visible) == sorted(ids)
+
+
+@pytest.mark.parametrize("verb", ["commit", "revive"])
+def test_a_lost_answer_is_asked_for_again(
+    stub: Stub, call: Call, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    ids = stub.add(6, partitions=2)
+    real, lost = Client._exchange, set[str]()
+
+    def losing(self: Client, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+        answer = real(self, method, target, body)
+        if method == "POST" and target not in lost:
+            lost.add(target)
+            raise ApiError("no answer", reached=False)
+        return answer
+
+    monkeypatch.setattr(Client, "_exchange", losing)
+    done = call("tx", verb, "--group", "orders", "--yes", "-o", "json", "--url", stub.url)
+    assert (done.code, sorted(row["id"] for row in done.json)) == (0, sorted(ids))
+    # What was carried out is seen, and so not done a second time.
+    assert len(stub.posts()) == 6
+
+
+def test_a_check_that_may_have_been_made_is_not_made_again_blindly(stub: Stub, call: Call) -> None:
+    ids = stub.add(3, state="pending")
+    stub.answer = lambda asked: (0, None) if asked.method == "POST" else None
+    failed = call("tx", "check", *ids, "--yes", "-o", "json", "--url", stub.url)
+    assert failed.code == 1
+    assert {row["error"]["code"] for row in failed.json} <= {"no_answer", "not_tried"}
+    assert len({asked.path for asked in stub.posts()}) == len(stub.posts())
+
+
+def test_ctrl_c_tells_what_was_done(stub: Stub, call: Call) -> None:
+    stub.add(300)
+    gate = threading.Event()
+
+    def interrupting(asked: Asked) -> Reply | None:
+        if asked.method == "POST" and len(stub.posts()) > 30 and not gate.is_set():
+            gate.set()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return None
+
+    stub.answer = interrupting
+    stopped = call("tx", "revive", "--group", "orders", "--yes", "-o", "json", "--url", stub.url)
+    assert stopped.code == 130
+    done = [row["id"] for row in stopped.json if "error" not in row]
+    left = [row["error"]["message"] for row in stopped.json if "error" in row]
+    assert len(done) + len(left) == 300
+    assert set(left) == {"stopped by Ctrl-C"}
+    assert sorted(done) == sorted(asked.path.split("/")[3] for asked in stub.posts())
+    assert stopped.err.strip() == "Stopped."
+
+
+def test_an_answer_that_makes_no_sense_is_one_sentence(stub: Stub, call: Call) -> None:
+    stub.add(30)
+    stub.answer = lambda asked: (200, {}) if asked.method == "POST" else None
+    failed = call("tx", "revive", "--group", "orders", "--yes", "--url", stub.url)
+    assert failed.code == 1
+    assert failed.err.splitlines()[-1].startswith("Error: ")
