@@ -1,0 +1,47 @@
+"""The manual lists every check, and every link of a check leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from txbroker.cli.doctor.checks import CHECKS
+from txbroker.cli.doctor.findings import MANUAL, Check
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Return section, name and title of each check in the manual."""
+    found, section = [], ""
+    for line in (ROOT / MANUAL).read_text().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif match := re.fullmatch(r"\| `([a-z-]+)` \| (.*?) \| .+ \|", line):
+            found.append((section, match[1], match[2]))
+    return found
+
+
+def test_the_manual_lists_the_checks_as_they_are() -> None:
+    assert rows() == [(str(one.section), one.name, one.title) for one in CHECKS]
+
+
+def test_names_are_unique_and_hints_are_sentences() -> None:
+    assert len({one.name for one in CHECKS}) == len(CHECKS)
+    assert [one.name for one in CHECKS if not re.fullmatch(r"[A-Z`].*\.", one.hint)] == []
+    known = {one.name for one in CHECKS}
+    assert [one.name for one in CHECKS if not known.issuperset(one.needs)] == []
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda one: one.name)
+def test_every_link_leads_somewhere(check: Check) -> None:
+    page, _, anchor = check.doc.partition("#")
+    text = (ROOT / page).read_text()
+    headings = {
+        re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in text.splitlines()
+        if line.startswith("#")
+    }
+    assert not anchor or anchor in headings

@@ -1,0 +1,135 @@
+"""Checks run side by side, and none hides another, whatever it does."""
+
+from __future__ import annotations
+
+import asyncio
+
+from doctor_world import World
+from msgspec import structs
+
+from txbroker.cli.doctor.findings import Book, Check, Finding, Level, Section, fine, shortened
+from txbroker.cli.doctor.runner import examine
+from txbroker.cli.doctor.subject import NotSeen, Subject
+from txbroker.errors import KafkaUnavailable
+
+
+def checks(book: Book) -> dict[str, Check]:
+    return {one.name: one for one in book.checks}
+
+
+def book() -> Book:
+    """One check of each bad habit."""
+    made = Book(Section.KAFKA, needs=("base",))
+
+    @made.check("the base", hint="Mend it.")
+    async def base(subject: Subject) -> Finding:
+        return fine("yes")
+
+    @made.check("it breaks", hint="Tell us.")
+    async def breaks(subject: Subject) -> Finding:
+        raise ZeroDivisionError("by nothing")
+
+    @made.check("it hangs", hint="Wait.")
+    async def hangs(subject: Subject) -> Finding:
+        await asyncio.Event().wait()
+        return fine("never")
+
+    @made.check("it cannot look", hint="Help it.")
+    async def blind(subject: Subject) -> Finding:
+        raise NotSeen("nothing to see")
+
+    return made
+
+
+async def test_each_ends_in_its_own_way(world: World) -> None:
+    report = await examine(world.subject(), book().checks, timeout_s=0.05)
+    shown = {one.name: (one.level, one.found) for one in report.outcomes}
+    assert shown == {
+        "base": (Level.OK, "yes"),
+        "breaks": (Level.FAILS, "this check is broken: ZeroDivisionError: by nothing"),
+        "hangs": (Level.FAILS, "not known within 0.05 s"),
+        "blind": (Level.FAILS, "nothing to see"),
+    }
+    assert {one.name: one.hint for one in report.outcomes if one.hint} == {
+        "breaks": "Tell us.",
+        "hangs": "Wait.",
+        "blind": "Help it.",
+    }
+
+
+async def test_who_cannot_look_because_of_another_is_not_blamed(world: World) -> None:
+    async def failing(subject: Subject) -> Finding:
+        return Finding(Level.FAILS, "no")
+
+    made = [
+        structs.replace(one, look=failing) if one.name == "base" else one for one in book().checks
+    ]
+    report = await examine(world.subject(), made, timeout_s=0.05)
+    levels = {one.name: one.level for one in report.outcomes}
+    assert levels.pop("base") is Level.FAILS
+    assert set(levels.values()) == {Level.UNKNOWN}
+    assert not report.healthy
+
+
+async def test_they_run_side_by_side(world: World) -> None:
+    met = asyncio.Barrier(3)
+    made = Book(Section.TOPICS)
+
+    def meeting(name: str) -> None:
+        async def look(subject: Subject) -> Finding:
+            await met.wait()
+            return fine("met")
+
+        look.__name__ = name
+        made.check("they meet", hint="Wait.")(look)
+
+    for name in ("a", "b", "c"):
+        meeting(name)
+    report = await examine(world.subject(), made.checks, timeout_s=5)
+    assert report.healthy
+
+
+async def test_what_several_want_is_asked_once_and_survives_who_gives_up(world: World) -> None:
+    asked, answer = 0, asyncio.Event()
+
+    async def slow() -> dict[str, bytes]:
+        nonlocal asked
+        asked += 1
+        await answer.wait()
+        return {"batch": b""}
+
+    world.kafka.audit_news = slow  # type: ignore[method-assign]
+    subject = world.subject()
+    impatient = asyncio.create_task(subject.audit_news())
+    patient = asyncio.create_task(subject.audit_news())
+    while not asked:
+        await asyncio.sleep(0)
+    impatient.cancel()
+    await asyncio.gather(impatient, return_exceptions=True)
+    answer.set()
+    assert await patient == {"batch": b""}
+    assert asked == 1
+
+
+async def test_a_subject_that_is_closed_leaves_nothing_running(world: World) -> None:
+    async def never() -> dict[str, bytes]:
+        await asyncio.Event().wait()
+        return {}
+
+    world.kafka.audit_news = never  # type: ignore[method-assign]
+    before = asyncio.all_tasks()
+    report = await world.examine(timeout_s=0.05)
+    assert "not known within" in {one.name: one.found for one in report.outcomes}["audit-fresh"]
+    assert asyncio.all_tasks() == before
+
+
+async def test_failures_of_what_is_shared_reach_everybody(world: World) -> None:
+    world.kafka.failure = KafkaUnavailable("gone")
+    report = await world.examine()
+    assert sum(one.level is Level.UNKNOWN for one in report.outcomes) > 5
+
+
+def test_long_lists_are_cut_and_say_so() -> None:
+    assert shortened(["a"] * 20) == ("a",) * 20
+    assert shortened([str(n) for n in range(100)])[-1] == "… and 81 more"
+    assert len(shortened(["a"] * 100)) == 20
