@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -24,6 +24,8 @@ from txbroker.kafka.examination import (
 from txbroker.kafka.topics import FoundTopic, Plan, contradictions, plan, wanted_topics
 from txbroker.kafka.wiring import kafka_settings
 
+T = TypeVar("T")
+
 NOW_S = 1_770_000_000.0
 NOW_MS = round(NOW_S * 1000)
 ONE, TWO = "http://one:8470", "http://two:8470"
@@ -43,11 +45,16 @@ txbroker_promoted_total{topic="other"} 3.0
 """
 
 
+def settings(**given: Any) -> Settings:
+    """The defaults but for what is given."""
+    return Settings(**given)
+
+
 class FakeKafka:
     """Three brokers on which txbroker's topics are as they should be."""
 
     def __init__(self) -> None:
-        self.settings = kafka_settings(Settings())
+        self.settings = kafka_settings(settings())
         self.failure: Exception | None = None
         self.nodes = [BrokerFacts(n, f"kafka-{n}:9092", 17) for n in (1, 2, 3)]
         wanted = wanted_topics(self.settings, 3, None)
@@ -214,7 +221,7 @@ class FakeProxies:
         self.pages = dict.fromkeys(self.pages, self.view)
 
 
-def _or_raise(value: Any) -> Any:
+def _or_raise(value: T | Exception) -> T:
     if isinstance(value, Exception):
         raise value
     return value
@@ -227,7 +234,7 @@ class World:
         self.kafka = FakeKafka()
         self.proxies = FakeProxies()
         self.limits = Limits()
-        self.settings = Settings()
+        self.settings = settings()
 
     def subject(self) -> Subject:
         """What checks ask, at this moment."""

@@ -30,7 +30,7 @@ from txbroker.cli.doctor.subject import Subject
 from txbroker.config import Settings
 from txbroker.errors import TxbrokerError
 
-STRUCK_OUT = "<struck out>"
+STRUCK_OUT = "<struck-out>"
 PROXIES_MAX = 50
 _OWNERS_EYES = 0o600
 _SECRET_NAME = re.compile("password|secret|token|jaas|credential|username|passphrase")

@@ -94,7 +94,7 @@ def command(
     settings = settings_from(config, options)
     for url in proxies:
         _checked(url)
-    token = _token()
+    token = _token(settings)
     if bundle is not None and bundle.exists():
         raise click.UsageError(f"--bundle {bundle} is there already")
     report, packed = asyncio.run(
@@ -145,9 +145,13 @@ def _show(report: Report, output: str) -> None:
     click.echo(summary(report), err=True)
 
 
-def _token() -> str:
-    """Return the token that the chosen proxy wants, "" for none."""
-    path = target_of(click.get_current_context()).token_file
+def _token(settings: Settings) -> str:
+    """Return the token that the chosen proxy wants, "" for none.
+
+    The settings' own is for the proxies of these settings, so never for those of a context.
+    """
+    target = target_of(click.get_current_context())
+    path = target.token_file or (None if target.context else settings.token_file)
     try:
         return "" if path is None else read_secret("token_file", path)
     except ConfigurationError as error:

@@ -1,0 +1,156 @@
+"""What is packed for support: all that helps, and not one secret."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from doctor_world import METRICS, ONE, TWO, World, settings
+from pydantic import SecretStr
+
+from txbroker.cli.doctor.bundle import (
+    STRUCK_OUT,
+    Redactor,
+    known_secrets,
+    pack,
+    settings_shown,
+)
+from txbroker.cli.doctor.proxies import NotSeen
+from txbroker.config import Settings
+from txbroker.errors import KafkaUnavailable
+
+TOKEN, PASSWORD, QUERY, USER = 't0ken-é"x', "pa55word", "qu3ry", "us3r"
+
+
+def unpacked(path: Path) -> dict[str, str]:
+    """Return what is in a bundle."""
+    with tarfile.open(path) as archive:
+        files = {}
+        for member in archive.getmembers():
+            content = archive.extractfile(member)
+            assert content is not None
+            files[member.name.removeprefix("txbroker-doctor/")] = content.read().decode()
+        return files
+
+
+@pytest.fixture
+def planted(world: World, tmp_path: Path) -> World:
+    """An installation with secrets wherever they might get to."""
+    token, password = tmp_path / "token", tmp_path / "password"
+    token.write_text(f"{TOKEN}\n")
+    password.write_text(PASSWORD)
+    world.settings = settings(
+        token_file=token,
+        kafka_security_protocol="SASL_PLAINTEXT",
+        kafka_sasl_username=USER,
+        kafka_sasl_password_file=password,
+        advertise=f"http://{USER}:{PASSWORD}@proxy/?k={QUERY}",
+    )
+    url = f"https://{USER}:{PASSWORD}@web.example/check?key={QUERY}#{QUERY}"
+    world.proxies.proxy(TWO, reached=False, why=f"{TOKEN} is no good at {url}, they say")
+    world.proxies.group("web", unreachable_why=f"refused ({url})")
+    page = f'# {TOKEN} {PASSWORD}\ntxbroker_x{{url="{url}"}} 1.0\n'
+    world.proxies.pages = {ONE: METRICS + page, TWO: NotSeen(f"no {url}")}
+    world.kafka.configure("half", x=PASSWORD)
+    return world
+
+
+async def test_no_secret_is_in_it(planted: World, tmp_path: Path) -> None:
+    report = await planted.examine()
+    path = tmp_path / "bundle.tar.gz"
+    subject = planted.subject()
+    await pack(path, subject, report, known_secrets(planted.settings, TOKEN))
+    files = unpacked(path)
+    everything = "\n".join(files.values())
+    for secret in (TOKEN, json.dumps(TOKEN)[1:-1], PASSWORD, QUERY, USER):
+        assert secret not in everything, secret
+    assert STRUCK_OUT in everything
+    assert "https://<struck-out>@web.example/check?<struck-out>" in everything
+    assert json.loads(files["settings.json"])["kafka_sasl_username"] == STRUCK_OUT
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+async def test_all_that_helps_is_in_it(world: World, tmp_path: Path) -> None:
+    world.proxies.partition(2, parked=3)
+    report = await world.examine()
+    path = tmp_path / "bundle.tar.gz"
+    named = await pack(path, world.subject(), report, [])
+    files = unpacked(path)
+    assert sorted(files) == named
+    assert set(named) >= {
+        "versions.json",
+        "settings.json",
+        "topics.json",
+        "doctor.json",
+        "overview.json",
+        "proxies/01/url.txt",
+        "proxies/01/readyz.json",
+        "proxies/01/metrics.txt",
+        "proxies/02/metrics.txt",
+    }
+    topics = json.loads(files["topics.json"])
+    assert topics["txbroker.half"]["settings"]["cleanup.policy"] == "delete"
+    assert topics["txbroker.half"]["copies"]["0"]["in_sync"] == [1, 2, 3]
+    assert json.loads(files["overview.json"])["partitions"][2]["parked"] == 3
+    assert json.loads(files["versions.json"])["brokers"][0]["node"] == 1
+    assert json.loads(files["settings.json"])["check_attempts_max"] == 15
+    assert json.loads(files["doctor.json"])["checks"]
+    assert "half_retention_seconds 1000.0" in files["proxies/01/metrics.txt"]
+
+
+async def test_it_is_packed_also_where_nothing_answers(world: World, tmp_path: Path) -> None:
+    world.kafka.failure = KafkaUnavailable("no broker")
+    world.proxies.gone()
+    report = await world.examine()
+    await pack(tmp_path / "bundle", world.subject(), report, [])
+    files = unpacked(tmp_path / "bundle")
+    assert json.loads(files["topics.json"]) == {"error": "no broker"}
+    assert "nothing listens" in files["proxies/01/error.txt"]
+    assert json.loads(files["doctor.json"])["healthy"] is False
+
+
+async def test_nothing_is_written_over(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    path.write_text("mine")
+    report = await world.examine()
+    with pytest.raises(click.ClickException, match="cannot be written"):
+        await pack(path, world.subject(), report, [])
+    assert path.read_text() == "mine"
+
+
+def test_settings_that_hide_their_value_are_found_too() -> None:
+    class Hiding(Settings):
+        kafka_oauth_client_secret: SecretStr = SecretStr("")
+        kafka_ssl_key_passphrase: str = ""
+
+    given: dict[str, Any] = {
+        "kafka_oauth_client_secret": SecretStr("h1dden"),
+        "kafka_ssl_key_passphrase": "phr4se",
+    }
+    hiding = Hiding(**given)
+    assert {"h1dden", "phr4se"} <= set(known_secrets(hiding, ""))
+    shown = settings_shown(hiding)
+    assert shown["kafka_oauth_client_secret"] == shown["kafka_ssl_key_passphrase"] == STRUCK_OUT
+    assert settings_shown(settings())["kafka_sasl_username"] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://one:8470/x", "http://one:8470/x"),
+        ("http://u:p@one/x?a=b c", "http://<struck-out>@one/x?<struck-out> c"),
+        ("see http://one/?t=1, then", "see http://one/?<struck-out>, then"),
+        ('"http://one/#t"', '"http://one/?<struck-out>"'),
+        ("http://u:p?q@one/x", "http://<struck-out>@one/x"),
+        ("what? a@b", "what? a@b"),
+        ("abcabcd", "<struck-out>"),
+        ("", ""),
+    ],
+)
+def test_what_is_struck_out(text: str, expected: str) -> None:
+    assert Redactor(["abc", "abcabcd", ""])(text) == expected

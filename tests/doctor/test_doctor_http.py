@@ -1,0 +1,85 @@
+"""The doctor and a proxy's HTTP API understand each other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from http_api import running_api
+
+from txbroker.cli.doctor.proxies import HttpProxies, NotSeen
+from txbroker.cli.doctor.samples import read_samples
+
+
+async def test_every_call_is_answered_as_it_is_read() -> None:
+    async with running_api() as api:
+        url = "http://127.0.0.1:9/check"
+        await api.call("PUT", "/v1/groups/the%20shop", {"check_url": url, "timeout_s": 1})
+        # The first proxy that answers is asked; one that does not is no matter.
+        proxies = HttpProxies(["http://127.0.0.1:9", f"{api.url}/"], {})
+        assert (await proxies.ready(api.url)).ready == api.service.readiness().ready
+        overview, took_s = await proxies.overview()
+        assert overview == await api.service.overview()
+        assert took_s > 0
+        (group,) = await proxies.groups()
+        assert (group.group, group.check_url, group.timeout_s) == ("the shop", url, 1.0)
+        tried = await proxies.test_group("the shop", 5.0)
+        assert (tried.group, tried.answered, tried.status) == ("the shop", False, None)
+        assert read_samples(await proxies.metrics(api.url)).values("ready") is not None
+
+
+async def test_the_token_goes_along(tmp_path_factory: pytest.TempPathFactory) -> None:
+    token = tmp_path_factory.mktemp("token") / "token"
+    token.write_text("t0ken")
+    async with running_api(token_file=token) as api:
+        with pytest.raises(NotSeen, match=r"401: .* \(unauthorized\)"):
+            await HttpProxies([api.url], {}).overview()
+        overview, _ = await HttpProxies([api.url], {"authorization": "Bearer t0ken"}).overview()
+        assert overview == await api.service.overview()
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """A server that is no proxy."""
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/v1/overview" else 404)
+            self.end_headers()
+            self.wfile.write(b"<html>hello</html>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Stranger)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+async def test_who_is_no_proxy_is_told(stranger: str) -> None:
+    proxies = HttpProxies([stranger], {})
+    with pytest.raises(NotSeen, match="does not read"):
+        await proxies.overview()
+    with pytest.raises(NotSeen, match="404: is it a txbroker proxy"):
+        await proxies.ready(stranger)
+    with pytest.raises(NotSeen, match="404: is it a txbroker proxy"):
+        await proxies.groups()
+
+
+async def test_who_is_silent_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        proxies = HttpProxies([url], {})
+        with pytest.raises(NotSeen, match="has not answered within"):
+            await proxies._ask(url, "GET", "/readyz", timeout_s=0.1)
+    with pytest.raises(NotSeen, match="nothing listens at"):
+        await proxies.ready(url)
+    with pytest.raises(NotSeen, match="no proxy is named"):
+        await HttpProxies([], {}).overview()
