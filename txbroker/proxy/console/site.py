@@ -1,6 +1,7 @@
 """The console as part of the web application: routes, admission, rendering, errors."""
 
 import hashlib
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -177,6 +178,18 @@ class Console:
                 reply = await route.run(Ask(request, self._shell, visitor, self._visits, form))
             except (RequestError, KafkaUnavailable) as error:
                 return self._failed(request, visitor, error)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                log.error(
+                    "page failed",
+                    path=request.path[:100],
+                    error=repr(error)[:300],
+                    where=f"{where.filename.rpartition('/')[2]}:{where.lineno}",
+                )
+                broken = RequestError("something went wrong inside the proxy; its log says what")
+                return self._failed(request, visitor, broken)
             finally:
                 content.let_go()
             return self._answer(request, visitor, reply)

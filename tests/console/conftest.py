@@ -1,0 +1,57 @@
+"""The fixtures of the console's tests: a whole proxy on a Kafka in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from console_token import TOKEN
+from console_world import Reader, reader_of
+from memory_world import MemoryWorld
+from service_world import Desk, Service
+
+
+@pytest.fixture(scope="session")
+async def desk() -> AsyncIterator[Desk]:
+    """The endpoints of all groups."""
+    async with Desk().serve() as running:
+        yield running
+
+
+@pytest.fixture
+async def service(desk: Desk) -> AsyncIterator[Service]:
+    """A running proxy of the test's own."""
+    world = MemoryWorld()
+    running = Service(world, desk)
+    await running.start()
+    yield running
+    await running.stop()
+    await world.close()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    """A file with the token."""
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+async def guarded(desk: Desk, token_file: Path) -> AsyncIterator[Service]:
+    """A running proxy that takes nobody without the token."""
+    world = MemoryWorld()
+    running = Service(world, desk, token_file=token_file)
+    await running.start()
+    yield running
+    await running.stop()
+    await world.close()
+
+
+@pytest.fixture
+async def reader(service: Service) -> AsyncIterator[Reader]:
+    """Somebody who reads the pages of `service`, without any script."""
+    async with reader_of(service.proxy.url) as somebody:
+        yield somebody

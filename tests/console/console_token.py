@@ -1,0 +1,3 @@
+"""The token of the tests, which fixtures and tests share."""
+
+TOKEN = "a-token-of-the-tests"

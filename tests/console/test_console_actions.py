@@ -1,0 +1,231 @@
+"""What a person does in the console: looked at first, then done, with who and why on record."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+from console_world import Reader, reader_of
+from service_world import Service, unique
+
+from txbroker.contract import DecideRequest, Standing
+from txbroker.core.records import Message
+from txbroker.errors import OwnerUnavailable
+from txbroker.proxy.console import actions
+
+
+async def topic_of(service: Service) -> str:
+    """Make a topic."""
+    return await service.world.create_topic(unique("topic"))
+
+
+async def pending(service: Service, count: int, group: str) -> list[str]:
+    """Prepare so many transactions of a group."""
+    topic = await topic_of(service)
+    return [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(count)]
+
+
+# --- one -------------------------------------------------------------------------------------
+
+
+async def test_one_is_committed_after_a_look(service: Service, reader: Reader) -> None:
+    topic = await topic_of(service)
+    id = await service.prepare(Message(topic, b"k", b"v"))
+    shown = await reader.open(f"/transactions/{id}")
+    asked = await reader.open(shown.link("Commit…"))
+    assert asked.main.one("h1").text == "Commit 1 transaction"
+    assert "cannot be taken back" in asked.text
+    assert asked.listed() == [id]
+    assert await service.state(id) == "pending"
+    done = await reader.send(
+        asked.url.path, {**asked.form("/actions/"), "reason": "in the books", "by": "Ada"}
+    )
+    assert (done.status, done.url.path) == (200, f"/transactions/{id}")
+    await service.reaches(id, "promoted")
+    record = await service.show(id)
+    assert (record["source"], record["reason"]) == ("operator", "in the books")
+    assert record["by"] == "Ada via console 127.0.0.1"
+    assert len(await service.world.visible(topic)) == 1
+
+
+async def test_who_acts_is_remembered_for_the_next_form(service: Service, reader: Reader) -> None:
+    first, second = await pending(service, 2, unique("group"))
+    await reader.act(f"/actions/rollback?id={first}", reason="test", by="Grâce 😀")
+    asked = await reader.open(f"/actions/rollback?id={second}")
+    assert asked.form("/actions/")["by"] == "Grâce 😀"
+
+
+async def test_a_check_is_asked_for(service: Service, reader: Reader) -> None:
+    group = await service.group({"decision": "rollback"}, check_after_s=3600)
+    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await reader.act(f"/actions/check?id={id}")
+    await service.reaches(id, "rolled_back")
+
+
+async def test_a_parked_one_is_revived(service: Service, reader: Reader) -> None:
+    group = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
+    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await service.reaches(id, "parked")
+    service.desk.answers[group] = [{"decision": "rollback"}]
+    await reader.act(f"/actions/revive?id={id}", reason="check mended")
+    shown = await service.reaches(id, "rolled_back")
+    assert shown["round"] == 2
+
+
+async def test_what_is_decided_meanwhile_is_left_alone(service: Service, reader: Reader) -> None:
+    (id,) = await pending(service, 1, unique("group"))
+    asked = await reader.open(f"/actions/commit?id={id}")
+    await service.tell(id, "rollback")
+    done = await reader.send(asked.url.path, {**asked.form("/actions/"), "reason": "late"})
+    assert done.main.one("h1").text == "Nothing was left to do"
+    assert await service.state(id) == "rolled_back"
+    again = await reader.open(f"/actions/commit?id={id}")
+    assert "Nothing to do" in again.text
+    assert again.root.all("form", action="/actions/commit") == []
+
+
+# --- many ------------------------------------------------------------------------------------
+
+
+async def test_all_that_match_are_rolled_back_and_no_others(
+    service: Service, reader: Reader
+) -> None:
+    group, other = unique("group"), unique("group")
+    ids, left = await pending(service, 12, group), await pending(service, 2, other)
+    listed = await reader.open(f"/transactions?group={group}")
+    asked = await reader.open(listed.link("Roll back…"))
+    assert asked.main.one("h1").text == "Roll back 12 transactions"
+    assert asked.listed() == ids[:10]
+    done = await reader.send(asked.url.path, {**asked.form("/actions/"), "reason": "a test"})
+    assert done.main.one("h1").text == "Done: roll back, 12 transactions"
+    assert {await service.state(id) for id in ids} == {"rolled_back"}
+    assert {await service.state(id) for id in left} == {"pending"}
+    assert {(await service.show(id))["reason"] for id in ids} == {"a test"}
+
+
+async def test_what_comes_after_the_look_is_not_touched(service: Service, reader: Reader) -> None:
+    group = unique("group")
+    (id,) = await pending(service, 1, group)
+    asked = await reader.open(f"/actions/rollback?group={group}")
+    form = asked.form("/actions/")
+    # On a machine this fast both may be prepared within one millisecond.
+    form["until_ms"] = str((await service.show(id))["prepared_at_ms"])
+    late = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    while (await service.show(late))["prepared_at_ms"] <= int(form["until_ms"]):
+        late = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await reader.send(asked.url.path, {**form, "reason": "a test"})
+    assert await service.state(id) == "rolled_back"
+    assert await service.state(late) == "pending"
+
+
+async def test_more_than_one_action_covers_take_several(
+    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actions, "BULK_MAX", 3)
+    group = unique("group")
+    ids = await pending(service, 5, group)
+    asked = await reader.open(f"/actions/rollback?group={group}")
+    assert asked.main.one("h1").text == "Roll back 3 transactions the first of more"
+    await reader.act(f"/actions/rollback?group={group}", reason="first")
+    states = [await service.state(id) for id in ids]
+    assert states == ["rolled_back"] * 3 + ["pending"] * 2
+    done = await reader.act(f"/actions/rollback?group={group}", reason="rest")
+    assert done.main.one("h1").text == "Done: roll back, 2 transactions"
+
+
+async def test_what_fails_is_named_and_the_rest_is_done(
+    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = unique("group")
+    ids = await pending(service, 3, group)
+    decide: Callable[[DecideRequest], Awaitable[Standing]] = service.proxy.cluster.decide
+
+    async def failing(request: DecideRequest) -> Standing:
+        if request.id == ids[1]:
+            raise OwnerUnavailable("its owner is away")
+        return await decide(request)
+
+    monkeypatch.setattr(service.proxy.cluster, "decide", failing)
+    done = await reader.act(f"/actions/rollback?group={group}", reason="a test")
+    assert done.main.one("h1").text == "Partly done: 2 of 3 transactions"
+    assert done.listed() == [ids[1]]
+    assert "its owner is away" in done.text
+    assert [await service.state(id) for id in ids] == ["rolled_back", "pending", "rolled_back"]
+
+
+async def test_what_takes_too_long_is_told(
+    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actions, "BULK_S", 0.0)
+    group = unique("group")
+    ids = await pending(service, 2, group)
+    done = await reader.act(f"/actions/rollback?group={group}", reason="a test")
+    assert "2 transactions were not tried" in done.text
+    assert {await service.state(id) for id in ids} == {"pending"}
+
+
+# --- refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["", "  ", "x" * 1001, "line\nbreak"])
+async def test_a_decision_needs_a_reason_that_fits(
+    service: Service, reader: Reader, reason: str
+) -> None:
+    (id,) = await pending(service, 1, unique("group"))
+    done = await reader.act(f"/actions/commit?id={id}", reason=reason)
+    assert done.status == 400
+    assert "reason" in done.text
+    assert await service.state(id) == "pending"
+
+
+async def test_a_form_of_nobody_or_of_somebody_else_is_refused(
+    service: Service, reader: Reader
+) -> None:
+    (id,) = await pending(service, 1, unique("group"))
+    path = f"/actions/commit?id={id}"
+    form = {**(await reader.open(path)).form("/actions/"), "reason": "mine"}
+    forged = {name: value for name, value in form.items() if name != "form_secret"}
+    assert (await reader.send("/actions/commit", forged)).status == 403
+    assert (await reader.send("/actions/commit", {**form, "form_secret": "0" * 64})).status == 403
+    async with reader_of(service.proxy.url) as other:
+        # Without a cookie, then with another one.
+        assert (await other.send("/actions/commit", form)).status == 403
+        assert (await other.open(path)).status == 200
+        assert (await other.send("/actions/commit", form)).status == 403
+    assert await service.state(id) == "pending"
+    assert (await reader.send("/actions/commit", form)).status == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1"])
+async def test_a_form_from_another_page_is_refused(
+    service: Service, reader: Reader, origin: str
+) -> None:
+    (id,) = await pending(service, 1, unique("group"))
+    form = {**(await reader.open(f"/actions/commit?id={id}")).form("/actions/"), "reason": "x"}
+    refused = await reader.send("/actions/commit", form, Origin=origin)
+    assert refused.status == 403
+    assert await service.state(id) == "pending"
+    taken = await reader.send("/actions/commit", form, Origin=service.proxy.url)
+    assert taken.status == 200
+
+
+async def test_nothing_but_a_form_is_taken(service: Service, reader: Reader) -> None:
+    (id,) = await pending(service, 1, unique("group"))
+    form = {**(await reader.open(f"/actions/commit?id={id}")).form("/actions/"), "reason": "x"}
+    async with reader.http.post("/actions/commit", json=form) as answer:
+        assert answer.status == 415
+    for raw in (b"\xff", b"a=1&" * 60, b"x" * 70_000):
+        kind = {"content-type": "application/x-www-form-urlencoded"}
+        async with reader.http.post("/actions/commit", data=raw, headers=kind) as answer:
+            assert answer.status in (400, 403, 413)
+    assert (await reader.send("/actions/commit", {**form, "until_ms": "soon"})).status == 400
+    assert (await reader.open("/actions/explode")).status == 400
+    assert await service.state(id) == "pending"
+
+
+async def test_a_look_changes_nothing(service: Service, reader: Reader) -> None:
+    group = unique("group")
+    ids = await pending(service, 2, group)
+    for action in ("commit", "rollback", "check", "revive"):
+        assert (await reader.open(f"/actions/{action}?group={group}&reason=x")).status == 200
+    assert {await service.state(id) for id in ids} == {"pending"}

@@ -1,0 +1,353 @@
+"""What the console shows, read without scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+from cluster_world import Proxies
+from console_world import Reader, reader_of
+from memory_world import MemoryWorld
+from service_world import Desk, Service, unique, until
+
+from txbroker.core.records import Message
+
+HOSTILE = """"><script>alert('x')</script><b a='"""
+
+
+async def topic_of(service: Service) -> str:
+    """Make a topic."""
+    return await service.world.create_topic(unique("topic"))
+
+
+async def parked(service: Service, topic: str, count: int = 1) -> tuple[str, list[str]]:
+    """Return a group that never knows, and transactions of it that are parked."""
+    group = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
+    ids = [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(count)]
+    for id in ids:
+        await service.reaches(id, "parked")
+    return group, ids
+
+
+# --- overview --------------------------------------------------------------------------------
+
+
+async def test_all_is_well_where_nothing_waits(service: Service, reader: Reader) -> None:
+    seen = await reader.open("/")
+    assert seen.status == 200
+    assert seen.main.one("h1").text == "All is well"
+    assert seen.main.all(**{"class": "concern is-bad"}) == []
+    assert service.proxy.url in seen.text
+
+
+async def test_parked_ones_are_said_first_with_where_and_what_to_do(
+    service: Service, reader: Reader
+) -> None:
+    group, ids = await parked(service, await topic_of(service), 2)
+    seen = await reader.open("/")
+    assert "needs you" in seen.main.one("h1").text
+    (concern,) = seen.main.all("li", **{"class": "concern is-bad"})
+    assert "2 parked transactions wait for a person's decision" in concern.text
+    assert f"Group {group}." in concern.text
+    assert "What to do:" in concern.text
+    listed = await reader.open(concern.all("a")[0].attributes["href"])
+    assert sorted(listed.listed()) == sorted(ids)
+
+
+async def test_a_group_out_of_reach_is_said_with_why(service: Service, reader: Reader) -> None:
+    topic, group = await topic_of(service), await service.group(503)
+    await service.prepare(Message(topic, b"k", b"v"), group=group)
+
+    async def said() -> bool:
+        return f"Nobody of group {group} can be asked" in (await reader.open("/")).text
+
+    await until(said)
+    seen = await reader.open("/")
+    (concern,) = seen.main.all("li", **{"class": "concern is-warn"})
+    assert "503" in concern.text
+    assert "no attempt is used up" in concern.text
+
+
+async def test_refused_ones_are_said_with_their_topic(service: Service, reader: Reader) -> None:
+    topic = await topic_of(service)
+    id = await service.prepare(Message(topic, b"k", b"v"))
+    await service.world.delete_topic(topic)
+    await service.tell(id, "commit")
+    await service.reaches(id, "refused")
+    seen = await reader.open("/")
+    assert "1 committed transaction is refused by a target" in seen.text
+    assert f"Topic {topic}." in seen.text
+    shown = await reader.open(f"/transactions/{id}")
+    assert "Cause:" in shown.text
+    assert shown.links("Revive…")
+    assert not shown.links("Commit…")
+
+
+async def test_a_proxy_that_does_not_answer_is_said(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = MemoryWorld()
+    proxies = Proxies(world, desk)
+    one, other = await proxies.add("one", "two")
+
+    async def refuse() -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(other.proxy.broker, "overview", refuse)
+    async with reader_of(one.proxy.url) as reader:
+        seen = await reader.open("/")
+    assert f"The proxy at {other.proxy.url} does not answer" in seen.text
+    assert "cannot be asked" in seen.text
+    assert "lower bounds" in seen.text
+    await proxies.close()
+    await world.close()
+
+
+# --- lists -----------------------------------------------------------------------------------
+
+
+async def test_a_list_goes_on_page_by_page(service: Service, reader: Reader) -> None:
+    topic, group = await topic_of(service), unique("group")
+    ids = [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(55)]
+    seen = await reader.open(f"/transactions?group={group}&state=&topic=&older=")
+    assert len(seen.listed()) == 50
+    assert not seen.links("First page")
+    rest = await reader.open(seen.link("Next page"))
+    assert not rest.links("Next page")
+    assert seen.listed() + rest.listed() == ids
+    assert (await reader.open(rest.link("First page"))).listed() == seen.listed()
+
+
+async def test_a_list_is_filtered(service: Service, reader: Reader) -> None:
+    topic, other, group = await topic_of(service), await topic_of(service), unique("group")
+    mine = await service.prepare(Message(topic, b"k", b"v"), group=group)
+    elsewhere = await service.prepare(Message(other, b"k", b"v"), group=group)
+    gone = await service.prepare(Message(topic, b"k", b"v"), group=group)
+    await service.tell(gone, "rollback")
+
+    async def listed(query: str) -> list[str]:
+        return (await reader.open(f"/transactions?group={group}&{query}")).listed()
+
+    assert await listed("") == [mine, elsewhere]
+    assert await listed(f"topic={other}") == [elsewhere]
+    assert await listed("state=rolled_back") == [gone]
+    assert await listed("state=parked") == []
+    assert await listed("older=1d") == []
+    seen = await reader.open(f"/transactions?group={group}&topic={topic}&state=pending&older=0s")
+    assert seen.main.one("input", name="topic").attributes["value"] == topic
+    chosen = [o for o in seen.main.one("select", name="state").all("option")
+              if "selected" in o.attributes]  # fmt: skip
+    assert [o.text for o in chosen] == ["pending"]
+
+
+@pytest.mark.parametrize("query", ["state=lost", "older=soon", "limit=0", "cursor=x", "group=%00"])
+async def test_what_no_list_can_be_is_said_on_a_page(reader: Reader, query: str) -> None:
+    seen = await reader.open(f"/transactions?{query}")
+    assert seen.status == 400
+    assert seen.main.one("h1").text == "Not possible"
+    assert seen.link("Overview") == "/"
+
+
+# --- one transaction -------------------------------------------------------------------------
+
+
+async def test_an_id_is_found_in_any_case_and_with_blanks(service: Service, reader: Reader) -> None:
+    id = await service.prepare(Message(await topic_of(service), b"k", b"v"))
+    seen = await reader.open(f"/transactions?find=%20{id.lower()}%20")
+    assert (seen.status, seen.url.path) == (200, f"/transactions/{id}")
+    unknown = "0" + id[1:-6] + "ZZZZZZ"
+    assert (await reader.open(f"/transactions/{unknown}")).status == 404
+    assert (await reader.open("/transactions?find=nonsense")).status == 400
+
+
+async def test_a_life_is_told_line_by_line(service: Service, reader: Reader) -> None:
+    topic = await topic_of(service)
+    group = await service.group({"decision": "commit"})
+    id = await service.prepare(Message(topic, b"k", b"v"), group=group)
+    await service.reaches(id, "promoted")
+    seen = await reader.open(f"/transactions/{id}")
+    lines = [li.one("strong").text for li in seen.main.one("section", id="timeline").all("li")]
+    assert lines == ["prepared", "check", "commit", "promoted"]
+    checks = seen.main.one("section", id="checks").text
+    assert f"{service.desk.url}/check/{group}" in checks
+    assert "commit" in checks
+    assert f"{topic}-0 at offset 0" in seen.main.one("section", id="timeline").text
+    assert seen.main.all("a", **{"class": "button"}) == []  # nothing is left to be done
+
+
+async def test_content_is_hidden_until_asked_for(service: Service, reader: Reader) -> None:
+    topic = await topic_of(service)
+    headers = (("trace", b"secret-header"), ("none", None))
+    message = Message(topic, b"\xff\x00", HOSTILE.encode(), headers)
+    id = await service.prepare(message, Message(topic, b"k", None))
+    seen = await reader.open(f"/transactions/{id}")
+    for secret in ("alert", "secret-header", "ff 00"):
+        assert secret not in seen.html
+    shown = await reader.open(seen.link("Show content").partition("#")[0])
+    assert [pre.raw for pre in shown.main.all("pre")] == ["ff 00", HOSTILE, "secret-header", "k"]
+    assert "<script>alert" not in shown.html
+    assert "null" in shown.text
+    assert shown.links("Hide content")
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+async def test_groups_tell_how_they_are_asked(service: Service, reader: Reader) -> None:
+    registered, away, connected = await service.group(200), await service.group(503), unique("g")
+    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=away)
+    async with service.producer(connected, instance="till-7"):
+
+        async def rows() -> dict[str, str]:
+            seen = await reader.open("/groups")
+            table = seen.main.one("tbody").all("tr")
+            return {row.one("th").text: row.text for row in table}
+
+        async def all_told() -> bool:
+            found = await rows()
+            return "not reached" in found.get(away, "") and "till-7" in found.get(connected, "")
+
+        await until(all_told)
+        found = await rows()
+        assert "check URL" in found[registered]
+        assert "503" in found[away]
+        assert "1 instance connected" in found[connected]
+        narrowed = await reader.open(f"/groups?name={away.upper()}")
+        assert [row.one("th").text for row in narrowed.main.one("tbody").all("tr")] == [away]
+        checked = await reader.open(narrowed.link("Check now…"))
+        assert checked.listed() == [id]
+
+
+# --- what is hostile, and what holds on every page --------------------------------------------
+
+
+async def test_hostile_names_are_shown_as_they_are(service: Service, reader: Reader) -> None:
+    topic = await topic_of(service)
+    group = f"{HOSTILE}{unique('g')}"
+    message = Message(topic, b"k", b"v", ((HOSTILE, b"v"),))
+    id = await service.prepare(message, group=group, order_key=HOSTILE)
+    await service.tell(id, "rollback", reason=HOSTILE, by=HOSTILE)
+    await service.prepare(message, group=group)
+    paths = [
+        "/",
+        "/groups",
+        f"/transactions?group={quote(group)}",
+        f"/transactions/{id}?bodies=1",
+        f"/actions/commit?group={quote(group)}",
+        f"/transactions?find={quote(HOSTILE)}",
+        f"/groups?name={quote(HOSTILE)}",
+        f"/transactions/{quote(HOSTILE, safe='')}",
+        f"/actions/{quote(HOSTILE, safe='')}",
+    ]
+    for path in paths:
+        seen = await reader.open(path)
+        assert "<script>alert" not in seen.html, path
+        scripts = [script.attributes for script in seen.root.all("script")]
+        assert all(urlsplit(s["src"]).path.startswith("/static/") for s in scripts), path
+        assert len(scripts) == 1, path
+    listed = await reader.open(f"/transactions?group={quote(group)}")
+    assert group in [bdi.raw for bdi in listed.main.all("bdi")]
+    told = await reader.open(f"/transactions/{id}")
+    assert HOSTILE in [bdi.raw for bdi in told.main.all("bdi")]
+
+
+async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:
+    """Return one page of each kind."""
+    group, (id,) = await parked(service, await topic_of(service))
+    paths = [
+        "/", "/transactions", "/transactions?state=parked", f"/transactions/{id}",
+        f"/transactions/{id}?bodies=1", "/groups", f"/actions/commit?id={id}",
+        f"/actions/revive?group={group}", "/transactions/nonsense",
+    ]  # fmt: skip
+    return [(path, await reader.open(path)) for path in paths]
+
+
+async def test_every_page_keeps_to_itself(service: Service, reader: Reader) -> None:
+    for path, seen in await every_page(service, reader):
+        policy = seen.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; style-src 'self'; script-src 'self';"), path
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert seen.headers["X-Content-Type-Options"] == "nosniff"
+        assert seen.headers["Cache-Control"] == "no-store"
+        assert seen.headers["Referrer-Policy"] == "same-origin"
+        for element in seen.root.all():
+            assert "style" not in element.attributes, path
+            assert not [name for name in element.attributes if name.startswith("on")], path
+            for name in ("href", "src", "action"):
+                there = urlsplit(element.attributes.get(name, ""))
+                assert not there.scheme, path
+                assert not there.netloc, path
+
+
+async def test_every_page_can_be_read_aloud(service: Service, reader: Reader) -> None:
+    for path, seen in await every_page(service, reader):
+        root = seen.root
+        assert root.one("html").attributes["lang"] == "en"
+        assert len(root.all("h1")) == 1, path
+        ids = [e.attributes["id"] for e in root.all() if "id" in e.attributes]
+        assert len(ids) == len(set(ids)), path
+        labelled = {label.attributes["for"] for label in root.all("label")}
+        for field in [*root.all("input"), *root.all("select")]:
+            hidden = field.attributes.get("type") == "hidden"
+            assert hidden or field.attributes["id"] in labelled, path
+        for element in root.all():
+            for name in ("aria-labelledby", "aria-describedby"):
+                assert element.attributes.get(name, ids[0]) in ids, path
+            if element.tag in ("section", "nav", "table"):
+                continue
+            if element.tag in ("a", "button") and not element.attributes.get("hidden"):
+                assert element.text or element.all("img"), path
+        for table in root.all("table"):
+            assert all(th.attributes["scope"] in ("row", "col") for th in table.all("th")), path
+
+
+async def test_files_are_cached_for_good_under_their_content(reader: Reader) -> None:
+    seen = await reader.open("/")
+    (sheet,) = [e.attributes["href"] for e in seen.root.all("link", rel="stylesheet")]
+    file = await reader.open(sheet)
+    assert (file.status, file.headers["Content-Type"]) == (200, "text/css; charset=utf-8")
+    assert file.headers["Cache-Control"] == "public, max-age=31536000, immutable"
+    # A page of another build asks for another content: it gets this one, and keeps it not.
+    other = await reader.open(sheet.replace(sheet.split("/")[2], "0" * 16))
+    assert (other.status, other.headers["Cache-Control"]) == (200, "no-cache")
+    assert (await reader.open("/static/x/../../etc/passwd")).status == 404
+    assert (await reader.open("/static/x/console.html")).status == 404
+
+
+async def test_a_host_name_that_is_not_ours_gets_no_page(reader: Reader) -> None:
+    seen = await reader.open("/", Host="rebound.example")
+    assert seen.status == 403
+    assert "rebound.example" in seen.text
+
+
+async def test_a_page_can_be_asked_for_without_its_content(reader: Reader) -> None:
+    async with reader.http.head("/transactions") as answer:
+        assert answer.status == 200
+        assert await answer.read() == b""
+
+
+async def test_an_owner_that_is_away_is_a_page_that_says_so(
+    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.proxy.broker, "_stopping", True)
+    seen = await reader.open("/transactions")
+    assert seen.status == 503
+    assert seen.headers["Retry-After"] == "1"
+    assert seen.main.one("h1").text == "Not possible now"
+    assert seen.links("Try again")
+    monkeypatch.undo()
+
+
+async def test_what_goes_wrong_inside_is_a_page_too(
+    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken() -> None:
+        raise ZeroDivisionError("a secret of the inside")
+
+    monkeypatch.setattr(service.proxy.cluster, "overview", broken)
+    seen = await reader.open("/")
+    assert seen.status == 500
+    assert "its log says what" in seen.text
+    assert "secret" not in seen.html
