@@ -1,0 +1,193 @@
+"""The command line of the doctor, on an installation that is made up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import Result
+from doctor_world import ONE, TWO, World
+
+from txbroker.cli.doctor import command
+from txbroker.cli.doctor.checks import CHECKS
+from txbroker.cli.main import cli
+from txbroker.cli.run import run
+from txbroker.errors import KafkaUnavailable
+
+Call = Callable[..., Result]
+
+
+class Given:
+    """What the command made of its options."""
+
+    def __init__(self) -> None:
+        self.urls: tuple[str, ...] = ()
+        self.headers: dict[str, str] = {}
+        self.kafka: Any = None
+        self.looked = 0
+
+
+@pytest.fixture
+def given() -> Given:
+    return Given()
+
+
+@pytest.fixture
+def call(
+    world: World,
+    given: Given,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> Call:
+    """Call `txbroker doctor` in this process, round the made-up installation."""
+    for name in list(os.environ):
+        if name.startswith("TXBROKER_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    world.kafka.newest = {}
+    world.proxies.proxy(ONE, now_ms=0)
+    world.proxies.proxy(TWO, now_ms=0)
+
+    class Examination:
+        def __init__(self, settings: Any) -> None:
+            given.kafka = settings
+            given.looked += 1
+
+        async def __aenter__(self) -> Any:
+            return world.kafka
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+    def proxies(urls: list[str], headers: dict[str, str]) -> Any:
+        given.urls, given.headers = tuple(urls), headers
+        return world.proxies
+
+    monkeypatch.setattr(command, "KafkaExamination", Examination)
+    monkeypatch.setattr(command, "HttpProxies", proxies)
+    monkeypatch.setattr(command, "_PAUSE_S", 0.0)
+
+    def calling(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = run(cli, ["doctor", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return Result(code, out, err)
+
+    return calling
+
+
+def test_all_is_well(call: Call, given: Given) -> None:
+    done = call("--kafka", "k1:1,k2:2", "--url", ONE, "--proxy", TWO)
+    assert (done.code, "FAILS" in done.out) == (0, False)
+    assert "ok      kafka-reachable" in done.out
+    assert done.err.startswith(f"{len(CHECKS) - 2} fine, 2 to look at.")
+    assert given.urls == (ONE, TWO)
+    assert given.kafka.bootstrap_servers == ("k1:1", "k2:2")
+    assert given.kafka.client_id == "txbroker-doctor"
+
+
+def test_something_fails(call: Call, world: World) -> None:
+    world.kafka.remove("op")
+    done = call()
+    assert done.code == 1
+    assert "FAILS   topics-there" in done.out
+
+
+def test_output_for_programs(call: Call, world: World) -> None:
+    assert call("-o", "json").json["healthy"] is True
+    world.proxies.gone()
+    failed = call("-o", "json")
+    assert (failed.code, failed.json["healthy"]) == (1, False)
+    assert "txbroker_doctor_healthy 0" in call("-o", "prometheus").out.splitlines()
+
+
+def test_waiting_ends_when_nothing_fails(call: Call, world: World, given: Given) -> None:
+    world.kafka.failure = KafkaUnavailable("not yet")
+    looks = world.kafka.cluster
+
+    async def cluster(topics: Any = ()) -> Any:
+        if given.looked == 3:
+            world.kafka.failure = None
+        return await looks(topics)
+
+    world.kafka.cluster = cluster  # type: ignore[method-assign]
+    done = call("--wait")
+    assert (done.code, given.looked) == (0, 4), done
+    assert done.err.count("Waiting, for 300 s at most: ") == 3
+    assert done.out.count("kafka-reachable") == 1
+
+
+def test_waiting_ends_when_the_time_is_over(call: Call, world: World, given: Given) -> None:
+    world.kafka.failure = KafkaUnavailable("never")
+    done = call("--wait", "0.2", "-o", "json")
+    assert (done.code, done.json["healthy"]) == (1, False)
+    assert given.looked > 1
+
+
+def test_no_waiting_unless_asked_for(call: Call, world: World, given: Given) -> None:
+    world.kafka.failure = KafkaUnavailable("never")
+    assert (call().code, given.looked) == (1, 1)
+
+
+def test_a_bundle(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "b.tar.gz"
+    done = call("--bundle", path)
+    assert (done.code, path.stat().st_size > 500) == (0, True)
+    assert f"Packed into {path}: doctor.json" in done.err
+    again = call("--bundle", path)
+    assert (again.code, "there already" in again.err) == (2, True)
+
+
+def test_a_bundle_of_what_fails(call: Call, world: World, tmp_path: Path) -> None:
+    world.proxies.gone()
+    done = call("--bundle", tmp_path / "b.tar.gz")
+    assert (done.code, (tmp_path / "b.tar.gz").exists()) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--kafka", "nonsense"),
+        ("--proxy", "ftp://x"),
+        ("--proxy", "http://u:p@x"),
+        ("--url", "http://"),
+        ("-o", "yaml"),
+        ("--wait", "-5"),
+        ("--token-file", "/does/not/exist"),
+        ("--config", "/does/not/exist"),
+        ("--topic-prefix", "a b"),
+    ],
+)
+def test_wrong_usage(call: Call, given: Given, arguments: tuple[str, ...]) -> None:
+    done = call(*arguments)
+    assert (done.code, given.looked) == (2, 0), done
+    assert done.out == ""
+
+
+def test_the_token_goes_along_and_is_not_shown(call: Call, given: Given, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t0ken\n")
+    done = call("--token-file", token)
+    assert given.headers == {"authorization": "Bearer t0ken"}
+    assert "t0ken" not in (done.out + done.err).replace(str(token), "")
+    assert call().code == 0
+    assert given.headers == {}
+
+
+def test_the_token_of_the_settings_is_for_their_proxies_only(
+    call: Call, given: Given, tmp_path: Path
+) -> None:
+    token, config = tmp_path / "token", tmp_path / "config.toml"
+    token.write_text("t0ken")
+    config.write_text(f'token_file = "{token}"\n')
+    call("--config", config)
+    assert given.headers == {"authorization": "Bearer t0ken"}
+    assert run(cli, ["context", "set", "elsewhere", "--url", "http://elsewhere:8470"]) == 0
+    call("--config", config, "--context", "elsewhere")
+    assert given.urls[0] == "http://elsewhere:8470"
+    assert given.headers == {}
