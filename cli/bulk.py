@@ -34,20 +34,20 @@ _PROGRESS_FROM = 20
 
 
 SAMPLED = (
-    Column("ID", lambda row: row["id"]),
+    Column("ID", lambda row: row["id"], keep=True),
     Column("GROUP", lambda row: row["group"]),
-    Column("STATE", lambda row: row["state"]),
+    Column("STATE", lambda row: row["state"], keep=True),
     Column("AGE", lambda row: duration(time.time() - row["prepared_at_ms"] / 1000)),
     Column("TOPICS", lambda row: row["topics"]),
 )
 STANDING = (
-    Column("ID", lambda row: row["id"]),
-    Column("STATE", lambda row: row["state"]),
+    Column("ID", lambda row: row["id"], keep=True),
+    Column("STATE", lambda row: row["state"], keep=True),
     Column("DECISION", lambda row: row.get("decision")),
 )
 FAILED = (
-    Column("ID", lambda row: row["id"]),
-    Column("ERROR", lambda row: row["error"]["code"]),
+    Column("ID", lambda row: row["id"], keep=True),
+    Column("ERROR", lambda row: row["error"]["code"], keep=True),
     Column("WHY", lambda row: row["error"]["message"]),
 )
 

@@ -17,8 +17,8 @@ NAME, VARIABLE = "txbroker", "_TXBROKER_COMPLETE"
 """The command that is completed, and the variable by which its shell asks it to."""
 _SHELLS = ("bash", "zsh", "fish")
 # A shell puts what is offered onto the command line as it is. A name made by a stranger must not
-# become a command when Enter is pressed.
-_HARMLESS = re.compile(r"[\w.@:/+=%-]+")
+# become a command, or an option, when Enter is pressed.
+_HARMLESS = re.compile(r"[\w.@:/+%][\w.@:/+=%-]*")
 _LOOKED_AT = 200
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem[str]]]

@@ -17,16 +17,28 @@ _PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 # Words that YAML readers of one version or another take for something else than text.
 _WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_GAP = 2
+_CUT_MIN = 5
+"""A column that gives way keeps so many characters: four, and what says that there are more."""
 _WIDTH_OF_FILES = 100_000
 """A table that no terminal shows is not cut: whatever reads it wants whole values."""
 
 
 class Column(NamedTuple):
-    """A column of a table: its title, how a row fills it, and whether only `wide` shows it."""
+    """A column of a table.
+
+    Attributes:
+        title: above it.
+        value: how a row fills it.
+        wide: whether only `wide` shows it.
+        keep: whether it is shown whole where the terminal is narrow: ids and numbers mislead
+            when they are cut.
+    """
 
     title: str
     value: Callable[[Row], object]
     wide: bool = False
+    keep: bool = False
 
 
 def output_option(function: F) -> F:
@@ -65,22 +77,45 @@ def show_data(data: Any, output: str) -> None:
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], stream: TextIO) -> list[str]:
-    """Return the lines of a table, as wide as the terminal that `stream` is, if it is one."""
+    """Return the lines of a table, as wide as the terminal that `stream` is, if it is one; none
+    where there are no rows."""
+    if not rows:
+        return []
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        drawn.add_column(column.title, no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        drawn.add_row(*(Text(cell(column.value(row))) for column in columns))
     console = Console(soft_wrap=False, file=stream)
     if not stream.isatty() and "COLUMNS" not in os.environ:
         console.width = _WIDTH_OF_FILES
+    cells = [[Text(cell(column.value(row))) for column in columns] for row in rows]
+    whole = [
+        max(len(column.title), *(text.cell_len for text in below))
+        for column, below in zip(columns, zip(*cells, strict=True), strict=True)
+    ]
+    drawn = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+    for column, width in zip(columns, _widths(columns, whole, console.width), strict=True):
+        drawn.add_column(column.title, no_wrap=True, overflow="ellipsis", width=width)
+    for line in cells:
+        drawn.add_row(*line)
     with console.capture() as capture:
         console.print(drawn)
     return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def _widths(columns: Sequence[Column], whole: Sequence[int], total: int) -> list[int]:
+    """Return how wide each column is drawn: where all do not fit, the widest of those that may be
+    cut give way first."""
+    widths = list(whole)
+    cut = [number for number, column in enumerate(columns) if not column.keep]
+    over = sum(widths) + _GAP * (len(widths) - 1) - total
+    while over > 0 and cut:
+        widest = max(cut, key=lambda number: widths[number])
+        if widths[widest] <= _CUT_MIN:
+            break
+        widths[widest] -= 1
+        over -= 1
+    return widths
 
 
 def cell(value: object) -> str:
@@ -145,4 +180,6 @@ def _scalar(value: Any) -> str:
         return value
     # YAML takes JSON's scalars, and its empty list and map, but no pairs of surrogates.
     text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and "e" in text and "." not in text:
+        text = text.replace("e", ".0e")  # YAML 1.1 would read 1e-05 as text
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

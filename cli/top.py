@@ -9,7 +9,15 @@ from typing import Any
 import click
 
 from txbroker.cli.client import Client, client_options
-from txbroker.cli.output import Column, duration, output_option, printable, show_data, table
+from txbroker.cli.output import (
+    Column,
+    duration,
+    output_option,
+    printable,
+    show_data,
+    shown_columns,
+    table,
+)
 from txbroker.cli.watching import EVERY_MIN_S, EVERY_S, draw_again, look_again
 
 Overview = dict[str, Any]
@@ -38,29 +46,29 @@ def _count(name: str) -> Column:
     def shown(row: dict[str, Any]) -> str:
         return "?" if row.get(name) is None else f"{row[name]:,}"
 
-    return Column(name.upper(), shown)
+    return Column(name.upper(), shown, keep=True)
 
 
 GROUPS = (
     Column("GROUP", lambda row: row["group"]),
     _count("pending"),
     _count("parked"),
-    Column("OLDEST", _age),
-    Column("CONNECTED", lambda row: row["sessions"]),
+    Column("OLDEST", _age, keep=True),
+    Column("CONNECTED", lambda row: row["sessions"], keep=True),
     Column("UNREACHABLE", _unreachable),
 )
 PARTITIONS = (
-    Column("PARTITION", lambda row: row["partition"]),
-    Column("OWNER", lambda row: row["owner"]),
+    Column("HALF", lambda row: row["partition"], keep=True),
+    Column("OWNER", lambda row: row["owner"].partition("://")[2]),
     Column("STATE", lambda row: row["state"] + (f": {row['why']}" if row.get("why") else "")),
     _count("pending"),
     _count("parked"),
     _count("refused"),
     _count("committed"),
-    Column("OLDEST", _age),
-    Column("PREPARED/S", lambda row: _rate(row, "prepared")),
-    Column("DECIDED/S", lambda row: _rate(row, "decided")),
-    Column("PROMOTED/S", lambda row: _rate(row, "promoted")),
+    Column("OLDEST", _age, keep=True),
+    Column("PREP/S", lambda row: _rate(row, "prepared"), keep=True),
+    Column("DEC/S", lambda row: _rate(row, "decided"), wide=True, keep=True),
+    Column("PROM/S", lambda row: _rate(row, "promoted"), keep=True),
 )
 PROXIES = (
     Column("PROXY", lambda row: row["url"]),
@@ -147,7 +155,8 @@ def _lines(found: Overview, where: str, wide: bool) -> Iterator[str]:
         if left:
             yield f"… and {left:,} more groups"
         yield ""
-    yield from table(partitions, PARTITIONS, sys.stdout)
+    columns = shown_columns(PARTITIONS, "wide" if wide else "table")
+    yield from table(partitions, columns, sys.stdout)
     yield ""
     yield from table(found["proxies"], PROXIES, sys.stdout)
 

@@ -46,10 +46,10 @@ def _targets(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("ID", lambda row: row["id"]),
+    Column("ID", lambda row: row["id"], keep=True),
     Column("GROUP", lambda row: row["group"]),
-    Column("STATE", lambda row: row["state"]),
-    Column("AGE", _age),
+    Column("STATE", lambda row: row["state"], keep=True),
+    Column("AGE", _age, keep=True),
     Column("MESSAGES", lambda row: len(row["messages"])),
     Column("TOPICS", _targets),
     Column("ATTEMPTS", lambda row: f"{row['attempts']}/{row['attempts_max']}"),

@@ -154,7 +154,8 @@ def _screen() -> Iterator[Draw]:
             fitting = list(lines[: console.height])
             if len(lines) > console.height:
                 fitting[-1] = f"… {len(lines) - console.height + 1} more lines"
-            text = Text("\n".join(fitting), no_wrap=True, overflow="ellipsis")
+            # A table has its own bold titles already.
+            text = Text("\n", no_wrap=True, overflow="ellipsis").join(map(Text.from_ansi, fitting))
             live.update(text, refresh=True)
 
         yield draw

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
-from txbroker.cli.output import clock, duration, printable, yaml_lines
+from txbroker.cli.output import Column, cell, clock, duration, printable, table, yaml_lines
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e9, 1e9)
 DATA = st.recursive(
@@ -18,6 +20,8 @@ DATA = st.recursive(
 
 
 @given(DATA)
+@example(5e-324)
+@example([1e16, -1.5e-7])
 def test_what_is_written_as_yaml_reads_back(data: Any) -> None:
     assert yaml.safe_load("\n".join(yaml_lines(data))) == data
 
@@ -39,3 +43,24 @@ def test_times() -> None:
 @given(st.text())
 def test_nothing_that_is_shown_moves_the_cursor(text: str) -> None:
     assert printable(text).isprintable()
+
+
+@given(
+    st.lists(st.lists(st.text(max_size=40), min_size=3, max_size=3), min_size=1, max_size=5),
+    st.integers(1, 200),
+)
+def test_a_narrow_table_cuts_what_may_be_cut_first(rows: list[list[str]], width: int) -> None:
+    columns = [Column(str(n), lambda row, n=n: row[str(n)], keep=n == 0) for n in range(3)]  # type: ignore[misc]
+    data = [{str(n): value for n, value in enumerate(row)} for row in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        lines = table(data, columns, io.StringIO())
+    assert len(lines) == len(rows) + 1
+    assert all(cell_len(line) <= width for line in lines)
+    kept = [cell(row[0]) for row in rows]
+    if max(map(cell_len, [*kept, "0"])) + 2 * 5 + 2 * 2 <= width:
+        assert all(line.startswith(text) for line, text in zip(lines[1:], kept, strict=True))
+
+
+def test_a_table_of_nothing() -> None:
+    assert table([], [Column("X", str)], io.StringIO()) == []

@@ -1,0 +1,323 @@
+"""`--watch` and `top`: a screen for people, lines for programs, and trouble in between."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import termios
+import time
+from collections.abc import Callable, Iterator
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_stub import Stub, error
+from cli_world import TXBROKER, Call
+
+from txbroker.cli import watching
+from txbroker.testing.broker import InMemoryBroker
+
+Step = Callable[[], object]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """What happens between two looks; behind the last of it somebody presses Ctrl-C."""
+
+    def between(*happening: Step) -> None:
+        left = list(happening)
+
+        def pause(seconds: float) -> None:
+            assert seconds >= watching.EVERY_MIN_S
+            if not left:
+                raise KeyboardInterrupt
+            left.pop(0)()
+
+        monkeypatch.setattr(watching, "pause", pause)
+
+    return between
+
+
+def nothing() -> None:
+    """Let time pass."""
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def test_what_is_new_or_changed_is_a_line(call: Call, stub: Stub, steps: Any) -> None:
+    ids = stub.add(2, state="pending")
+    steps(
+        nothing,
+        lambda: stub.add(1, state="pending"),
+        lambda: stub.rows[ids[0]].update(state="parked"),
+        lambda: stub.rows.pop(ids[1]),
+        lambda: stub.rows[ids[0]].update(half_offset=7),
+    )
+    shown = call("tx", "list", "--watch", "--url", stub.url)
+    assert (shown.code, shown.err.strip()) == (130, "Stopped.")
+    header, *rows = [line.split() for line in shown.out.splitlines()]
+    assert header[:3] == ["ID", "GROUP", "STATE"]
+    assert [(row[0], row[2]) for row in rows] == [
+        (ids[0], "pending"),
+        (ids[1], "pending"),
+        (list(stub.rows)[-1], "pending"),
+        (ids[0], "parked"),
+    ]
+
+
+def test_each_line_is_json(call: Call, stub: Stub, steps: Any) -> None:
+    stub.add(2)
+    steps(nothing, lambda: stub.add(1))
+    shown = call("tx", "list", "-w", "0.5", "-o", "json", "--url", stub.url)
+    assert [json.loads(line)["id"] for line in shown.out.splitlines()] == list(stub.rows)
+
+
+def test_yaml_is_one_document_for_each(call: Call, stub: Stub, steps: Any) -> None:
+    stub.answer = lambda asked: (200, {"groups": [{"group": "a", "sessions": 1}]})
+    steps(nothing, nothing)
+    shown = call("groups", "list", "--watch", "-o", "yaml", "--url", stub.url)
+    assert shown.out == "---\ngroup: a\nsessions: 1\n"
+
+
+def test_nothing_at_first(call: Call, stub: Stub, steps: Any) -> None:
+    steps(nothing, lambda: stub.add(1))
+    shown = call("tx", "list", "--watch", "--url", stub.url)
+    assert [line.split()[0] for line in shown.out.splitlines()] == ["ID", next(iter(stub.rows))]
+
+
+def test_trouble_is_told_once_and_then_it_goes_on(call: Call, stub: Stub, steps: Any) -> None:
+    stub.add(1)
+
+    def away() -> None:
+        stub.answer = lambda asked: error(503, "owner_unavailable")
+
+    def back() -> None:
+        stub.answer = lambda asked: None
+        stub.add(1)
+
+    steps(away, nothing, nothing, back, away)
+    shown = call("tx", "list", "--watch", "-o", "json", "--url", stub.url)
+    assert len(shown.out.splitlines()) == 2
+    assert shown.err.count("it is owner_unavailable (owner_unavailable)\n") == 2
+
+
+def test_a_first_look_that_fails_ends_it(call: Call, steps: Any) -> None:
+    steps()
+    for command in (["tx", "list", "--watch"], ["groups", "list", "--watch"], ["top"]):
+        failed = call(*command, "--url", "http://127.0.0.1:9")
+        assert (failed.code, failed.out) == (1, "")
+        assert "nothing listens" in failed.err
+
+
+def test_looking_too_often(call: Call) -> None:
+    for option in (["tx", "list", "--watch", "0"], ["top", "--every-s", "0.01"]):
+        refused = call(*option)
+        assert (refused.code, "is not in the range x>=0.2" in refused.err) == (2, True)
+
+
+# --- top -----------------------------------------------------------------------------------------
+
+
+def overview(**changes: Any) -> dict[str, Any]:
+    """Return what two proxies say, of which one does not answer."""
+    rates = {"prepared_per_s": 1200.4, "decided_per_s": 3.14, "promoted_per_s": 0.0}
+    known = {
+        "partition": 0, "owner": "http://a:1", "state": "owned", "why": "", "pending": 10_000,
+        "parked": 3, "refused": 1, "committed": 0, "oldest_pending_age_s": 125.0,
+        "oldest_committed_age_s": None, "rates": rates,
+    }  # fmt: skip
+    unknown = {
+        **dict.fromkeys(known), "partition": 1, "owner": "http://b:1", "state": "unreachable",
+        "why": "no answer", "rates": dict.fromkeys(rates, 0.0),
+    }  # fmt: skip
+    proxy = {
+        "url": "http://a:1", "reached": True, "ready": True, "problems": [], "version": "1",
+        "partitions": [0], "now_ms": 1, "why": "",
+    }  # fmt: skip
+    gone = {**proxy, "url": "http://b:1", "reached": False, "ready": False, "why": "refused"}
+    group = {
+        "group": "orders", "pending": 10_000, "parked": 3, "oldest_pending_age_s": 125.0,
+        "sessions": 2, "instances": [], "unreachable_since_ms": None, "unreachable_why": "",
+    }  # fmt: skip
+    away = {**group, "group": "x\x1b[2J", "unreachable_since_ms": 1, "unreachable_why": "no\nroute"}
+    return {
+        "at_ms": 1, "complete": False, "proxies": [proxy, gone], "partitions": [known, unknown],
+        "groups": [group, away], "groups_left_off": 4, "refused_topics": {"t": 1}, **changes,
+    }  # fmt: skip
+
+
+def test_top_once(call: Call, stub: Stub) -> None:
+    stub.answer = lambda asked: (200, overview())
+    shown = call("top", "--once", "--url", stub.url)
+    assert (shown.code, shown.err) == (0, "")
+    lines = shown.out.splitlines()
+    assert lines[0] == f"txbroker at {stub.url}, 1 of 2 proxies ready"
+    assert lines[1] == (
+        "now     pending at least 10,000  parked at least 3  refused at least 1  "
+        "committed at least 0  oldest pending 2m05s"
+    )
+    assert "prepared 1,200.4/s  decided 3.1/s  promoted 0.0/s" in lines[2]
+    assert "t 1" in lines[3]
+    text = shown.out
+    assert re.search(r"^orders +10,000 +3 +2m05s +2 +-$", text, re.M)
+    assert re.search(r"^x\ufffd\[2J .* for \d+d.*: no\ufffdroute$", text, re.M)
+    assert "… and 4 more groups" in text
+    assert re.search(r"^0 +a:1 +owned +10,000 +3 +1 +0 +2m05s +1,200 +0$", text, re.M)
+    assert re.search(r"^1 +b:1 +unreachable: no answer +\? +\? +\? +\? +- ", text, re.M)
+    assert re.search(r"^http://b:1 +no answer .* refused$", text, re.M)
+    assert "\x1b" not in text
+    assert call("top", "--once", "-o", "json", "--url", stub.url).json == overview()
+
+
+def test_top_of_a_whole_one_says_no_at_least(call: Call, stub: Stub) -> None:
+    whole = overview(complete=True, groups_left_off=0, groups=[], refused_topics={})
+    stub.answer = lambda asked: (200, whole)
+    shown = call("top", "--once", "--url", stub.url).out
+    assert "at least" not in shown
+    assert "GROUP" not in shown
+
+
+def test_top_shows_the_first_groups_and_wide_all(call: Call, stub: Stub) -> None:
+    groups = [{**overview()["groups"][0], "group": f"group-{number}"} for number in range(40)]
+    stub.answer = lambda asked: (200, overview(groups=groups))
+    shown = call("top", "--once", "--url", stub.url).out
+    assert shown.count("group-") == 15
+    assert "… and 29 more groups" in shown
+    assert call("top", "--once", "-o", "wide", "--url", stub.url).out.count("group-") == 40
+
+
+def test_top_of_a_real_one(there: Call, memory: InMemoryBroker) -> None:
+    for group in ("orders", "orders", "billing"):
+        assert there("send", "t", "v", "--group", group, "--decision", "none").code == 0
+    found = there("top", "--once", "-o", "json").json
+    assert sum(row["pending"] for row in found["partitions"]) == 3
+    assert {row["group"]: row["pending"] for row in found["groups"]} == {"orders": 2, "billing": 1}
+    text = there("top", "--once").out
+    assert "pending 3  parked 0  refused 0  committed 0" in text
+    assert f"txbroker at {memory.url}, 1 of 1 proxy ready" in text
+
+
+def test_top_goes_on_as_lines(call: Call, stub: Stub, steps: Any) -> None:
+    stub.answer = lambda asked: (200, overview())
+    steps(nothing, nothing)
+    lines = call("top", "-o", "json", "--url", stub.url).out.splitlines()
+    assert [json.loads(line) for line in lines] == [overview()] * 3
+    steps(nothing)
+    text = call("top", "--url", stub.url).out
+    assert text.count(f"txbroker at {stub.url}") == 2
+
+
+# --- on a terminal ----------------------------------------------------------------------------
+
+
+class Terminal:
+    """A command with a terminal of its own, and what it has written there."""
+
+    def __init__(self, pid: int, handle: int) -> None:
+        self.pid, self._handle = pid, handle
+        self.text = ""
+
+    def until(self, what: str, deadline_s: float = 30.0) -> None:
+        """Read until this was written."""
+        deadline = time.monotonic() + deadline_s
+        while what not in self.text:
+            assert time.monotonic() < deadline, self.text
+            self._read(0.05)
+
+    def type(self, text: str) -> None:
+        """Type it."""
+        os.write(self._handle, text.encode())
+
+    def end(self) -> int:
+        """Read what is left; return the exit code."""
+        while self._read(0.05):
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def _read(self, wait_s: float) -> bool:
+        if not select.select([self._handle], [], [], wait_s)[0]:
+            return True
+        try:
+            raw = os.read(self._handle, 1 << 16)
+        except OSError:
+            return False
+        self.text += raw.decode(errors="replace")
+        return bool(raw)
+
+
+Run = Callable[..., Terminal]
+
+
+@pytest.fixture
+def on_terminal(tmp_path: Path) -> Iterator[Run]:
+    """Run the command on a terminal of 100 times 20 characters."""
+    running: list[Terminal] = []
+
+    def run(*arguments: str) -> Terminal:
+        pid, handle = pty.fork()
+        if pid == 0:
+            kept = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
+            kept |= {"TERM": "xterm", "XDG_CONFIG_HOME": str(tmp_path)}
+            for name in ("COLUMNS", "LINES", "CI", "NO_COLOR"):
+                kept.pop(name, None)
+            ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 100, 0, 0))
+            os.execve(TXBROKER, [str(TXBROKER), *arguments], kept)
+        running.append(Terminal(pid, handle))
+        return running[-1]
+
+    yield run
+    for terminal in running:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(terminal.pid, signal.SIGKILL)
+            os.waitpid(terminal.pid, 0)
+
+
+def test_a_screen_is_drawn_anew_and_given_back(stub: Stub, on_terminal: Run) -> None:
+    (first,) = stub.add(1, state="pending")
+    shown = on_terminal("tx", "list", "--watch", "0.2", "--url", stub.url)
+    shown.until(first)
+    assert "\x1b[?1049h" in shown.text  # a screen of its own
+    more = stub.add(30, state="pending")
+    shown.until(more[0])
+    shown.until("more lines")
+    assert more[-1] not in shown.text
+    assert "\x1b[1m[" not in shown.text
+    stub.answer = lambda asked: error(503, "owner_unavailable")
+    shown.until("it is owner_unavailable")
+    shown.type("\x03")
+    assert shown.end() == 130
+    assert "\x1b[?1049l" in shown.text  # given back
+    assert "Traceback" not in shown.text
+
+
+def test_top_on_a_terminal(stub: Stub, on_terminal: Run) -> None:
+    stub.answer = lambda asked: (200, overview())
+    shown = on_terminal("top", "--every-s", "0.2", "--url", stub.url)
+    shown.until("1 of 2 proxies ready")
+    shown.until("unreachable: no answer")
+    assert re.search(r"0 +a:1 +owned +10,000 +3 +1 +0 +2m05s +1,200 +0", shown.text)
+    stub.answer = lambda asked: (200, overview(complete=True))
+    shown.until("pending 10,000  parked 3")
+    shown.type("\x03")
+    assert shown.end() == 130
+
+
+def test_many_are_resolved_on_a_terminal(stub: Stub, on_terminal: Run) -> None:
+    ids = stub.add(60)
+    shown = on_terminal("tx", "commit", "--group", "orders", "--url", stub.url)
+    shown.until("Type 60 to do it")
+    assert stub.posts() == []
+    shown.type("60\r")
+    assert shown.end() == 0
+    assert "60/60" in shown.text  # the progress bar
+    assert "60 committed, now promoted 60." in shown.text
+    assert {row["state"] for row in stub.rows.values()} == {"promoted"}
+    assert len(stub.posts()) == len(ids)
