@@ -214,6 +214,9 @@ class FakeProxies:
         ]
         self.view = structs.replace(self.seen, groups=tuple(shown))
 
+    def close(self) -> None:
+        """There is nothing to close."""
+
     def gone(self) -> None:
         """Let no proxy answer."""
         self.view = NotSeen("nothing listens at http://one:8470")

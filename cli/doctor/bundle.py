@@ -6,6 +6,7 @@ the secrets' files hold, and whatever URLs carry beside address and path, is str
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -119,7 +120,7 @@ async def _versions(subject: Subject) -> dict[str, Any]:
     try:
         versions["brokers"] = [
             {"node": one.node, "address": one.address, "fetch": one.fetch_version, "why": one.why}
-            for one in await subject.kafka.brokers()
+            for one in await subject.brokers()
         ]
     except TxbrokerError as error:
         versions["brokers"] = str(error)
@@ -156,11 +157,12 @@ async def _proxies(subject: Subject) -> dict[str, str]:
         files["overview.json"] = _json(msgspec.to_builtins(await subject.overview()))
     except NotSeen as error:
         files["overview.txt"] = str(error)
-    urls = list(dict.fromkeys([*subject.proxies.named, *await subject.urls()]))
-    for number, url in enumerate(urls[:PROXIES_MAX], 1):
+    urls = list(dict.fromkeys([*subject.proxies.named, *await subject.urls()]))[:PROXIES_MAX]
+    asked = await asyncio.gather(*(_proxy(subject.proxies, url) for url in urls))
+    for number, (url, told) in enumerate(zip(urls, asked, strict=True), 1):
         folder = f"proxies/{number:02}"
         files[f"{folder}/url.txt"] = url
-        files |= {f"{folder}/{name}": text for name, text in (await _proxy(subject.proxies, url))}
+        files |= {f"{folder}/{name}": text for name, text in told}
     return files
 
 

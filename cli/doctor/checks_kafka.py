@@ -47,7 +47,7 @@ async def kafka_reachable(subject: Subject) -> Finding:
 )
 async def kafka_brokers(subject: Subject) -> Finding:
     """Whether each broker answers from here."""
-    brokers = await subject.kafka.brokers()
+    brokers = await subject.brokers()
     silent = [one for one in brokers if one.why]
     if not silent:
         return fine(f"{_brokers(len(brokers))} answer")
@@ -62,7 +62,7 @@ async def kafka_brokers(subject: Subject) -> Finding:
 )
 async def kafka_version(subject: Subject) -> Finding:
     """Whether each broker is of a version that txbroker supports."""
-    brokers = [one for one in await subject.kafka.brokers() if not one.why]
+    brokers = [one for one in await subject.brokers() if not one.why]
     if not brokers:
         raise NotSeen("no broker says what it understands")
     old = [one for one in brokers if one.fetch_version < FETCH_VERSION_MIN]

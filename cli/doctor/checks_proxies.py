@@ -53,8 +53,9 @@ async def proxies_ready(subject: Subject) -> Finding:
             problems[proxy.url] = f"{proxy.url} is not ready: {why}"
     if problems:
         return judged(Level.FAILS, f"{len(problems)} are not", list(problems.values()))
-    known = {*named, *(proxy.url for proxy in (await subject.overview()).proxies)}
-    return fine(f"{len(known)} {'proxy' if len(known) == 1 else 'proxies'}")
+    # A named one may be among them under another URL.
+    count = len((await subject.overview()).proxies)
+    return fine(f"{count} {'proxy' if count == 1 else 'proxies'}")
 
 
 def _why(partitions: dict[str, str], problems: list[str]) -> str:
@@ -122,7 +123,7 @@ async def proxies_version(subject: Subject) -> Finding:
 )
 async def groups_reachable(subject: Subject) -> Finding:
     """Whether each group has an instance connected or answers a test call, which is no check."""
-    groups = {one.group: one for one in await subject.proxies.groups()}
+    groups = {one.group: one for one in await subject.groups()}
     seen = {one.group: one for one in (await subject.overview()).groups}
     tested = await _test_calls(subject, [one for one in groups.values() if one.check_url])
     fails: list[str] = []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
-from txbroker.cli.doctor.proxies import NotSeen
+from txbroker.cli.doctor.proxies import NotSeen, RegisteredGroup
 from txbroker.cli.doctor.samples import Samples
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
+from txbroker.config import Settings
 from txbroker.kafka.examination import OpenTransaction
 
 _OTHER = "other"
@@ -23,27 +26,39 @@ kafka_book = Book(Section.TRANSACTIONS, needs=("kafka-reachable",))
 )
 async def pending_age(subject: Subject) -> Finding:
     """Whether the oldest undecided transaction should have been decided or parked by now."""
-    overview = await subject.overview()
-    limit_s = subject.limits.pending_windows * subject.kafka.settings.check_window_s
-    ages = {one.partition: one.oldest_pending_age_s or 0.0 for one in overview.partitions}
-    old = {number: age for number, age in ages.items() if age > limit_s}
-    total = sum(one.pending or 0 for one in overview.partitions)
-    if old:
-        groups = [
-            f"group {one.group}: {one.pending} pending, the oldest for "
-            f"{duration(one.oldest_pending_age_s)}"
-            for one in overview.groups
-            if (one.oldest_pending_age_s or 0) > limit_s and one.oldest_pending_age_s
-        ]
-        return judged(
-            Level.FAILS,
-            f"the oldest is {duration(max(old.values()))} old; checks take {duration(limit_s)}, "
-            "repeated ones included",
-            groups,
-        )
+    overview, registered = await asyncio.gather(subject.overview(), subject.groups())
+    policies = {one.group: one for one in registered}
+    lines = []
+    oldest_s = 0.0
+    for one in overview.groups:
+        age_s = one.oldest_pending_age_s or 0.0
+        oldest_s = max(oldest_s, age_s)
+        window_s = _window_s(subject.settings, policies.get(one.group))
+        if age_s > subject.limits.pending_windows * window_s:
+            lines.append(
+                f"group {one.group}: {one.pending} pending, the oldest for {duration(age_s)}, "
+                f"though its checks take {duration(window_s)}"
+            )
+    if lines:
+        return judged(Level.FAILS, f"the oldest for {duration(oldest_s)}", lines)
     if not overview.complete:
         return judged(Level.WARNING, "not of all half partitions is it known")
-    return fine(f"{total} pending, the oldest for {duration(max(ages.values(), default=0.0))}")
+    total = sum(one.pending or 0 for one in overview.partitions)
+    return fine(f"{total} pending, the oldest for {duration(oldest_s)}")
+
+
+def _window_s(settings: Settings, group: RegisteredGroup | None) -> float:
+    """From a prepare until a transaction of a group would be parked, seconds."""
+    if group is None:
+        return settings.check_window_s
+    after_s = _given(group.check_after_s, settings.check_after_s)
+    interval_s = _given(group.check_interval_s, settings.check_interval_s)
+    attempts = _given(group.attempts_max, settings.check_attempts_max)
+    return after_s + (attempts - 1) * interval_s + _given(group.timeout_s, settings.check_timeout_s)
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 @book.check(

@@ -114,7 +114,8 @@ async def _run(
     headers = {"authorization": f"Bearer {token}"} if token else {}
     while True:
         async with KafkaExamination(_kafka(settings)) as kafka:
-            subject = Subject(settings, kafka, HttpProxies(urls, headers))
+            proxies = HttpProxies(urls, headers)
+            subject = Subject(settings, kafka, proxies)
             try:
                 report = await examine(subject, CHECKS)
                 left_s = deadline - time.monotonic()
@@ -126,6 +127,7 @@ async def _run(
                     return report, packed
             finally:
                 await subject.close()
+                proxies.close()
         click.echo(f"Waiting, for {left_s:.0f} s at most: {summary(report)}", err=True)
         await asyncio.sleep(min(_PAUSE_S, left_s))
 

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import ssl
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -21,6 +22,8 @@ TIMEOUT_S = 5.0
 _TEST_S = 3.0
 """What a test call takes beside its group's own time."""
 _ANSWER_BYTES_MAX = 64 << 20
+_CALLS_MAX = 24
+"""Calls under way at a time."""
 
 
 class NotSeen(Exception):
@@ -49,6 +52,9 @@ class RegisteredGroup(Struct, frozen=True):
     group: str
     sessions: int = 0
     check_url: str | None = None
+    check_after_s: float | None = None
+    check_interval_s: float | None = None
+    attempts_max: int | None = None
     timeout_s: float | None = None
 
 
@@ -110,6 +116,12 @@ class HttpProxies:
     def __init__(self, urls: Sequence[str], headers: Mapping[str, str]) -> None:
         self.named = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
         self._headers = {"accept": "application/json", **headers}
+        # Threads of our own: on a small machine the loop's few would all wait for dead groups.
+        self._threads = ThreadPoolExecutor(_CALLS_MAX, thread_name_prefix="doctor")
+
+    def close(self) -> None:
+        """Make no further calls; those under way end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def ready(self, url: str) -> ReadyAnswer:
         """Ask one proxy whether it can take calls; see `ProxySide`."""
@@ -167,9 +179,10 @@ class HttpProxies:
     ) -> Reply:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        call = asyncio.to_thread(self._exchange, url, method, path, body, timeout_s)
         try:
-            status, raw = await call
+            status, raw = await loop.run_in_executor(
+                self._threads, self._exchange, url, method, path, body, timeout_s
+            )
         except TimeoutError:
             raise NotSeen(f"{url} has not answered within {timeout_s:g} s") from None
         except ConnectionRefusedError:

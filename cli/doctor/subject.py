@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from txbroker.cli.doctor.proxies import NotSeen, ProxySide
+from txbroker.cli.doctor.proxies import NotSeen, ProxySide, RegisteredGroup
 from txbroker.cli.doctor.samples import Samples, read_samples
 from txbroker.config import Settings
 from txbroker.contract import Overview
@@ -114,6 +114,14 @@ class Subject:
         """Return the brokers, and all of txbroker's topics as they are seen."""
         names = self.own_topics + self.kafka.settings.audit_topics
         return await self._once("cluster", lambda: self.kafka.cluster(names))
+
+    async def brokers(self) -> list[BrokerFacts]:
+        """Return each broker as it is seen from here."""
+        return await self._once("brokers", self.kafka.brokers)
+
+    async def groups(self) -> list[RegisteredGroup]:
+        """Return the registered groups."""
+        return await self._once("groups", self.proxies.groups)
 
     async def found(self) -> dict[str, FoundTopic]:
         """Return txbroker's topics with their settings."""

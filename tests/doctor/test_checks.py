@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from doctor_world import ALL, METRICS, NOW_MS, NOW_S, ONE, TWO, World
@@ -320,7 +322,7 @@ async def test_a_group_with_neither_session_nor_url(world: World) -> None:
 
 async def test_groups_get_their_own_time(world: World) -> None:
     world.proxies.registered = [
-        RegisteredGroup("web", 0, "http://web/check", 9.0),
+        RegisteredGroup("web", 0, "http://web/check", timeout_s=9.0),
         RegisteredGroup("shop", 0, "http://shop/check"),
     ]
     world.proxies.tests["shop"] = NotSeen("the proxy went away")
@@ -343,6 +345,25 @@ async def test_the_oldest_pending(world: World, windows: float, level: Level) ->
     found = await world.outcome("pending-age")
     assert found.level is level
     assert (level is OK) == (found.details == ())
+
+
+@pytest.mark.parametrize(
+    ("policy", "level"),
+    [
+        ({"check_after_s": 7200.0}, OK),
+        ({"check_interval_s": 500.0}, OK),
+        ({"attempts_max": 1000}, OK),
+        ({"timeout_s": 60.0}, FAILS),
+        ({"attempts_max": 1}, FAILS),
+        ({}, FAILS),
+    ],
+)
+async def test_a_groups_own_times_count(world: World, policy: dict[str, Any], level: Level) -> None:
+    world.proxies.registered = [RegisteredGroup("orders", 1, **policy)]
+    world.proxies.group("orders", oldest_pending_age_s=3600.0)
+    found = await world.outcome("pending-age")
+    assert found.level is level
+    assert level is OK or "group orders: 20 pending, the oldest for 1h00m" in found.details[0]
 
 
 async def test_pending_that_cannot_be_counted(world: World) -> None:

@@ -1,0 +1,268 @@
+"""The doctor on a real Kafka with a real proxy, and with trouble that was planted there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from cli_world import TXBROKER, Dev, Result
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+from doctor_world import settings
+
+from txbroker.cli.doctor.checks import CHECKS
+from txbroker.cli.doctor.findings import Outcome
+from txbroker.cli.doctor.proxies import HttpProxies
+from txbroker.cli.doctor.runner import examine
+from txbroker.cli.doctor.subject import Limits, Subject
+from txbroker.kafka.examination import KafkaExamination, OpenTransaction
+from txbroker.kafka.wiring import kafka_settings
+from txbroker.sdk import is_test_call, verify_webhook
+
+BODY, QUERY = "b0dy-of-a-message", "qu3ry-of-a-url"
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
+    """One `txbroker dev` with a transaction that was promoted, and one that is pending."""
+    running = Dev(tmp_path_factory.mktemp("doctor") / "data", "--check-after-s", "3600")
+    running.start()
+    for decision in ("commit", "none"):
+        done = cli(running, "send", "payments", BODY, "--decision", decision, "--group", "shop")
+        assert done.code == 0, done
+    yield running
+    running.process.kill()
+    running.process.communicate()
+
+
+def cli(dev: Dev, *arguments: object) -> Result:
+    """Run a command in a process of its own, for this proxy and its Kafka."""
+    command = [TXBROKER, *map(str, arguments), "--url", dev.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def doctor(dev: Dev, *arguments: object) -> Result:
+    """Run the doctor for this proxy and its Kafka."""
+    return cli(dev, "doctor", "--kafka", dev.kafka, *arguments)
+
+
+def shown(result: Result) -> dict[str, dict[str, Any]]:
+    """Return what the doctor said in JSON, by check."""
+    return {one["name"]: one for one in result.json["checks"]}
+
+
+async def look(dev: Dev, limits: Limits, names: Sequence[str]) -> dict[str, Outcome]:
+    """Run some checks in this process, with limits that need no waiting for."""
+    given = settings(kafka=dev.kafka)
+    async with KafkaExamination(kafka_settings(given)) as kafka:
+        subject = Subject(given, kafka, HttpProxies([dev.url], {}), limits)
+        report = await examine(subject, [one for one in CHECKS if one.name in names])
+        await subject.close()
+    return {one.name: one for one in report.outcomes}
+
+
+def test_an_installation_that_is_well(dev: Dev) -> None:
+    done = doctor(dev, "--check-after-s", "3600", "-o", "json", "--wait", "60")
+    found = shown(done)
+    levels = {name: one["level"] for name, one in found.items()}
+    # Nobody of the group of that pending transaction is there, and no audit has run.
+    assert levels.pop("groups-reachable") == "fails"
+    assert levels.pop("audit-fresh") == "warning"
+    assert set(levels.values()) == {"ok"}, found
+    assert len(found) == len(CHECKS)
+    assert found["kafka-version"]["found"] == "3.9 or newer"
+    assert done.code == 1
+
+
+@pytest.fixture
+def prefix(dev: Dev) -> str:
+    """Topics of another installation on the same Kafka, to be broken."""
+    name = f"broken{time.time_ns()}"
+    done = subprocess.run(
+        [TXBROKER, "topics", "apply", "--yes", "--kafka", dev.kafka, "--topic-prefix", name],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done
+    return name
+
+
+def test_planted_settings_and_a_missing_topic(dev: Dev, prefix: str) -> None:
+    admin = AdminClient({"bootstrap.servers": dev.kafka, "log_level": 0})
+    change = ConfigEntry("retention.ms", "60000", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(
+        ConfigResource.Type.TOPIC, f"{prefix}.half", incremental_configs=[change]
+    )
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(TIMEOUT_S)
+    found = shown(_until(lambda: doctor(dev, "--topic-prefix", prefix, "-o", "json"), "settings"))
+    assert found["topics-there"]["level"] == "ok"
+    assert any(
+        f"{prefix}.half keeps messages for 60 s" in line
+        for line in found["topics-settings"]["details"]
+    )
+
+    admin.delete_topics([f"{prefix}.op"])[f"{prefix}.op"].result(TIMEOUT_S)
+    found = shown(_until(lambda: doctor(dev, "--topic-prefix", prefix, "-o", "json"), "there"))
+    assert found["topics-there"]["details"] == [f"{prefix}.op"]
+    assert "topics apply" in found["topics-there"]["hint"]
+
+
+def _until(ask: Any, check: str) -> Result:
+    """Ask until a check of topics fails: brokers hear of changes a moment later."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        result: Result = ask()
+        if shown(result)[f"topics-{check}"]["level"] == "fails":
+            return result
+        assert time.monotonic() < deadline, result
+
+
+def test_a_dead_proxy(dev: Dev) -> None:
+    found = shown(doctor(dev, "--proxy", "http://127.0.0.1:9", "-o", "json"))
+    assert found["proxies-ready"]["details"] == ["nothing listens at http://127.0.0.1:9"]
+    assert found["parked"]["level"] == "ok"
+
+
+def test_a_dead_group_and_one_that_answers(dev: Dev, tmp_path: Path) -> None:
+    calls: list[tuple[bool, str]] = []
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            headers = dict(self.headers)
+            verify_webhook("s3cret", headers, body)
+            calls.append((is_test_call(headers), json.loads(body)["group"]))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Endpoint)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    url = f"http://127.0.0.1:{server.server_port}/check?token={QUERY}"
+    register = ("groups", "register", "--yes", "--secret-ref", f"file:{secret}", "--check-url")
+    try:
+        assert cli(dev, *register, url, "live").code == 0
+        assert cli(dev, *register, "http://127.0.0.1:9/", "dead").code == 0
+        found = shown(doctor(dev, "-o", "json"))["groups-reachable"]
+        names = [line.partition(":")[0] for line in found["details"]]
+        assert (found["level"], names) == ("fails", ["dead", "shop"])
+        assert calls == [(True, "live")]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+        assert cli(dev, "groups", "remove", "--yes", "live", "dead").code == 0
+
+
+async def test_a_hanging_transaction(dev: Dev) -> None:
+    name = f"hanging-{time.time_ns()}"
+    producer = Producer({"bootstrap.servers": dev.kafka, "transactional.id": name, "log_level": 0})
+    await asyncio.to_thread(producer.init_transactions, TIMEOUT_S)
+    producer.begin_transaction()
+    producer.produce("payments", b"never committed", partition=0)
+    assert await asyncio.to_thread(producer.flush, TIMEOUT_S) == 0
+    try:
+        young = await look(dev, Limits(), ["hanging-transactions"])
+        assert young["hanging-transactions"].level == "ok"
+        strict = await look(dev, Limits(transaction_s=-5.0), ["hanging-transactions"])
+        found = strict["hanging-transactions"]
+        assert found.level == "fails"
+        (line,) = found.details
+        assert line.startswith(f"payments-0: transactional id {name}, for ")
+        assert line.endswith("hides 1 offsets")
+    finally:
+        await asyncio.to_thread(producer.abort_transaction, TIMEOUT_S)
+    ended = await look(dev, Limits(transaction_s=-5.0), ["hanging-transactions"])
+    assert ended["hanging-transactions"].level == "ok"
+
+
+async def test_what_an_examination_tells_of_open_transactions(dev: Dev) -> None:
+    name = f"open-{time.time_ns()}"
+    producer = Producer({"bootstrap.servers": dev.kafka, "transactional.id": name, "log_level": 0})
+    await asyncio.to_thread(producer.init_transactions, TIMEOUT_S)
+    producer.begin_transaction()
+    producer.produce("payments", b"never committed", partition=0, timestamp=1000)
+    assert await asyncio.to_thread(producer.flush, TIMEOUT_S) == 0
+    try:
+        async with KafkaExamination(kafka_settings(settings(kafka=dev.kafka))) as kafka:
+            (found,) = await kafka.open_transactions(["payments", "txbroker.op"])
+    finally:
+        await asyncio.to_thread(producer.abort_transaction, TIMEOUT_S)
+    assert isinstance(found, OpenTransaction)
+    assert (found.topic, found.partition, found.state) == ("payments", 0, "Ongoing")
+    assert found.transactional_id == name
+    # By the coordinator's clock, whatever the record's own time is.
+    assert abs(time.time() - (found.started_ms or 0) / 1000) < TIMEOUT_S
+    assert found.last_write_ms == 1000
+
+
+async def test_clocks_are_read_from_what_was_appended(dev: Dev) -> None:
+    given = settings(kafka=dev.kafka)
+    async with KafkaExamination(kafka_settings(given)) as kafka:
+        cluster = await kafka.cluster(kafka.settings.own_topics)
+        newest = await kafka.newest_appends(cluster)
+    assert newest.keys() == cluster.addresses.keys()
+    (at_ms,) = newest.values()
+    assert abs(time.time() - at_ms / 1000) < 600
+    found = await look(dev, Limits(clocks_s=-3600.0), ["kafka-clocks"])
+    assert found["kafka-clocks"].level == "fails"
+
+
+def test_the_doctor_writes_nothing(dev: Dev) -> None:
+    before = _ends(dev)
+    doctor(dev)
+    assert _ends(dev) == before
+
+
+def _ends(dev: Dev) -> dict[tuple[str, int], int]:
+    """Return where txbroker's topics end, but for the one in which proxies show that they live."""
+    consumer = Consumer({"bootstrap.servers": dev.kafka, "group.id": "looks", "log_level": 0})
+    try:
+        topics = consumer.list_topics(timeout=TIMEOUT_S).topics
+        return {
+            (name, p): consumer.get_watermark_offsets(TopicPartition(name, p), TIMEOUT_S)[1]
+            for name, topic in topics.items()
+            if name.startswith("txbroker.") and not name.endswith("checkpoint")
+            for p in topic.partitions
+        }
+    finally:
+        consumer.close()
+
+
+def test_a_bundle_holds_no_message_and_no_secret(dev: Dev, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t0ken-in-a-file")
+    url = f"http://127.0.0.1:9/check?token={QUERY}"
+    assert cli(dev, "groups", "register", "--yes", "--check-url", url, "leaky").code == 0
+    path = tmp_path / "bundle.tar.gz"
+    try:
+        done = doctor(dev, "--bundle", path, "--token-file", token)
+    finally:
+        assert cli(dev, "groups", "remove", "--yes", "leaky").code == 0
+    assert path.exists(), done
+    with tarfile.open(path) as archive:
+        contents = [archive.extractfile(member) for member in archive.getmembers()]
+        everything = b"\n".join(one.read() for one in contents if one is not None)
+    assert b"txbroker_pending" in everything
+    assert b"cleanup.policy" in everything
+    for secret in (BODY, QUERY, "t0ken-in-a-file"):
+        assert secret.encode() not in everything
