@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a proxy of the test's, by the rules that are shipped, only quicker."""
+"""A real Prometheus that scrapes a proxy by the rules that are shipped, only quicker."""
 
 from __future__ import annotations
 

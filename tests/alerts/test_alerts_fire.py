@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real proxy: alerts fire on planted trouble and end when it is mended."""
+"""A real Prometheus scrapes a real proxy: alerts fire on planted trouble, and end with it."""
 
 from __future__ import annotations
 

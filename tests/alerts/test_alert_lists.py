@@ -1,0 +1,175 @@
+"""Alerts, their unit tests, their runbooks, the metrics and the commands that they name agree."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import promql
+import pytest
+import yaml
+
+from txbroker.cli.main import cli
+from txbroker.proxy.metrics import Described, Metrics
+
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "charts/txbroker/files"
+RUNBOOKS = ROOT / "docs/runbooks"
+SECTIONS = ["Meaning", "Impact", "Diagnosis", "Mitigation"]
+# The label `kind` of the audit comes from its findings, `le` from histograms.
+ALERTS = [
+    "PendingTooOld",
+    "PendingGrowing",
+    "Parking",
+    "Refusing",
+    "ChecksFailing",
+    "GroupUnreachable",
+    "PromotionStalled",
+    "HalfRetentionAtRisk",
+    "UndecidedLost",
+    "NotReady",
+    "AuditDrift",
+    "AuditStale",
+]
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+RULES = rules()
+NAMES = {rule["alert"] for rule in RULES}
+DESCRIBED: list[Described] = Metrics().described()
+KNOWN = promql.series({one.name: (one.kind, one.labels) for one in DESCRIBED})
+PAGES = sorted(path for path in RUNBOOKS.glob("*.md") if path.name != "README.md")
+
+
+def rule_id(rule: dict[str, Any]) -> str:
+    return "-".join(filter(None, [rule["alert"], rule["labels"].get("scope")]))
+
+
+def test_there_is_every_alert() -> None:
+    assert {f"TxBroker{name}" for name in ALERTS} == NAMES
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_id)
+def test_an_alert_asks_for_what_proxies_show(rule: dict[str, Any]) -> None:
+    assert promql.names(rule["expr"])
+    assert promql.unknown(rule["expr"], KNOWN) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_id)
+def test_an_alert_tells_what_it_knows(rule: dict[str, Any]) -> None:
+    texts = rule["annotations"]
+    assert set(texts) == {"summary", "description", "runbook_url"}
+    assert texts["runbook_url"] == f"docs/runbooks/{rule['alert']}.md"
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    shown = set(re.findall(r"\$labels\.(\w+)", " ".join(texts.values())))
+    kept = promql.TARGET.union(*(KNOWN[name] for name in promql.names(rule["expr"])))
+    grouped = re.findall(r"by \(([^)]*)\)", rule["expr"])
+    # What the outermost grouping drops, no text can show.
+    assert shown <= (set(re.findall(r"\w+", grouped[0])) if grouped else kept)
+
+
+def test_a_name_or_label_that_is_not_there_is_found() -> None:
+    expression = (
+        'sum by (group, topic) (rate(txbroker_checks_total{outcome="commit", owner="a"}[5m]))'
+        " / txbroker_cheks_total"
+    )
+    assert promql.unknown(expression, KNOWN) == [
+        "txbroker_cheks_total is no series",
+        "txbroker_checks_total has no label owner",
+        "nothing below `by (group, topic)` has the label topic",
+    ]
+
+
+def test_every_alert_is_tried_where_it_fires_and_where_it_is_silent() -> None:
+    tried = yaml.safe_load((FILES / "alerts_test.yaml").read_text())["tests"]
+    checks = [check for test in tried for check in test["alert_rule_test"]]
+    loud = {(c["alertname"]): c["exp_alerts"] for c in checks if c["exp_alerts"]}
+    silent = {check["alertname"] for check in checks if not check["exp_alerts"]}
+    assert set(loud) == silent == NAMES
+    scopes = {
+        alert["exp_labels"].get("scope")
+        for check in checks
+        for alert in check["exp_alerts"]
+        if check["alertname"] == "TxBrokerNotReady"
+    }
+    assert scopes == {rule["labels"].get("scope") for rule in RULES} - {None}
+
+
+# --- runbooks --------------------------------------------------------------------------------
+
+
+def test_each_alert_has_a_runbook_and_each_runbook_an_alert() -> None:
+    assert {page.stem for page in PAGES} == NAMES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_runbook_says_what_is_needed_at_night(page: Path) -> None:
+    text = page.read_text()
+    assert text.startswith(f"# {page.stem}\n")
+    assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
+    diagnosis = text.partition("## Diagnosis")[2].partition("## Mitigation")[0]
+    assert "```\ntxbroker " in diagnosis
+    assert len(text.split()) < 550
+
+
+def test_the_index_has_every_alert_with_its_severity_and_time() -> None:
+    rows: list[tuple[str, str, str]] = []
+    for line in (RUNBOOKS / "README.md").read_text().splitlines():
+        if line.startswith("| [TxBroker") or line.startswith("| |"):
+            name, severity, _, after = (cell.strip() for cell in line.strip("|").split("|"))
+            link = re.fullmatch(r"\[(\w+)\]\((\w+)\.md\)", name)
+            assert link is None or link[1] == link[2]
+            rows.append((link[1] if link else rows[-1][0], severity, after))
+    assert sorted(rows) == sorted(
+        (rule["alert"], rule["labels"]["severity"], rule.get("for", "at once")) for rule in RULES
+    )
+
+
+def test_the_metrics_that_docs_name_are_those_of_the_code() -> None:
+    reference = (ROOT / "docs/reference/metrics.md").read_text()
+    listed = set(re.findall(r"^\| `(txbroker_\w+)` \|", reference, re.M))
+    assert listed == {one.name for one in DESCRIBED}
+    wrong = {
+        f"{page.name}: {name}"
+        for page in [*PAGES, RUNBOOKS / "README.md"]
+        for name in re.findall(r"\btxbroker_[a-z_]+(?=[`{\[])", page.read_text())
+        # The barrier's table in a group's own database.
+        if name not in KNOWN and name not in listed | {"txbroker_barrier"}
+    }
+    assert wrong == set()
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every call of `txbroker` in the runbooks, in blocks and within sentences."""
+    found: list[tuple[str, str]] = []
+    for page in [*PAGES, RUNBOOKS / "README.md"]:
+        text = page.read_text()
+        calls = re.findall(r"^\s*(txbroker [^\n]*)$", text, re.M)
+        calls += re.findall(r"`(txbroker [a-z][^`]*)`", text)
+        found += [(page.stem, call) for call in calls]
+    return found
+
+
+@pytest.mark.parametrize(("page", "call"), commands())
+def test_a_command_of_a_runbook_is_one(page: str, call: str, tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+    words = [{"FILE": str(tmp_path / "token")}.get(word, word) for word in shlex.split(call)[1:]]
+    words = [str(tmp_path / word) if word.endswith(".tar.gz") else word for word in words]
+    words = ["a:9092" if word == "KAFKA" else word for word in words]
+    command: click.Command = cli
+    context = click.Context(cli, info_name="txbroker")
+    while isinstance(command, click.Group):
+        assert words, f"{call} in {page} says no command"
+        name = words.pop(0)
+        child = command.get_command(context, name)
+        assert child is not None, f"{call} in {page}"
+        context, command = click.Context(child, context, name), child
+    with command.make_context(context.info_name, words, parent=context.parent) as parsed:
+        assert parsed.command is command
