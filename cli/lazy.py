@@ -32,10 +32,21 @@ class SuggestingGroup(click.Group):
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             known = self.list_commands(ctx)
-            near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known)}."
+            likely = self.elsewhere(ctx, name) or near(name, known)
+            hint = f"There are {', '.join(known)}."
+            if likely:
+                hint = f"Did you mean {' or '.join(map(repr, likely))}?"
             ctx.fail(f"There is no command {name!r}. {hint}")
         return super().resolve_command(ctx, args)
+
+    def elsewhere(self, ctx: click.Context, name: str) -> list[str]:
+        """Return the commands of that very name below this group's own."""
+        return []
+
+
+def near(name: str, known: Sequence[str]) -> list[str]:
+    """Return what a mistyped name is most like, if anything."""
+    return difflib.get_close_matches(name, known, 1, cutoff=0.5)
 
 
 class LazyGroup(SuggestingGroup):
@@ -70,6 +81,15 @@ class LazyGroup(SuggestingGroup):
         found = importlib.import_module(f"txbroker.cli.{command.module}").command
         assert isinstance(found, click.Command)
         return found
+
+    def elsewhere(self, ctx: click.Context, name: str) -> list[str]:
+        """Return the commands of that very name below this group's own."""
+        return [
+            f"{group} {name}"
+            for group in self._lazy
+            if isinstance(found := self.get_command(ctx, group), click.Group)
+            and found.get_command(ctx, name) is not None
+        ]
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         """Return the commands that begin like this, without importing them, and options."""

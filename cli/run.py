@@ -1,5 +1,6 @@
 """How every command ends: its exit code, and one sentence in place of a traceback."""
 
+import difflib
 import os
 import sys
 import traceback
@@ -56,7 +57,21 @@ def _say(error: click.ClickException) -> None:
         return
     if isinstance(error, click.UsageError) and error.ctx is not None:
         click.echo(f"Try '{error.ctx.command_path} --help'.", err=True)
-    click.echo(f"Error: {error.format_message()}", err=True)
+    click.echo(f"Error: {_sentence(error)}", err=True)
+
+
+def _sentence(error: click.ClickException) -> str:
+    """Return what an error says; of an option that is not there, with the one most like it."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return error.format_message()
+    command = error.ctx.command
+    known = [name for one in command.params for name in (*one.opts, *one.secondary_opts)]
+    likely = difflib.get_close_matches(error.option_name, known, 1, cutoff=0.6)
+    if likely:
+        hint = f" Did you mean {likely[0]!r}?"
+    else:
+        hint = " Options come behind their command." if isinstance(command, click.Group) else ""
+    return f"No such option {error.option_name!r}.{hint}"
 
 
 def _failed(error: Exception, debug: bool) -> int:
