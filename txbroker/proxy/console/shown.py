@@ -26,14 +26,14 @@ def age(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     if seconds < 1:
-        return "< 1 s"
+        return "<\N{NO-BREAK SPACE}1\N{NO-BREAK SPACE}s"
     left = round(seconds)
     greatest = next(at for at, (_, size) in enumerate(_UNITS) if left >= size)
     parts: list[str] = []
     for unit, size in _UNITS[greatest : greatest + 2]:
         many, left = divmod(left, size)
         if many:
-            parts.append(f"{many} {unit}")
+            parts.append(f"{many}\N{NO-BREAK SPACE}{unit}")
     return "\N{NO-BREAK SPACE}".join(parts)
 
 

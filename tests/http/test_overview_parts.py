@@ -1,0 +1,171 @@
+"""Overviews put together from what several proxies say, and rates from counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from txbroker.contract import (
+    INSTANCES_SHOWN_MAX,
+    OVERVIEW_GROUPS_MAX,
+    GroupOverview,
+    Overview,
+    PartitionOverview,
+    ProxyOverview,
+    Rates,
+)
+from txbroker.proxy.overview import UNREACHABLE, joined
+from txbroker.proxy.tally import WINDOW_S, Tally
+
+A, B = "http://a:8470", "http://b:8470"
+
+
+def said(url: str, *partitions: PartitionOverview, **fields: Any) -> Overview:
+    """Return what a proxy says of its own part."""
+    return Overview(1, True, (ProxyOverview(url),), partitions, **fields)
+
+
+def owned(number: int, url: str, pending: int = 0) -> PartitionOverview:
+    """Return a half partition that its owner tells of."""
+    return PartitionOverview(number, url, "owned", "", pending, 0, 0, 0)
+
+
+def test_each_partition_is_told_once_by_whoever_holds_it() -> None:
+    moving = PartitionOverview(1, A, "suspended")
+    told = joined([A, B], [said(A, owned(0, A), moving), said(B, owned(1, B, 7))], {}, 5)
+    assert [(p.partition, p.owner, p.pending) for p in told.partitions] == [(0, A, 0), (1, B, 7)]
+    assert told.complete
+    assert told.at_ms == 5
+    turned = joined([A, B], [said(B, owned(1, B, 7)), said(A, owned(0, A), moving)], {}, 5)
+    assert turned.partitions == told.partitions
+
+
+def test_what_nobody_tells_of_is_shown_and_makes_it_incomplete() -> None:
+    told = joined([A, B, ""], [said(A, owned(0, A))], {B: "gone"}, 5)
+    assert [(p.state, p.pending) for p in told.partitions] == [
+        ("owned", 0),
+        (UNREACHABLE, None),
+        ("none", None),
+    ]
+    assert told.partitions[1].why == "gone"
+    assert [(p.url, p.reached, p.why) for p in told.proxies] == [(A, True, ""), (B, False, "gone")]
+    assert not told.complete
+    # An owner that answers, but has not opened it yet.
+    assert joined([A], [said(A)], {}, 5).partitions == (PartitionOverview(0, A, "none"),)
+
+
+def test_a_group_is_added_up_over_proxies() -> None:
+    one = GroupOverview("g", 2, 1, 5.0, 2, ("x", "y"), 1000, "later")
+    other = GroupOverview("g", 3, 0, 9.0, 2, ("y", "z"), 500, "refused")
+    told = joined([], [said(A, groups=(one,)), said(B, groups=(other,))], {}, 5)
+    assert told.groups == (GroupOverview("g", 5, 1, 9.0, 3, ("x", "y", "z"), 500, "refused"),)
+
+
+def test_more_instances_than_are_named_are_no_fewer_than_one_proxy_has() -> None:
+    names = tuple(f"i{number}" for number in range(INSTANCES_SHOWN_MAX))
+    many = GroupOverview("g", sessions=500, instances=names)
+    told = joined([], [said(A, groups=(many,)), said(B, groups=(many,))], {}, 5)
+    assert (told.groups[0].sessions, told.groups[0].instances) == (500, names)
+
+
+def test_those_groups_are_named_that_need_somebody_first() -> None:
+    idle = [GroupOverview(f"idle-{n:05}") for n in range(OVERVIEW_GROUPS_MAX)]
+    away = GroupOverview("z-away", unreachable_since_ms=1)
+    parked = GroupOverview("y-parked", parked=1)
+    old = GroupOverview("x-old", pending=1, oldest_pending_age_s=99.0)
+    told = joined([], [said(A, groups=(*idle, old, parked, away), groups_left_off=2)], {}, 5)
+    assert [g.group for g in told.groups[:4]] == ["z-away", "y-parked", "x-old", "idle-00000"]
+    assert len(told.groups) == OVERVIEW_GROUPS_MAX
+    assert told.groups_left_off == 5
+
+
+def test_refused_ones_are_added_up_by_topic() -> None:
+    parts = [said(A, refused_topics={"t": 1, "u": 2}), said(B, refused_topics={"t": 3})]
+    assert joined([], parts, {}, 5).refused_topics == {"t": 4, "u": 2}
+
+
+# --- rates -----------------------------------------------------------------------------------
+
+
+class Told:
+    """Is told what is counted."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def prepared(self, transaction: object) -> None:
+        self.heard.append("prepared")
+
+    def decided(self, transaction: object) -> None:
+        self.heard.append("decided")
+
+    def outcome(self, outcome: object) -> None:
+        self.heard.append("outcome")
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_what_is_counted_is_passed_on() -> None:
+    told = Told()
+    tally = Tally(told, Clock())
+    nothing: Any = None
+    tally.prepared(nothing)
+    tally.decided(nothing)
+    tally.outcome(nothing)
+    assert told.heard == ["prepared", "decided", "outcome"]
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    clock = Clock()
+    tally = Tally(Told(), clock)
+    assert tally.rates() == Rates()
+    nothing: Any = None
+    for _ in range(20):
+        clock.now_s += 1
+        for _ in range(5):
+            tally.prepared(nothing)
+        tally.decided(nothing)
+        tally.promoted(3)
+        tally.sample()
+    rates = tally.rates()
+    assert rates.prepared_per_s == pytest.approx(5.0)
+    assert rates.decided_per_s == pytest.approx(1.0)
+    assert rates.promoted_per_s == pytest.approx(3.0)
+    # Then nothing happens: it fades within the window, and is nothing behind it.
+    for _ in range(int(WINDOW_S) // 2):
+        clock.now_s += 1
+        tally.sample()
+    assert tally.rates().prepared_per_s == pytest.approx(2.5)
+    for _ in range(int(WINDOW_S)):
+        clock.now_s += 1
+        tally.sample()
+    assert tally.rates() == Rates()
+
+
+def test_looks_that_come_late_lie_about_nothing() -> None:
+    clock = Clock()
+    tally = Tally(Told(), clock)
+    tally.promoted(50)
+    clock.now_s += 1
+    tally.sample()
+    clock.now_s += 99  # Kafka did not answer for so long
+    tally.promoted(10)
+    assert tally.rates().promoted_per_s == pytest.approx(10 / 99)
+
+
+def test_few_looks_are_kept() -> None:
+    clock = Clock()
+    tally = Tally(Told(), clock)
+    for _ in range(1000):
+        clock.now_s += 1
+        tally.sample()
+    assert len(tally._looks) <= WINDOW_S + 2
