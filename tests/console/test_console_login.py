@@ -80,15 +80,19 @@ async def test_a_login_form_of_another_page_is_refused(stranger: Reader) -> None
     assert (await stranger.open("/")).url.path == "/login"
 
 
-async def test_the_cookie_is_kept_from_scripts_and_from_other_sites(stranger: Reader) -> None:
-    asked = await stranger.open("/login")
-    done = await stranger.send("/login", {**asked.form("/login"), "token": TOKEN}, follow=False)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_the_cookie_is_kept_from_scripts_and_from_other_sites(
+    stranger: Reader, scheme: str
+) -> None:
+    form = {**(await stranger.open("/login")).form("/login"), "token": TOKEN}
+    done = await stranger.send("/login", form, follow=False, X_Forwarded_Proto=scheme)
     cookies = SimpleCookie()
     for line in done.headers.getall("Set-Cookie"):
         cookies.load(line)
     session = cookies["txbroker_session"]
     assert (session["httponly"], session["samesite"]) == (True, "Strict")
     assert int(session["max-age"]) == LOGIN_S
+    assert bool(session["secure"]) is (scheme == "https")
     assert TOKEN not in session.value
 
 

@@ -66,8 +66,8 @@ class Ask:
 
     @property
     def secure(self) -> bool:
-        """True where the page came over TLS, so that cookies may be kept to it."""
-        return self.request.secure
+        """True where the page came over TLS, so that cookies are kept to it."""
+        return _is_secure(self.request)
 
 
 Finish = Callable[[web.Response], None]
@@ -203,7 +203,7 @@ class Console:
             response = web.Response(status=303, headers={**_HEADERS, "Location": reply.to})
         else:
             response = self._rendered(request, visitor, reply)
-        self._visits.remember(response, visitor, secure=request.secure)
+        self._visits.remember(response, visitor, secure=_is_secure(request))
         if reply.finish is not None:
             reply.finish(response)
         return response
@@ -262,6 +262,11 @@ class Console:
         return web.Response(
             body=found.content, content_type=found.media, charset="utf-8", headers=headers
         )
+
+
+def _is_secure(request: web.BaseRequest) -> bool:
+    """Say whether the browser came over TLS, maybe to somebody who passes its calls on to us."""
+    return request.secure or request.headers.get("X-Forwarded-Proto", "").lower() == "https"
 
 
 async def _read_form(request: web.Request, content: Body) -> dict[str, str]:

@@ -13,6 +13,9 @@
   let on = true;
   let failures = 0;
   let timer = 0;
+  let pressed = false;
+  const title = () => (document.getElementById("verdict-title") || {}).textContent;
+  let said = title();
 
   const show = (text) => {
     button.hidden = false;
@@ -22,6 +25,7 @@
   };
 
   const inUse = (section) => {
+    if (pressed) return true;
     const picked = document.getSelection();
     return Boolean(picked) && !picked.isCollapsed && section.contains(picked.anchorNode);
   };
@@ -63,6 +67,11 @@
         replace(old, fresh);
       }
     }
+    // Ages change all the time; aloud only what matters is said.
+    if (title() !== said) {
+      said = title();
+      document.getElementById("spoken").textContent = said.trim();
+    }
   };
 
   const look = async () => {
@@ -100,6 +109,11 @@
     again();
   });
   document.addEventListener("visibilitychange", again);
+  // Nothing may be exchanged under a finger.
+  document.addEventListener("pointerdown", () => { pressed = true; });
+  for (const end of ["pointerup", "pointercancel"]) {
+    document.addEventListener(end, () => { setTimeout(() => { pressed = false; }); });
+  }
   show("Live");
   again();
 })();
