@@ -332,6 +332,23 @@ async def test_asked_for_it_comes_at_once_counts_and_keeps_a_second(world: World
     assert len(known(owner, id).counted_ms) == 2
 
 
+async def test_the_marker_of_a_check_tells_who_asked_for_it(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, policy=THREE)
+    await until(lambda: world.runner.due_now == [(id, DUE)])
+    call = await owner.checks.attempt(id, DUE, "http://group")
+    assert call is not None
+    await owner.checks.answered(call, "http://group", Unclear("timeout"))
+    world.advance(ASK_SPACING_MS / 1000)
+    owner.checks.ask(known(owner, id), "ann@laptop via http 10.0.0.1", "the shop is back")
+    await until(lambda: (id, ASKED) in world.runner.due_now)
+    assert await owner.checks.attempt(id, ASKED, "http://group") is not None
+    assert [(marker.reason, marker.by) for marker in world.markers()] == [
+        (DUE, ""),
+        (ASKED, "ann@laptop via http 10.0.0.1: the shop is back"),
+    ]
+
+
 async def test_the_last_attempt_of_a_round_is_never_pulled_forward(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=2))

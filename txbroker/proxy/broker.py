@@ -360,7 +360,7 @@ class Broker:
         with self._call():
             owner = self._owner_of(id)
             transaction = await owner.get(id)
-            owner.checks.ask(transaction)
+            owner.checks.ask(transaction, by, reason)
             log.info("check asked for", id=id, by=by, reason=reason)
             return standing(transaction)
 

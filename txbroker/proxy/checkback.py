@@ -10,7 +10,7 @@ acceptance and the question.
 import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -106,6 +106,13 @@ class _Crowd:
         return list(self._looks.pop_due(now_ms))
 
 
+class _Asked(NamedTuple):
+    """A check that somebody has asked for: since when it may be made, who wanted it and why."""
+
+    at_ms: int
+    by: str = ""
+
+
 class CheckBack:
     """The checks of one half partition: a `txbroker.checkers.runner.CheckOwner`.
 
@@ -142,8 +149,8 @@ class CheckBack:
         self._schedule = Schedule()
         self._crowd = _Crowd()
         self._changed = asyncio.Event()
-        # Since when a check may be made that somebody has asked for, until it is.
-        self._asked_ms: dict[str, int] = {}
+        # The checks that somebody has asked for, until they are made.
+        self._asked: dict[str, _Asked] = {}
         self._parking: set[asyncio.Task[None]] = set()
 
     # --- the schedule ----------------------------------------------------------------------
@@ -152,12 +159,12 @@ class CheckBack:
         """Put a transaction to its next time, after anything that may have moved it."""
         at_ms = due_ms(transaction)
         if at_ms is None or transaction.park_ms() is not None:
-            self._asked_ms.pop(transaction.id, None)
+            self._asked.pop(transaction.id, None)
         elif transaction.lost:
             # See `attempt`.
             at_ms = None
         else:
-            at_ms = min(at_ms, self._asked_ms.get(transaction.id, at_ms))
+            at_ms = min(at_ms, self._asked.get(transaction.id, _Asked(at_ms)).at_ms)
         self._set(transaction.id, at_ms)
 
     def look_again(self) -> None:
@@ -196,7 +203,7 @@ class CheckBack:
         """Do what is due for a transaction."""
         transaction = self._ledger.get(id)
         if transaction is None or transaction.state is not State.PENDING:
-            self._asked_ms.pop(id, None)
+            self._asked.pop(id, None)
             return
         if transaction.park_ms() is not None:
             task = asyncio.create_task(self._park(transaction))
@@ -213,7 +220,7 @@ class CheckBack:
     def _offer(self, transaction: Transaction) -> bool:
         """Hand a check out; say whether it was taken."""
         id, group = transaction.id, transaction.half.group
-        reason = CheckReason.ASKED if id in self._asked_ms else CheckReason.DUE
+        reason = CheckReason.ASKED if id in self._asked else CheckReason.DUE
         taken = self._runner.due(self, id, group, transaction.instance, reason)
         if taken:
             self._set(id, self._now_ms() + HANDED_OUT_MS)
@@ -253,8 +260,8 @@ class CheckBack:
 
     # --- asked for -------------------------------------------------------------------------
 
-    def ask(self, transaction: Transaction) -> None:
-        """Pull the next attempt forward.
+    def ask(self, transaction: Transaction, by: str = "", why: str = "") -> None:
+        """Pull the next attempt forward; its marker tells who wanted that, and why.
 
         Raises:
             NotPending: it is decided or parked, its messages are gone, or its next attempt is the
@@ -279,7 +286,7 @@ class CheckBack:
         due = due_ms(transaction)
         at_ms = max(self._now_ms(), transaction.last_check_ms + ASK_SPACING_MS)
         if due is None or at_ms < due:
-            self._asked_ms[transaction.id] = at_ms
+            self._asked[transaction.id] = _Asked(at_ms, f"{by}: {why}" if why else by)
             self._set(transaction.id, at_ms)
 
     # --- for the runner --------------------------------------------------------------------
@@ -320,18 +327,20 @@ class CheckBack:
         if self._now_ms() >= next_ms:
             reason = CheckReason.DUE
         elif reason is CheckReason.DUE:
-            if self._now_ms() < self._asked_ms.get(id, next_ms):
+            if self._now_ms() < self._asked.get(id, _Asked(next_ms)).at_ms:
                 self.touch(transaction)
                 return None
             # Asked for while the runner held an attempt already.
             reason = CheckReason.ASKED
         self._set(id, self._now_ms() + HANDED_OUT_MS)
+        by = self._asked.get(id, _Asked(next_ms)).by
         turn, number = transaction.round, transaction.number + 1
         last = transaction.attempts[-1] if transaction.attempts else None
         outcome = await self.write(
             transaction,
             MarkerKind.CHECK,
             source=Source.SCHEDULE,
+            by=by if reason is CheckReason.ASKED else "",
             reason=reason,
             number=number,
             endpoint=endpoint,
@@ -339,11 +348,11 @@ class CheckBack:
         )
         if outcome.effect is not Effect.APPLIED:
             log.info("attempt not accepted", id=id, why=outcome.why)
-            self._asked_ms.pop(id, None)
+            self._asked.pop(id, None)
             early_ms = transaction.next_check_ms() - self._ledger.op_clock_ms
             self._set(id, self._now_ms() + max(early_ms, 50))
             return None
-        self._asked_ms.pop(id, None)
+        self._asked.pop(id, None)
         if not self.still_pending(id) or (transaction.round, transaction.number) != (turn, number):
             return None
         # The answer may still be on its way when the next attempt would be due.
