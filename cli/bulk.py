@@ -71,13 +71,14 @@ def matching(
     """
     found: list[Item] = []
     for one in (state,) if state else action.default_states:
-        found += [_item(row) for row in client.transactions(limit, state=one, **query)]
+        found += [from_row(row) for row in client.transactions(limit, state=one, **query)]
     found.sort(key=lambda item: (item.prepared_at_ms, item.half_offset, item.id))
     # One that changes its state while they are listed can be on two lists.
     return list({item.id: item for item in found}.values())[:limit]
 
 
-def _item(row: Row) -> Item:
+def from_row(row: Row) -> Item:
+    """Return a transaction as a list, or the API's answer for one, tells of it."""
     topics = dict.fromkeys(message["topic"] for message in row["messages"])
     return Item(
         row["id"],

@@ -5,8 +5,10 @@ unless it got there by itself. So the same can be done again until nothing is le
 """
 
 import queue
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from txbroker.cli.client import ApiError, Client, who
@@ -133,25 +135,35 @@ class Crew:
         runs = self._split(items)
         for run in runs:
             self._runs.put(run)
-        for _ in range(min(PARALLEL, len(runs))):
-            threading.Thread(target=self._worker, daemon=True).start()
-        interrupted, told = False, 0
-        while told < len(items):
-            try:
+        with self._interruptible() as interrupted:
+            for _ in range(min(PARALLEL, len(runs))):
+                threading.Thread(target=self._worker, daemon=True).start()
+            for _ in items:
                 outcome = self._outcomes.get()
-            except KeyboardInterrupt:
-                if interrupted:
-                    raise
-                interrupted = True
-                self._halt("stopped by Ctrl-C")
-                continue
-            if isinstance(outcome, BaseException):
-                self._halt("stopped by an error")
-                raise outcome
-            told += 1
-            each(outcome)
-        if interrupted:
+                if isinstance(outcome, BaseException):
+                    self._halt("stopped by an error")
+                    raise outcome
+                each(outcome)
+        if interrupted.is_set():
             raise KeyboardInterrupt
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[threading.Event]:
+        """Take Ctrl-C as a wish to stop, so that no outcome is lost; a second one is obeyed at
+        once."""
+        interrupted = threading.Event()
+
+        def on_signal(*_: object) -> None:
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+            interrupted.set()
+            self._halt("stopped by Ctrl-C")
+
+        before = signal.signal(signal.SIGINT, on_signal)
+        try:
+            yield interrupted
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _split(self, items: Sequence[Item]) -> list[list[Item]]:
         """Return what is done one after another; one such run knows nothing of the other."""
@@ -180,17 +192,18 @@ class Crew:
         self._stop.set()
 
     def _carry_out(self, client: Client, item: Item) -> Outcome:
+        failed: Outcome | None = None
         for pause_s in (*PAUSES_S, None):
-            if self._stop.is_set():
-                return Outcome(item.id, code="not_tried", message=self._stopped_by)
-            if item.partition in self._away:
-                return Outcome(item.id, code="not_tried", message=self._away[item.partition])
+            why = self._stopped_by if self._stop.is_set() else self._away.get(item.partition, "")
+            if why:
+                return failed or Outcome(item.id, code="not_tried", message=why)
             try:
                 return self._act(client, item)
             except ApiError as error:
-                if not self._may_repeat(error, item) or pause_s is None:
+                failed = Outcome(item.id, code=error.code or "no_answer", message=error.sentence)
+                if pause_s is None or not self._may_repeat(error, item):
                     self._remember(error, item)
-                    return Outcome(item.id, code=error.code or "no_answer", message=error.sentence)
+                    return failed
             self._stop.wait(pause_s)
         raise AssertionError
 

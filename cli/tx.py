@@ -13,7 +13,7 @@ from txbroker.cli.asking import (
     require_asking,
     yes_option,
 )
-from txbroker.cli.bulk import STANDING, carry_out, confirm_all, matching, named, preview
+from txbroker.cli.bulk import STANDING, carry_out, confirm_all, from_row, matching, named, preview
 from txbroker.cli.client import Client, client_options
 from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
 from txbroker.cli.crew import CHECK, COMMIT, REVIVE, ROLLBACK, Action, Item
@@ -34,6 +34,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 STATES = ("pending", "committed", "promoted", "rolled_back", "parked", "refused")
 LIMIT = 100
+STORIES_MAX = 5
+"""So many are shown whole before something is done to them; more are counted."""
 
 
 def _age(row: Row) -> str:
@@ -304,11 +306,14 @@ def _act(
 
 def _show_before(client: Client, items: Sequence[Item]) -> None:
     """Show on stderr what is about to be done something to."""
-    if items[0].state is not None:
-        click.echo("\n".join((*preview(items, time.time()), "")), err=True)
-        return
-    for row in each([item.id for item in items], lambda id: dict(client.get("transactions", id))):
-        click.echo("\n".join([*_story(row), ""]), err=True)
+    if items[0].state is None:
+        rows = each([one.id for one in items], lambda id: dict(client.get("transactions", id)))
+        if len(rows) <= STORIES_MAX:
+            for row in rows:
+                click.echo("\n".join([*_story(row), ""]), err=True)
+            return
+        items = [from_row(row) for row in rows]
+    click.echo("\n".join((*preview(items, time.time()), "")), err=True)
 
 
 def _story(row: Row) -> Iterable[str]:
