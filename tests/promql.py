@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 TARGET = frozenset({"cluster", "namespace", "job", "instance"})
 """Labels that Prometheus itself puts on what it scrapes; `cluster` where several are brought
 together."""
-_SUFFIXES = {
+_SUFFIXES: Mapping[str, Mapping[str, frozenset[str]]] = {
     "histogram": {"_bucket": frozenset({"le"}), "_sum": frozenset(), "_count": frozenset()},
     "counter": {"": frozenset()},
     "gauge": {"": frozenset()},

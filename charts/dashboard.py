@@ -1,0 +1,456 @@
+"""The Grafana dashboard, made from one line for each panel.
+
+`python charts/dashboard.py > charts/txbroker/files/dashboard.json` renews it; a test asserts that
+it is current, and that every query asks for what proxies show.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from grafana import WIDTH, Json, Panel, Query, laid_out, variable
+
+HERE = 'cluster=~"$cluster", namespace=~"$namespace", job=~"$job"'
+GROUP = f'{HERE}, group=~"$group"'
+PLACE = "cluster, namespace, job"
+RATE = "[$__rate_interval]"
+
+
+# --- what is asked ---------------------------------------------------------------------------
+
+
+def own(metric: str, where: str = HERE) -> str:
+    """Return a metric of the proxies that were chosen."""
+    return f"txbroker_{metric}{{{where}}}"
+
+
+def rate(metric: str, by: str = "", where: str = HERE) -> str:
+    """Return how fast a counter grows, per second."""
+    return f"sum{f' by ({by})' if by else ''} (rate({own(metric, where)}{RATE}))"
+
+
+def quantile(share: float, histogram: str, by: str = "", where: str = HERE) -> str:
+    """Return a quantile of a histogram."""
+    labels = ", ".join(filter(None, ["le", by]))
+    buckets = rate(f"{histogram}_bucket", labels, where)
+    return f"histogram_quantile({share}, {buckets})"
+
+
+def or_zero(expr: str) -> str:
+    """Return 0 where proxies are there and nothing is found, and nothing where none are: an empty
+    screen must not look like a healthy one."""
+    return f"{expr} or 0 * count({own('build_info')})"
+
+
+def stat(title: str, text: str, expr: str, unit: str = "short", **more: Any) -> Panel:
+    """One number."""
+    return Panel("stat", title, text, (Query(expr, title),), 4, 3, unit, **more)
+
+
+def lines(title: str, text: str, unit: str, *queries: tuple[str, str], **more: Any) -> Panel:
+    """Lines over time."""
+    return Panel("timeseries", title, text, [Query(*each) for each in queries], unit=unit, **more)
+
+
+def by(label: str, title: str, text: str, unit: str, expr: str, **more: Any) -> Panel:
+    """A line over time for each value of a label."""
+    return lines(title, text, unit, (expr, f"{{{{{label}}}}}"), **more)
+
+
+def latency(title: str, text: str, histogram: str) -> Panel:
+    """The quantiles of a histogram."""
+    shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
+    queries = [(quantile(share, histogram), name) for name, share in shares.items()]
+    return lines(title, text, "s", *queries)
+
+
+def of_process(metric: str) -> str:
+    """Return something of the proxies' processes."""
+    return f"{metric} and on ({PLACE}, instance) {own('build_info')}"
+
+
+WITHOUT_OWNER = (
+    f"sum(max by ({PLACE}) (sum by ({PLACE}, instance) ({own('partitions')}))"
+    f" - sum by ({PLACE}) ({own('owned_partitions')}))"
+)
+NO_DECISION = f'{GROUP}, outcome=~"unknown|unclear"'
+NOBODY = f'{GROUP}, outcome=~"unreachable|returned"'
+NOT_ELSEWHERE = f'{HERE}, state!="elsewhere"'
+# An alert that is about no namespace or job in particular is shown whatever is chosen.
+FIRING = (
+    'ALERTS{alertname=~"TxBroker.*", alertstate="firing", cluster=~"$cluster|", '
+    'namespace=~"$namespace|", job=~"$job|"}'
+)
+
+
+# --- what is shown ---------------------------------------------------------------------------
+
+OVERVIEW = [
+    stat("Proxies ready", "Caught up on what they own.", f"sum({own('ready')})", red_below=1),
+    stat("Proxies not ready", "Their /readyz says why.", f"sum(1 - {own('ready')})", red_from=1),
+    stat(
+        "Partitions without owner", "Served by no proxy that is scraped.", WITHOUT_OWNER, red_from=1
+    ),
+    stat(
+        "Oldest commit not visible",
+        "How long the consumers of a committed transaction have been waiting.",
+        or_zero(f"max({own('promotion_oldest_age_seconds')})"),
+        "s",
+        red_from=60,
+    ),
+    stat(
+        "Refused",
+        "Committed, and a target does not take them.",
+        or_zero(f"sum({own('refused')})"),
+        red_from=1,
+    ),
+    stat(
+        "Lost",
+        "Messages gone before they were settled, counted since the proxies were started.",
+        f"sum({own('lost_undecided_total')})",
+        red_from=1,
+    ),
+    stat("Pending", "Undecided transactions.", or_zero(f"sum({own('pending')})")),
+    stat(
+        "Oldest pending",
+        "Age of the oldest undecided transaction.",
+        or_zero(f"max({own('pending_oldest_age_seconds')})"),
+        "s",
+        red_from=900,
+    ),
+    stat(
+        "Parked", "They wait for a person's decision.", or_zero(f"sum({own('parked')})"), red_from=1
+    ),
+    stat(
+        "Unreachable groups",
+        "Nobody of them can be asked; of all proxies the one that misses most.",
+        f"max({own('unreachable_groups')})",
+        red_from=1,
+    ),
+    stat(
+        "Retention left",
+        "Share of the half topic's retention that is left for what is neither settled nor copied.",
+        f"min({own('half_retention_headroom_seconds')} / {own('half_retention_seconds')})"
+        f" or count({own('build_info')}) ^ 0",
+        "percentunit",
+        red_below=0.4,
+    ),
+    stat(
+        "Audit drift",
+        "Transactions that did not end as they were decided, by the newest audit.",
+        f"sum(max by ({PLACE}, kind) ({own('audit_drift')}))",
+        red_from=1,
+    ),
+    Panel(
+        "table",
+        "Firing alerts",
+        "Each has a runbook of its name in docs/runbooks.",
+        (Query(FIRING, ""),),
+        height=7,
+        hidden=("Value", "__name__", "alertstate"),
+    ),
+    lines(
+        "Messages",
+        "Stored and promoted, per second.",
+        "mps",
+        (rate("prepared_total"), "prepared"),
+        (rate("promoted_total"), "promoted"),
+        height=7,
+    ),
+    lines(
+        "On their way",
+        "Transactions that are neither visible nor rolled back.",
+        "short",
+        (f"sum({own('pending')})", "undecided"),
+        (f"sum({own('promotion_lag_markers')})", "decided, not promoted"),
+        height=7,
+    ),
+    lines("Decisions", "Per second.", "ops", (rate("decisions_total", "decision"), "{{decision}}")),
+    latency(
+        "Decision latency", "From a decision's call to its answer.", "decision_latency_seconds"
+    ),
+    lines(
+        "Turned away",
+        "Calls that met a limit, and decisions contrary to the standing one, per second.",
+        "reqps",
+        (rate("overloaded_total", "operation"), "{{operation}}"),
+        (rate("conflicts_total"), "contrary decision"),
+    ),
+]
+
+GROUPS = [
+    Panel(
+        "table",
+        "Groups",
+        "How each group stands now.",
+        (
+            Query(f"sum by (group) ({own('pending', GROUP)})", "pending"),
+            Query(f"max by (group) ({own('pending_oldest_age_seconds', GROUP)})", "oldest"),
+            Query(f"sum by (group) ({own('parked', GROUP)})", "parked"),
+            Query(f"sum by (group) ({own('sessions', GROUP)})", "sessions"),
+            Query(rate("checks_total", "group", NO_DECISION), "failing checks"),
+            Query(rate("checks_total", "group", NOBODY), "reached nobody"),
+        ),
+        width=WIDTH,
+        units=(("oldest", "s"), ("failing checks", "ops"), ("reached nobody", "ops")),
+    ),
+    lines(
+        "Pending", "Undecided.", "short", (f"sum by (group) ({own('pending', GROUP)})", "{{group}}")
+    ),
+    by(
+        "group",
+        "Oldest pending",
+        "Age of the oldest undecided transaction.",
+        "s",
+        f"max by (group) ({own('pending_oldest_age_seconds', GROUP)})",
+        red_from=900,
+    ),
+    by(
+        "group",
+        "Parked",
+        "Undecided after the last attempt.",
+        "short",
+        f"sum by (group) ({own('parked', GROUP)})",
+    ),
+]
+
+CHECKS = [
+    by(
+        "outcome",
+        "Checks by outcome",
+        "Per second. unreachable, returned and later use up no attempt; unknown and unclear do.",
+        "ops",
+        rate("checks_total", "outcome", GROUP),
+    ),
+    by(
+        "group",
+        "Checks without a decision",
+        "Answered with unknown, with an error, or not in time; per second.",
+        "ops",
+        rate("checks_total", "group", NO_DECISION),
+    ),
+    by(
+        "group",
+        "Nobody there",
+        "Tries that reached nobody, per second.",
+        "ops",
+        rate("checks_total", "group", NOBODY),
+    ),
+    by(
+        "group",
+        "Time of a check, p99",
+        "From the question to its answer, or to its timeout.",
+        "s",
+        quantile(0.99, "check_duration_seconds", "group", GROUP),
+    ),
+    lines(
+        "Who decides",
+        "Producers, checks or people; per second.",
+        "ops",
+        (rate("decisions_total", "decision, source"), "{{decision}} by {{source}}"),
+    ),
+    by(
+        "group",
+        "Sessions",
+        "Of SDKs. Groups that are checked over HTTP have none.",
+        "short",
+        f"sum by (group) ({own('sessions', GROUP)})",
+    ),
+]
+
+PROMOTION = [
+    by(
+        "instance",
+        "Oldest commit not visible",
+        "How long consumers have been waiting, by proxy.",
+        "s",
+        f"max by (instance) ({own('promotion_oldest_age_seconds')})",
+        red_from=60,
+    ),
+    by(
+        "instance",
+        "Decided, not promoted",
+        "Markers that were written, by proxy.",
+        "short",
+        f"sum by (instance) ({own('promotion_lag_markers')})",
+    ),
+    latency(
+        "Promotion latency",
+        "From a commit's marker until consumers can see it.",
+        "promotion_latency_seconds",
+    ),
+    by(
+        "topic",
+        "Prepared by topic",
+        "Messages stored, per second.",
+        "mps",
+        rate("prepared_total", "topic"),
+    ),
+    by(
+        "topic",
+        "Promoted by topic",
+        "Messages made visible, per second.",
+        "mps",
+        rate("promoted_total", "topic"),
+    ),
+    by(
+        "topic",
+        "Refused by topic",
+        "Committed transactions that the topic does not take.",
+        "short",
+        f"sum by (topic) ({own('refused')})",
+    ),
+]
+
+PROXIES = [
+    lines(
+        "Partitions by state",
+        "What each proxy does with half partitions, but for those that are another's.",
+        "short",
+        (
+            f"sum by (instance, state) ({own('partitions', NOT_ELSEWHERE)})",
+            "{{instance}} {{state}}",
+        ),
+    ),
+    lines(
+        "Errors of Kafka",
+        "What Kafka did not carry out, and partitions that another owner took; per second.",
+        "ops",
+        (rate("kafka_errors_total", "operation"), "{{operation}}"),
+        (rate("fenced_total"), "fenced"),
+    ),
+    lines(
+        "Retention left",
+        "Until retention reaches what is neither settled nor copied, and the whole of it.",
+        "s",
+        (f"min({own('half_retention_headroom_seconds')})", "left"),
+        (f"min({own('half_retention_seconds')})", "retention"),
+    ),
+    lines(
+        "Recovery",
+        "From gaining a partition until it is caught up.",
+        "s",
+        (quantile(0.5, "recovery_seconds"), "p50"),
+        (quantile(0.99, "recovery_seconds"), "p99"),
+    ),
+    by(
+        "instance",
+        "Writing a snapshot, p99",
+        "Beside the work.",
+        "s",
+        quantile(0.99, "snapshot_seconds", "instance"),
+    ),
+    by(
+        "instance",
+        "Snapshots that failed",
+        "Per second; the next one is tried anyway.",
+        "ops",
+        rate("snapshot_failed_total", "instance"),
+    ),
+    by(
+        "instance",
+        "Entries of a snapshot",
+        "Transactions in the one that was written last.",
+        "short",
+        f"max by (instance) ({own('snapshot_entries')})",
+    ),
+    by("instance", "Memory", "Resident.", "bytes", of_process("process_resident_memory_bytes")),
+    by(
+        "instance",
+        "CPU",
+        "Cores in use.",
+        "short",
+        of_process(f"rate(process_cpu_seconds_total{RATE})"),
+    ),
+    lines(
+        "Topic problems",
+        "What is wrong with txbroker's own topics; txbroker doctor names it.",
+        "short",
+        (f"max({own('topic_problems')})", "problems"),
+        width=12,
+        height=6,
+    ),
+    Panel(
+        "table",
+        "Versions",
+        "Which build runs where.",
+        (Query(f"count by (instance, version, python) ({own('build_info')})", ""),),
+        width=12,
+        height=6,
+        hidden=("Value",),
+    ),
+]
+
+AUDIT = [
+    by(
+        "kind",
+        "Drift by kind",
+        "Transactions that did not end as they were decided. Nothing until an audit has run.",
+        "short",
+        f"max by (kind) ({own('audit_drift')})",
+        width=16,
+    ),
+    Panel(
+        "stat",
+        "Since the newest audit",
+        "How long ago it ended.",
+        (Query(f"time() - max({own('audit_last_success_timestamp_seconds')})", "age"),),
+        unit="s",
+        red_from=2 * 86400,
+    ),
+]
+
+ROWS = {
+    "Overview": OVERVIEW,
+    "Groups": GROUPS,
+    "Checks": CHECKS,
+    "Promotion": PROMOTION,
+    "Proxies and Kafka": PROXIES,
+    "Audit": AUDIT,
+}
+
+
+# --- put together ----------------------------------------------------------------------------
+
+
+def variables() -> list[Json]:
+    """Return what can be chosen above the panels."""
+    source = {"name": "datasource", "label": "Data source", "type": "datasource"}
+    asked = '{__name__=~"txbroker_(pending|parked|sessions|checks_total)", ' + f"{HERE}}}"
+    return [
+        {**source, "query": "prometheus", "refresh": 1, "current": {}, "options": []},
+        variable("cluster", "txbroker_build_info"),
+        variable("namespace", 'txbroker_build_info{cluster=~"$cluster"}'),
+        variable("job", 'txbroker_build_info{cluster=~"$cluster", namespace=~"$namespace"}'),
+        variable("group", asked),
+    ]
+
+
+def dashboard() -> Json:
+    """Return the whole of it."""
+    return {
+        "uid": "txbroker",
+        "title": "txbroker",
+        "description": "Transactional messages for Apache Kafka: what is pending and why, "
+        "promotion, checks, recovery and audit.",
+        "tags": ["txbroker", "kafka"],
+        "schemaVersion": 38,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "annotations": {"list": []},
+        "templating": {"list": variables()},
+        "panels": laid_out(ROWS),
+    }
+
+
+def text() -> str:
+    """Return the file."""
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    print(text(), end="")  # noqa: T201 - the file goes where the shell sends it

@@ -1,0 +1,123 @@
+"""The dashboard is the one that its code makes, and each of its queries finds something."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql
+import pytest
+
+from txbroker.proxy.metrics import Metrics
+
+CHARTS = Path(__file__).parents[2] / "charts"
+FILE = CHARTS / "txbroker/files/dashboard.json"
+DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
+PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
+SHOWN = [panel for panel in PANELS if panel["type"] != "row"]
+KNOWN = promql.series({one.name: (one.kind, one.labels) for one in Metrics().described()})
+VARIABLES = {each["name"]: each for each in DASHBOARD["templating"]["list"]}
+GRAFANAS = {"__rate_interval": "5m", "__range": "3h"}
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    for panel in SHOWN:
+        for target in panel["targets"]:
+            yield f"{panel['title']}-{target['refId']}", target["expr"]
+
+
+QUERIES = list(queries())
+
+
+def test_it_is_the_one_that_the_code_makes() -> None:
+    made = subprocess.run(
+        [sys.executable, CHARTS / "dashboard.py"], capture_output=True, text=True, check=True
+    )
+    assert FILE.read_text() == made.stdout, "run make docs"
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query[0])
+def test_a_query_asks_for_what_proxies_show(query: tuple[str, str]) -> None:
+    expression = query[1]
+    assert promql.names(expression)
+    assert promql.unknown(expression, KNOWN) == []
+    used = set(re.findall(r"\$(\w+)", expression))
+    assert used <= set(VARIABLES) | set(GRAFANAS)
+    # What is chosen above the panels holds for all of them.
+    for inside in re.findall(r"(?:txbroker_\w+|ALERTS)\{([^}]*)\}", expression):
+        chosen = set(re.findall(r"\$(\w+)", inside))
+        assert {"cluster", "namespace", "job"} <= chosen
+    assert not re.search(r"txbroker_\w+(?![\w{])", expression)
+
+
+def test_every_metric_is_shown_somewhere() -> None:
+    shown = set().union(*(promql.names(expression) for _, expression in QUERIES))
+    stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
+    assert {one.name for one in Metrics().described()} - stems == set()
+
+
+def test_what_is_chosen_is_found_among_what_proxies_show() -> None:
+    assert list(VARIABLES) == ["datasource", "cluster", "namespace", "job", "group"]
+    for name, variable in VARIABLES.items():
+        if name == "datasource":
+            continue
+        asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
+        assert asked is not None
+        assert asked[2] == name
+        earlier = list(VARIABLES)[: list(VARIABLES).index(name)]
+        assert set(re.findall(r"\$(\w+)", asked[1])) <= set(earlier)
+        names = promql.names(asked[1].replace("(", " ").replace("|", " "))
+        assert names - set(KNOWN) <= {"txbroker_"}
+
+
+def test_panels_have_numbers_and_places_of_their_own() -> None:
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    cells = [
+        (x, y)
+        for panel in PANELS
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert {x for x, _ in cells} == set(range(24))
+    rows = [(panel["gridPos"]["y"], panel["title"]) for panel in PANELS if panel["type"] == "row"]
+    assert rows == sorted(rows)
+    titles = [
+        (row["title"], panel["title"])
+        for row, panel in itertools.product(PANELS, SHOWN)
+        if row["type"] == "row" and row["gridPos"]["y"] == _row_of(panel)
+    ]
+    assert len(set(titles)) == len(titles) == len(SHOWN)
+    assert all(panel["description"] for panel in SHOWN)
+
+
+def _row_of(panel: dict[str, Any]) -> int:
+    above = [p["gridPos"]["y"] for p in PANELS if p["type"] == "row"]
+    return max(y for y in above if y < panel["gridPos"]["y"])
+
+
+@pytest.mark.needs_tool("prometheus")
+def test_prometheus_reads_every_query(tmp_path: Path) -> None:
+    rules = []
+    for number, (_, expression) in enumerate(QUERIES):
+        for name, value in GRAFANAS.items():
+            expression = expression.replace(f"${name}", value)
+        expression = re.sub(r"\$\w+", ".*", expression)
+        rules.append({"record": f"query:{number}", "expr": expression})
+    (tmp_path / "queries.yaml").write_text(json.dumps({"groups": [{"name": "q", "rules": rules}]}))
+    done = subprocess.run(
+        ["promtool", "check", "rules", "queries.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, f"{len(rules)} rules found" in done.stdout) == (0, True), done.stderr
