@@ -104,15 +104,16 @@ async def test_all_that_match_are_rolled_back_and_no_others(
 
 
 async def test_what_comes_after_the_look_is_not_touched(service: Service, reader: Reader) -> None:
-    group = unique("group")
-    (id,) = await pending(service, 1, group)
+    group, topic = unique("group"), await topic_of(service)
+    id = await service.prepare(Message(topic, b"k", b"v"), group=group)
     asked = await reader.open(f"/actions/rollback?group={group}")
     form = asked.form("/actions/")
+    early_ms = (await service.show(id))["prepared_at_ms"]
+    late, late_ms = "", early_ms
     # On a machine this fast both may be prepared within one millisecond.
-    form["until_ms"] = str((await service.show(id))["prepared_at_ms"])
-    late = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
-    while (await service.show(late))["prepared_at_ms"] <= int(form["until_ms"]):
-        late = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    while late_ms <= early_ms:
+        late = await service.prepare(Message(topic, b"k", b"v"), group=group)
+        late_ms = (await service.show(late))["prepared_at_ms"]
     await reader.send(asked.url.path, {**form, "reason": "a test"})
     assert await service.state(id) == "rolled_back"
     assert await service.state(late) == "pending"

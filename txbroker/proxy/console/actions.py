@@ -1,8 +1,9 @@
 """What a person does to transactions: looked at first, then done, with who and why on record."""
 
 import asyncio
+import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,6 +29,8 @@ PARALLEL = 64
 _PAGE = 1000
 SAMPLE = 10
 FAILED_SHOWN = 20
+UNTIL_FIELD = "until_ms"
+_UNTIL = re.compile(r"\d{1,6}:\d{1,15}(?: \d{1,6}:\d{1,15})*", re.ASCII)
 _UNDECIDED = (State.PENDING, State.PARKED)
 
 
@@ -69,9 +72,14 @@ class Preview:
     by_state: Counter[State] = field(default_factory=Counter)
     sample: list[TransactionView] = field(default_factory=list)
     oldest_ms: int | None = None
+    newest_ms: dict[int, int] = field(default_factory=dict)
+    """When the last one of each half partition was prepared. Brokers' clocks differ, so one time
+    for all would let some in that came later."""
 
     def add(self, view: TransactionView) -> None:
         """Count one."""
+        newest_ms = self.newest_ms.get(view.partition, 0)
+        self.newest_ms[view.partition] = max(newest_ms, view.prepared_at_ms)
         self.total += 1
         self.by_group[view.group] += 1
         self.by_state[view.state] += 1
@@ -102,9 +110,13 @@ class Outcome:
 
 
 async def _matching(
-    shell: Shell, action: Action, chosen: Filter, until_ms: int
+    shell: Shell, action: Action, chosen: Filter, until_ms: Mapping[int, int] | None = None
 ) -> AsyncIterator[TransactionView]:
-    """Yield what an action can do something with, prepared by a time at the latest.
+    """Yield what an action can do something with.
+
+    Args:
+        until_ms: for each half partition, when the last one was prepared that may be meant; None
+            for no such bound.
 
     Raises:
         RequestError: an owner does not answer, or an id is none.
@@ -123,7 +135,7 @@ async def _matching(
             request = chosen.request(limit=_PAGE, cursor=cursor, state=state)
             page = await shell.service.list(request)
             for view in page.transactions:
-                if view.prepared_at_ms <= until_ms:
+                if until_ms is None or view.prepared_at_ms <= until_ms.get(view.partition, -1):
                     yield view
             cursor = page.next_cursor
             if cursor is None:
@@ -134,30 +146,20 @@ async def preview(ask: Ask) -> Page | Redirect:
     """Show what an action would cover, and ask for who and why."""
     action = _action(ask)
     chosen = read_listing(ask.query).filter
-    until_ms = ask.shell.service.now_ms()
     found = Preview()
-    async for view in _matching(ask.shell, action, chosen, until_ms):
+    async for view in _matching(ask.shell, action, chosen):
         if found.total == BULK_MAX:
             found.more = True
             break
         found.add(view)
-    return _preview_page(action, chosen, found, until_ms, name=ask.visitor.name)
-
-
-def _preview_page(
-    action: Action,
-    chosen: Filter,
-    found: Preview,
-    until_ms: int,
-    *,
-    name: str,
-) -> Page:
+    until = " ".join(f"{number}:{at_ms}" for number, at_ms in sorted(found.newest_ms.items()))
     values = {
         "action": action,
         "chosen": chosen,
         "found": found,
-        "until_ms": until_ms,
-        "name": name,
+        "until_field": UNTIL_FIELD,
+        "until": until,
+        "name": ask.visitor.name,
         "back": _back(chosen),
     }
     return Page("preview.html", values)
@@ -226,12 +228,13 @@ def _action(ask: Ask) -> Action:
     return action
 
 
-def _until_ms(ask: Ask) -> int:
-    """Return when the preview was made: what came later was not agreed to."""
-    text = ask.form.get("until_ms", "")
-    if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise BadRequest("this form does not say when it was made: begin with the preview again")
-    return int(text)
+def _until_ms(ask: Ask) -> dict[int, int]:
+    """Return what the preview covered: what came later was not agreed to."""
+    text = ask.form.get(UNTIL_FIELD, "")
+    if not _UNTIL.fullmatch(text):
+        raise BadRequest("this form does not say what it covered: begin with the preview again")
+    pairs = [pair.split(":") for pair in text.split()]
+    return {int(number): int(at_ms) for number, at_ms in pairs}
 
 
 def _by(name: str, remote: str) -> str:
