@@ -31,6 +31,7 @@ TYPED_FROM = 11
 GROUPS_SHOWN = 5
 ROWS_SHOWN = 20
 _PROGRESS_FROM = 20
+_IN_A_SENTENCE = {"rollback": "Roll back"}
 
 
 SAMPLED = (
@@ -126,10 +127,11 @@ def confirm_all(items: Sequence[Item], action: Action, where: str, yes: bool) ->
     if yes:
         return
     which = "this transaction" if len(items) == 1 else f"these {len(items):,} transactions"
+    question = f"{_IN_A_SENTENCE.get(action.verb, action.verb.capitalize())} {which} at {where}?"
     if len(items) < TYPED_FROM:
-        confirm(f"{action.verb.capitalize()} {which} at {where}?", yes)
+        confirm(question, yes)
         return
-    click.echo(f"{action.verb.capitalize()} {which} at {where}?", err=True)
+    click.echo(question, err=True)
     typed = click.prompt(
         f"Type {len(items)} to do it, anything else to leave them",
         default="",

@@ -84,7 +84,7 @@ def test_what_is_shown_before(there: Call, memory: InMemoryBroker, answer: Answe
     assert re.match(r"  oldest    \d+s, prepared \d{4}-", lines[3])
     assert {line.split()[0] for line in lines[6:16]} < set(ids)
     assert lines[16] == "… and 2 more"
-    assert f"Rollback these 12 transactions at {memory.url}?" in lines
+    assert f"Roll back these 12 transactions at {memory.url}?" in lines
     assert set(states(memory, ids)) == {"pending"}
 
 
@@ -169,7 +169,7 @@ def test_many_ids_are_counted_before(there: Call, memory: InMemoryBroker, answer
     done = there("tx", "rollback", *ids, "0" * 26, "-o", "json")
     assert done.code == 1
     assert "12 transactions\n  by group  orders 12\n" in done.err
-    assert "Rollback these 13 transactions" in done.err
+    assert "Roll back these 13 transactions" in done.err
     assert set(states(memory, ids)) == {"pending"}
     answer("13")
     assert there("tx", "rollback", *ids, "0" * 26).code == 3
