@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from typing import Any
 import aiohttp
 from service_world import until
 
-RULES = Path(__file__).parents[1] / "charts/txbroker/files/alerts.yaml"
+_FILES = Path(__file__).parents[1] / "charts/txbroker/files"
+RULES = _FILES / "alerts.yaml"
+DASHBOARD = _FILES / "dashboard.json"
 FASTER = 200
 """So many times shorter than shipped is every time in the rules."""
 _SCRAPE_MS = 250
@@ -80,8 +83,19 @@ class Prometheus:
 
     async def value(self, query: str) -> list[dict[str, Any]]:
         """Return the series that a query finds."""
-        async with self.http.get("/api/v1/query", params={"query": query}) as response:
+        return await self._ask("query", query=query)
+
+    async def of_late(self, query: str, seconds: float = 60.0) -> list[dict[str, Any]]:
+        """Return the series that a query finds now, or has found of late."""
+        now_s = time.time()
+        return await self._ask(
+            "query_range", query=query, start=str(now_s - seconds), end=str(now_s), step="0.5"
+        )
+
+    async def _ask(self, what: str, **asked: str) -> list[dict[str, Any]]:
+        async with self.http.get(f"/api/v1/{what}", params=asked) as response:
             answer = await response.json()
+        assert answer["status"] == "success", f"{asked}: {answer}"
         return list(answer["data"]["result"])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 from memory_world import MemoryWorld
-from prometheus_world import RULES, Prometheus, prometheus, quicker
+from prometheus_world import DASHBOARD, RULES, Prometheus, prometheus, quicker
 from service_world import Desk, Json, Service, until
 
 from txbroker.checkers import runner
@@ -133,6 +135,17 @@ def audit(ended_s: float, **drift: int) -> bytes:
     )
 
 
+async def not_on_the_dashboard(prometheus: Prometheus) -> set[tuple[str, str]]:
+    """Return panel and legend of each query of the dashboard that has found nothing of late."""
+    nothing = set()
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", []):
+            query = target["expr"].replace("$__rate_interval", "1m")
+            if not await prometheus.of_late(re.sub(r"\$\w+", ".*", query)):
+                nothing.add((panel["title"], target["legendFormat"]))
+    return nothing
+
+
 @pytest.fixture(scope="module")
 async def plant(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Plant]:
     """A proxy that keeps no bodies in memory, and a Prometheus that has scraped it."""
@@ -170,6 +183,13 @@ async def test_alerts_fire_on_trouble_and_end_when_it_is_mended(plant: Plant) ->
         plant.old_audit_with_drift(),
     )
     assert await plant.prometheus.alerts() == {}
+    # And all that it was is on the dashboard; the rest has not happened.
+    assert await not_on_the_dashboard(plant.prometheus) == {
+        ("Turned away", "{{operation}}"),
+        ("Errors of Kafka", "{{operation}}"),
+        ("Groups", "sessions"),
+        ("Sessions", "{{group}}"),
+    }
 
 
 async def test_a_proxy_out_of_touch_or_gone_is_noticed(plant: Plant) -> None:
