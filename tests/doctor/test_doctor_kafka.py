@@ -73,7 +73,7 @@ async def look(dev: Dev, limits: Limits, names: Sequence[str]) -> dict[str, Outc
 
 
 def test_an_installation_that_is_well(dev: Dev) -> None:
-    done = doctor(dev, "--check-after-s", "3600", "-o", "json", "--wait", "60")
+    done = doctor(dev, "--check-after-s", "3600", "-o", "json")
     found = shown(done)
     levels = {name: one["level"] for name, one in found.items()}
     # Nobody of the group of that pending transaction is there, and no audit has run.

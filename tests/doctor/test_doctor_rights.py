@@ -1,0 +1,90 @@
+"""Rights, on a real Kafka that has some taken away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
+from doctor_world import FakeProxies, settings
+
+from txbroker.cli.doctor.checks import CHECKS
+from txbroker.cli.doctor.findings import Outcome
+from txbroker.cli.doctor.runner import examine
+from txbroker.cli.doctor.subject import Subject
+from txbroker.embedded import EmbeddedKafka
+from txbroker.kafka.examination import KafkaExamination
+from txbroker.kafka.wiring import door_from, kafka_settings
+
+TIMEOUT_S = 30.0
+AUTHORIZER = {
+    "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+    "allow.everyone.if.no.acl.found": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[EmbeddedKafka]:
+    """A Kafka that looks at rights."""
+    with EmbeddedKafka(properties=AUTHORIZER) as server:
+        yield server
+
+
+async def rights(bootstrap: str) -> Outcome:
+    """Run the check of rights."""
+    given = settings(kafka=bootstrap)
+    async with KafkaExamination(kafka_settings(given)) as kafka:
+        subject = Subject(given, kafka, FakeProxies())
+        report = await examine(subject, [one for one in CHECKS if one.name == "kafka-rights"])
+        await subject.close()
+    return report.outcomes[0]
+
+
+def deny(bootstrap: str, kind: ResourceType, name: str, *operations: AclOperation) -> None:
+    """Take rights away from everybody."""
+    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+    bindings = [
+        AclBinding(
+            kind,
+            name,
+            ResourcePatternType.LITERAL,
+            "User:ANONYMOUS",
+            "*",
+            operation,
+            AclPermissionType.DENY,
+        )
+        for operation in operations
+    ]
+    for future in admin.create_acls(bindings).values():
+        future.result(TIMEOUT_S)
+
+
+async def test_rights_that_were_taken_away_are_named(guarded: EmbeddedKafka) -> None:
+    bootstrap = guarded.bootstrap
+    door = door_from(settings(kafka=bootstrap))
+    try:
+        await door.apply(await door.plan())
+    finally:
+        await door.close()
+    assert (await rights(bootstrap)).level == "ok"
+
+    deny(bootstrap, ResourceType.TOPIC, "txbroker.half", AclOperation.WRITE)
+    deny(bootstrap, ResourceType.TOPIC, "txbroker.op", AclOperation.ALL)
+    deny(bootstrap, ResourceType.GROUP, "txbroker", AclOperation.ALL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while len((found := await rights(bootstrap)).details) < 3:
+        assert time.monotonic() < deadline, found
+    assert found.level == "fails"
+    assert found.details == (
+        "topic txbroker.half: Write",
+        "topic txbroker.op: Describe, DescribeConfigs, Read, Write (topic authorization failed)",
+        "group txbroker: Describe, Read",
+    )
