@@ -15,8 +15,8 @@ from txbroker.core.records import Record
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka import topics as own
 from txbroker.kafka.admin import Admin
-from txbroker.kafka.client import Client
-from txbroker.kafka.codes import Code
+from txbroker.kafka.client import Client, KafkaRefused, Patience, may_pass
+from txbroker.kafka.codes import COORDINATOR_MOVED, Code
 from txbroker.kafka.examination_wire import (
     NO_RIGHTS_TOLD,
     DescribeTransactionsRequest,
@@ -33,6 +33,9 @@ from txbroker.own_topics import Layout, find_layout
 _LANE = "examine"
 _ANSWER_S = 3.0
 """A broker that is well answers an examination's questions in milliseconds."""
+_COORDINATOR_S = 6.0
+"""The first question about groups of all makes Kafka create a topic."""
+_DENIED = frozenset({Code.GROUP_AUTHORIZATION_FAILED, Code.CLUSTER_AUTHORIZATION_FAILED})
 _AUDIT_KEYS = (BATCH_KEY, STREAM_KEY)
 _FETCH = 1
 
@@ -177,10 +180,24 @@ class KafkaExamination:
         Raises:
             KafkaUnavailable: its coordinator does not answer.
         """
+        patience = Patience(_COORDINATOR_S, self.settings.retry_backoff_s)
+        while True:
+            try:
+                return await self._group_error()
+            except KafkaUnavailable as error:
+                if isinstance(error, KafkaRefused) and error.code in _DENIED:
+                    return error.code
+                if not may_pass(error) or not await patience.pause():
+                    raise
+
+    async def _group_error(self) -> int:
         group = self.settings.group_id
         node = await self._client.group_coordinator(group)
         answer = await self._client.ask(node, DescribeGroupsRequest([group]), _LANE)
         code: int = answer.groups[0][0]
+        if code in COORDINATOR_MOVED:
+            self._client.forget_group_coordinator(group)
+            raise KafkaRefused(code)
         return code
 
     # --- topics ------------------------------------------------------------------------------
