@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from txbroker.checkers.base import Unclear, Unreached
-from txbroker.checkers.groups import GroupPolicy, SecretUnavailable, read_secret
+from txbroker.checkers.groups import GroupPolicy, SecretUnavailable, read_secret, split_check_url
 from txbroker.checkers.http import HttpChecks
 
 _REMARKS = {
@@ -19,7 +19,7 @@ class Tried(Struct, frozen=True):
     """What became of a test call.
 
     Attributes:
-        endpoint: what was called, without the query; "" where nothing was.
+        endpoint: the check URL without its query; "" where it was not even tried.
         status: of the answer; None where there was none.
         why: what is wrong, "" for an answer with a status of 2xx. Never what the answer said.
     """
@@ -48,16 +48,23 @@ async def try_group(checks: HttpChecks, group: str, policy: GroupPolicy, timeout
             secret = await read_secret(policy.secret_ref)
         except SecretUnavailable as error:
             return Tried(why=str(error))
+    endpoint = _without_query(policy.check_url)
     channel = await checks.acquire(group, policy.check_url, secret=secret)
     if isinstance(channel, Unreached):
-        return Tried(why=channel.detail)
+        return Tried(endpoint, why=channel.detail)
     try:
         status = await channel.test(group, policy.timeout_s or timeout_s)
     finally:
         channel.release()
     if isinstance(status, Unreached | Unclear):
-        return Tried(channel.endpoint, why=status.detail)
-    return Tried(channel.endpoint, status, _why(status))
+        return Tried(endpoint, why=status.detail)
+    return Tried(endpoint, status, _why(status))
+
+
+def _without_query(url: str) -> str:
+    """Return what may be shown of a check URL: tokens are put into the query."""
+    parts = split_check_url(url)
+    return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
 def _why(status: int) -> str:

@@ -117,8 +117,10 @@ async def test_who_does_not_answer_is_given_the_groups_own_time(
 
 
 async def test_nobody_is_there(checks: HttpChecks, tmp_path: Path) -> None:
-    nobody = GroupPolicy(check_url="http://127.0.0.1:9/check")
-    assert "127.0.0.1" in (await try_group(checks, "orders", nobody, 5.0)).why
+    nobody = GroupPolicy(check_url="http://127.0.0.1:9/check?token=t")
+    tried = await try_group(checks, "orders", nobody, 5.0)
+    assert (tried.endpoint, tried.answered) == ("http://127.0.0.1:9/check", False)
+    assert "connection refused" in tried.why
     none = await try_group(checks, "orders", GroupPolicy(), 5.0)
     assert none == Tried(why="no check URL is registered")
     gone = GroupPolicy(check_url="http://127.0.0.1:9/", secret_ref=f"file:{tmp_path}/none")
