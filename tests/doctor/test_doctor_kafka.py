@@ -7,7 +7,7 @@ import json
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -108,7 +108,9 @@ def test_planted_settings_and_a_missing_topic(dev: Dev, prefix: str) -> None:
     )
     for future in admin.incremental_alter_configs([resource]).values():
         future.result(TIMEOUT_S)
-    found = shown(_until(lambda: doctor(dev, "--topic-prefix", prefix, "-o", "json"), "settings"))
+    found = shown(
+        _until(lambda: doctor(dev, "--topic-prefix", prefix, "-o", "json"), "topics-settings")
+    )
     assert found["topics-there"]["level"] == "ok"
     assert any(
         f"{prefix}.half keeps messages for 60 s" in line
@@ -116,17 +118,19 @@ def test_planted_settings_and_a_missing_topic(dev: Dev, prefix: str) -> None:
     )
 
     admin.delete_topics([f"{prefix}.op"])[f"{prefix}.op"].result(TIMEOUT_S)
-    found = shown(_until(lambda: doctor(dev, "--topic-prefix", prefix, "-o", "json"), "there"))
+    found = shown(
+        _until(lambda: doctor(dev, "--topic-prefix", prefix, "-o", "json"), "topics-there")
+    )
     assert found["topics-there"]["details"] == [f"{prefix}.op"]
     assert "topics apply" in found["topics-there"]["hint"]
 
 
-def _until(ask: Any, check: str) -> Result:
-    """Ask until a check of topics fails: brokers hear of changes a moment later."""
+def _until(ask: Callable[[], Result], check: str, level: str = "fails") -> Result:
+    """Ask until a check ends at this level: brokers and proxies hear of changes a moment later."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        result: Result = ask()
-        if shown(result)[f"topics-{check}"]["level"] == "fails":
+        result = ask()
+        if shown(result)[check]["level"] == level:
             return result
         assert time.monotonic() < deadline, result
 
@@ -266,3 +270,26 @@ def test_a_bundle_holds_no_message_and_no_secret(dev: Dev, tmp_path: Path) -> No
     assert b"cleanup.policy" in everything
     for secret in (BODY, QUERY, "t0ken-in-a-file"):
         assert secret.encode() not in everything
+
+
+def test_a_proxy_that_died_a_moment_ago(dev: Dev, tmp_path: Path) -> None:
+    """Of a proxy that nobody named the doctor learns from the first, and then that it is gone."""
+    command = [TXBROKER, "proxy", "--kafka", dev.kafka, "--listen", "127.0.0.1:0"]
+    command += ["--data-dir", str(tmp_path), "--session-timeout-s", "6"]
+    with (tmp_path / "log").open("w") as log:
+        second = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert second.stdout is not None
+        url = second.stdout.readline().split()[1]
+        both = _until(lambda: doctor(dev, "-o", "json"), "proxies-owners", "ok")
+        assert shown(both)["proxies-ready"]["found"] == "2 proxies"
+        second.kill()
+        second.wait()
+        found = shown(doctor(dev, "-o", "json"))
+        assert found["proxies-ready"]["level"] == found["proxies-owners"]["level"] == "fails"
+        (line,) = found["proxies-ready"]["details"]
+        assert line.startswith(f"{url} does not answer: ")
+        assert all("is unreachable" in line for line in found["proxies-owners"]["details"])
+    finally:
+        second.kill()
+        second.wait()
