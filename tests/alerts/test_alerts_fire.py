@@ -53,7 +53,7 @@ class Plant:
         return [await self.service.prepare(Message(topic, b"k"), group=group) for _ in range(count)]
 
     async def parked(self) -> None:
-        group = await self.service.group(UNKNOWN, attempts_max=1)
+        group = await self.service.group(UNKNOWN, attempts_max=1, timeout_s=0.5)
         (id,) = await self.pending(group)
         await self.fires("TxBrokerParking", group=group)
         await self.service.tell(id, "commit", reason="it is in the database")

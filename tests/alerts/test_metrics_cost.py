@@ -17,7 +17,7 @@ from txbroker.proxy.metrics import Metrics
 from txbroker.proxy.observers import Observer
 
 TRANSACTIONS = 20_000
-COST_MAX_S = 30e-6
+COST_MAX_S = 15e-6
 NEVER_S = 3600
 GAUGES = ("pending", "pending_oldest_age_seconds", "parked")
 
@@ -75,7 +75,7 @@ async def proxies() -> AsyncIterator[Proxies]:
 async def test_gauges_of_a_partition_move_with_it(proxies: Proxies) -> None:
     (one,) = await proxies.add("one")
     topic, waiting = await one.topic(), unique("waiting")
-    asked = await one.group({"decision": "unknown"}, attempts_max=1)
+    asked = await one.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
     for number in range(proxies.partitions):
         await proxies.prepare_in(number, topic, one, group=waiting, check_after_s=NEVER_S)
         parked = await proxies.prepare_in(number, topic, one, group=asked)
