@@ -152,7 +152,7 @@ def main() -> None:
             "transactions": "/transactions?state=pending&group=payments&older=10m",
             "transaction": f"/transactions/{found['parked']}",
             "refused": f"/transactions/{found['refused']}",
-            "content": f"/transactions/{found['parked']}?bodies=1#messages",
+            "content": f"/transactions/{found['refused']}?bodies=1",
             "groups": "/groups",
             "preview": "/actions/rollback?state=parked&group=inventory",
         }
@@ -163,7 +163,7 @@ def main() -> None:
             window.open("/actions/revive?state=parked")
             window.fill("#reason", "the group's check is mended")
             window.find("form.confirm button").click()
-            window.until(lambda: "Done" in window.text("h1"))
+            window.until(lambda: "Revived" in window.text("h1"))
             window.picture(folder / "outcome.png")
     with TemporaryDirectory() as private:
         token = Path(private) / "token"

@@ -97,7 +97,7 @@ async def test_all_that_match_are_rolled_back_and_no_others(
     assert asked.main.one("h1").text == "Roll back 12 transactions"
     assert len(set(asked.listed()) & set(ids)) == 10
     done = await reader.send(asked.url.path, {**asked.form("/actions/"), "reason": "a test"})
-    assert done.main.one("h1").text == "Done: roll back, 12 transactions"
+    assert done.main.one("h1").text == "Rolled back 12 transactions"
     assert {await service.state(id) for id in ids} == {"rolled_back"}
     assert {await service.state(id) for id in left} == {"pending"}
     assert {(await service.show(id))["reason"] for id in ids} == {"a test"}
@@ -131,7 +131,7 @@ async def test_more_than_one_action_covers_take_several(
     states = [await service.state(id) for id in ids]
     assert sorted(states) == ["pending"] * 2 + ["rolled_back"] * 3
     done = await reader.act(f"/actions/rollback?group={group}", reason="rest")
-    assert done.main.one("h1").text == "Done: roll back, 2 transactions"
+    assert done.main.one("h1").text == "Rolled back 2 transactions"
 
 
 async def test_what_fails_is_named_and_the_rest_is_done(
@@ -148,7 +148,7 @@ async def test_what_fails_is_named_and_the_rest_is_done(
 
     monkeypatch.setattr(service.proxy.cluster, "decide", failing)
     done = await reader.act(f"/actions/rollback?group={group}", reason="a test")
-    assert done.main.one("h1").text == "Partly done: 2 of 3 transactions"
+    assert done.main.one("h1").text == "Rolled back 2 of 3 transactions"
     assert done.listed() == [ids[1]]
     assert "its owner is away" in done.text
     assert [await service.state(id) for id in ids] == ["rolled_back", "pending", "rolled_back"]

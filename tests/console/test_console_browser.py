@@ -102,7 +102,7 @@ def test_the_same_goes_without_scripts(broker: InMemoryBroker, window: Browser) 
     window.click("Roll back…")
     window.fill("#reason", "a test")
     window.click("Roll back 3 transactions")
-    window.until(lambda: "Done: roll back, 3 transactions" in window.text("h1"))
+    window.until(lambda: "Rolled back 3 transactions" in window.text("h1"))
     assert broker.pending() == []
 
 

@@ -99,7 +99,10 @@ def test_what_no_filter_can_be_is_refused(fields: dict[str, str]) -> None:
 def test_a_filter_says_the_same_in_a_link_and_in_words() -> None:
     fields = {"state": "rolled_back", "group": " g ", "topic": "t", "older": "600", "x": "y"}
     chosen = read_listing(fields).filter
-    assert chosen.query() == {"state": "rolled_back", "group": "g", "topic": "t", "older": "600"}
+    assert chosen.query() == {"state": "rolled_back", "group": "g", "topic": "t", "older": "10m"}
+    for older in ("0s", "1.5s", "61s", "90m", "2h", "30000d", "864001s"):
+        again = read_listing({"older": older}).filter
+        assert read_listing(again.query()).filter == again
     assert read_listing(chosen.query()).filter == chosen
     said = chosen.words().replace("\N{NO-BREAK SPACE}", " ")
     assert said == "rolled back, of group g, with a message to topic t, prepared more than 10 m ago"

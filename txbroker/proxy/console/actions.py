@@ -37,14 +37,15 @@ _UNDECIDED = (State.PENDING, State.PARKED)
 class Action(Enum):
     """What can be done; each with the states in which it can be."""
 
-    COMMIT = ("commit", "Commit", _UNDECIDED)
-    ROLLBACK = ("rollback", "Roll back", _UNDECIDED)
-    CHECK = ("check", "Check now", (State.PENDING,))
-    REVIVE = ("revive", "Revive", (State.PARKED, State.REFUSED))
+    COMMIT = ("commit", "Commit", "Committed", _UNDECIDED)
+    ROLLBACK = ("rollback", "Roll back", "Rolled back", _UNDECIDED)
+    CHECK = ("check", "Check now", "Asked for a check of", (State.PENDING,))
+    REVIVE = ("revive", "Revive", "Revived", (State.PARKED, State.REFUSED))
 
-    def __init__(self, word: str, title: str, states: tuple[State, ...]) -> None:
+    def __init__(self, word: str, title: str, done: str, states: tuple[State, ...]) -> None:
         self.word = word
         self.title = title
+        self.done = done
         self.states = states
 
     @property

@@ -227,13 +227,14 @@ def _unreachable(found: Overview) -> Iterator[Concern]:
     waiting = sum(group.pending for group in away)
     first = away[0]
     since_s = (found.at_ms - (first.unreachable_since_ms or found.at_ms)) / 1000
-    title = f"Nobody of group {first.group} can be asked"
+    title, named = f"Nobody of group {first.group} can be asked", ""
     if len(away) > 1:
         title = f"Nobody of {len(away)} groups can be asked"
+        named = _named("Group", [group.group for group in away]) + " "
     yield Concern(
         Level.WARN,
         title,
-        f"{_named('Group', [g.group for g in away])} For {age(since_s)}: "
+        f"{named}For {age(since_s)}: "
         f"{first.unreachable_why or 'no connection'}. {count(waiting, 'transaction')} "
         f"{'waits' if waiting == 1 else 'wait'} for an answer; no attempt is used up.",
         "Start an instance of the service, or mend its check URL. It is asked again by itself.",

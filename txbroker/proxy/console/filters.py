@@ -54,7 +54,7 @@ class Filter:
             "state": str(self.state or ""),
             "group": self.group or "",
             "topic": self.topic or "",
-            "older": "" if self.older_s is None else f"{self.older_s:g}",
+            "older": "" if self.older_s is None else _shortest(self.older_s),
         }
         return {name: value for name, value in fields.items() if value}
 
@@ -119,6 +119,14 @@ def _older(text: str | None) -> dict[str, float]:
     if match is None:
         raise BadRequest("older than: give a number and s, m, h or d, such as 10m", path="older")
     return {"older_than_s": float(match[1]) * _SECONDS[match[2]]}
+
+
+def _shortest(seconds: float) -> str:
+    """Return a duration as a person would fill it in, such as `10m`."""
+    for unit in ("d", "h", "m"):
+        if seconds and seconds % _SECONDS[unit] == 0:
+            return f"{seconds / _SECONDS[unit]:g}{unit}"
+    return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
 
 
 def convert(fields: Mapping[str, object], kind: type[T]) -> T:
