@@ -72,7 +72,9 @@ class FakeKafka:
         }
         self.seen["payments"] = TopicSeen(0, {0: PartitionCopies(1, (1,), (1,))}, ALL)
         self.group_code = 0
-        self.newest = {1: NOW_MS - 10, 2: NOW_MS - 60_000, 3: NOW_MS + 200}
+        # Partition n is led by broker n + 1.
+        self.newest = {("txbroker.half", n): NOW_MS - ago for n, ago in enumerate((10, 60_000, -9))}
+        self.later: dict[tuple[str, int], int] = {}
         self.open: list[OpenTransaction] = []
         self.news: dict[str, bytes] = {}
         self.asked: list[list[str]] = []
@@ -103,9 +105,11 @@ class FakeKafka:
         half = found.get(self.settings.half_topic)
         return plan(wanted_topics(self.settings, len(self.nodes), half), found)
 
-    async def newest_appends(self, cluster: Cluster) -> dict[int, int]:
+    async def newest_appends(self, cluster: Cluster) -> dict[tuple[str, int], int]:
         self._fail()
-        return self.newest
+        found = dict(self.newest)
+        self.newest |= self.later
+        return found
 
     async def open_transactions(self, topics: Sequence[str]) -> list[OpenTransaction]:
         self._fail()
@@ -241,7 +245,11 @@ class World:
 
     def subject(self) -> Subject:
         """What checks ask, at this moment."""
-        return Subject(self.settings, self.kafka, self.proxies, self.limits, lambda: NOW_S)
+
+        async def at_once(_seconds: float) -> None:
+            pass
+
+        return Subject(self.settings, self.kafka, self.proxies, self.limits, lambda: NOW_S, at_once)
 
     async def examine(self, **options: Any) -> Report:
         """Run all checks."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
 from txbroker.cli.doctor.proxies import NotSeen
@@ -17,6 +20,8 @@ FETCH_VERSION_MIN = 17
 RIGHTS = ("Describe", "DescribeConfigs", "Read", "Write")
 """What a proxy has to be allowed on each of its own topics."""
 
+_WATCH_S = 0.5
+"""How long it is watched what is appended: at work, every broker has something by then."""
 _DENIED = frozenset(
     {
         Code.TOPIC_AUTHORIZATION_FAILED,
@@ -109,47 +114,89 @@ def _missing_rights(cluster: Cluster, names: tuple[str, ...]) -> Iterator[str]:
     hint="Synchronise the clocks (NTP) of the machines that are named.",
 )
 async def kafka_clocks(subject: Subject) -> Finding:
-    """Whether brokers' times, as records carry and proxies know them, agree with ours.
-
-    A record tells how far its broker's clock has gone at least; what proxies know goes on by
-    itself, so it shows also a clock that is behind.
-    """
+    """Whether brokers' times, as records carry and proxies know them, agree with ours."""
     limit_s = subject.limits.clocks_s
     cluster = await subject.cluster()
-    newest = await subject.kafka.newest_appends(_only(cluster, subject.own_topics))
-    now_s = subject.now_s()
-    lines = [
-        f"broker {node} at {cluster.addresses.get(node, '?')} is {at_ms / 1000 - now_s:.1f} s "
-        "ahead of this machine"
-        for node, at_ms in sorted(newest.items())
-        if at_ms / 1000 - now_s > limit_s
-    ]
-    try:
+    brokers = await _watched(subject, cluster)
+    lines = list(_apart(brokers, cluster, limit_s))
+    told: Mapping[str, float] = {}
+    # What the proxies have to say is missed by checks of their own.
+    with contextlib.suppress(NotSeen):
         overview, took_s, heard_s = await subject.timed_overview()
-    except NotSeen:
-        # What the proxies have to say is missed by checks of their own.
-        told: Mapping[str, float] = {}
-    else:
-        told = _offsets(overview, heard_s - took_s / 2)
+        told = _as_proxies_know(overview, heard_s - took_s / 2)
         lines += [
-            f"the brokers' clock as {url} knows it is {abs(offset_s):.1f} s "
-            f"{'ahead of' if offset_s > 0 else 'behind'} this machine"
+            f"the brokers' clock as {url} knows it is {_signed(offset_s)} this machine"
             for url, offset_s in told.items()
             if abs(offset_s) > limit_s + took_s / 2
         ]
     if lines:
         return judged(Level.FAILS, f"more than {limit_s:g} s apart", lines)
-    if not newest and not told:
+    if not brokers and not told:
         return judged(Level.WARNING, "nothing is there yet by which clocks could be compared")
     return fine(f"within {limit_s:g} s, as far as records and proxies show")
 
 
-def _only(cluster: Cluster, names: tuple[str, ...]) -> Cluster:
+class Offset(NamedTuple):
+    """By how much a broker's clock is ahead of ours, seconds: at least, and at most."""
+
+    least_s: float
+    most_s: float
+
+
+async def _watched(subject: Subject, cluster: Cluster) -> dict[int, Offset]:
+    """Return what is known of the clocks of brokers after a look at what is appended meanwhile.
+
+    A record tells how far its broker's clock has gone at least. One that came between two looks
+    was appended after the first, so it tells how far it has gone at most, too.
+    """
+    names = subject.own_topics
     topics = {name: seen for name, seen in cluster.topics.items() if name in names}
-    return Cluster(cluster.id, cluster.controller, cluster.addresses, topics)
+    ours = Cluster(cluster.id, cluster.controller, cluster.addresses, topics)
+    began_s = subject.now_s()
+    before = await subject.kafka.newest_appends(ours)
+    await subject.pause(_WATCH_S)
+    after = await subject.kafka.newest_appends(ours)
+    ended_s = subject.now_s()
+    offsets: dict[int, Offset] = {}
+    for place, at_ms in after.items():
+        leader = topics[place[0]].partitions[place[1]].leader
+        known = offsets.get(leader, Offset(-math.inf, math.inf))
+        most_s = math.inf if at_ms == before.get(place) else at_ms / 1000 - began_s
+        offsets[leader] = Offset(
+            max(known.least_s, at_ms / 1000 - ended_s), min(known.most_s, most_s)
+        )
+    return offsets
 
 
-def _offsets(overview: Overview, asked_s: float) -> dict[str, float]:
+def _apart(offsets: Mapping[int, Offset], cluster: Cluster, limit_s: float) -> Iterator[str]:
+    """Say which brokers' clocks are certainly too far from ours, or from one another's."""
+    wrong = False
+    for node, offset in sorted(offsets.items()):
+        off_s = _certain(offset, limit_s)
+        if off_s:
+            wrong = True
+            where = cluster.addresses.get(node, "an unknown address")
+            yield f"broker {node} at {where} is {_signed(off_s)} this machine"
+    if offsets and not wrong:
+        ahead = max(offsets, key=lambda node: offsets[node].least_s)
+        behind = min(offsets, key=lambda node: offsets[node].most_s)
+        apart_s = offsets[ahead].least_s - offsets[behind].most_s
+        if apart_s > limit_s:
+            yield f"broker {ahead} is {_signed(apart_s)} broker {behind}"
+
+
+def _certain(offset: Offset, limit_s: float) -> float:
+    """Return by how much a clock is off at least, 0 where it may be within the limit."""
+    if offset.least_s > limit_s:
+        return offset.least_s
+    return offset.most_s if offset.most_s < -limit_s else 0.0
+
+
+def _signed(seconds: float) -> str:
+    return f"{abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'}"
+
+
+def _as_proxies_know(overview: Overview, asked_s: float) -> dict[str, float]:
     """Return by how much each proxy's knowledge of the brokers' clock is ahead of ours."""
     return {
         proxy.url: proxy.now_ms / 1000 - asked_s

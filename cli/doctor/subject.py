@@ -13,7 +13,7 @@ from txbroker.cli.doctor.proxies import NotSeen, ProxySide, RegisteredGroup
 from txbroker.cli.doctor.samples import Samples, read_samples
 from txbroker.config import Settings
 from txbroker.contract import Overview
-from txbroker.kafka.examination import BrokerFacts, Cluster, OpenTransaction
+from txbroker.kafka.examination import BrokerFacts, Cluster, OpenTransaction, Place
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.topics import FoundTopic, Plan
 
@@ -54,8 +54,8 @@ class KafkaSide(Protocol):
         """Return what `txbroker topics apply` would do."""
         ...
 
-    async def newest_appends(self, cluster: Cluster) -> dict[int, int]:
-        """Return the newest timestamp of what each broker leads."""
+    async def newest_appends(self, cluster: Cluster) -> dict[Place, int]:
+        """Return the newest timestamp of each partition."""
         ...
 
     async def open_transactions(self, topics: Sequence[str]) -> list[OpenTransaction]:
@@ -97,12 +97,14 @@ class Subject:
         proxies: ProxySide,
         limits: Limits | None = None,
         now_s: Callable[[], float] = time.time,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.settings = settings
         self.kafka = kafka
         self.proxies = proxies
         self.limits = limits or Limits()
         self.now_s = now_s
+        self.pause = pause
         self._asked: dict[str, asyncio.Task[Any]] = {}
 
     @property

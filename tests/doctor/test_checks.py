@@ -92,10 +92,33 @@ async def test_rights_that_are_missing_are_named(world: World) -> None:
     ("ahead_ms", "level"), [(900, OK), (1001, FAILS), (-60_000, OK), (86_400_000, FAILS)]
 )
 async def test_a_brokers_clock_that_is_ahead(world: World, ahead_ms: int, level: Level) -> None:
-    world.kafka.newest = {2: NOW_MS + ahead_ms}
+    world.kafka.newest = {("txbroker.half", 1): NOW_MS + ahead_ms}
     found = await world.outcome("kafka-clocks")
     assert found.level is level
     assert (level is OK) or "broker 2 at kafka-2:9092" in found.details[0]
+
+
+@pytest.mark.parametrize(
+    ("second_ms", "third_ms", "lines"),
+    [
+        (-900, 0, []),
+        (-1100, 0, ["broker 2 at kafka-2:9092 is 1.1 s behind this machine"]),
+        (1100, 0, ["broker 2 at kafka-2:9092 is 1.1 s ahead of this machine"]),
+        (-900, 900, ["broker 3 is 1.8 s ahead of broker 2"]),
+        (-400, 500, []),
+    ],
+)
+async def test_clocks_by_what_is_appended_while_looking(
+    world: World, second_ms: int, third_ms: int, lines: list[str]
+) -> None:
+    """What was there before may be old; what comes between two looks is of now."""
+    world.kafka.newest = {("txbroker.half", n): NOW_MS - 60_000 for n in range(4)}
+    world.kafka.later = {
+        ("txbroker.half", 1): NOW_MS + second_ms,
+        ("txbroker.half", 2): NOW_MS + third_ms,
+    }
+    found = await world.outcome("kafka-clocks")
+    assert (found.level, list(found.details)) == (FAILS if lines else OK, lines)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from cli_world import Result
 from doctor_world import ONE, TWO, World
 
-from txbroker.cli.doctor import command
+from txbroker.cli.doctor import checks_kafka, command
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
@@ -73,6 +73,7 @@ def call(
     monkeypatch.setattr(command, "KafkaExamination", Examination)
     monkeypatch.setattr(command, "HttpProxies", proxies)
     monkeypatch.setattr(command, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(checks_kafka, "_WATCH_S", 0.0)
 
     def calling(*arguments: object) -> Result:
         capsys.readouterr()

@@ -224,9 +224,10 @@ async def test_clocks_are_read_from_what_was_appended(dev: Dev) -> None:
     async with KafkaExamination(kafka_settings(given)) as kafka:
         cluster = await kafka.cluster(kafka.settings.own_topics)
         newest = await kafka.newest_appends(cluster)
-    assert newest.keys() == cluster.addresses.keys()
-    (at_ms,) = newest.values()
-    assert abs(time.time() - at_ms / 1000) < 600
+    topics = {topic for topic, _partition in newest}
+    # Nothing is parked and no group is registered, but for the layout; claims are everywhere.
+    assert topics == {f"txbroker.{name}" for name in ("half", "op", "checkpoint", "groups")}
+    assert all(abs(time.time() - at_ms / 1000) < 600 for at_ms in newest.values())
     found = await look(dev, Limits(clocks_s=-3600.0), ["kafka-clocks"])
     assert found["kafka-clocks"].level == "fails"
 

@@ -50,7 +50,8 @@ _OPERATIONS = {
     "AlterConfigs": 11,
 }
 
-_Place = tuple[str, int]
+Place = tuple[str, int]
+"""A partition: its topic and number."""
 
 
 class BrokerFacts(Struct, frozen=True):
@@ -259,23 +260,22 @@ class KafkaExamination:
 
     # --- clocks ------------------------------------------------------------------------------
 
-    async def newest_appends(self, cluster: Cluster) -> dict[int, int]:
-        """Return, by broker, the newest timestamp of what it leads, ms since 1970.
+    async def newest_appends(self, cluster: Cluster) -> dict[Place, int]:
+        """Return the newest timestamp of each partition, ms since 1970.
 
-        Of topics whose timestamps are the brokers' that is how far its clock has certainly gone.
-        Brokers that lead nothing, or only what is empty, are missing.
+        Where timestamps are the brokers', its leader's clock has certainly gone so far. Partitions
+        that are empty or have no leader are missing.
 
         Raises:
             KafkaUnavailable: a leader does not answer.
         """
-        newest: dict[int, int] = {}
+        newest: dict[Place, int] = {}
         for leader, topics in _by_leader(cluster).items():
             answer = await self._client.ask(leader, NewestRequest(topics), _LANE)
-            times = [
-                part[2] for _, parts, _ in answer.topics for part in parts if part[1] == Code.NONE
-            ]
-            if times and max(times) > 0:
-                newest[leader] = max(times)
+            for topic, partitions, _ in answer.topics:
+                for number, code, at_ms, *_rest in partitions:
+                    if code == Code.NONE and at_ms > 0:
+                        newest[topic, number] = at_ms
         return newest
 
     # --- transactions that are open ----------------------------------------------------------
@@ -299,7 +299,7 @@ class KafkaExamination:
         still = await self._behind({place: high[place] for place in behind})
         return [one for one in found if (one.topic, one.partition) in still]
 
-    async def _behind(self, high: Mapping[_Place, int]) -> dict[_Place, int]:
+    async def _behind(self, high: Mapping[Place, int]) -> dict[Place, int]:
         """Return those partitions whose stable end lies below what they held, and by how much."""
         stable = await ends(self._client, high, READ_COMMITTED, _LANE)
         return {
@@ -307,7 +307,7 @@ class KafkaExamination:
         }
 
     async def _producers(
-        self, cluster: Cluster, behind: Mapping[_Place, int]
+        self, cluster: Cluster, behind: Mapping[Place, int]
     ) -> list[OpenTransaction]:
         found = []
         for leader, topics in _by_leader(cluster, frozenset(behind)).items():
@@ -364,7 +364,7 @@ def _seen(error: int, partitions: Sequence[tuple[Any, ...]], bits: int) -> Topic
 
 
 def _by_leader(
-    cluster: Cluster, only: frozenset[_Place] | None = None
+    cluster: Cluster, only: frozenset[Place] | None = None
 ) -> dict[int, dict[str, list[int]]]:
     led: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for name, seen in cluster.topics.items():
