@@ -32,6 +32,8 @@ class Stub:
         self.calls: list[Asked] = []
         self.rows: dict[str, dict[str, Any]] = {}
         self.answer: Callable[[Asked], Reply | None] = lambda asked: None
+        self.hangs_up = False
+        """Close each connection behind an answer, without saying so before."""
         self.url = ""
         self._lock = threading.Lock()
 
@@ -121,6 +123,7 @@ def stub() -> Iterator[Stub]:
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+            self.close_connection = made.hangs_up
 
         do_POST = do_PUT = do_DELETE = do_GET
 

@@ -13,7 +13,7 @@ import pytest
 from cli_stub import Asked, Reply, Stub, error, partition_of
 from cli_world import Call
 
-from txbroker.cli import crew
+from txbroker.cli import client, crew
 from txbroker.cli.client import ApiError, Client, who
 from txbroker.contract import PrepareRequest
 from txbroker.core.records import Message
@@ -29,13 +29,13 @@ def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(memory: InMemoryBroker, count: int, **fields: Any) -> list[str]:
     """Prepare transactions with the values 0, 1, 2…; return their ids in that order."""
-    client = Client(memory.url)
+    calling = Client(memory.url)
     topic = fields.pop("topic", "t")
     ids = []
     for number in range(count):
         body = {"group": "orders", "messages": [{"topic": topic, "value": str(number)}], **fields}
-        ids.append(client.change("POST", "transactions", body=body)["id"])
-    client.close()
+        ids.append(calling.change("POST", "transactions", body=body)["id"])
+    calling.close()
     return ids
 
 
@@ -127,6 +127,14 @@ def test_the_oldest_come_first_where_there_is_a_limit(there: Call, memory: InMem
     assert [row["id"] for row in there("tx", "rollback", *which).json] == ids[3:6]
 
 
+def test_the_limit_is_one_for_all_states(stub: Stub, call: Call) -> None:
+    ids = stub.add(3) + stub.add(3, state="refused")
+    which = ("--group", "orders", "--limit", "4", "--yes", "-o", "json")
+    done = call("tx", "revive", *which, "--url", stub.url)
+    assert [row["id"] for row in done.json] == ids[:4]
+    assert len(stub.posts()) == 4
+
+
 def test_only_parked_ones_are_decided_unasked(stub: Stub, call: Call) -> None:
     parked = stub.add(2)
     stub.add(2, state="pending")
@@ -183,11 +191,11 @@ def test_what_has_moved_on_since_is_left_alone(
     there: Call, memory: InMemoryBroker, answer: Answer, stub: Stub
 ) -> None:
     ids = prepare(memory, 6)
-    client = Client(memory.url)
+    calling = Client(memory.url)
 
     def meanwhile() -> None:
-        client.change("POST", "transactions", ids[0], "commit", body={"group": "orders"})
-        client.change("POST", "transactions", ids[1], "rollback", body={"group": "orders"})
+        calling.change("POST", "transactions", ids[0], "commit", body={"group": "orders"})
+        calling.change("POST", "transactions", ids[1], "rollback", body={"group": "orders"})
         prepare(memory, 1)
 
     answer("y", meanwhile)
@@ -417,6 +425,30 @@ def test_ctrl_c_tells_what_was_done(stub: Stub, call: Call) -> None:
     assert set(left) == {"stopped by Ctrl-C"}
     assert sorted(done) == sorted(asked.path.split("/")[3] for asked in stub.posts())
     assert stopped.err.strip() == "Stopped."
+
+
+def test_a_question_that_is_read_for_long_outlives_the_connection(
+    stub: Stub, call: Call, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (id,) = stub.add(1)
+    stub.hangs_up = True
+    answer("y", lambda: monkeypatch.setattr(client, "_IDLE_S", -1.0))
+    done = call("tx", "commit", id, "--url", stub.url)
+    assert (done.code, stub.rows[id]["state"]) == (0, "promoted")
+
+
+@pytest.mark.parametrize("error_kind", [OSError, KeyError, ImportError])
+def test_somebody_whom_the_system_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, error_kind: type[Exception]
+) -> None:
+    def unknown() -> str:
+        raise error_kind
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    monkeypatch.setattr("platform.node", lambda: "bo\nx\udcff\x1b")
+    assert who() == "somebody@box"
+    monkeypatch.setattr("platform.node", lambda: "x" * 500)
+    assert len(who()) == 200
 
 
 def test_an_answer_that_makes_no_sense_is_one_sentence(stub: Stub, call: Call) -> None:
