@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import urlopen
 
 import aiohttp
 from chromium import Browser, browser
@@ -90,6 +92,16 @@ def traffic(url: str, group: str) -> Iterator[None]:
         thread.join()
 
 
+def steady(broker: InMemoryBroker) -> bool:
+    """Say whether as much is promoted as is prepared."""
+    with urlopen(f"{broker.url}/v1/overview", timeout=20) as answer:
+        rates = [p["rates"] for p in json.load(answer)["partitions"]]
+    prepared, promoted = (
+        sum(rate[f"{what}_per_s"] for rate in rates) for what in ("prepared", "promoted")
+    )
+    return bool(0 < prepared < 1.1 * promoted)
+
+
 def plant(broker: InMemoryBroker, stack: ExitStack) -> dict[str, str]:
     """Let there be trouble; return what the pages are about."""
     url = broker.url
@@ -147,6 +159,8 @@ def main() -> None:
         stack.enter_context(traffic(broker.url, "checkout"))
         window.open("/")
         window.until(lambda: "Nobody of group payments" in window.text())
+        # Until the rates are those of the traffic alone.
+        window.until(lambda: steady(broker))
         pages = {
             "overview": "/",
             "transactions": "/transactions?state=pending&group=payments&older=10m",
