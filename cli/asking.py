@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import click
 
 from txbroker.cli.client import ApiError
+from txbroker.cli.output import printable
 from txbroker.cli.run import Failed, PartlyDone
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,7 +63,7 @@ def each(names: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[dic
         try:
             done.append(act(name))
         except ApiError as error:
-            click.echo(f"{name}: {error.format_message()}", err=True)
+            click.echo(f"{printable(name)}: {error.format_message()}", err=True)
     return done
 
 

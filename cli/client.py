@@ -15,6 +15,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import click
 
 from txbroker.cli.contexts import DEFAULT_URL, check_url, complete_contexts, target_of
+from txbroker.cli.output import printable
 from txbroker.cli.run import Failed
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -214,7 +215,10 @@ class Client:
         error = answer.get("error") if isinstance(answer, dict) else None
         if not isinstance(error, dict):
             return ApiError(f"{self.url} answered with {status}: is it a txbroker proxy?")
-        code, message = str(error.get("code", status)), str(error.get("message", ""))
+        code, message = (
+            printable(str(error.get("code", status))),
+            printable(str(error.get("message", ""))),
+        )
         remedy = _REMEDIES.get(code, "")
         return ApiError(
             f"{message} ({code}){'. ' if remedy else ''}{remedy}".strip(), code, message

@@ -159,7 +159,8 @@ def check_url(url: str) -> str:
         raise click.UsageError(f"--url {url!r} is no URL: {error}") from None
     if parts.username is not None or parts.password is not None:
         raise click.UsageError("--url holds a name or password: a token comes with --token-file")
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+    whole = host and not parts.query and not parts.fragment and url.isprintable()
+    if parts.scheme not in ("http", "https") or not whole:
         raise click.UsageError(f"--url {url!r} is no URL like {DEFAULT_URL}")
     return url.rstrip("/")
 

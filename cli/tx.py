@@ -252,8 +252,8 @@ def rollback_command(client: Client, **options: Any) -> None:
 def check_command(client: Client, **options: Any) -> None:
     """Ask the producer groups of pending transactions now; it counts as an attempt.
 
-    Say which by ID, or by --group, --topic and --older-than-s, all of which have to fit. The last
-    attempt of a round is never pulled forward.
+    Say which by ID, or by --state pending, --group, --topic and --older-than-s, all of which have
+    to fit. The last attempt of a round is never pulled forward.
     """
     _act(client, CHECK, {}, **options)
 

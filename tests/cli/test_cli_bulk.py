@@ -451,6 +451,19 @@ def test_somebody_whom_the_system_does_not_know(
     assert len(who()) == 200
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_nothing_that_a_proxy_says_moves_the_terminal(stub: Stub, call: Call, count: int) -> None:
+    ids = stub.add(count)
+    evil = {"error": {"code": "\x1b[2J", "message": "a\x1b[2Jb\rc"}}
+    stub.answer = lambda asked: (409, evil)
+    for verb in ("commit", "revive"):
+        failed = call("tx", verb, *ids, "--yes", "--url", stub.url)
+        assert (failed.code, failed.out) == (1, "")
+        assert "a\ufffd[2Jb\ufffdc" in failed.err
+        assert not {"\x1b", "\r"} & set(failed.err)
+    assert "\x1b" not in call("tx", "show", *ids, "\x1b[2J", "--url", stub.url).err
+
+
 def test_an_answer_that_makes_no_sense_is_one_sentence(stub: Stub, call: Call) -> None:
     stub.add(30)
     stub.answer = lambda asked: (200, {}) if asked.method == "POST" else None

@@ -170,6 +170,7 @@ def test_the_question_names_the_installation(call: Call, stub: Stub, answer: obj
         (["set", "x"], "Missing option '--url'"),
         (["set", "x", "--url", "nowhere"], "is no URL like"),
         (["set", "x", "--url", "http://me:secret@h"], "a token comes with --token-file"),
+        (["set", "x", "--url", "http://h/\x1b[2J"], "is no URL like"),
         (["set", "x", "--url", "http://h/?token=secret"], "is no URL like"),
         (["set", "x", "--url", HERE, "--token-file", "s3cr3t"], "does not exist"),
         (["use", "x"], "there is no context 'x': make one with `txbroker context set`"),
