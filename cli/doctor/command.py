@@ -70,9 +70,9 @@ _PAUSE_S = 1.0
     "--output",
     type=click.Choice(["table", "json", "prometheus"]),
     default="table",
-    envvar="TXBROKER_OUTPUT",
+    envvar="TXBROKER_DOCTOR_OUTPUT",
     help="How to show it; `prometheus` is for the node exporter's textfile collector. "
-    "[env: TXBROKER_OUTPUT; default: table]",
+    "[env: TXBROKER_DOCTOR_OUTPUT; default: table]",
 )
 @client_options
 def command(

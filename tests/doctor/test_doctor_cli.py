@@ -146,6 +146,26 @@ def test_a_bundle_of_what_fails(call: Call, world: World, tmp_path: Path) -> Non
     assert (done.code, (tmp_path / "b.tar.gz").exists()) == (1, True)
 
 
+def test_options_are_environment_variables(
+    call: Call, world: World, given: Given, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world.kafka.failure = KafkaUnavailable("not yet")
+    given.heals_at = 2
+    monkeypatch.setenv("TXBROKER_URL", ONE)
+    monkeypatch.setenv("TXBROKER_PROXY", f"{TWO} http://three:8470")
+    monkeypatch.setenv("TXBROKER_WAIT", "30")
+    monkeypatch.setenv("TXBROKER_BUNDLE", str(tmp_path / "b"))
+    monkeypatch.setenv("TXBROKER_DOCTOR_OUTPUT", "json")
+    monkeypatch.setenv("TXBROKER_KAFKA", "k:1")
+    # For lists, which know more ways: at night this must not be what stops somebody.
+    monkeypatch.setenv("TXBROKER_OUTPUT", "wide")
+    done = call()
+    assert (done.code, done.json["healthy"], given.looked) == (0, True, 2), done
+    assert given.urls == (ONE, TWO, "http://three:8470")
+    assert given.kafka.bootstrap_servers == ("k:1",)
+    assert (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
