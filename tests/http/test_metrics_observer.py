@@ -28,6 +28,11 @@ class Held:
     kept: bool = False
     lost: bool = False
     decided_at_ms: int = 0
+    copying: bool = False
+
+    @property
+    def kept_at(self) -> tuple[int, ...]:
+        return (self.offset,) if self.kept and not self.copying else ()
 
 
 @dataclass
@@ -169,6 +174,21 @@ def test_headroom_is_that_of_the_oldest_without_a_copy() -> None:
     assert ("half_retention_headroom_seconds", ()) not in shown(metrics)
     held.append(Held(100, NOW_MS - DAY_MS))
     assert days() == 13
+
+
+def test_what_is_being_copied_is_at_risk_until_its_turn_is_committed() -> None:
+    held = [Held(0, NOW_MS - 9 * DAY_MS), Held(1, NOW_MS - 3 * DAY_MS)]
+    metrics, _ = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
+
+    def days() -> float:
+        return shown(metrics)["half_retention_headroom_seconds", ()] / 86400
+
+    held[0].kept = held[0].copying = True
+    assert days() == 5
+    held[0].kept = held[0].copying = False  # The turn was lost.
+    assert days() == 5
+    held[0].kept = True
+    assert days() == 11
 
 
 def test_what_is_lost_is_not_at_risk_until_it_is_revived() -> None:

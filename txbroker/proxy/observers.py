@@ -197,21 +197,22 @@ class Observer:
     def _headroom_s(self, owner: WatchedOwner) -> float | None:
         """Return how long until retention reaches what has no copy; None where all has one.
 
-        What is lost already is not at risk any more; another metric tells of it. What has a copy
-        keeps it until it is settled, so each scrape goes on where the last one stopped. Where
+        What is lost already is not at risk any more; another metric tells of it. A copy counts
+        once its turn is committed, since a lost turn takes `kept` back. From then on it stays
+        until the transaction is settled, so each scrape goes on where the last one stopped. Where
         thousands were copied in between, the answer is that of the last one looked at: less time
         than there really is.
         """
         after = self._copied_to.get(owner, -1)
         found = owner.ledger.in_order(after, LOOKED_AT_MAX)
         for transaction in found:
-            if not transaction.kept:
+            if not transaction.kept_at:
                 break
             after = transaction.offset
         self._copied_to[owner] = after
         if not found:
             return None
-        oldest = next((t for t in found if not (t.kept or t.lost)), None)
+        oldest = next((t for t in found if not (t.kept_at or t.lost)), None)
         if oldest is None and len(found) < LOOKED_AT_MAX:
             return None
         age_ms = owner.now_ms() - (oldest or found[-1]).prepared_at_ms
