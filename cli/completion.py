@@ -1,5 +1,7 @@
 """`txbroker completion`: what a shell offers when somebody presses Tab, live values included."""
 
+from __future__ import annotations
+
 import re
 import threading
 import time
@@ -21,7 +23,7 @@ _SHELLS = ("bash", "zsh", "fish")
 _HARMLESS = re.compile(r"[\w.@:/+%][\w.@:/+=%-]*")
 _LOOKED_AT = 200
 
-Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem[str]]]
+Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem[str]]"]
 
 
 @click.command("completion")

@@ -3,6 +3,8 @@
 `txbroker --help` and the completion of a shell so need none of what a proxy needs.
 """
 
+from __future__ import annotations
+
 import difflib
 import importlib
 from collections.abc import Sequence
