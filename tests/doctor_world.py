@@ -70,7 +70,8 @@ class FakeKafka:
             )
             for name, t in self.topics.items()
         }
-        self.seen["payments"] = TopicSeen(0, {0: PartitionCopies(1, (1,), (1,))}, ALL)
+        for target in ("payments", "other"):
+            self.seen[target] = TopicSeen(0, {0: PartitionCopies(1, (1,), (1,))}, ALL)
         self.group_code = 0
         # Partition n is led by broker n + 1.
         self.newest = {("txbroker.half", n): NOW_MS - ago for n, ago in enumerate((10, 60_000, -9))}

@@ -33,6 +33,7 @@ from txbroker.errors import TxbrokerError
 
 STRUCK_OUT = "<struck-out>"
 PROXIES_MAX = 50
+_BOTH = (True, False)
 _OWNERS_EYES = 0o600
 _SECRET_NAME = re.compile("password|secret|token|jaas|credential|username|passphrase")
 _USER_IN_URL = re.compile(r"(?<=://)[^/\s\"'@]+@")
@@ -99,7 +100,8 @@ class Redactor:
         # In JSON a secret may be written in another way; the longest first, as one may hold
         # another.
         given = {text for text in secrets if text}
-        texts = {*given, *(json.dumps(text)[1:-1] for text in given)}
+        written = (json.dumps(text, ensure_ascii=plain)[1:-1] for text in given for plain in _BOTH)
+        texts = {*given, *written}
         self._secrets = sorted(texts, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
