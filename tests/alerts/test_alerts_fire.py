@@ -207,14 +207,17 @@ async def test_a_proxy_out_of_touch_or_gone_is_noticed(plant: Plant) -> None:
 
 async def test_messages_that_retention_will_reach_are_noticed(plant: Plant) -> None:
     kafka, parked = plant.world.kafka, plant.world.name("parked")
-    (id,) = await plant.pending("slow")
+    message = Message(await plant.service.topic(), b"k")
+    id = await plant.service.prepare(message)
     kafka.set_leaderless(parked, 0, 1)
     kafka.clock.advance(9 * DAY_S)
-    await plant.pending("quick", 8)  # The proxy learns the time from what it appends.
+    # What is stored beside it tells its owner the time.
+    later = await plant.service.prepare(message)
     await plant.fires("TxBrokerHalfRetentionAtRisk")
     kafka.set_leaderless(parked)
     await plant.prometheus.is_over("TxBrokerHalfRetentionAtRisk")
-    assert (await plant.service.tell(id, "rollback"))["state"] == "rolled_back"
+    for each in (id, later):
+        assert (await plant.service.tell(each, "rollback"))["state"] == "rolled_back"
 
 
 async def test_messages_that_vanished_are_noticed(plant: Plant) -> None:
