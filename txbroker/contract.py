@@ -263,7 +263,7 @@ class Overview(Struct, frozen=True):
     """How all stands now.
 
     Attributes:
-        complete: False where a half partition could not be asked for; then sums are lower bounds.
+        complete: False where a proxy or a half partition could not be asked: sums are lower bounds.
         groups: those that need somebody first; `groups_left_off` further ones are not named.
         refused_topics: refused transactions by the topic that does not take them.
     """

@@ -51,6 +51,8 @@ def test_what_nobody_tells_of_is_shown_and_makes_it_incomplete() -> None:
     assert told.partitions[1].why == "gone"
     assert [(p.url, p.reached, p.why) for p in told.proxies] == [(A, True, ""), (B, False, "gone")]
     assert not told.complete
+    # It may have sessions, if nothing else.
+    assert not joined([A], [said(A, owned(0, A))], {B: "gone"}, 5).complete
     # An owner that answers, but has not opened it yet.
     assert joined([A], [said(A)], {}, 5).partitions == (PartitionOverview(0, A, "none"),)
 
