@@ -37,6 +37,7 @@ from txbroker.spark.history import Counted, Facts, History, PastRun, counted
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.rows import Horizon
 from txbroker.spark.schema import BUSINESS_KINDS, Example, Names, RunSummary, Terms
+from txbroker.spark.spread import spread
 from txbroker.spark.stage import Staged, stage
 from txbroker.spark.summary import EXAMPLES_A_KIND, Tally, add_up
 from txbroker.spark.verdict_files import current_verdicts, read_verdicts, write_verdicts
@@ -174,6 +175,16 @@ class _Audit:
         staged = self._stage(before)
         new = Facts(staged.half, staged.op, staged.visible, staged.parked)
         read = counted(new)
+        rows = sum(each.rows for each in read.values())
+        if before is not None:
+            rows += len(read) * before.chain.carried
+        with spread(self._spark, rows):
+            return self._look(staged, new, read, before)
+
+    def _look(
+        self, staged: Staged, new: Facts, read: Mapping[str, Counted], before: Carried | None
+    ) -> RunSummary:
+        """Judge what was read, and write down what was found and what goes on."""
         judging = self._to_judge(staged, new, before)
         self._say("judging")
         spans = [each.span for each in read.values() if each.span is not None]

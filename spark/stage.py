@@ -31,6 +31,7 @@ from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_fac
 from txbroker.spark.folders import exists, replace
 from txbroker.spark.replaced import with_contents
 from txbroker.spark.schema import Cut, Names, Terms, TopicRead
+from txbroker.spark.spread import spread
 
 _V1_SOURCES = "spark.sql.sources.useV1SourceList"
 _RECORDS_MIN, _RECORDS_MAX = 10_000, 500_000
@@ -116,8 +117,10 @@ class _Stage:
         tail = msgspec.structs.replace(whole_half, begins=half.ends)
         self._write_half(tail, half_clock, early=False)
 
-        half_clock_ms = self._settle_half(half_clock, keys_before)
-        op_clock_ms = self._settle_op(op_clock)
+        with spread(spark, _count(whole_half)):
+            half_clock_ms = self._settle_half(half_clock, keys_before)
+        with spread(spark, _count(op)):
+            op_clock_ms = self._settle_op(op_clock)
         self._settle_plain("parked", names.parked)
         self._settle_plain("visible", None)
         if not exists(spark, self._path("broken")):
@@ -181,7 +184,7 @@ class _Stage:
         reads = [read for read in reads if read.ends != read.begins]
         if not reads:
             return self._spark.createDataFrame([], _KAFKA)
-        count = sum(sum(read.ends) - sum(read.begins) for read in reads)
+        count = sum(map(_count, reads))
         cores = self._spark.sparkContext.defaultParallelism
         tasks = max(1, min(2 * cores, count // _RECORDS_MIN), count // _RECORDS_MAX)
         options = {
@@ -297,6 +300,11 @@ def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
         marks = F.broadcast(marks)
     joined = half.join(marks, ["partition", "offset"], "left")
     return joined.withColumn("void", F.coalesce("void", "by_key")).drop("by_key")
+
+
+def _count(read: TopicRead) -> int:
+    """Return how many offsets are read of a topic."""
+    return sum(read.ends) - sum(read.begins)
 
 
 def _target_read(topic: str, now: TopicEnds | None, before: Mapping[str, TopicRead]) -> TopicRead:

@@ -31,6 +31,7 @@ from txbroker.spark.errors import AuditError
 from txbroker.spark.publish import publish
 from txbroker.spark.rows import ALWAYS
 from txbroker.spark.schema import Names, RunSummary, Terms
+from txbroker.spark.spread import spread
 from txbroker.spark.stream_home import Home, Taken, read_home, write_home
 from txbroker.spark.stream_plan import STATE_CONF, Sources, plan, ship_by_value
 from txbroker.spark.stream_sink import Calls, Sink
@@ -297,13 +298,15 @@ class AuditStream:
 
     def _query(self, sources: Sources) -> StreamingQuery:
         rows = plan(self._spark, sources, self._terms(), self._home.buckets)
-        return (
+        writer = (
             rows.writeStream.foreachBatch(self._sink.take)
             .queryName(f"txbroker audit {self._home.name}")
             .option("checkpointLocation", self._settings.checkpoint)
             .trigger(processingTime=f"{round(self._settings.every_s * 1000)} milliseconds")
-            .start()
         )
+        # The checkpoint keeps the number that the first start has had.
+        with spread(self._spark, 0):
+            return writer.start()
 
     def _topics(self, sources: Sources) -> list[str]:
         names = sources.names
