@@ -38,10 +38,20 @@ def _own_logging() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker."""
+    """Declare the markers."""
     config.addinivalue_line(
         "markers", "needs_tool(name): calls a program that `make tools` installs"
     )
+    config.addinivalue_line("markers", "long: takes minutes; `make test-long` runs it")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests of minutes to `make test-long`."""
+    if os.environ.get("TXBROKER_TEST_LONG"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    items[:] = [item for item in items if item not in long]
+    config.hook.pytest_deselected(items=long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,7 +6,6 @@ A test that takes both asks for `spark` and `kafka`; `kafka.bootstrap` is what S
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,6 @@ import pytest
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-# Minutes: `make test-long` runs them.
-LONG_TESTS = ["test_audit_clusters.py", "test_audit_drivers.py"]
-collect_ignore = [] if os.environ.get("TXBROKER_TEST_LONG") else LONG_TESTS
 
 SPARK_CONF = {
     # The quick compiler only: measured, a short session needs half the processor time.

@@ -18,6 +18,8 @@ from planting import Planting
 from txbroker.embedded import EmbeddedKafka
 from txbroker.embedded.java import find_java
 
+pytestmark = pytest.mark.long
+
 PYSPARK = Path(pyspark.__file__).parent
 DEADLINE_S = 90.0
 BLOCK = """

@@ -12,6 +12,8 @@ import pytest
 
 from txbroker.core.ids import make_id
 
+pytestmark = pytest.mark.long
+
 DRIVER = "org.xerial:sqlite-jdbc:3.46.1.3"
 PROGRAM = Path(__file__).with_name("driver_main.py")
 IDS = [make_id(number % 3, 1_700_000_000_000, number) for number in range(5)]

@@ -199,6 +199,7 @@ async def _second_part(p: Planting, halves: dict[str, Half]) -> dict[str, Half]:
     return {**halves, "again": again}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_on_kafka_a_second_run_finds_what_one_run_finds(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Audits while a proxy works, is killed and starts again: nothing is ever found."""
+"""Audits while a proxy works, is killed and starts again: nothing is ever found. Minutes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SEED_VARIABLE = "TXBROKER_TEST_SEED"
-LONG = bool(os.environ.get("TXBROKER_TEST_LONG"))
-AUDITS = 20 if LONG else 3
+AUDITS = 20
 RATE = 500.0
-BETWEEN = 1000 if LONG else 300
+BETWEEN = 1000
 """Transactions from one audit to the next."""
 TERMS = Terms(0, late_after_ms=30_000)
 
@@ -110,7 +109,8 @@ async def listed(world: World) -> dict[str, str]:
     return {row["id"]: row["state"] for row in rows}
 
 
-@pytest.mark.timeout(3600 if LONG else 600)
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 async def test_audits_of_a_proxy_that_works_and_is_killed_find_nothing(
     spark: SparkSession, world: World, tmp_path: Path
 ) -> None:

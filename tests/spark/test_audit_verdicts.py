@@ -126,6 +126,7 @@ def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
     assert summary.examples
 
 
+@pytest.mark.long
 async def test_a_clean_history_has_no_findings(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
