@@ -39,8 +39,13 @@ picture.onload = () => {
     const colour = colourAt(i);
     counts.set(colour, (counts.get(colour) || 0) + 1);
   }
-  const palette = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 256).map(([colour]) => colour);
   const part = (colour, shift) => (colour >> shift) & 255;
+  const parts = (colour) => [16, 8, 0].map((shift) => part(colour, shift));
+  // A little bright green says more than many greys.
+  const weight = ([colour, count]) =>
+    count * (1 + Math.max(...parts(colour)) - Math.min(...parts(colour)));
+  const palette = [...counts]
+    .sort((a, b) => weight(b) - weight(a)).slice(0, 256).map(([colour]) => colour);
   const far = (a, b) => [16, 8, 0].reduce((sum, s) => sum + (part(a, s) - part(b, s)) ** 2, 0);
   const nearest = (colour) =>
     palette.reduce((best, c, n) => (far(c, colour) < far(palette[best], colour) ? n : best), 0);
