@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
+from cluster_world import Proxies
 from console_world import Reader, reader_of
-from service_world import Service, unique
+from memory_world import MemoryWorld
+from service_world import Desk, Service, unique
 
 from txbroker.contract import DecideRequest, Standing
 from txbroker.core.records import Message
@@ -163,6 +165,26 @@ async def test_what_takes_too_long_is_told(
     done = await reader.act(f"/actions/rollback?group={group}", reason="a test")
     assert "2 transactions were not tried" in done.text
     assert {await service.state(id) for id in ids} == {"pending"}
+
+
+async def test_any_proxy_acts_on_what_all_own(desk: Desk) -> None:
+    world = MemoryWorld()
+    proxies = Proxies(world, desk)
+    one, _ = await proxies.add("one", "two")
+    topic, group = await topic_of(one), unique("group")
+    ids = [await proxies.prepare_in(p, topic, one, group=group) for p in range(proxies.partitions)]
+    async with reader_of(one.proxy.url) as reader:
+        asked = await reader.open(f"/actions/commit?group={group}")
+        assert set(asked.listed()) == set(ids)
+        form = {**asked.form("/actions/"), "reason": "a test"}
+        late = await proxies.prepare_in(0, topic, one, group=group)
+        done = await reader.send(asked.url.path, form)
+    assert done.main.one("h1").text == "Committed 4 transactions"
+    for id in ids:
+        await one.reaches(id, "promoted")
+    assert await one.state(late) == "pending"
+    await proxies.close()
+    await world.close()
 
 
 # --- refused ---------------------------------------------------------------------------------
