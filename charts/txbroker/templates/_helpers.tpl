@@ -1,0 +1,255 @@
+{{- define "txbroker.name" -}}
+{{- .Values.nameOverride | default .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Short enough for the hashes and endings that Kubernetes and this chart add to names. */}}
+{{- define "txbroker.fullname" -}}
+{{- $name := include "txbroker.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "txbroker.peers" -}}
+{{ include "txbroker.fullname" . }}-peers
+{{- end -}}
+
+{{- define "txbroker.labels" -}}
+{{ include "txbroker.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "txbroker.selector" -}}
+app.kubernetes.io/name: {{ include "txbroker.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* One installation has Pods of several kinds; only the proxies take calls. */}}
+{{- define "txbroker.proxies" -}}
+{{ include "txbroker.selector" . }}
+app.kubernetes.io/component: proxy
+{{- end -}}
+
+{{- define "txbroker.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "txbroker.fullname" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A hook runs before the chart's own service account is there. */}}
+{{- define "txbroker.hookServiceAccount" -}}
+{{- if .Values.serviceAccount.create }}default{{ else }}{{ include "txbroker.serviceAccount" . }}{{ end -}}
+{{- end -}}
+
+{{- define "txbroker.usesSasl" -}}
+{{- if hasPrefix "SASL" .Values.kafka.securityProtocol }}yes{{ end -}}
+{{- end -}}
+
+{{- define "txbroker.usesTls" -}}
+{{- if hasSuffix "SSL" .Values.kafka.securityProtocol }}yes{{ end -}}
+{{- end -}}
+
+{{/* What the schema cannot say: values that contradict one another. */}}
+{{- define "txbroker.validate" -}}
+{{- $kafka := .Values.kafka -}}
+{{- $sasl := $kafka.sasl -}}
+{{- if and (not .Values.token.existingSecret) (not .Values.insecure) -}}
+{{- fail "every Pod of the cluster could decide transactions: set token.existingSecret, or insecure if the network is closed" -}}
+{{- end -}}
+{{- if and (include "txbroker.usesSasl" .) (not $sasl.existingSecret) -}}
+{{- fail (printf "kafka.securityProtocol %s needs kafka.sasl.existingSecret" $kafka.securityProtocol) -}}
+{{- end -}}
+{{- if and (include "txbroker.usesSasl" .) (not (or $sasl.username $sasl.usernameKey)) -}}
+{{- fail (printf "kafka.securityProtocol %s needs kafka.sasl.username or kafka.sasl.usernameKey" $kafka.securityProtocol) -}}
+{{- end -}}
+{{- if and $sasl.username $sasl.usernameKey -}}
+{{- fail "kafka.sasl.username and kafka.sasl.usernameKey exclude one another" -}}
+{{- end -}}
+{{- if and (not (include "txbroker.usesSasl" .)) (or $sasl.existingSecret $sasl.username $sasl.usernameKey) -}}
+{{- fail "kafka.sasl needs kafka.securityProtocol SASL_SSL or SASL_PLAINTEXT" -}}
+{{- end -}}
+{{- if and (not (include "txbroker.usesTls" .)) (or $kafka.tls.caSecret $kafka.tls.clientSecret) -}}
+{{- fail "kafka.tls needs kafka.securityProtocol SSL or SASL_SSL" -}}
+{{- end -}}
+{{- if lt (int .Values.stop.graceSeconds) (add (int .Values.stop.delaySeconds) 20) -}}
+{{- fail "stop.graceSeconds must be at least 20 more than stop.delaySeconds: handing over takes some 15 seconds at most" -}}
+{{- end -}}
+{{- if gt (float64 .Values.audit.lateAfterSeconds) (float64 .Values.audit.lostAfterSeconds) -}}
+{{- fail "audit.lateAfterSeconds must not be more than audit.lostAfterSeconds: what is lost has been late before" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Helm reads whole numbers of a file as floats, and would write large ones as 1e+06. */}}
+{{- define "txbroker.toml" -}}
+{{- if kindIs "string" . -}}
+{{ toJson . }}
+{{- else if kindIs "bool" . -}}
+{{ . }}
+{{- else if eq (floor .) (float64 .) -}}
+{{ int64 . }}
+{{- else -}}
+{{ . }}
+{{- end -}}
+{{- end -}}
+
+{{/* The config file of everything that this chart runs. No secret is in it, only files' names. */}}
+{{- define "txbroker.config" -}}
+{{- $kafka := .Values.kafka -}}
+kafka = {{ toJson $kafka.bootstrapServers }}
+kafka_security_protocol = {{ toJson $kafka.securityProtocol }}
+{{- if include "txbroker.usesSasl" . }}
+kafka_sasl_mechanism = {{ toJson $kafka.sasl.mechanism }}
+{{- with $kafka.sasl.username }}
+kafka_sasl_username = {{ toJson . }}
+{{- end }}
+kafka_sasl_password_file = {{ printf "/etc/txbroker/kafka-login/%s" $kafka.sasl.passwordKey | toJson }}
+{{- end }}
+{{- if $kafka.tls.caSecret }}
+kafka_ssl_ca_file = {{ printf "/etc/txbroker/kafka-ca/%s" $kafka.tls.caKey | toJson }}
+{{- end }}
+{{- if $kafka.tls.clientSecret }}
+kafka_ssl_cert_file = {{ printf "/etc/txbroker/kafka-client/%s" $kafka.tls.certKey | toJson }}
+kafka_ssl_key_file = {{ printf "/etc/txbroker/kafka-client/%s" $kafka.tls.keyKey | toJson }}
+{{- end }}
+{{- if .Values.insecure }}
+insecure = true
+{{- end }}
+{{- range $name, $value := .Values.settings }}
+{{ $name }} = {{ include "txbroker.toml" $value }}
+{{- end }}
+{{- end -}}
+
+{{/* Every name by which DNS knows the Services and the Pod itself, whatever is left off behind. */}}
+{{- define "txbroker.hosts" -}}
+{{- $hosts := list -}}
+{{- $service := include "txbroker.fullname" . -}}
+{{- $peers := include "txbroker.peers" . -}}
+{{- range $name := list $service $peers (printf "$(POD_NAME).%s" $peers) -}}
+{{- $inside := printf "%s.%s.svc" $name $.Release.Namespace -}}
+{{- $hosts = concat $hosts (list $name (trimSuffix ".svc" $inside) $inside (printf "%s.%s" $inside $.Values.clusterDomain)) -}}
+{{- end -}}
+{{- concat $hosts .Values.allowedHosts | join "," -}}
+{{- end -}}
+
+{{- define "txbroker.podSecurity" -}}
+runAsNonRoot: true
+{{- with .Values.runAsUser }}
+runAsUser: {{ int64 . }}
+runAsGroup: {{ int64 . }}
+{{- end }}
+{{- with .Values.fsGroup }}
+fsGroup: {{ int64 . }}
+fsGroupChangePolicy: OnRootMismatch
+{{- end }}
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "txbroker.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Of every Pod: no token of the API server, and no variables that Kubernetes makes of Services.
+Those of a Service called txbroker would begin with TXBROKER_, as settings do. */}}
+{{- define "txbroker.pod" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- include "txbroker.podSecurity" . | nindent 2 }}
+{{- end -}}
+
+{{- define "txbroker.env" -}}
+- name: TXBROKER_CONFIG
+  value: /etc/txbroker/config/txbroker.toml
+{{- if and (include "txbroker.usesSasl" .) .Values.kafka.sasl.usernameKey }}
+- name: TXBROKER_KAFKA_SASL_USERNAME
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.kafka.sasl.existingSecret }}
+      key: {{ .Values.kafka.sasl.usernameKey }}
+{{- end }}
+{{- end -}}
+
+{{/* Folders and never single files, so that what is changed in a Secret arrives. */}}
+{{- define "txbroker.mounts" -}}
+- name: config
+  mountPath: /etc/txbroker/config
+  readOnly: true
+{{- if include "txbroker.usesSasl" . }}
+- name: kafka-login
+  mountPath: /etc/txbroker/kafka-login
+  readOnly: true
+{{- end }}
+{{- if .Values.kafka.tls.caSecret }}
+- name: kafka-ca
+  mountPath: /etc/txbroker/kafka-ca
+  readOnly: true
+{{- end }}
+{{- if .Values.kafka.tls.clientSecret }}
+- name: kafka-client
+  mountPath: /etc/txbroker/kafka-client
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{/* Call with a dict of `root` and `config`, the ConfigMap's name. */}}
+{{- define "txbroker.volumes" -}}
+{{- $kafka := .root.Values.kafka -}}
+- name: config
+  configMap:
+    name: {{ .config }}
+{{- if include "txbroker.usesSasl" .root }}
+- name: kafka-login
+  secret:
+    secretName: {{ $kafka.sasl.existingSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ $kafka.sasl.passwordKey }}
+        path: {{ $kafka.sasl.passwordKey }}
+{{- end }}
+{{- if $kafka.tls.caSecret }}
+- name: kafka-ca
+  secret:
+    secretName: {{ $kafka.tls.caSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ $kafka.tls.caKey }}
+        path: {{ $kafka.tls.caKey }}
+{{- end }}
+{{- if $kafka.tls.clientSecret }}
+- name: kafka-client
+  secret:
+    secretName: {{ $kafka.tls.clientSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ $kafka.tls.certKey }}
+        path: {{ $kafka.tls.certKey }}
+      - key: {{ $kafka.tls.keyKey }}
+        path: {{ $kafka.tls.keyKey }}
+{{- end }}
+{{- end -}}
