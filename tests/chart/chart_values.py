@@ -1,0 +1,92 @@
+"""Sets of values with which the chart's tests render it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Values = dict[str, Any]
+
+LOGIN: Values = {
+    "bootstrapServers": "kafka-1:9093,kafka-2:9093",
+    "securityProtocol": "SASL_SSL",
+    "sasl": {
+        "mechanism": "SCRAM-SHA-512",
+        "existingSecret": "kafka-login",
+        "usernameKey": "user",
+    },
+    "tls": {"caSecret": "kafka-ca", "clientSecret": "kafka-client"},
+}
+EVERYTHING: Values = {
+    "kafka": LOGIN,
+    "token": {"existingSecret": "our-token", "key": "bearer"},
+    "allowedHosts": ["txbroker.example.org"],
+    "settings": {
+        "partitions": 8,
+        "check_after_s": 2.5,
+        "bodies_bytes_max": 268435456,
+        "half_retention_s": 1209600,
+        "log_format": "json",
+        "topic_prefix": "shop",
+        "create_target_topics": True,
+    },
+    "imagePullSecrets": ["registry"],
+    "nodeSelector": {"disk": "ssd"},
+    "tolerations": [{"key": "kafka", "operator": "Exists"}],
+    "affinity": {
+        "podAntiAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": [
+                {"topologyKey": "zone", "labelSelector": {"matchLabels": {"a": "b"}}}
+            ]
+        }
+    },
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    ],
+    "priorityClassName": "high",
+    "podLabels": {"team": "pay"},
+    "podAnnotations": {"note": "yes"},
+    "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+    "networkPolicy": {
+        "enabled": True,
+        "clients": [{"namespaceSelector": {"matchLabels": {"kind": "shop"}}}],
+        "prometheus": [{"namespaceSelector": {"matchLabels": {"kind": "monitoring"}}}],
+        "egress": [{"ports": [{"port": 9093, "protocol": "TCP"}]}],
+    },
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "runbooksUrl": "https://example.org/runbooks/"},
+    "dashboard": {"enabled": True, "annotations": {"folder": "Kafka"}},
+    "audit": {
+        "enabled": True,
+        "timeZone": "Etc/UTC",
+        "options": ["--business=parquet:s3a://warehouse/orders", "--id-column=tx_id"],
+        "mavenRepository": "https://maven.example.org/",
+        "persistence": {"storageClass": "fast"},
+    },
+}
+SPARE: Values = {
+    "replicas": 1,
+    "token": {"existingSecret": ""},
+    "insecure": True,
+    "stop": {"delaySeconds": 0, "graceSeconds": 30},
+    "listenHost": "[::]",
+    "runAsUser": None,
+    "fsGroup": None,
+    "fullnameOverride": "half",
+    "serviceAccount": {"create": False},
+    "podDisruptionBudget": {"enabled": False},
+    "topicsJob": {"enabled": False},
+    "networkPolicy": {"enabled": True},
+    "audit": {"enabled": True, "persistence": {"existingClaim": "runs"}, "sparkConf": {}},
+}
+PASSWORD_ONLY: Values = {
+    "kafka": {
+        "securityProtocol": "SASL_PLAINTEXT",
+        "sasl": {"existingSecret": "kafka-login", "username": "txbroker"},
+    },
+}
+SETS: dict[str, Values] = {
+    "defaults": {},
+    "everything": EVERYTHING,
+    "spare": SPARE,
+    "password": PASSWORD_ONLY,
+}

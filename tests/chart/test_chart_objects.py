@@ -1,0 +1,416 @@
+"""What helm makes of the chart is what Kubernetes takes, and what txbroker understands."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from aiohttp.test_utils import make_mocked_request
+from chart_pods import (
+    POD,
+    Object,
+    environment,
+    expanded,
+    of_kind,
+    one,
+    parsed,
+    pod_of,
+    pods,
+    settings_of,
+)
+from chart_values import EVERYTHING, SETS
+
+import txbroker
+from txbroker.config import CONFIG_VARIABLE, ENV_PREFIX, Settings
+from txbroker.embedded.jars import REPOSITORY_SETTING
+from txbroker.errors import Forbidden
+from txbroker.proxy.http.guards import Guard
+from txbroker.proxy.http.system import OPERATIONS
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts/txbroker"
+OPERATORS = {"ServiceMonitor", "PrometheusRule"}
+"""Kinds of the Prometheus Operator, of which Kubernetes has no schema."""
+HANDING_OVER_S = 15
+OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
+
+Render = Callable[..., list[Object]]
+Helm = Callable[..., tuple[int, str]]
+
+pytestmark = pytest.mark.needs_tool("helm")
+every_set = pytest.mark.parametrize("name", SETS)
+
+
+@pytest.fixture(scope="module")
+def everything(render: Render) -> list[Object]:
+    return render(EVERYTHING)
+
+
+@every_set
+def test_helm_finds_nothing_to_complain_of(helm: Helm, name: str) -> None:
+    code, said = helm("lint", "--strict", str(CHART), values=SETS[name])
+    assert code == 0, said
+    assert "[WARNING]" not in said
+
+
+@every_set
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_kubernetes_knows_every_field(render: Render, name: str, version: str) -> None:
+    for found in render(SETS[name]):
+        if found["kind"] in OPERATORS:
+            assert found["apiVersion"] == "monitoring.coreos.com/v1"
+        else:
+            kubernetes_validate.validate(found, version, strict=True)
+
+
+def test_a_field_that_kubernetes_does_not_know_is_found(render: Render) -> None:
+    service = one(render({}), "Service", "-peers")
+    spec = {**service["spec"], "clusterIp": "None"}
+    with pytest.raises(kubernetes_validate.ValidationError, match="clusterIp"):
+        kubernetes_validate.validate({**service, "spec": spec}, NEWEST, strict=True)
+
+
+def test_everything_is_there_only_when_asked_for(render: Render) -> None:
+    always = {"StatefulSet", "Service", "ConfigMap", "Job", "PodDisruptionBudget", "ServiceAccount"}
+    more = {"NetworkPolicy", "CronJob", "PersistentVolumeClaim", *OPERATORS}
+    assert {found["kind"] for found in render({})} == always
+    assert {found["kind"] for found in render(EVERYTHING)} == always | more
+    spare = {found["kind"] for found in render(SETS["spare"])}
+    assert spare == {"StatefulSet", "Service", "ConfigMap", "NetworkPolicy", "CronJob"}
+
+
+@every_set
+def test_names_are_of_one_namespace_and_told_apart(render: Render, name: str) -> None:
+    names = [(found["kind"], found["metadata"]["name"]) for found in render(SETS[name])]
+    assert len(set(names)) == len(names)
+    assert all(len(text) <= 52 for _, text in names)
+
+
+def test_a_long_name_of_a_release_is_cut(helm: Helm) -> None:
+    code, said = helm(
+        "template", "a" * 53, str(CHART), "--kube-version", "1.31.0", values=EVERYTHING
+    )
+    assert code == 0, said
+    names = {found["metadata"]["name"] for found in yaml.safe_load_all(said) if found}
+    # A CronJob adds 11 characters to its name, of 63; a StatefulSet a hash to a label.
+    assert max(map(len, names)) <= 52
+
+
+# --- security --------------------------------------------------------------------------------
+
+
+@every_set
+def test_every_pod_is_restricted(render: Render, name: str) -> None:
+    found = list(pods(render(SETS[name])))
+    assert found
+    for pod in found:
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True
+        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod.container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod.spec)
+        assert {"requests", "limits"} == set(pod.container["resources"])
+        kinds = {kind for volume in pod.spec["volumes"] for kind in volume if kind != "name"}
+        assert kinds <= {"configMap", "secret", "emptyDir", "persistentVolumeClaim"}
+        assert all("sizeLimit" in v["emptyDir"] for v in pod.spec["volumes"] if "emptyDir" in v)
+
+
+@every_set
+def test_kubernetes_adds_no_variables_that_look_like_settings(render: Render, name: str) -> None:
+    for pod in pods(render(SETS[name])):
+        assert pod.spec["enableServiceLinks"] is False
+
+
+@every_set
+def test_secrets_are_only_referred_to(render: Render, name: str) -> None:
+    objects = render(SETS[name])
+    assert of_kind(objects, "Secret") == []
+    for pod in pods(objects):
+        for mount in pod.container["volumeMounts"]:
+            assert "subPath" not in mount  # what is changed would not arrive
+        for volume in pod.spec["volumes"]:
+            if "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o440
+                assert volume["secret"]["items"]
+
+
+def test_only_proxies_are_given_the_token(everything: list[Object]) -> None:
+    with_token = [
+        pod.owner["kind"]
+        for pod in pods(everything)
+        for volume in pod.spec["volumes"]
+        if volume.get("secret", {}).get("secretName") == "our-token"
+    ]
+    assert with_token == ["StatefulSet"]
+
+
+def test_everything_that_is_written_has_a_volume(everything: list[Object]) -> None:
+    for pod in pods(everything):
+        writable = {
+            mount["mountPath"]
+            for mount in pod.container["volumeMounts"]
+            if not mount.get("readOnly")
+        }
+        audit = pod.owner["kind"] == "CronJob"
+        assert writable == ({"/tmp", "/var/lib/txbroker"} if audit else {"/tmp"})  # noqa: S108
+
+
+# --- what txbroker makes of it ---------------------------------------------------------------
+
+
+@every_set
+def test_every_option_and_variable_is_txbrokers(render: Render, name: str) -> None:
+    for pod in pods(render(SETS[name])):
+        command, context = parsed(pod)
+        assert command in ("proxy", "topics apply", "audit run")
+        context.close()
+        of_commands = {CONFIG_VARIABLE, REPOSITORY_SETTING, "TXBROKER_URL"}
+        known = {ENV_PREFIX + field.upper() for field in Settings.model_fields} | of_commands
+        others = {"POD_NAME", "XDG_CACHE_HOME"}
+        assert set(environment(pod)) - known <= others
+
+
+@every_set
+def test_every_pod_starts_with_settings_that_hold(
+    render: Render, name: str, tmp_path: Path
+) -> None:
+    objects = render(SETS[name])
+    for number, pod in enumerate(pods(objects)):
+        settings = settings_of(pod, objects, tmp_path / str(number))
+        wanted = SETS[name].get("kafka", {})
+        assert settings.kafka == wanted.get("bootstrapServers", "kafka:9092")
+        assert settings.kafka_security_protocol == wanted.get("securityProtocol", "PLAINTEXT")
+        for setting, value in SETS[name].get("settings", {}).items():
+            assert getattr(settings, setting) == value
+        if settings.kafka_security_protocol.startswith("SASL"):
+            assert settings.kafka_sasl_username in ("of a secret", "txbroker")
+            assert settings.read_kafka_password() == "secret"
+
+
+@every_set
+def test_a_proxy_advertises_its_own_name_and_answers_to_it(
+    render: Render, name: str, tmp_path: Path
+) -> None:
+    objects = render(SETS[name])
+    pod = pod_of(objects, "StatefulSet")
+    spec = pod.owner["spec"]
+    peers = next(s for s in of_kind(objects, "Service") if s["spec"].get("clusterIP") == "None")
+    service = next(s for s in of_kind(objects, "Service") if s is not peers)
+    assert spec["serviceName"] == peers["metadata"]["name"]
+    settings = settings_of(pod, objects, tmp_path)
+    own = f"{POD}.{peers['metadata']['name']}.pay.svc.cluster.local"
+    assert settings.instance == POD
+    assert settings.advertise_url == f"http://{own}:8470"
+    assert settings.listen_address.port == 8470
+    guard = Guard(settings)
+    short = f"{POD}.{peers['metadata']['name']}"
+    plain = service["metadata"]["name"]
+    for host in (own, short, plain, f"{plain}.pay", f"{plain}.pay.svc", "10.1.2.3", "localhost"):
+        guard.admit_page(make_mocked_request("GET", "/", headers={"Host": f"{host}:8470"}))
+    for host in ("evil.example.org", f"{plain}.other"):
+        with pytest.raises(Forbidden):
+            guard.admit_page(make_mocked_request("GET", "/", headers={"Host": host}))
+    for host in SETS[name].get("allowedHosts", []):
+        guard.admit_page(make_mocked_request("GET", "/", headers={"Host": host}))
+
+
+def test_a_token_is_asked_for_unless_said_otherwise(render: Render, tmp_path: Path) -> None:
+    for name, number in (("defaults", 1), ("spare", 2)):
+        objects = render(SETS[name])
+        settings = settings_of(pod_of(objects, "StatefulSet"), objects, tmp_path / str(number))
+        assert (settings.token_file is None) is settings.insecure is (name == "spare")
+
+
+# --- proxies ---------------------------------------------------------------------------------
+
+
+def test_each_probe_asks_what_it_means(render: Render) -> None:
+    proxy = pod_of(render({}), "StatefulSet").container
+    paths = {probe: proxy[f"{probe}Probe"]["httpGet"]["path"] for probe in ("liveness", "startup")}
+    # Neither a Kafka that is down nor a partition that is read again is mended by a restart.
+    assert paths == {"liveness": "/healthz", "startup": "/healthz"}
+    assert proxy["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    unguarded = {operation.path for operation in OPERATIONS if operation.open}
+    assert {"/healthz", "/readyz"} <= unguarded
+    ports = {port["name"] for port in proxy["ports"]}
+    assert {proxy[f"{p}Probe"]["httpGet"]["port"] for p in ("liveness", "readiness")} <= ports
+
+
+@every_set
+def test_a_proxy_has_the_time_to_hand_over(render: Render, name: str) -> None:
+    pod = pod_of(render(SETS[name]), "StatefulSet")
+    hook = pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+    delay_s = 0 if hook is None else int(hook[1])
+    assert pod.spec["terminationGracePeriodSeconds"] >= delay_s + HANDING_OVER_S
+    assert (hook is None) is (name == "spare")
+
+
+def test_nobody_waits_for_one_that_is_not_ready(render: Render) -> None:
+    objects = render({})
+    assert one(objects, "StatefulSet")["spec"]["podManagementPolicy"] == "Parallel"
+    assert one(objects, "Service", "-peers")["spec"]["publishNotReadyAddresses"] is True
+    plain = next(s for s in of_kind(objects, "Service") if "clusterIP" not in s["spec"])
+    assert "publishNotReadyAddresses" not in plain["spec"]
+
+
+@every_set
+def test_only_proxies_are_selected(render: Render, name: str) -> None:
+    objects = render(SETS[name])
+    selectors: list[dict[str, str]] = [s["spec"]["selector"] for s in of_kind(objects, "Service")]
+    for kind in ("StatefulSet", "PodDisruptionBudget"):
+        selectors += [o["spec"]["selector"]["matchLabels"] for o in of_kind(objects, kind)]
+    policies = of_kind(objects, "NetworkPolicy")
+    selectors += [o["spec"]["podSelector"]["matchLabels"] for o in policies]
+    assert len(selectors) >= 3
+    for selector in selectors:
+        chosen = [p.owner["kind"] for p in pods(objects) if selector.items() <= p.labels.items()]
+        assert chosen == ["StatefulSet"]
+
+
+def test_more_proxies_restart_none_and_other_settings_all(render: Render) -> None:
+    def template(values: dict[str, Any]) -> Any:
+        return one(render(values), "StatefulSet")["spec"]["template"]
+
+    assert template({"replicas": 5}) == template({})
+    assert template({"settings": {"check_after_s": 7}}) != template({})
+
+
+def test_the_network_policy_lets_in_whom_it_names(everything: list[Object]) -> None:
+    policy = one(everything, "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    (ingress,) = policy["ingress"]
+    own, *others = ingress["from"]
+    assert own["podSelector"]["matchLabels"] == policy["podSelector"]["matchLabels"]
+    named = EVERYTHING["networkPolicy"]
+    assert others == named["clients"] + named["prometheus"]
+    dns, peers, *more = policy["egress"]
+    assert {port["port"] for port in dns["ports"]} == {53}
+    assert peers["to"] == [own]
+    assert more == named["egress"]
+
+
+def test_without_clients_the_namespace_may_call(render: Render) -> None:
+    policy = one(render(SETS["spare"]), "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert policy["ingress"][0]["from"][1:] == [{"podSelector": {}}]
+
+
+# --- topics, audit ---------------------------------------------------------------------------
+
+
+def test_topics_are_made_before_proxies_start(everything: list[Object]) -> None:
+    job = one(everything, "Job")
+    (config,) = (
+        m
+        for m in of_kind(everything, "ConfigMap")
+        if "helm.sh/hook" in m["metadata"].get("annotations", {})
+    )
+    for hook in (job, config):
+        assert hook["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    weights = [int(o["metadata"]["annotations"]["helm.sh/hook-weight"]) for o in (config, job)]
+    assert weights == sorted(set(weights))
+    pod = pod_of(everything, "Job")
+    assert pod.container["args"] == ["topics", "apply", "--yes"]
+    assert pod.spec["volumes"][0]["configMap"]["name"] == config["metadata"]["name"]
+    # Nothing of the release is there yet.
+    assert pod.spec["serviceAccountName"] == "default"
+    plain = one(everything, "ConfigMap", "shop-txbroker")
+    assert config["data"] == plain["data"]
+
+
+def test_the_audit_keeps_what_the_next_one_needs(everything: list[Object]) -> None:
+    cron = one(everything, "CronJob")["spec"]
+    assert cron["concurrencyPolicy"] == "Forbid"
+    assert cron["jobTemplate"]["spec"]["backoffLimit"] == 0
+    pod = pod_of(everything, "CronJob")
+    claim = one(everything, "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    (data,) = (v for v in pod.spec["volumes"] if "persistentVolumeClaim" in v)
+    assert data["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    (mount,) = (m for m in pod.container["volumeMounts"] if m["name"] == data["name"])
+    _, context = parsed(pod)
+    assert str(context.params["data_dir"]) == mount["mountPath"]
+    assert environment(pod)["XDG_CACHE_HOME"].startswith(mount["mountPath"] + "/")
+    assert context.params["business"] == "parquet:s3a://warehouse/orders"
+    assert set(context.params["conf"]) == {"spark.local.dir=/tmp", "spark.driver.memory=2g"}
+    assert (context.params["late_after_s"], context.params["lost_after_s"]) == (60, 600)
+
+
+def test_an_existing_claim_is_used(render: Render) -> None:
+    objects = render(SETS["spare"])
+    assert of_kind(objects, "PersistentVolumeClaim") == []
+    volumes = pod_of(objects, "CronJob").spec["volumes"]
+    assert {"claimName": "runs"} in [v.get("persistentVolumeClaim") for v in volumes]
+
+
+# --- watching --------------------------------------------------------------------------------
+
+
+def test_the_rules_are_those_that_were_tried(everything: list[Object]) -> None:
+    text = (CHART / "files/alerts.yaml").read_text()
+    wanted = yaml.safe_load(text.replace("docs/runbooks/", "https://example.org/runbooks/"))
+    assert one(everything, "PrometheusRule")["spec"] == wanted
+    assert "https://example.org/runbooks/TxBrokerParking.md" in str(wanted)
+
+
+def test_the_dashboard_is_the_one_that_was_made(everything: list[Object]) -> None:
+    found = one(everything, "ConfigMap", "-dashboard")
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    made = json.loads((CHART / "files/dashboard.json").read_text())
+    assert json.loads(found["data"]["txbroker.json"]) == made
+
+
+def test_prometheus_reads_those_too_that_are_not_ready(everything: list[Object]) -> None:
+    monitor = one(everything, "ServiceMonitor")
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    (service,) = (
+        s
+        for s in of_kind(everything, "Service")
+        if wanted.items() <= s["metadata"]["labels"].items()
+    )
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert endpoint["path"] in {operation.path for operation in OPERATIONS}
+    assert endpoint["authorization"]["credentials"] == {"name": "our-token", "key": "bearer"}
+
+
+def test_without_a_token_prometheus_brings_none(render: Render) -> None:
+    values = {**SETS["spare"], "serviceMonitor": {"enabled": True}}
+    (endpoint,) = one(render(values), "ServiceMonitor")["spec"]["endpoints"]
+    assert "authorization" not in endpoint
+
+
+# --- the package -----------------------------------------------------------------------------
+
+
+def test_the_chart_is_of_this_version() -> None:
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert about["appVersion"] == txbroker.__version__
+    assert "dependencies" not in about
+
+
+def test_a_package_holds_what_is_rendered_and_no_tests(helm: Helm, tmp_path: Path) -> None:
+    code, said = helm("package", str(CHART), "--destination", str(tmp_path))
+    assert code == 0, said
+    (path,) = tmp_path.glob("*.tgz")
+    names = {name.partition("/")[2] for name in tarfile.open(path).getnames()}
+    assert {"files/alerts.yaml", "files/dashboard.json", "values.schema.json"} <= names
+    assert "files/alerts_test.yaml" not in names
+
+
+def test_hosts_are_filled_in_where_kubernetes_does(render: Render) -> None:
+    """Kubernetes fills `$(NAME)` in only with variables that stand before."""
+    variables = environment(pod_of(render({}), "StatefulSet"))
+    assert "$(" not in expanded(variables["TXBROKER_ALLOWED_HOSTS"], variables)
