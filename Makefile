@@ -12,6 +12,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Programs that some tests call, each named like its Debian package, or with that behind `=`.
 TOOLS := chromedriver=chromium-driver chromium curl kcat openssl prometheus
+# In no release of Debian, so Go builds it. The newest that Debian 12's Go can; without optimizations,
+# which would cost most of the time.
+HELM := helm.sh/helm/v3/cmd/helm@v3.12.3
+HELM_KEPT := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/txbroker/tools/$(subst /,_,$(HELM))
 # While this says 101, Debian's packages start no service: the tests run prometheus themselves.
 POLICY := /usr/sbin/policy-rc.d
 PYTEST := $(BIN)/python -m pytest
@@ -86,6 +90,7 @@ docs: $(VENV)/.dev ## Renew the reference pages and the dashboard, which code ma
 .PHONY: tools
 tools: ## Install the system tools that some tests need (Debian, as root)
 	@missing=; for tool in $(TOOLS); do command -v $${tool%%=*} >/dev/null || missing="$$missing $${tool#*=}"; done; \
+	command -v helm >/dev/null || test -x $(HELM_KEPT) || command -v go >/dev/null || missing="$$missing golang-go"; \
 	test -n "$$missing" || exit 0; \
 	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
 		echo "make tools needs Debian and root; install these yourself:$$missing" >&2; exit 1; fi; \
@@ -94,6 +99,16 @@ tools: ## Install the system tools that some tests need (Debian, as root)
 		printf '#!/bin/sh\nexit 101\n' >$(POLICY); chmod 755 $(POLICY); fi; \
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
 	case "$$missing " in *" prometheus "*) update-rc.d prometheus disable;; esac
+	@command -v helm >/dev/null || $(MAKE) --no-print-directory $(HELM_KEPT)
+	@command -v helm >/dev/null || install $(HELM_KEPT) /usr/local/bin/helm
+
+$(HELM_KEPT):
+	@echo "building $(HELM), which takes some minutes" >&2
+	@build=$$(mktemp -d); trap 'rm -rf "$$build"' EXIT; \
+	GOPATH=$$build GOCACHE=$$build/cache GOBIN=$$build/bin GOFLAGS=-modcacherw CGO_ENABLED=0 \
+		go install -ldflags '-s -w' -gcflags 'all=-N -l' $(HELM) 2>$$build/log \
+		|| { cat $$build/log >&2; exit 1; }; \
+	mkdir -p $(@D); install $$build/bin/helm $@
 
 .PHONY: lock
 lock: ## Renew constraints.txt with the newest versions that setup.cfg allows
