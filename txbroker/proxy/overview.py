@@ -129,6 +129,8 @@ def local_overview(
         now_ms: the brokers' clock.
     """
     by_number = {owner.partition: owner for owner in owners}
+    # Read once, so that the oldest of a partition is never younger than that of its groups.
+    moments = {number: owner.now_ms() for number, owner in by_number.items()}
     partitions = []
     for number, text in sorted(readiness.partitions.items()):
         state, _, why = text.partition(": ")
@@ -136,12 +138,12 @@ def local_overview(
             continue
         shown = PartitionOverview(number, url, state, why)
         owner = by_number.get(number)
-        partitions.append(shown if owner is None else _counted(shown, owner))
+        partitions.append(shown if owner is None else _counted(shown, owner, moments[number]))
     groups: dict[str, GroupOverview] = {}
     refused: Counter[str] = Counter()
     for owner in by_number.values():
         refused.update(owner.ledger.refused_by_topic)
-        for group in _groups(owner):
+        for group in _groups(owner, moments[owner.partition]):
             _add_group(groups, group)
     for group in _around(around, now_ms):
         _add_group(groups, group)
@@ -166,8 +168,8 @@ def local_overview(
     )
 
 
-def _counted(shown: PartitionOverview, owner: CountedOwner) -> PartitionOverview:
-    ledger, now_ms = owner.ledger, owner.now_ms()
+def _counted(shown: PartitionOverview, owner: CountedOwner, now_ms: int) -> PartitionOverview:
+    ledger = owner.ledger
     oldest = [
         at_ms
         for group in ledger.pending_by_group
@@ -191,9 +193,9 @@ def _age_s(now_ms: int, since_ms: int | None) -> float | None:
     return None if since_ms is None else max(0, now_ms - since_ms) / 1000
 
 
-def _groups(owner: CountedOwner) -> Iterable[GroupOverview]:
+def _groups(owner: CountedOwner, now_ms: int) -> Iterable[GroupOverview]:
     """Yield what each group has left undecided in a partition."""
-    ledger, now_ms = owner.ledger, owner.now_ms()
+    ledger = owner.ledger
     pending, parked = ledger.pending_by_group, ledger.parked_by_group
     for name in pending.keys() | parked.keys():
         age_s = _age_s(now_ms, ledger.oldest_pending_ms(name))
