@@ -81,11 +81,12 @@ lint: $(VENV)/.dev ## Check style and types
 	@$(BIN)/mypy
 
 .PHONY: docs
-docs: $(VENV)/.dev ## Renew the reference pages and the dashboard, which code makes
+docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of the chart's values, which code makes
 	@$(BIN)/python -m txbroker.proxy.http.reference
 	@$(BIN)/python -m txbroker.core.diagram > docs/reference/states.md
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json
+	@$(BIN)/python charts/schema.py > charts/txbroker/values.schema.json
 
 .PHONY: tools
 tools: ## Install the system tools that some tests need (Debian, as root)

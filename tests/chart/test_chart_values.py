@@ -1,0 +1,249 @@
+"""What the chart may be told, and what it says to what it may not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from chart_values import EVERYTHING, LOGIN, SETS
+
+from txbroker.cli.main import cli
+from txbroker.config import Settings
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts/txbroker"
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+MADE_BY_TEMPLATES = {
+    "listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure",
+}  # fmt: skip
+
+Object = dict[str, Any]
+Helm = Callable[..., tuple[int, str]]
+
+needs_helm = pytest.mark.needs_tool("helm")
+
+
+def closed_objects(schema: Object, at: str = "") -> Iterator[tuple[str, Object]]:
+    """Yield every object of the schema whose properties are listed."""
+    if "properties" in schema:
+        yield at, schema
+        for name, inner in schema["properties"].items():
+            yield from closed_objects(inner, f"{at}.{name}".lstrip("."))
+
+
+def test_the_schema_is_the_one_that_is_made() -> None:
+    made = subprocess.run(
+        [sys.executable, "charts/schema.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    current = (CHART / "values.schema.json").read_text()
+    assert current == made.stdout, "renew it: make docs"
+
+
+def test_nothing_can_be_given_that_is_not_listed() -> None:
+    found = dict(closed_objects(SCHEMA))
+    assert len(found) > 20
+    assert [at for at, schema in found.items() if schema["additionalProperties"] is not False] == []
+
+
+def test_every_value_has_a_default_and_every_default_a_schema() -> None:
+    for at, schema in closed_objects(SCHEMA):
+        there = VALUES
+        for part in filter(None, at.split(".")):
+            there = there.get(part, {})
+        if at in ("settings", "resources") or at.endswith(".resources"):
+            continue  # by themselves: txbroker's defaults, Kubernetes' names
+        assert set(there) == set(schema["properties"]) - {"global"}, at
+
+
+def test_every_value_is_explained() -> None:
+    """A comment stands above each, above the neighbours that it ends, or above what it is in."""
+    unexplained = []
+    above: list[tuple[int, bool]] = []  # the keys that this one is in, and the one before it
+    comment = False
+    for line in (CHART / "values.yaml").read_text().splitlines():
+        if not line:
+            above = []
+            continue
+        if line.lstrip().startswith("#"):
+            comment = not line.startswith("# ---")
+            above = [(at, known and at < indent_of(line)) for at, known in above]
+            continue
+        indent = indent_of(line)
+        # A neighbour with a block of its own ends the row.
+        row = indent + (not above or above[-1][0] <= indent)
+        above = [(at, known) for at, known in above if at < row]
+        known = comment or any(known for _, known in above)
+        if not known and not line.endswith(":"):
+            unexplained.append(line)
+        above = [(at, told) for at, told in above if at < indent] + [(indent, known)]
+        comment = False
+    assert unexplained == []
+
+
+def indent_of(line: str) -> int:
+    """Return how far a line stands to the right."""
+    return len(line) - len(line.lstrip())
+
+
+def test_every_setting_of_txbroker_can_be_given() -> None:
+    listed = set(SCHEMA["properties"]["settings"]["properties"])
+    made = {n for n in Settings.model_fields if n.startswith("kafka")} | MADE_BY_TEMPLATES
+    assert listed | made == set(Settings.model_fields)
+    assert listed & made == set()
+
+
+def test_every_setting_that_templates_make_is_one() -> None:
+    helpers = (CHART / "templates/_helpers.tpl").read_text()
+    written = set(re.findall(r"^([a-z_]+) = ", helpers, re.M))
+    kafka = {name for name in Settings.model_fields if name.startswith("kafka")}
+    by_variable = {"kafka_sasl_username"}
+    assert written - {"insecure"} == kafka
+    assert by_variable <= kafka
+
+
+WITHOUT_SECRET = {**LOGIN, "sasl": {**LOGIN["sasl"], "existingSecret": ""}}
+BOTH_NAMES = {**LOGIN, "sasl": {**LOGIN["sasl"], "username": "a"}}
+NO_NAME = {**LOGIN, "sasl": {**LOGIN["sasl"], "usernameKey": ""}}
+REFUSED: dict[str, tuple[Object, str]] = {
+    "unknown": ({"replica": 3}, "Additional property replica is not allowed"),
+    "unknown below": ({"audit": {"cron": "x"}}, "audit: Additional property cron is not allowed"),
+    "unknown setting": (
+        {"settings": {"check_afer_s": 6}},
+        "settings: Additional property check_afer_s is not allowed",
+    ),
+    "setting of the chart": (
+        {"settings": {"listen": "0.0.0.0:1"}},
+        "settings: Additional property listen is not allowed",
+    ),
+    "kind": ({"replicas": "three"}, "replicas: Invalid type. Expected: integer, given: string"),
+    "no proxies": ({"replicas": 0}, "replicas: Must be greater than or equal to 1"),
+    "kind of a setting": (
+        {"settings": {"partitions": "8"}},
+        "settings.partitions: Invalid type. Expected: integer, given: string",
+    ),
+    "range of a setting": (
+        {"settings": {"check_after_s": 0}},
+        "settings.check_after_s: Must be greater than 0",
+    ),
+    "choice": (
+        {"kafka": {"securityProtocol": "TLS"}},
+        "kafka.securityProtocol must be one of the following",
+    ),
+    "servers": ({"kafka": {"bootstrapServers": "kafka"}}, "kafka.bootstrapServers: Does not match"),
+    "secret's name": ({"token": {"existingSecret": "A B"}}, "token.existingSecret: Does not match"),
+    "root": ({"runAsUser": 0}, "runAsUser: Must be greater than or equal to 1"),
+    "size": ({"audit": {"scratchSize": "much"}}, "audit.scratchSize: Does not match"),
+    "schedule": ({"audit": {"schedule": "daily"}}, "audit.schedule: Does not match"),
+    "spark": (
+        {"audit": {"sparkConf": {"driver.memory": "2g"}}},
+        "audit.sparkConf: Additional property driver.memory is not allowed",
+    ),
+    "nobody asked": (
+        {"token": {"existingSecret": ""}},
+        "set token.existingSecret, or insecure if the network is closed",
+    ),
+    "no password": ({"kafka": WITHOUT_SECRET}, "SASL_SSL needs kafka.sasl.existingSecret"),
+    "no user": ({"kafka": NO_NAME}, "needs kafka.sasl.username or kafka.sasl.usernameKey"),
+    "two users": ({"kafka": BOTH_NAMES}, "exclude one another"),
+    "login in the clear": (
+        {"kafka": {"sasl": {"existingSecret": "a"}}},
+        "kafka.sasl needs kafka.securityProtocol SASL_SSL or SASL_PLAINTEXT",
+    ),
+    "certificates without TLS": (
+        {"kafka": {"tls": {"caSecret": "ca"}}},
+        "kafka.tls needs kafka.securityProtocol SSL or SASL_SSL",
+    ),
+    "no time to hand over": (
+        {"stop": {"delaySeconds": 50, "graceSeconds": 60}},
+        "stop.graceSeconds must be at least 20 more than stop.delaySeconds",
+    ),
+    "late after lost": (
+        {"audit": {"lateAfterSeconds": 700}},
+        "audit.lateAfterSeconds must not be more than audit.lostAfterSeconds",
+    ),
+}
+
+
+@needs_helm
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_in_a_sentence(helm: Helm, name: str) -> None:
+    values, sentence = REFUSED[name]
+    code, said = helm(
+        "template", "shop", str(CHART), "--kube-version", "1.31.0", values=values
+    )  # fmt: skip
+    assert code != 0
+    assert sentence in said
+    assert "kind: StatefulSet" not in said
+
+
+@needs_helm
+def test_a_cluster_that_is_too_old_is_refused(helm: Helm) -> None:
+    code, said = helm("template", "shop", str(CHART), "--kube-version", "1.26.0")
+    assert code != 0
+    assert "kubeVersion" in said
+
+
+# --- what is said after an install -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def notes(helm: Helm, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Render the notes, which helm itself shows only when it talks to a cluster."""
+    chart = tmp_path_factory.mktemp("notes") / "txbroker"
+    shutil.copytree(CHART, chart)
+    (chart / "templates/NOTES.txt").rename(chart / "notes.txt")
+    (chart / "templates/shown.yaml").write_text(
+        'kind: Shown\ntext: {{ tpl (.Files.Get "notes.txt") . | toJson }}\n'
+    )
+
+    def shown(name: str) -> str:
+        words = ("--show-only", "templates/shown.yaml", "--kube-version", "1.31.0")
+        code, said = helm(
+            "template", "shop", str(chart), "--namespace", "pay", *words, values=SETS[name]
+        )
+        assert code == 0, said
+        return str(yaml.safe_load(said)["text"])
+
+    return shown
+
+
+@needs_helm
+@pytest.mark.parametrize("name", SETS)
+def test_the_notes_name_commands_that_are_there(notes: Callable[[str], str], name: str) -> None:
+    text = notes(name)
+    service = "half" if name == "spare" else "shop-txbroker"
+    assert f"rollout status statefulset/{service}\n" in text
+    assert f"port-forward service/{service} 8470" in text
+    assert f"http://{service}-0.{service}-peers.pay.svc.cluster.local:8470" in text
+    calls = re.findall(r"exec (\S+) -- txbroker (.*)$", text, re.M)
+    assert [call for _, call in calls] == ["doctor", "tx list --state parked"]
+    for pod, call in calls:
+        assert pod == f"{service}-0"
+        words = shlex.split(call)
+        command: click.Command = cli
+        context = click.Context(cli, info_name="txbroker")
+        while isinstance(command, click.Group):
+            child = command.get_command(context, words[0])
+            assert child is not None
+            context, command = click.Context(child, context, words.pop(0)), child
+        command.make_context("call", words, parent=context.parent).close()
+    assert ("There is no token" in text) is (name == "spare")
+    assert ("create job --from=cronjob/" in text) is ("audit" in SETS[name])
+
+
+@needs_helm
+def test_the_notes_show_how_to_read_the_token(notes: Callable[[str], str]) -> None:
+    key = EVERYTHING["token"]["key"]
+    wanted = f"""get secret our-token -o go-template='{{{{index .data "{key}" | base64decode}}}}'"""
+    assert wanted in notes("everything")
