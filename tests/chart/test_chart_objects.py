@@ -224,6 +224,17 @@ def test_a_proxy_advertises_its_own_name_and_answers_to_it(
         guard.admit_page(make_mocked_request("GET", "/", headers={"Host": host}))
 
 
+@every_set
+def test_commands_in_the_pod_find_the_proxy(render: Render, name: str, tmp_path: Path) -> None:
+    objects = render(SETS[name])
+    pod = pod_of(objects, "StatefulSet")
+    # A socket on [::] takes no calls for 127.0.0.1.
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+    address = settings_of(pod, objects, tmp_path).listen_address
+    wanted = f"http://{loopback[address.host]}:{address.port}"
+    assert environment(pod)["TXBROKER_URL"] == wanted
+
+
 def test_a_token_is_asked_for_unless_said_otherwise(render: Render, tmp_path: Path) -> None:
     for name, number in (("defaults", 1), ("spare", 2)):
         objects = render(SETS[name])
