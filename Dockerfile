@@ -18,7 +18,8 @@ RUN /opt/txbroker/bin/pip install --no-cache-dir --disable-pip-version-check -c 
 FROM python:3.11-slim-bookworm AS base
 RUN groupadd --gid 10001 txbroker && useradd --uid 10001 --gid 10001 --create-home txbroker
 ENV PATH=/opt/txbroker/bin:$PATH PYTHONUNBUFFERED=1
-WORKDIR /home/txbroker
+# The only folder that is written where the rest is read-only. Spark writes to where it is called.
+WORKDIR /tmp
 
 FROM base AS audit
 RUN apt-get update -qq \

@@ -235,6 +235,14 @@ def test_commands_in_the_pod_find_the_proxy(render: Render, name: str, tmp_path:
     assert environment(pod)["TXBROKER_URL"] == wanted
 
 
+def test_large_numbers_are_written_as_they_were_given(everything: list[Object]) -> None:
+    text = one(everything, "ConfigMap", "shop-txbroker")["data"]["txbroker.toml"]
+    lines = text.splitlines()
+    for line in ("bodies_bytes_max = 268435456", "half_retention_s = 1209600", "partitions = 8"):
+        assert line in lines
+    assert {"check_after_s = 2.5", "create_target_topics = true", 'log_format = "json"'} <= {*lines}
+
+
 def test_a_token_is_asked_for_unless_said_otherwise(render: Render, tmp_path: Path) -> None:
     for name, number in (("defaults", 1), ("spare", 2)):
         objects = render(SETS[name])
@@ -352,6 +360,7 @@ def test_the_audit_keeps_what_the_next_one_needs(everything: list[Object]) -> No
     _, context = parsed(pod)
     assert str(context.params["data_dir"]) == mount["mountPath"]
     assert environment(pod)["XDG_CACHE_HOME"].startswith(mount["mountPath"] + "/")
+    assert pod.container["workingDir"] == "/tmp"  # Spark writes there
     assert context.params["business"] == "parquet:s3a://warehouse/orders"
     assert set(context.params["conf"]) == {"spark.local.dir=/tmp", "spark.driver.memory=2g"}
     assert (context.params["late_after_s"], context.params["lost_after_s"]) == (60, 600)
