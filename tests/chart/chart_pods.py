@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from command_lines import parsed
 
-from txbroker.cli.main import cli
 from txbroker.config import CONFIG_VARIABLE, Settings, load_settings
 
 Object = dict[str, Any]
@@ -96,25 +96,16 @@ def mounted(pod: Pod, objects: list[Object], root: Path) -> None:
                 (folder / item["path"]).write_text("secret")
 
 
-def parsed(pod: Pod) -> tuple[str, click.Context]:
+def called(pod: Pod) -> tuple[str, click.Context]:
     """Return the command that the container calls, and its context with all options read."""
     assert pod.container["command"] == ["txbroker"]
-    words = [expanded(word, environment(pod)) for word in pod.container["args"]]
-    command: click.Command = cli
-    context = click.Context(cli, info_name="txbroker")
-    names = []
-    while isinstance(command, click.Group):
-        names.append(words.pop(0))
-        child = command.get_command(context, names[-1])
-        assert child is not None, names
-        context, command = click.Context(child, context, names[-1]), child
-    return " ".join(names), command.make_context(names[-1], words, parent=context.parent)
+    return parsed(expanded(word, environment(pod)) for word in pod.container["args"])
 
 
 def settings_of(pod: Pod, objects: list[Object], root: Path) -> Settings:
     """Return the settings that txbroker has in the container, with its files below `root`."""
     mounted(pod, objects, root)
-    _, context = parsed(pod)
+    _, context = called(pod)
     given = {
         name: value
         for name, value in context.params.items()

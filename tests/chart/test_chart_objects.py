@@ -15,11 +15,11 @@ from aiohttp.test_utils import make_mocked_request
 from chart_pods import (
     POD,
     Object,
+    called,
     environment,
     expanded,
     of_kind,
     one,
-    parsed,
     pod_of,
     pods,
     settings_of,
@@ -171,7 +171,7 @@ def test_everything_that_is_written_has_a_volume(everything: list[Object]) -> No
 @every_set
 def test_every_option_and_variable_is_txbrokers(render: Render, name: str) -> None:
     for pod in pods(render(SETS[name])):
-        command, context = parsed(pod)
+        command, context = called(pod)
         assert command in ("proxy", "topics apply", "audit run")
         context.close()
         of_commands = {CONFIG_VARIABLE, REPOSITORY_SETTING, "TXBROKER_URL"}
@@ -357,7 +357,7 @@ def test_the_audit_keeps_what_the_next_one_needs(everything: list[Object]) -> No
     (data,) = (v for v in pod.spec["volumes"] if "persistentVolumeClaim" in v)
     assert data["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     (mount,) = (m for m in pod.container["volumeMounts"] if m["name"] == data["name"])
-    _, context = parsed(pod)
+    _, context = called(pod)
     assert str(context.params["data_dir"]) == mount["mountPath"]
     assert environment(pod)["XDG_CACHE_HOME"].startswith(mount["mountPath"] + "/")
     assert pod.container["workingDir"] == "/tmp"  # Spark writes there

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml
 from chart_values import EVERYTHING, LOGIN, SETS
+from command_lines import parsed
 
-from txbroker.cli.main import cli
 from txbroker.config import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -230,14 +229,7 @@ def test_the_notes_name_commands_that_are_there(notes: Callable[[str], str], nam
     assert [call for _, call in calls] == ["doctor", "tx list --state parked"]
     for pod, call in calls:
         assert pod == f"{service}-0"
-        words = shlex.split(call)
-        command: click.Command = cli
-        context = click.Context(cli, info_name="txbroker")
-        while isinstance(command, click.Group):
-            child = command.get_command(context, words[0])
-            assert child is not None
-            context, command = click.Context(child, context, words.pop(0)), child
-        command.make_context("call", words, parent=context.parent).close()
+        parsed(shlex.split(call))[1].close()
     assert ("There is no token" in text) is (name == "spare")
     assert ("create job --from=cronjob/" in text) is ("audit" in SETS[name])
 

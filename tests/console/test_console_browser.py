@@ -120,15 +120,27 @@ def test_an_overview_is_live_and_keeps_the_place(broker: InMemoryBroker, window:
 
 def test_following_can_be_stopped(broker: InMemoryBroker, window: Browser) -> None:
     window.open("/")
+    # A look that is under way when it is stopped, held until then.
+    window.run("""
+        const real = window.fetch;
+        window.looks = 0;
+        window.held = new Promise((go) => { window.release = go });
+        window.fetch = async (...all) => {
+          window.looks += 1;
+          await window.held;
+          return real(...all);
+        };
+    """)
+    window.until(lambda: window.run("return window.looks") == 1)
     button = window.find("#live")
     button.click()
-    assert (button.text, button.get_attribute("aria-pressed")) == ("Stopped", "false")
-    calls = "return performance.getEntriesByType('resource').length"
-    before = window.run(calls)
     prepare(broker)
     window.run("window.waited = false; setTimeout(() => { window.waited = true }, 3500)")
+    window.run("window.release()")
     window.until(lambda: window.run("return window.waited"))
-    assert window.run(calls) == before
+    assert window.run("return window.looks") == 1
+    assert (button.text, button.get_attribute("aria-pressed")) == ("Stopped", "false")
+    assert window.text("#sums .tiles > div:first-child dd") == "0"
     button.click()
     window.until(lambda: window.text("#sums .tiles > div:first-child dd") == "1")
 

@@ -119,12 +119,6 @@ async def test_metrics_are_shown(api: Api) -> None:
     assert "txbroker_ready 1.0" in text
 
 
-async def test_page_names_the_links(api: Api) -> None:
-    async with api.client.get(f"{api.url}/") as answer:
-        assert answer.content_type == "text/html"
-        assert "/v1/openapi.json" in await answer.text()
-
-
 async def test_head_works_where_get_does(api: Api) -> None:
     async with api.client.head(f"{api.url}/healthz") as answer:
         assert answer.status == 200

@@ -80,16 +80,20 @@
         headers: { accept: "text/html" },
         signal: AbortSignal.timeout(10000),
       });
+      const text = await answer.text();
+      // Stopped meanwhile: what is read stays as it is.
+      if (!on) return;
       if (answer.redirected) {
         // The login is over: go where it leads.
         location.reload();
         return;
       }
       if (!answer.ok) throw new Error(String(answer.status));
-      take(await answer.text());
+      take(text);
       failures = 0;
       show("Live");
     } catch {
+      if (!on) return;
       failures += 1;
       show("No answer, trying again");
     }
