@@ -42,8 +42,12 @@ class Address(NamedTuple):
     @property
     def url(self) -> str:
         """The address as an http URL."""
+        return self.url_of(secure=False)
+
+    def url_of(self, *, secure: bool) -> str:
+        """Return the address as an https URL, or an http one."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if secure else 'http'}://{host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:
