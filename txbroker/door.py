@@ -165,6 +165,15 @@ class PartitionDoor(Protocol):
     half: Log
     op: Log
 
+    async def claimed_before(self) -> bool:
+        """Say whether the checkpoint topic has ever held a record, as it has since the first claim
+        of all. Writes nothing.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        ...
+
     async def claim(self, claim: Claim) -> Claimed:
         """Fence every earlier owner, write the claim record, then read the progress.
 

@@ -221,6 +221,15 @@ async def test_of_claims_at_once_at_most_one_owner_can_write(world: Any) -> None
             assert found.progress == progress(winners[0], 7)
 
 
+async def test_whether_a_partition_was_ever_claimed(world: Any, door: Door) -> None:
+    one, other = door.partition(0), door.partition(1)
+    assert not await one.claimed_before()
+    await one.claim(new_claim())
+    assert await one.claimed_before()
+    assert await (await world.door("two")).partition(0).claimed_before()
+    assert not await other.claimed_before()
+
+
 async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Door) -> None:
     good = await world.create_topic("good")
     small = await world.create_topic("small", max_message_bytes="1000")

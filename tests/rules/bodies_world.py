@@ -97,6 +97,10 @@ class WatchedPartition:
         self.picked_parked: list[list[int]] = []
         self.hide_parked_offsets = False
 
+    async def claimed_before(self) -> bool:
+        """Answer."""
+        return await self.inner.claimed_before()
+
     async def claim(self, claim: Claim) -> Claimed:
         """Claim."""
         return await self.inner.claim(claim)

@@ -122,6 +122,10 @@ class ScriptedPartition:
         self.claims: deque[Claims] = deque()
         self.stores: deque[Store] = deque()
 
+    async def claimed_before(self) -> bool:
+        """Answer as it is."""
+        return await self.inner.claimed_before()
+
     async def claim(self, claim: Claim) -> Claimed:
         """Claim as the script says, else as it is."""
         self.calls.append("claim")

@@ -71,7 +71,8 @@ async def test_a_lost_claim_of_a_partition_that_moved_is_given_up(world: World) 
     world.partition.claims.append(_fenced)
     with pytest.raises(Fenced):
         await owner.open()
-    assert world.partition.calls == ["claim"]
+    assert world.partition.calls[-1] == "claim"
+    assert world.partition.calls.count("claim") == 1
 
 
 async def test_each_claim_has_a_name_of_its_own(world: World) -> None:

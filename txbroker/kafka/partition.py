@@ -88,6 +88,14 @@ class KafkaPartitionDoor(PartitionDoor):
 
     # --- claim -------------------------------------------------------------------------------
 
+    async def claimed_before(self) -> bool:
+        """Say whether the checkpoint topic has ever held a record. Writes nothing.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        return await self._checkpoint.end() > 0
+
     async def claim(self, claim: Claim) -> Claimed:
         """Fence every earlier owner, write the claim record, then read the progress.
 

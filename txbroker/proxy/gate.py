@@ -55,6 +55,10 @@ class GatedDoor:
         self._inner = inner
         self._gate = gate
 
+    async def claimed_before(self) -> bool:
+        """As `PartitionDoor.claimed_before`: writes nothing."""
+        return await self._inner.claimed_before()
+
     async def claim(self, claim: Claim) -> Claimed:
         """Claim once the gate is open: whoever is out of touch would fence the rightful owner."""
         await self._gate.wait()

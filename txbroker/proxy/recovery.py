@@ -1,13 +1,14 @@
 """How an owner comes to know its partition: claim, snapshot, kept copies, replay, progress."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from msgspec import Struct
 
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
-from txbroker.core.snapshot import Whole, find_whole, load
+from txbroker.core.snapshot import Closing, Whole, find_whole, load
 from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.applier import Applier
@@ -39,12 +40,19 @@ class _Known(Struct, frozen=True):
 
     position: int
     anchor: Anchor | None
+    as_of_ms: int
+    """When the newest record of either log was appended that was read when this was written."""
 
     @property
     def end(self) -> int:
         """Where the log ends at least: behind what is counted, and behind the last record that
         was read when this was written, which may be further."""
         return self.position if self.anchor is None else max(self.position, self.anchor.offset + 1)
+
+
+_NOTHING_KNOWN = _Known(0, None, sys.maxsize)
+"""An owner writes a snapshot as soon as it has read anything. Where there is none, nobody lived to
+see records grow old, so it was not retention that took them."""
 
 
 async def recover(
@@ -66,12 +74,13 @@ async def recover(
 
     Raises:
         Fenced: another owner claimed at the same time; nothing was changed.
-        LogTruncated: half or operation topic are not what they were.
+        LogTruncated: half, operation or checkpoint topic are not what they were.
         InvariantBroken: the parked topic is damaged.
         NewerRecord: a newer version wrote what this one does not understand.
         KafkaUnavailable: Kafka does not answer, or retention deleted what was being read: begin
             anew, with another ledger.
     """
+    await _check_claimed(door)
     found = await door.claim(claim)
     claimed()
     ledger, progress = applier.ledger, found.progress
@@ -94,6 +103,28 @@ async def recover(
     copies.check(ledger.reconcile(progress, copies.whole))
     greatest = wholes[0] if wholes else None
     return Recovered(found.timestamp_ms, found.snapshots, greatest, position, half_start)
+
+
+async def _check_claimed(door: PartitionDoor) -> None:
+    """Check that the checkpoint topic is the one that was there when the logs were written.
+
+    Whoever appends has claimed before. A checkpoint topic that was made anew knows nothing of what
+    was promoted, and all of it would be promoted again. Nothing is written, as after a claim it
+    could not be told apart any more.
+
+    Raises:
+        LogTruncated: it is another one.
+        KafkaUnavailable: Kafka does not answer.
+    """
+    if await door.claimed_before():
+        return
+    ends = (await door.half.bounds())[1], (await door.op.bounds())[1]
+    # Asked again, as the first owner of all may have claimed and written in between.
+    if any(ends) and not await door.claimed_before():
+        raise LogTruncated(
+            "the checkpoint topic has no record, but half or op topic have had some: it was "
+            "recreated, and nobody can tell any more what was promoted"
+        )
 
 
 class _Logs(Struct, frozen=True):
@@ -141,13 +172,26 @@ async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, wholes: Seque
 
 
 def _op_known(progress: Progress | None, wholes: Iterable[Whole]) -> list[_Known]:
-    known = [_Known(each.closing.op, each.closing.op_anchor) for each in wholes]
-    return known if progress is None else [*known, _Known(progress.op, progress.op_anchor)]
+    return [
+        _Known(each.op, each.op_anchor, _as_of_ms(each.op_anchor, each.half_anchor))
+        for each in _written(progress, wholes)
+    ]
 
 
 def _half_known(progress: Progress | None, wholes: Iterable[Whole]) -> list[_Known]:
-    known = [_Known(each.closing.half, each.closing.half_anchor) for each in wholes]
-    return known if progress is None else [*known, _Known(progress.half, progress.half_anchor)]
+    return [
+        _Known(each.half, each.half_anchor, _as_of_ms(each.op_anchor, each.half_anchor))
+        for each in _written(progress, wholes)
+    ]
+
+
+def _written(progress: Progress | None, wholes: Iterable[Whole]) -> list[Progress | Closing]:
+    closings: list[Progress | Closing] = [each.closing for each in wholes]
+    return closings if progress is None else [*closings, progress]
+
+
+def _as_of_ms(*anchors: Anchor | None) -> int:
+    return max((each.timestamp_ms for each in anchors if each is not None), default=0)
 
 
 async def _compare(
@@ -160,17 +204,14 @@ async def _compare(
             deleted before its time.
     """
     start, end = bounds
-    furthest = max(known, key=lambda each: each.end, default=None)
-    if furthest is None:
-        return
+    furthest = max(known, key=lambda each: each.end, default=_NOTHING_KNOWN)
     if end < furthest.end:
         raise LogTruncated(
             f"an earlier owner has read the {name} topic to offset {furthest.end}, but it ends at "
             f"{end}: it was truncated or recreated"
         )
     # Retention has taken what lies below its start, if it is old enough for that.
-    young = furthest.anchor is not None and furthest.anchor.timestamp_ms > kept_since_ms
-    if furthest.end < start and young:
+    if furthest.end < start and furthest.as_of_ms > kept_since_ms:
         raise LogTruncated(
             f"the {name} topic begins at offset {start}, but was read only to {furthest.end}: "
             "records that nobody has read were deleted"

@@ -38,6 +38,9 @@ REMOVED_AT_ONCE = 1000
 ENTRIES_SHARE = 4
 """A snapshot of many transactions is due only when a fraction of as many records have come: so
 writing snapshots costs less than a fixed share of what is written anyway."""
+FIRST_RECORDS = 1
+"""Enough for the first one of a partition: without any, nobody could tell that records which the
+partition began with were deleted."""
 
 log = structlog.get_logger()
 
@@ -85,6 +88,8 @@ class SnapshotWriter:
         self._greatest: frozenset[str] = frozenset()
         """Names of those in the greatest whole snapshot."""
         self._last = 0
+        self._any = False
+        """Whether a whole one is stored."""
         self._capture: Capture | None = None
 
     def found(self, greatest: Whole | None, stored: Sequence[Record], position: int) -> None:
@@ -101,6 +106,7 @@ class SnapshotWriter:
         segments = () if greatest is None else greatest.closing.segments
         self._greatest = frozenset(segments)
         self._last = position
+        self._any = greatest is not None
 
     def abandon(self) -> None:
         """Give up the one that is being written, if any: the ledger is to be changed otherwise
@@ -114,7 +120,8 @@ class SnapshotWriter:
         """Whether so much has come since the last one that the next should be written."""
         ledger = self._ledger
         tail = ledger.half_whole + ledger.op_whole - self._last
-        return tail >= max(self._records_min, len(ledger.transactions) // ENTRIES_SHARE)
+        enough = max(self._records_min, len(ledger.transactions) // ENTRIES_SHARE)
+        return tail >= (enough if self._any else min(enough, FIRST_RECORDS))
 
     async def run(self) -> None:
         """Write a snapshot whenever one is due, until cancelled."""
@@ -148,11 +155,12 @@ class SnapshotWriter:
                 self._capture = None
         if whole:
             self._last = position
+            self._any = True
             self._slot = _other(slot)
             await self._tidy(capture, slot)
             took_s = time.monotonic() - began_s
             self._events.snapshot_written(took_s, capture.entries)
-            log.info(
+            log.debug(
                 "snapshot written",
                 partition=ledger.partition,
                 entries=capture.entries,

@@ -270,6 +270,15 @@ class MemoryPartitionDoor:
         self._id = f"{prefix}.half-{partition}"
         self._writer: _Writer | None = None
 
+    async def claimed_before(self) -> bool:
+        """Say whether the checkpoint topic has ever held a record. Writes nothing.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+        return self._kafka.partition(self._checkpoint, self.partition).end > 0
+
     async def claim(self, claim: Claim) -> Claimed:
         """Fence every earlier owner, write the claim record, then read the progress.
 

@@ -1,0 +1,164 @@
+"""Records that are gone, and nothing that an owner has written down accounts for them."""
+
+from __future__ import annotations
+
+import pytest
+from recovery_world import snapshot
+from rules_world import DAY_MS, World, commit, known, until
+
+from txbroker.door import LogTruncated
+from txbroker.proxy import snapshots as snapshots_module
+from txbroker.proxy.snapshots import SnapshotWriter
+
+LOGS = ["half", "op"]
+
+
+@pytest.fixture
+def _no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every owner were killed before its first one."""
+    monkeypatch.setattr(SnapshotWriter, "due", False)
+
+
+# --- the first snapshot ----------------------------------------------------------------------
+
+
+async def test_the_first_records_are_worth_a_snapshot(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    owner = await world.owner(snapshot_records_min=1000)
+    id = await world.prepared(owner)
+    await until(lambda: world.told.snapshots == [1])
+    assert not owner._snapshots.due
+    await world.prepared(owner)
+    assert not owner._snapshots.due
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=1)
+    again = await world.owner()
+    assert world.told.losses == [1]
+    assert known(again, id).lost
+
+
+async def test_an_owner_that_finds_a_snapshot_needs_no_other_one(world: World) -> None:
+    owner = await world.owner(snapshot_records_min=1000)
+    await world.prepared(owner)
+    assert owner._snapshots.due
+    assert await snapshot(owner)
+    await owner.close()
+    again = await world.owner(snapshot_records_min=1000)
+    await world.prepared(again)
+    assert not again._snapshots.due
+
+
+async def test_without_records_there_is_nothing_to_write_down(world: World) -> None:
+    owner = await world.owner()
+    assert not owner._snapshots.due
+
+
+# --- nobody has written anything down --------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_no_snapshots")
+@pytest.mark.parametrize("days", [0, 30])
+async def test_half_messages_of_which_nothing_tells_stop_the_partition(
+    world: World, days: int
+) -> None:
+    """Also when they are old: no owner has lived to copy them before retention took them."""
+    owner = await world.owner()
+    await world.prepared(owner)
+    await owner.close()
+    world.advance(days * DAY_MS / 1000)
+    world.kafka.truncate("txbroker.half", before=1)
+    for _ in range(2):
+        with pytest.raises(LogTruncated, match=r"half topic begins at offset 1.*only to 0"):
+            await world.owner()
+
+
+@pytest.mark.usefixtures("_no_snapshots")
+async def test_markers_of_which_nothing_tells_stop_the_partition(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    world.zombie_mark("check", id, round=1, number=1, reason="due")
+    await until(lambda: owner.ledger.op_position == 1)
+    await owner.close()
+    world.kafka.truncate("txbroker.op", before=1)
+    with pytest.raises(LogTruncated, match=r"op topic begins at offset 1.*only to 0"):
+        await world.owner()
+
+
+@pytest.mark.parametrize("days", [1, 20])
+async def test_markers_behind_a_snapshot_that_knew_none_may_go_when_they_are_old(
+    world: World, days: int
+) -> None:
+    """What is rolled back writes no progress, so the first snapshot may long be the only one."""
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    assert await snapshot(owner)
+    world.zombie_mark("rollback", id)
+    await until(lambda: owner.ledger.op_position == 1)
+    await owner.close()
+    world.advance(days * DAY_MS / 1000)
+    world.kafka.truncate("txbroker.op", before=1)
+    if days == 1:
+        with pytest.raises(LogTruncated, match="nobody has read"):
+            await world.owner()
+    else:
+        world.kafka.truncate("txbroker.half", before=1)
+        late = await world.committed(await world.owner())
+        await until(lambda: world.visible() == [late])
+
+
+async def test_either_log_tells_how_new_the_last_reading_is(world: World) -> None:
+    """The last half message that was read is old, the last marker is not."""
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    world.advance(8 * DAY_MS / 1000)
+    await until(lambda: len(world.parked()) == 1)
+    world.advance(8 * DAY_MS / 1000)
+    await commit(owner, id)
+    await until(lambda: world.visible() == [id])
+    await owner.close()
+    world.zombie_half(world.half())
+    world.kafka.truncate("txbroker.half", before=2)
+    with pytest.raises(LogTruncated, match="nobody has read"):
+        await world.owner()
+
+
+# --- a checkpoint topic made anew ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topic", LOGS)
+async def test_a_checkpoint_topic_made_anew_stops_the_partition(world: World, topic: str) -> None:
+    """Without the progress all that was promoted would be promoted again."""
+    owner = await world.owner()
+    id = await world.committed(owner)
+    await until(lambda: world.visible() == [id])
+    await owner.close()
+    world.kafka.recreate_topic("txbroker.checkpoint")
+    other = "op" if topic == "half" else "half"
+    world.kafka.recreate_topic(f"txbroker.{other}")
+    # It stays so: nothing is written that would make it look like an old one.
+    for _ in range(2):
+        with pytest.raises(LogTruncated, match="the checkpoint topic has no record"):
+            await world.owner()
+    assert world.visible() == [id]
+    assert world.kafka.visible("txbroker.checkpoint") == []
+
+
+async def test_two_first_owners_at_once_are_no_lost_checkpoint(world: World) -> None:
+    """The other one may claim and write after the first look at the checkpoint topic."""
+    one, two = world.make(), world.make()
+    found = world.partition.claimed_before
+    asked: list[bool] = []
+
+    async def while_the_other_begins() -> bool:
+        before = await found()
+        if not asked:
+            await one.open()
+            await world.prepared(one)
+        asked.append(before)
+        return before
+
+    world.partition.claimed_before = while_the_other_begins  # type: ignore[method-assign]
+    await two.open()
+    assert asked == [False, True]
