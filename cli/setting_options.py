@@ -7,7 +7,13 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from txbroker.config import CONFIG_VARIABLE, ENV_PREFIX, Settings, load_settings
+from txbroker.config import (
+    CONFIG_VARIABLE,
+    ENV_PREFIX,
+    SECRET_SETTINGS,
+    Settings,
+    load_settings,
+)
 from txbroker.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,10 +33,15 @@ TOPIC_SETTINGS = (
 
 
 def setting_options(names: Collection[str]) -> Callable[[F], F]:
-    """Give a command `--config` and an option for each of these settings."""
+    """Give a command `--config` and an option for each of these settings.
+
+    None for those that are secrets: every user of a machine sees the options of a command.
+    """
+    shown = set(names) - SECRET_SETTINGS
+    given = [name for name in Settings.model_fields if name in shown]
 
     def decorate(function: F) -> F:
-        for name in reversed([field for field in Settings.model_fields if field in names]):
+        for name in reversed(given):
             function = _option(name, Settings.model_fields[name])(function)
         return click.option(
             "--config",

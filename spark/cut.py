@@ -104,7 +104,7 @@ def _security(settings: Settings) -> dict[str, str]:
         mechanism = str(settings.kafka_sasl_mechanism)
         options["kafka.sasl.mechanism"] = mechanism
         options["kafka.sasl.jaas.config"] = _jaas(
-            mechanism, settings.kafka_sasl_username, settings.read_kafka_password()
+            mechanism, settings.kafka_sasl_username, settings.kafka_secret("kafka_sasl_password")
         )
     return options
 

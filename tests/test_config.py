@@ -29,7 +29,7 @@ def test_defaults_are_sound() -> None:
     assert settings.advertise_url == "http://127.0.0.1:8470"
     assert settings.topic("half") == "txbroker.half"
     assert settings.check_window_s == 6 + 14 * 30 + 5
-    assert settings.read_kafka_password() == ""
+    assert settings.kafka_secret("kafka_sasl_password") == ""
 
 
 def test_option_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_unknown_names_elsewhere() -> None:
         ({"advertise": f"http://{'p' * 64}:8470"}, "advertise"),
         ({"topic_prefix": "a/b"}, "topic_prefix"),
         # listening in public
-        ({"listen": "0.0.0.0:8470"}, "set token_file, or insecure"),
-        ({"listen": "[::]:8470"}, "set token_file, or insecure"),
-        ({"listen": "proxy-1:8470"}, "set token_file, or insecure"),
+        ({"listen": "0.0.0.0:8470"}, "set token_file or tls_client_ca_file, or insecure"),
+        ({"listen": "[::]:8470"}, "set token_file or tls_client_ca_file, or insecure"),
+        ({"listen": "proxy-1:8470"}, "set token_file or tls_client_ca_file, or insecure"),
         ({"token_file": "/nonexistent"}, "token_file /nonexistent: No such file"),
         # what others are told
         ({"listen": "0.0.0.0:8470", "insecure": True}, "set advertise to the URL"),
@@ -243,7 +243,7 @@ def test_secrets_stand_in_files_and_never_in_repr(tmp_path: Path) -> None:
         "kafka_sasl_password_file": password,
     }
     settings = load_settings(options, environ={})
-    assert settings.read_kafka_password() == "hunter2"
+    assert settings.kafka_secret("kafka_sasl_password") == "hunter2"
     assert "hunter2" not in repr(settings) + str(settings.model_dump())
 
     password.write_text("\n")

@@ -2,8 +2,8 @@
 
 An option of the command line wins over the environment (`TXBROKER_` and the setting's name in
 capitals), the environment over the config file (TOML, one key per setting), the file over the
-default. Secrets are never settings: they stand in files that settings name, so no repr, log line
-or error can show them.
+default. Secrets stand in files that settings name, or in the environment, and are never shown: no
+repr, log line or error has them.
 """
 
 import difflib
@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from txbroker.addresses import Address, check_url, parse_address, read_secret
+from txbroker.config_kafka import KafkaAccess, secret_settings
 from txbroker.errors import ConfigurationError
 from txbroker.wire import FRAME_BYTES_MAX
 
@@ -29,8 +30,6 @@ _OWN_TOPICS = ("half", "op", "checkpoint", "parked", "groups", "audit", "audit.d
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
-SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
-SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 
 MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 KIB, MIB = 1024, 1024 * 1024
@@ -51,26 +50,29 @@ FRAME_ROOM_BYTES = 64 * KIB
 """What a frame or a record batch needs beside the messages in it."""
 
 
-class Settings(BaseSettings):
+class Settings(KafkaAccess):
     """Everything that can be set on a proxy. Built by `load_settings`, or by hand in tests."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
 
     # --- where ---
-    kafka: str = Field(
-        "127.0.0.1:9092",
-        description="Kafka's bootstrap servers: `host:port`, several separated by commas.",
-    )
     listen: str = Field(
         "127.0.0.1:8470",
         description="Where the HTTP API listens: `host:port`. Port 0 takes a free one. Outside "
-        "loopback it needs `token_file` or `insecure`.",
+        "loopback it needs `token_file`, `tls_client_ca_file` or `insecure`.",
     )
     advertise: str = Field(
         "",
         description="The URL at which SDKs and other proxies reach this one, for instance "
-        "`http://proxy-1:8470`. Empty: made from `listen`, unless that is every address of the "
-        "machine (`0.0.0.0`, `[::]`): then it must be given.",
+        "`http://proxy-1:8470`, with `tls_cert_file` `https://`. Empty: made from `listen`, unless "
+        "that is every address of the machine (`0.0.0.0`, `[::]`): then it must be given.",
+    )
+    admin_listen: str = Field(
+        "",
+        description="Where operators' calls are taken: `host:port`. The console, `/metrics`, "
+        "`/v1/overview`, listing, check, revive, groups' list, removal and test are then served "
+        "there and no longer at `listen`, so that producers can be kept from them. Empty: all "
+        "is at `listen`. Outside loopback it needs a token like `listen`.",
     )
     data_dir: Path = Field(
         Path(".txbroker"),
@@ -142,27 +144,38 @@ class Settings(BaseSettings):
         description="A file that holds the token which every call must carry as `authorization: "
         "Bearer TOKEN`. Read again when it changes.",
     )
+    admin_token_file: Path | None = Field(
+        None,
+        description="A file that holds the token for `admin_listen`, where that of `token_file` "
+        "opens nothing then; and this one opens nothing at `listen`. Read again when it changes. "
+        "Not given: `token_file`.",
+    )
     insecure: bool = Field(
-        False, description="Allow a `listen` address outside loopback without a token."
+        False,
+        description="Allow a `listen` or `admin_listen` address outside loopback without a token "
+        "or client certificates.",
     )
-    kafka_security_protocol: SecurityProtocol = Field(
-        "PLAINTEXT", description="How to talk to Kafka."
+    tls_cert_file: Path | None = Field(
+        None,
+        description="The certificate that the proxy shows, with those between it and its "
+        "authority's behind it (PEM). With it all is served over TLS (`https://`, `wss://`, 1.2 "
+        "and later), and the proxy shows it to other proxies. Read again when it changes.",
     )
-    kafka_sasl_mechanism: SaslMechanism = Field(
-        "PLAIN", description="How to log in to Kafka, with a SASL protocol."
+    tls_key_file: Path | None = Field(
+        None,
+        description="The private key of `tls_cert_file`, without a passphrase (PEM). Read again "
+        "when it changes.",
     )
-    kafka_sasl_username: str = Field("", description="The user name for Kafka.")
-    kafka_sasl_password_file: Path | None = Field(
-        None, description="A file that holds the password for Kafka."
+    tls_client_ca_file: Path | None = Field(
+        None,
+        description="Certificates of the authorities that may sign clients' (PEM). With it every "
+        "call must come with a client certificate, `/healthz` and `/readyz` excepted. Read again "
+        "when it changes.",
     )
-    kafka_ssl_ca_file: Path | None = Field(
-        None, description="Certificates of the authorities that may sign Kafka's (PEM)."
-    )
-    kafka_ssl_cert_file: Path | None = Field(
-        None, description="The certificate with which the proxy shows itself to Kafka (PEM)."
-    )
-    kafka_ssl_key_file: Path | None = Field(
-        None, description="The private key of `kafka_ssl_cert_file` (PEM)."
+    peers_ca_file: Path | None = Field(
+        None,
+        description="Certificates of the authorities that may sign those of the other proxies "
+        "(PEM). Not given: `tls_client_ca_file`, else the system's. Read again when it changes.",
     )
 
     # --- limits: each bounds what the process can be made to hold or do ---
@@ -284,9 +297,19 @@ class Settings(BaseSettings):
         return parse_address(self.listen)
 
     @property
+    def admin_address(self) -> Address | None:
+        """`admin_listen`, taken apart; None where it is not set."""
+        return parse_address(self.admin_listen) if self.admin_listen else None
+
+    @property
+    def secure(self) -> bool:
+        """True where the proxy listens with TLS."""
+        return self.tls_cert_file is not None
+
+    @property
     def advertise_url(self) -> str:
         """`advertise`, or the URL of `listen` (with port 0 only known once it listens)."""
-        return self.advertise or self.listen_address.url
+        return self.advertise or self.listen_address.url_of(secure=self.secure)
 
     @property
     def check_window_s(self) -> float:
@@ -303,30 +326,26 @@ class Settings(BaseSettings):
         """The full names of all of txbroker's own topics."""
         return frozenset(map(self.topic, _OWN_TOPICS))
 
-    def read_kafka_password(self) -> str:
-        """Return the password for Kafka, "" where there is none.
-
-        Raises:
-            ConfigurationError: the file cannot be read.
-        """
-        path = self.kafka_sasl_password_file
-        return "" if path is None else read_secret("kafka_sasl_password_file", path)
-
     def validate_whole(self) -> None:
         """Refuse what contradicts itself or cannot work.
 
         Raises:
             ConfigurationError: says which settings and what to do.
         """
+        self.check_kafka()
         _check_addresses(self)
         _check_times(self)
         _check_sizes(self)
-        _check_security(self)
+        _check_access(self)
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", self.topic_prefix):
             raise ConfigurationError(
                 f"topic_prefix {self.topic_prefix!r} is no start of a topic's name: letters, "
                 "digits, '.', '_' and '-' only"
             )
+
+
+SECRET_SETTINGS = frozenset(secret_settings(Settings))
+"""Settings that are secrets themselves: the environment may hold them, and nothing else."""
 
 
 # --- loading ---------------------------------------------------------------------------------
@@ -376,6 +395,11 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
         raise ConfigurationError(f"the config file {path} is not TOML: {error}") from None
     for name in content:
         _known(name, f"config file {path}")
+        if name in SECRET_SETTINGS:
+            raise ConfigurationError(
+                f"config file {path}: {name} is a secret, which config files do not keep: name a "
+                f"file by {name}_file, or set {ENV_PREFIX}{name.upper()}"
+            )
     return {name: (value, f"config file {path}") for name, value in content.items()}
 
 
@@ -385,6 +409,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
             continue
+        if name in SECRET_SETTINGS and not text:
+            continue  # as a Secret leaves it that has no such key
         if name in Settings.model_fields:
             found[name] = (_split(name, text), f"environment {variable}")
         elif near := difflib.get_close_matches(name, Settings.model_fields, 1, cutoff=0.85):
@@ -426,34 +452,58 @@ def _in_words(error: ValidationError, given: Mapping[str, tuple[Any, str]]) -> s
 
 
 def _check_addresses(settings: Settings) -> None:
-    for server in settings.kafka.split(","):
-        try:
-            port = parse_address(server.strip()).port
-        except ConfigurationError as error:
-            raise ConfigurationError(f"kafka: {error}") from None
-        if port == 0:
-            raise ConfigurationError(f"kafka: {server.strip()!r} has port 0")
     try:
         address = settings.listen_address
     except ConfigurationError as error:
         raise ConfigurationError(f"listen: {error}") from None
-    if address.public and settings.token_file is None and not settings.insecure:
-        raise ConfigurationError(
-            f"listen {settings.listen} can be reached from other machines, so everybody there "
-            "could decide transactions: set token_file, or insecure if the network is closed"
-        )
+    _check_open("listen", address, settings.token_file, settings)
+    _check_admin(settings, address)
     if settings.advertise:
-        _check_advertise(settings.advertise)
+        _check_advertise(settings.advertise, secure=settings.secure)
     elif address.wildcard:
         raise ConfigurationError(
             f"listen {settings.listen} means every address of this machine, and none that SDKs and "
             "other proxies could call: set advertise to the URL at which they reach this proxy, "
-            f"like {address._replace(host='proxy-1').url}"
+            f"like {address._replace(host='proxy-1').url_of(secure=settings.secure)}"
         )
 
 
-def _check_advertise(url: str) -> None:
+def _check_open(name: str, address: Address, token: Path | None, settings: Settings) -> None:
+    guarded = token is not None or settings.tls_client_ca_file is not None
+    if address.public and not guarded and not settings.insecure:
+        raise ConfigurationError(
+            f"{name} {getattr(settings, name)} can be reached from other machines, so everybody "
+            "there could decide transactions: set token_file or tls_client_ca_file, or insecure "
+            "if the network is closed"
+        )
+
+
+def _check_admin(settings: Settings, listen: Address) -> None:
+    if settings.admin_token_file is not None and not settings.admin_listen:
+        raise ConfigurationError(
+            "admin_token_file needs admin_listen: at one address there is one token"
+        )
+    try:
+        address = settings.admin_address
+    except ConfigurationError as error:
+        raise ConfigurationError(f"admin_listen: {error}") from None
+    if address is None:
+        return
+    if address == listen and address.port:
+        raise ConfigurationError(
+            f"admin_listen {settings.admin_listen} is the address of listen: choose another port"
+        )
+    token = settings.admin_token_file or settings.token_file
+    _check_open("admin_listen", address, token, settings)
+
+
+def _check_advertise(url: str, *, secure: bool) -> None:
     check_url("advertise", url)
+    if secure and urlsplit(url).scheme != "https":
+        raise ConfigurationError(
+            f"advertise {url} says that calls come without TLS, and tls_cert_file that they come "
+            "with it: it must begin with https://"
+        )
     if Address(urlsplit(url).hostname or "", 0).wildcard:
         raise ConfigurationError(
             f"advertise {url} is no address that anybody could call: name this machine"
@@ -530,32 +580,12 @@ def _check_sizes(settings: Settings) -> None:
         )
 
 
-def _check_security(settings: Settings) -> None:
-    sasl = settings.kafka_security_protocol.startswith("SASL")
-    tls = settings.kafka_security_protocol.endswith("SSL")
-    has_login = bool(settings.kafka_sasl_username) or settings.kafka_sasl_password_file is not None
-    if sasl and not (settings.kafka_sasl_username and settings.kafka_sasl_password_file):
-        raise ConfigurationError(
-            f"kafka_security_protocol {settings.kafka_security_protocol} needs "
-            "kafka_sasl_username and kafka_sasl_password_file"
-        )
-    if has_login and not sasl:
-        raise ConfigurationError(
-            "kafka_sasl_username and kafka_sasl_password_file need kafka_security_protocol "
-            "SASL_SSL or SASL_PLAINTEXT"
-        )
-    files = {
-        "kafka_ssl_ca_file": settings.kafka_ssl_ca_file,
-        "kafka_ssl_cert_file": settings.kafka_ssl_cert_file,
-        "kafka_ssl_key_file": settings.kafka_ssl_key_file,
-    }
-    for name, path in files.items():
-        if path is not None and not tls:
-            raise ConfigurationError(f"{name} needs kafka_security_protocol SSL or SASL_SSL")
-        if path is not None and not path.is_file():
-            raise ConfigurationError(f"{name} {path}: no such file")
-    if (settings.kafka_ssl_cert_file is None) != (settings.kafka_ssl_key_file is None):
-        raise ConfigurationError("kafka_ssl_cert_file and kafka_ssl_key_file belong together")
+def _check_access(settings: Settings) -> None:
     if settings.token_file is not None:
         read_secret("token_file", settings.token_file)
-    settings.read_kafka_password()
+    if settings.admin_token_file is not None:
+        read_secret("admin_token_file", settings.admin_token_file)
+    if (settings.tls_cert_file is None) != (settings.tls_key_file is None):
+        raise ConfigurationError("tls_cert_file and tls_key_file belong together")
+    if settings.tls_client_ca_file is not None and not settings.secure:
+        raise ConfigurationError("tls_client_ca_file needs tls_cert_file and tls_key_file")

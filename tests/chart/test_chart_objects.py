@@ -194,7 +194,7 @@ def test_every_pod_starts_with_settings_that_hold(
             assert getattr(settings, setting) == value
         if settings.kafka_security_protocol.startswith("SASL"):
             assert settings.kafka_sasl_username in ("of a secret", "txbroker")
-            assert settings.read_kafka_password() == "secret"
+            assert settings.kafka_secret("kafka_sasl_password") == "secret"
 
 
 @every_set

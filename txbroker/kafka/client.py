@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
-from aiokafka.conn import CloseReason, create_conn
+from aiokafka.conn import CloseReason
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaError
 from aiokafka.protocol.api import Request
 from aiokafka.protocol.coordination import FindCoordinatorRequest
@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
+from txbroker.kafka.connection import open_connection, why_not
 from txbroker.kafka.settings import KafkaSettings
 
 _IDLE_MS = 9 * 60 * 1000  # a minute less than brokers allow, so that they never close first
@@ -45,7 +46,7 @@ class Connection(Protocol):
 
 
 Opener = Callable[..., Awaitable[Connection]]
-"""Opens a connection: the client library's `create_conn`, or what tests put in its place."""
+"""Opens a connection: `open_connection`, or what tests put in its place."""
 
 
 class NotSent(KafkaUnavailable):
@@ -86,8 +87,9 @@ class TopicFacts(Struct, frozen=True):
 class Client:
     """Connections to one Kafka. A lane is a connection of its own for requests in order."""
 
-    def __init__(self, settings: KafkaSettings, opener: Opener = create_conn) -> None:
+    def __init__(self, settings: KafkaSettings, opener: Opener = open_connection) -> None:
         self.settings = settings
+        self._login = settings.login()
         self._open = opener
         self._brokers: dict[int, tuple[str, int]] = {}
         self._controller = -1
@@ -184,19 +186,22 @@ class Client:
         if self._closed:
             raise NotSent("the door to Kafka is closed")
         try:
+            login = self._login.arguments()
+        except ConfigurationError as error:
+            # It held when we started; what was changed since may be mended while we wait.
+            raise NotSent(f"no connection to Kafka at {host}:{port}: {error}") from None
+        try:
             return await self._open(
                 host,
                 port,
                 client_id=self.settings.client_id,
                 request_timeout_ms=round((timeout_s or self.settings.request_timeout_s) * 1000),
                 max_idle_ms=_IDLE_MS,
-                **self.settings.security,
+                **login,
             )
         except (OSError, KafkaError, TimeoutError) as error:
-            raise NotSent(
-                f"no connection to Kafka at {host}:{port} ({_in_words(error)}): is it running, and "
-                "is this its address?"
-            ) from None
+            why = why_not(error, host, login)
+            raise NotSent(f"no connection to Kafka at {host}:{port}{why}") from None
 
     def _drop(self, node: int, lane: str, connection: Connection) -> None:
         if self._connections.get((node, lane)) is connection:
@@ -358,13 +363,6 @@ def may_pass(error: KafkaUnavailable) -> bool:
 def coordinator_moved(error: KafkaUnavailable) -> bool:
     """Say whether the coordinator has to be looked up again."""
     return not isinstance(error, KafkaRefused) or error.code in COORDINATOR_MOVED
-
-
-def _in_words(error: Exception) -> str:
-    """Why there is no connection: as the system says it, else at least the kind of error."""
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 class Patience:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-from aiokafka.conn import create_conn
-
 from txbroker.core.records import Record
 from txbroker.door import (
     AppendRefused,
@@ -21,6 +19,7 @@ from txbroker.kafka import topics
 from txbroker.kafka.admin import Admin
 from txbroker.kafka.audit import KafkaAuditFeed
 from txbroker.kafka.client import Client, KafkaRefused, Opener
+from txbroker.kafka.connection import open_connection
 from txbroker.kafka.groups import KafkaGroupStore
 from txbroker.kafka.membership import KafkaMembership
 from txbroker.kafka.partition import KafkaPartitionDoor
@@ -45,7 +44,7 @@ class KafkaDoor(Door):
     audit: AuditFeed
     membership: Membership
 
-    def __init__(self, settings: KafkaSettings, opener: Opener = create_conn) -> None:
+    def __init__(self, settings: KafkaSettings, opener: Opener = open_connection) -> None:
         settings.validate()
         self.settings = settings
         self.partitions = 0

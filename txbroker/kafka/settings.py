@@ -1,11 +1,9 @@
 """What the door to Kafka is told: addresses, names, limits. Frozen; checked once."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from msgspec import Struct, field
+from msgspec import Struct
 
 from txbroker.errors import ConfigurationError
+from txbroker.kafka.login import LoginMaker, NoLogin
 
 MAX_MESSAGE_BYTES = 8 << 20
 """The largest half batch: several messages of one transaction are one batch."""
@@ -21,8 +19,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
         instance_id: the name of this proxy, stable over restarts: with it a restarted proxy gets
             its partitions back at once.
         group_id: the consumer group by which proxies share the half partitions.
-        security: keyword arguments of an aiokafka connection (`security_protocol`,
-            `ssl_context`, `sasl_mechanism` and so on).
+        login: makes what tells connections about TLS and the login.
         partitions: half partitions to create; topics that exist keep their own number.
         replication: copies of every record; 0 means three, or as many as there are brokers.
         create_topics: create txbroker's own topics at start where they are missing.
@@ -53,7 +50,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
     groups_topic: str = "txbroker.groups"
     audit_topic: str = "txbroker.audit"
     drift_topic: str = "txbroker.audit.drift"
-    security: Mapping[str, Any] = field(default_factory=dict)
+    login: LoginMaker = NoLogin
     partitions: int = 8
     replication: int = 0
     create_topics: bool = True
