@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("cluster", "e2e", "")]
+sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("cluster", "e2e", "faults", "")]
 
 from evidence import listed  # noqa: E402
 from fleet import Fleet, Web  # noqa: E402

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from judge import Asked, Body, Call, History
+from judge import Asked, Body, Call, History, Note
 
 from txbroker.errors import RequestError
 from txbroker.sdk import (
@@ -95,10 +95,14 @@ class Recorder:
         finally:
             call.ended = time.time()
 
-    def asked(self, id: str, answer: Decision | NotYet) -> None:
+    def asked(self, request: CheckRequest, answer: Decision | NotYet) -> None:
         """A check-back was answered."""
         said = str(answer) if isinstance(answer, Decision) else "not yet"
-        self.history.asked.append(Asked(id, time.time(), said))
+        self.history.asked.append(Asked(request.id, time.time(), said, request.attempt))
+
+    def note(self, what: str, who: str = "") -> None:
+        """Something else happened: a fault, or the end of it."""
+        self.history.notes.append(Note(time.time(), what, who))
 
 
 class Lane:
@@ -197,7 +201,7 @@ def answering(shop: Shop, recorder: Recorder) -> Callable[[CheckRequest], Decisi
 
     def check(request: CheckRequest) -> Decision | NotYet:
         answer = shop.barrier.check(request)
-        recorder.asked(request.id, answer)
+        recorder.asked(request, answer)
         return answer
 
     return check
