@@ -28,7 +28,7 @@ from txbroker.embedded.jars import ensure_jars
 from txbroker.embedded.java import find_java
 from txbroker.embedded.probe import is_ready
 from txbroker.embedded.progress import Progress
-from txbroker.embedded.settings import java_flags, server_properties
+from txbroker.embedded.settings import Listener, java_flags, server_properties
 
 DEFAULT_VERSION = "4.2.1"
 
@@ -40,6 +40,7 @@ _POLL_S = 0.05
 _LOG_LINES = 6
 _PORT_ATTEMPTS = 4  # a port found free may be taken by another before Kafka binds it
 _PORT_TAKEN = "Address already in use"
+_NOT_STARTED = "The embedded Kafka was not started: call start() first"
 
 
 class EmbeddedKafka:
@@ -48,7 +49,9 @@ class EmbeddedKafka:
     `data_dir` None: a temporary folder, removed by `stop()` or with this process. A given one is
     kept, and used by one Kafka at a time. `properties` are added to Kafka's server.properties;
     `heap_mb` is Java's heap in megabytes. `progress` is told about the download of Kafka, which
-    happens once per version and user. All calls block and may come from any thread.
+    happens once per version and user. `listeners` are further addresses for clients, by name (in
+    capitals) with the security protocol of each, whose keystores and logins `properties` name. All
+    calls block and may come from any thread.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class EmbeddedKafka:
         *,
         version: str = DEFAULT_VERSION,
         properties: Mapping[str, str] | None = None,
+        listeners: Mapping[str, str] | None = None,
         heap_mb: int = 512,
         progress: Progress | None = None,
     ) -> None:
@@ -64,9 +68,10 @@ class EmbeddedKafka:
         self._kept = data_dir is not None
         self._data = DataDir(data_dir.absolute()) if data_dir is not None else None
         self._properties = dict(properties or {})
+        self._listeners = dict(listeners or {})
         self._heap_mb = heap_mb
         self._progress = progress
-        self._ports = (0, 0)
+        self._ports = self._no_ports
         self._java_pid: int | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._cancelled = threading.Event()
@@ -76,8 +81,21 @@ class EmbeddedKafka:
     def bootstrap(self) -> str:
         """The bootstrap servers, "127.0.0.1:PORT"; raises EmbeddedKafkaError before `start()`."""
         if self._ports[0] == 0:
-            raise EmbeddedKafkaError("The embedded Kafka was not started: call start() first")
+            raise EmbeddedKafkaError(_NOT_STARTED)
         return f"127.0.0.1:{self._ports[0]}"
+
+    def address(self, listener: str) -> str:
+        """The address of one of `listeners`, "127.0.0.1:PORT".
+
+        Raises EmbeddedKafkaError before `start()`, KeyError for one that there is not.
+        """
+        if self._ports[0] == 0:
+            raise EmbeddedKafkaError(_NOT_STARTED)
+        return f"127.0.0.1:{dict(zip(self._listeners, self._ports[2:], strict=True))[listener]}"
+
+    @property
+    def _no_ports(self) -> tuple[int, ...]:
+        return (0, 0, *(0 for _ in self._listeners))
 
     @property
     def running(self) -> bool:
@@ -93,7 +111,7 @@ class EmbeddedKafka:
     def data_dir(self) -> Path:
         """The folder of data and log; raises EmbeddedKafkaError while there is none."""
         if self._data is None:
-            raise EmbeddedKafkaError("The embedded Kafka was not started: call start() first")
+            raise EmbeddedKafkaError(_NOT_STARTED)
         return self._data.path
 
     @property
@@ -172,14 +190,16 @@ class EmbeddedKafka:
                     raise KafkaStartError(self._death(data))
                 self._end("kill")
                 data.rotate_log()
-                self._ports = (0, 0)
+                self._ports = self._no_ports
         finally:
             # From here on only the supervisor and Java hold the lock.
             os.close(lock)
 
     def _format(self, data: DataDir, command: Sequence[str], lock: int) -> None:
         data.begin_format()
-        self._write_properties(data, data.FORMATTING, (9092, 9093))
+        self._write_properties(
+            data, data.FORMATTING, tuple(range(9092, 9094 + len(self._listeners)))
+        )
         tool = [*command, *java_flags(self._heap_mb), "kafka.tools.StorageTool", "format"]
         tool += ["-t", new_cluster_id(), "-c", data.PROPERTIES]
         with open(data.log_path, "ab") as log:
@@ -190,8 +210,12 @@ class EmbeddedKafka:
             )
         data.finish_format()
 
-    def _write_properties(self, data: DataDir, log_dir: str, ports: tuple[int, int]) -> None:
-        text = server_properties(log_dir, *ports, self._properties)
+    def _write_properties(self, data: DataDir, log_dir: str, ports: tuple[int, ...]) -> None:
+        further = [
+            Listener(name, protocol, port)
+            for (name, protocol), port in zip(self._listeners.items(), ports[2:], strict=True)
+        ]
+        text = server_properties(log_dir, ports[0], ports[1], self._properties, further)
         (data.path / data.PROPERTIES).write_text(text, encoding="ascii")
 
     def _launch(self, data: DataDir, command: Sequence[str], lock: int) -> None:
@@ -288,10 +312,10 @@ def _run(command: Sequence[str], cwd: Path, log: IO[bytes], lock: int) -> int:
         return -1
 
 
-def _free_ports(wanted: tuple[int, int]) -> tuple[int, int]:
-    """Two ports of 127.0.0.1 that nobody listens on: those wanted where possible."""
+def _free_ports(wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """As many ports of 127.0.0.1 that nobody listens on: those wanted where possible."""
     with contextlib.ExitStack() as stack:
-        return (_bind(stack, wanted[0]), _bind(stack, wanted[1]))
+        return tuple(_bind(stack, port) for port in wanted)
 
 
 def _bind(stack: contextlib.ExitStack, port: int) -> int:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Listener(NamedTuple):
+    """A further address for clients.
+
+    Attributes:
+        name: in capitals; properties of its own begin with `listener.name.` and it in small ones.
+        protocol: `SSL`, `SASL_SSL` or `SASL_PLAINTEXT`.
+    """
+
+    name: str
+    protocol: str
+    port: int
+
 
 _ONE_NODE = {
     "process.roles": "broker,controller",
     "node.id": "1",
-    "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
     "inter.broker.listener.name": "PLAINTEXT",
     "controller.listener.names": "CONTROLLER",
     "default.replication.factor": "1",
@@ -68,12 +82,20 @@ _JAVA_FLAGS = (
 
 
 def server_properties(
-    log_dir: str, port: int, controller_port: int, extra: Mapping[str, str]
+    log_dir: str,
+    port: int,
+    controller_port: int,
+    extra: Mapping[str, str],
+    listeners: Sequence[Listener] = (),
 ) -> str:
     """The text of server.properties; `extra` wins over everything here."""
+    clients = [Listener("PLAINTEXT", "PLAINTEXT", port), *listeners]
+    reached = [f"{one.name}://127.0.0.1:{one.port}" for one in clients]
+    protocols = [f"{one.name}:{one.protocol}" for one in clients]
     places = {
-        "listeners": f"PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}",
-        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
+        "listeners": ",".join([*reached, f"CONTROLLER://127.0.0.1:{controller_port}"]),
+        "advertised.listeners": ",".join(reached),
+        "listener.security.protocol.map": ",".join([*protocols, "CONTROLLER:PLAINTEXT"]),
         "controller.quorum.voters": f"1@127.0.0.1:{controller_port}",
         "log.dirs": log_dir,
     }
