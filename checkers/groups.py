@@ -1,19 +1,19 @@
 """Registered producer groups: their check URL, their secret's place and their check policy."""
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
+import structlog
 from msgspec import Struct, structs
 
 from txbroker.core.records import CheckPolicy
 from txbroker.door import GroupStore
 
-logger = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 POLICY_VERSION = 1
 GROUP_NAME_CHARS_MAX = 249
@@ -323,6 +323,6 @@ class Groups:
                 self._policies[group] = decode_policy(stored)
             except PolicyError as error:
                 self._problems[group] = str(error)
-                logger.warning("group %s cannot be asked by URL: %s", group, error)
+                log.warning("group not usable", group=group, why=str(error))
         for listener in self._listeners:
             listener(group)

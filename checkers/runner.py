@@ -7,11 +7,12 @@ check are in `CheckRunner._check`; their order is what keeps the number of attem
 import asyncio
 import heapq
 import itertools
-import logging
 import random
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeAlias
+
+import structlog
 
 from txbroker.checkers.base import (
     Answered,
@@ -24,9 +25,10 @@ from txbroker.checkers.base import (
     shortened,
 )
 from txbroker.core.records import CheckReason
+from txbroker.core.telling import telling, where_raised
 from txbroker.errors import TxbrokerError
 
-logger = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 QUEUE_MAX = 100_000
 """Checks waiting in one group's queue; the owners' schedules keep the others. An entry is small
@@ -346,9 +348,9 @@ class CheckRunner:
             again = await self._check(group, item)
         except TxbrokerError as error:
             # The owner could not write: its schedule offers the check again.
-            logger.warning("check of %s not made: %s", item.id, error)
-        except Exception:
-            logger.exception("check of %s failed in the proxy itself", item.id)
+            log.warning("check not made", id=item.id, group=group.name, why=str(error))
+        except Exception as error:
+            _tell_fault(item.id, item.group, error)
         finally:
             task = asyncio.current_task()
             if task is not None:
@@ -393,14 +395,14 @@ class CheckRunner:
         try:
             return await self._finder.acquire(item.group, item.prefer)
         except Exception as error:
-            logger.exception("no channel to group %s", item.group)
+            _tell_fault(item.id, item.group, error)
             return Unreached(shortened(f"the proxy failed to connect: {type(error).__name__}"))
 
     async def _ask(self, channel: Channel, call: CheckCall) -> CheckResult:
         try:
             return await channel.ask(call, call.timeout_s)
         except Exception as error:
-            logger.exception("check of %s at %s failed in the proxy", call.id, channel.endpoint)
+            _tell_fault(call.id, call.group, error)
             return Unclear(shortened(f"the proxy failed while it asked: {type(error).__name__}"))
 
     # --- reachable or not --------------------------------------------------------------------
@@ -415,7 +417,7 @@ class CheckRunner:
         group.failures += 1
         if group.failures == 1:
             group.away_s = asyncio.get_running_loop().time()
-            logger.warning("group %s cannot be reached: %s", group.name, detail)
+            log.warning("group unreachable", group=group.name, why=detail)
         rest_s = min(BACK_OFF_MAX_S, BACK_OFF_FIRST_S * 2.0 ** min(group.failures - 1, 16))
         rest_s *= 1 + self._jitter()
         group.timer = self._later(rest_s, partial(self._rested, group))
@@ -428,12 +430,24 @@ class CheckRunner:
         """Somebody is there, or may be: no rest any more."""
         group.stop_timer()
         if group.failures:
+            log.info("group reachable again", group=group.name)
             group.failures = 0
             group.era += 1
 
 
 def _by_the_loop(delay_s: float, then: Callable[[], None]) -> Timer:
     return asyncio.get_running_loop().call_later(delay_s, then)
+
+
+def _tell_fault(id: str, group: str, error: Exception) -> None:
+    """Tell of a fault of ours."""
+    log.error(
+        "check failed in the proxy",
+        id=id,
+        group=group,
+        error=telling(error),
+        where=where_raised(error),
+    )
 
 
 def _since(started_s: float) -> float:

@@ -1,10 +1,6 @@
 """What can go wrong, by who must act. A class's docstring is its message where none is given."""
 
-import traceback
 from typing import Any, ClassVar
-
-_FRAMES_SHOWN = 4
-_TEXT_MAX = 300
 
 
 class TxbrokerError(Exception):
@@ -197,20 +193,6 @@ class KafkaDown(RequestError):
     """Kafka does not answer; whether this was done is unknown: send the same again."""
 
     code, status, retryable = "kafka_unavailable", 503, True
-
-
-def telling(error: BaseException) -> str:
-    """Return what the log tells of an error that nobody expected: its type, and its text where we
-    or the operating system wrote it. Texts of other errors quote values, of messages too."""
-    kind = type(error).__name__
-    told = isinstance(error, TxbrokerError | OSError)
-    return f"{kind}: {error}"[:_TEXT_MAX] if told else kind
-
-
-def where_raised(error: BaseException) -> str:
-    """Return the innermost places of a traceback in one line, for the log."""
-    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES_SHOWN:]
-    return " > ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames)
 
 
 def request_errors() -> dict[str, type[RequestError]]:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
 
+import structlog
+
 from txbroker.core.records import RECORD_VERSION
+from txbroker.core.telling import telling, where_raised
 from txbroker.door import Assignment, Membership
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused
 from txbroker.kafka.codes import Code, describe
 from txbroker.kafka.member import Joined, Member
 
-_log = logging.getLogger("txbroker.kafka")
+log = structlog.get_logger()
 
 _BEATS_A_SESSION = 10
 _BEAT_MAX_S = 0.3  # how late the others hear that one has left
@@ -168,13 +170,13 @@ class KafkaMembership(Membership):
                 self._lose_if_silent(str(error))
                 await self._pause()
             except Exception as error:
-                self._lose(repr(error))
+                self._lose(telling(error))
                 if not first.done():
                     # Without this a waiting `join` would wait for ever.
                     first.set_exception(error)
                     return
                 # A proxy that stopped here would stay alive without a partition, for ever.
-                _log.exception("the membership failed, it is begun anew")
+                log.error("membership failed", error=telling(error), where=where_raised(error))
                 await self._pause()
 
     def _survives(self, member: Member, error: KafkaRefused, first: asyncio.Future[None]) -> bool:
@@ -265,7 +267,7 @@ class KafkaMembership(Membership):
         self._tell()
         if not self._why or (reason == TAKEN and self._why != TAKEN):
             self._why = reason
-            _log.warning("out of the group, instance %s: %s", self._instance, reason)
+            log.warning("out of the group", instance=self._instance, why=reason)
             self._lost(reason)
 
     @property

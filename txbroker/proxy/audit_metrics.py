@@ -31,12 +31,12 @@ class AuditMetrics:
             self._news[key] = decode_news(value)
         except NewerVersion as error:
             log.warning(
-                "an audit is newer than this proxy, whose audit metrics stay as they are",
+                "audit is newer",
                 key=key,
-                error=str(error),
+                why=str(error),
             )
         except Malformed as error:
-            log.warning("a record of the audit topic does not read", key=key, error=str(error))
+            log.warning("audit record not read", key=key, why=str(error))
 
     def _gauges(self) -> Gauges:
         drift: dict[str, int] = {}

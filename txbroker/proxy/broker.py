@@ -361,7 +361,7 @@ class Broker:
             owner = self._owner_of(id)
             transaction = await owner.get(id)
             owner.checks.ask(transaction, by, reason)
-            log.info("check asked for", id=id, by=by, reason=reason)
+            log.debug("check asked for", id=id, by=by, reason=reason)
             return standing(transaction)
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:

@@ -315,7 +315,7 @@ class CheckBack:
         except RequestError:
             self._set(id, self._now_ms() + AGAIN_MS)
             raise
-        log.error("not checked: its messages are gone", id=id, group=transaction.half.group)
+        log.error("not checked, messages gone", id=id, group=transaction.half.group)
         self.touch(transaction)
         return None
 
@@ -347,7 +347,7 @@ class CheckBack:
             previous="" if last is None else last.outcome,
         )
         if outcome.effect is not Effect.APPLIED:
-            log.info("attempt not accepted", id=id, why=outcome.why)
+            log.debug("attempt not accepted", id=id, why=outcome.why)
             self._asked.pop(id, None)
             early_ms = transaction.next_check_ms() - self._ledger.op_clock_ms
             self._set(id, self._now_ms() + max(early_ms, 50))
@@ -373,7 +373,7 @@ class CheckBack:
             await self._take(transaction, call, endpoint, result)
         except RequestError as error:
             # Decided otherwise meanwhile, or not written: then the next attempt asks again.
-            log.info("answer not taken", id=call.id, endpoint=endpoint, why=str(error))
+            log.debug("answer not taken", id=call.id, endpoint=endpoint, why=str(error))
         finally:
             self.touch(transaction)
 

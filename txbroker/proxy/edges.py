@@ -60,16 +60,25 @@ class Edges:
         for transaction in list(self._uncopied.values()):
             self._see_to(transaction)
             await pace.step()
-        before_ms = self._now_ms() - self._half_retention_ms // 2
+        copied = await self._keep_older_than(self._now_ms() - self._half_retention_ms // 2, pace)
+        if copied:
+            log.warning(
+                "half retention near, bodies copied", partition=ledger.partition, count=copied
+            )
+
+    async def _keep_older_than(self, before_ms: int, pace: Pace) -> int:
+        """Have everything copied that was prepared before; return how many were not yet."""
+        ledger, copied = self._ledger, 0
         while found := ledger.in_order(self._old_to, BATCH_MAX):
             for transaction in found:
                 if transaction.prepared_at_ms >= before_ms:
-                    return
+                    return copied
                 self._old_to = transaction.offset
                 if not transaction.kept and transaction.id not in ledger.to_keep:
-                    log.warning("half retention near, body copied", id=transaction.id)
+                    copied += 1
                     self._copy_out(transaction)
             await pace.piece()
+        return copied
 
     def _copy_out(self, transaction: Transaction) -> None:
         self._uncopied[transaction.id] = self._ledger.to_keep[transaction.id] = transaction

@@ -14,6 +14,7 @@ import structlog
 from txbroker.config import Settings
 from txbroker.contract import PartitionState, Readiness
 from txbroker.core.records import RECORD_VERSION
+from txbroker.core.telling import telling, where_raised
 from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated
 from txbroker.errors import KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.proxy.checkback import Runner
@@ -383,7 +384,11 @@ class Ownership:
             self._until_done(holding.opening)
             holding.opening.cancel()
         if holding.owner is not None:
-            self._until_done(asyncio.create_task(holding.owner.close()))
+            self._until_done(asyncio.create_task(self._hand_over(partition, holding.owner)))
+
+    async def _hand_over(self, partition: int, owner: Owner) -> None:
+        await owner.close()
+        log.info("handed over", partition=partition)
 
     def _until_done(self, task: asyncio.Task[None]) -> None:
         self._closing.add(task)
@@ -391,12 +396,16 @@ class Ownership:
 
     def _closed(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("partition not closed cleanly", error=repr(task.exception())[:300])
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error(
+                "partition not closed cleanly", error=telling(error), where=where_raised(error)
+            )
 
     def _give_up(self, partition: int, holding: Holding) -> None:
         """Another proxy has claimed a partition and it is not ours any more. The next assignment
         says what is; until then claiming it would only fence its owner."""
+        log.warning("taken over by another proxy", partition=partition)
         if self._held.get(partition) is holding:
             del self._held[partition]
             self._tell()
@@ -423,7 +432,10 @@ class Ownership:
     def _stopped(self, partition: int, holding: Holding, error: Exception) -> None:
         """Stop one partition and keep the rest: something that must hold does not."""
         log.error(
-            "partition stopped", partition=partition, error=type(error).__name__, why=str(error)
+            "partition stopped",
+            partition=partition,
+            error=telling(error),
+            where=where_raised(error),
         )
         holding.candidate = holding.opening = None
         holding.state, holding.why = _state_after(error), str(error)
@@ -448,7 +460,7 @@ class Ownership:
         return others and self._in_touch.is_set() and stuck_s >= self._leave_after_s
 
     async def _leave_and_join(self, stuck_s: float) -> None:
-        log.error("stuck: leaving the group for a while", seconds=round(stuck_s))
+        log.error("stuck, leaving the group", seconds=round(stuck_s))
         await self._leave("left the proxies' group: a claim or a turn did not come through")
         while True:
             await asyncio.sleep(self._rejoin_s * (1 + random.random()))
@@ -456,7 +468,7 @@ class Ownership:
                 await self._join()
             except Exception as error:
                 # Whatever it is, a group that is full say: nobody else would ever try again.
-                log.error("not joined again", error=type(error).__name__, why=str(error))
+                log.error("not joined again", error=telling(error), where=where_raised(error))
             else:
                 return
 
@@ -475,7 +487,10 @@ class Ownership:
             return
         if found != self._topic_problems:
             self._topic_problems = found
-            log.error("topics changed", problems=list(found)) if found else log.info("topics well")
+            if found:
+                log.error("topics changed", problems=list(found))
+            else:
+                log.info("topics well")
 
 
 def _state_after(error: Exception) -> PartitionState:

@@ -1,7 +1,6 @@
 """The console as part of the web application: routes, admission, rendering, errors."""
 
 import hashlib
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -12,6 +11,7 @@ import jinja2
 from aiohttp import web
 
 from txbroker import __version__
+from txbroker.core.telling import telling, where_raised
 from txbroker.errors import (
     BadRequest,
     KafkaDown,
@@ -181,12 +181,11 @@ class Console:
             except ConnectionError:
                 raise
             except Exception as error:
-                where = traceback.extract_tb(error.__traceback__)[-1]
                 log.error(
                     "page failed",
                     path=request.path[:100],
-                    error=repr(error)[:300],
-                    where=f"{where.filename.rpartition('/')[2]}:{where.lineno}",
+                    error=telling(error),
+                    where=where_raised(error),
                 )
                 broken = RequestError("something went wrong inside the proxy; its log says what")
                 return self._failed(request, visitor, broken)

@@ -28,6 +28,7 @@ from txbroker.contract import (
     Service,
 )
 from txbroker.core.records import Decision
+from txbroker.core.telling import telling, where_raised
 from txbroker.errors import (
     BadRequest,
     Forbidden,
@@ -227,7 +228,12 @@ class Internal:
         except ConnectionError:
             raise
         except Exception as error:
-            log.error("call of another proxy failed", call=name, error=repr(error)[:300])
+            log.error(
+                "call of another proxy failed",
+                call=name,
+                error=telling(error),
+                where=where_raised(error),
+            )
             return _refusal(
                 RequestError("something went wrong inside the proxy; its log says what")
             )

@@ -11,6 +11,9 @@ from txbroker.errors import BadRequest, KafkaDown, UnknownGroup
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
 from txbroker.proxy.http.operations import Call, Operation, Reply
 from txbroker.proxy.http.shell import check_group
+from txbroker.proxy.logging import get_logger
+
+log = get_logger(__name__)
 
 
 async def put_group(call: Call) -> Reply:
@@ -22,6 +25,7 @@ async def put_group(call: Call) -> Reply:
         await call.shell.groups.put(group, policy)
     except PolicyError as error:
         raise BadRequest(str(error)) from None
+    log.info("group registered", group=group, remote=call.remote)
     return Reply(200, _shown(call, group, policy))
 
 
@@ -39,6 +43,7 @@ async def delete_group(call: Call) -> Reply:
     group = call.path["group"]
     if not await call.shell.groups.remove(group):
         raise UnknownGroup
+    log.info("group removed", group=group, remote=call.remote)
     return Reply(200, RemovedBody(group=group, removed=True))
 
 
@@ -102,6 +107,7 @@ OPERATIONS = (
         delete_group,
         {200: RemovedBody},
         errors=(UnknownGroup, KafkaDown),
+        admin=True,
     ),
     Operation(
         "test_group",
@@ -111,6 +117,7 @@ OPERATIONS = (
         test_group,
         {200: TestedBody},
         errors=(UnknownGroup,),
+        admin=True,
     ),
     Operation(
         "list_groups",
@@ -119,5 +126,6 @@ OPERATIONS = (
         "List registered groups by name",
         list_groups,
         {200: GroupsBody},
+        admin=True,
     ),
 )

@@ -18,7 +18,14 @@ from aiohttp import ClientConnectionResetError, WSCloseCode, WSMsgType, web
 from txbroker import contract, wire
 from txbroker.checkers.groups import PolicyError, check_group_name
 from txbroker.core.records import Decision, Source
-from txbroker.errors import BadRequest, KafkaDown, KafkaUnavailable, Overloaded, RequestError
+from txbroker.core.telling import telling, where_raised
+from txbroker.errors import (
+    BadRequest,
+    KafkaDown,
+    KafkaUnavailable,
+    Overloaded,
+    RequestError,
+)
 from txbroker.proxy.http.shell import (
     OPERATION_BYTES,
     InFlight,
@@ -224,7 +231,12 @@ class Session:
         except KafkaUnavailable as error:
             self.send(_failure(call, KafkaDown(str(error))))
         except Exception as error:
-            log.error("operation failed", group=self.group, error=repr(error)[:300])
+            log.error(
+                "operation failed",
+                group=self.group,
+                error=telling(error),
+                where=where_raised(error),
+            )
             self.send(
                 _failure(
                     call, RequestError("something went wrong inside the proxy; its log says what")

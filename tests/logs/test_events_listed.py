@@ -1,0 +1,133 @@
+"""The log calls of the product, held against the table that documents them."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from txbroker.proxy.events import EVENTS, SDK_LINES, SECTIONS, page
+
+ROOT = Path(__file__).parents[2]
+LEVELS = frozenset({"debug", "info", "warning", "error", "exception", "critical", "log", "msg"})
+LOGGERS = frozenset({"log", "_log", "logger", "_logger", "logging"})
+FOLDERS = ("txbroker/*.py", "checkers/*.py", "cli/*.py", "spark/*.py")
+
+
+class LogCall(NamedTuple):
+    """One call of a logger."""
+
+    where: str
+    level: str
+    text: str | None
+    fields: frozenset[str | None]
+    positional: int
+
+
+def _is_logger(node: ast.expr) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in LOGGERS
+    if isinstance(node, ast.Attribute):
+        return node.attr in LOGGERS
+    return isinstance(node, ast.Call) and "logger" in ast.unparse(node.func).lower()
+
+
+def calls(path: Path, source: str) -> Iterator[LogCall]:
+    """Yield the calls of loggers in a file, those handed to somebody else included."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        function, arguments = node.func, node.args
+        if arguments and isinstance(arguments[0], ast.Attribute) and _is_logger(arguments[0].value):
+            # stack.callback(log.info, "stopped")
+            function, arguments = arguments[0], arguments[1:]
+        if not isinstance(function, ast.Attribute) or function.attr not in LEVELS:
+            continue
+        if not _is_logger(function.value):
+            continue
+        first = arguments[0] if arguments else None
+        text = first.value if isinstance(first, ast.Constant) else None
+        fields = frozenset(keyword.arg for keyword in node.keywords)
+        name = f"{path}:{node.lineno}"
+        yield LogCall(name, function.attr, text, fields, len(arguments) - 1)
+
+
+def _product() -> list[LogCall]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *FOLDERS],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    paths = [Path(name) for name in listed.stdout.split("\0") if name]
+    return [
+        call
+        for path in paths
+        if (ROOT / path).is_file() and not (ROOT / path).is_symlink()
+        for call in calls(path, (ROOT / path).read_text())
+    ]
+
+
+ALL = _product()
+IN_CLIENTS = ("txbroker/sdk/", "txbroker/tls.py")
+OURS = [call for call in ALL if not call.where.startswith(IN_CLIENTS)]
+SDK = [call for call in ALL if call.where.startswith(IN_CLIENTS)]
+
+
+def test_the_calls_are_found() -> None:
+    source = """
+log.info("a", x=1)
+stack.callback(log.warning, "b")
+self._log.error(name, y=2)
+structlog.get_logger().debug("d")
+math.log(3)
+"""
+    found = [(c.level, c.text, c.fields) for c in calls(Path("x.py"), source)]
+
+    assert found == [
+        ("info", "a", {"x"}),
+        ("warning", "b", set()),
+        ("error", None, {"y"}),
+        ("debug", "d", set()),
+    ]
+    assert len(OURS) > 50
+
+
+@pytest.mark.parametrize("call", OURS, ids=lambda call: call.where)
+def test_a_line_of_the_proxy_is_listed(call: LogCall) -> None:
+    assert call.text in EVENTS, "a line's first argument is an event's name, as it is listed"
+    event = EVENTS[call.text]
+    assert call.level == event.level
+    assert call.fields <= set(event.fields.split())
+    assert call.positional == 0, "what an event is about goes into fields"
+
+
+def test_every_listed_event_and_field_is_used() -> None:
+    used: dict[str | None, set[str | None]] = {}
+    for call in OURS:
+        used.setdefault(call.text, set()).update(call.fields)
+    assert {name: set(event.fields.split()) for name, event in EVENTS.items()} == used
+
+
+def test_no_event_is_listed_twice() -> None:
+    assert sum(len(events) for events in SECTIONS.values()) == len(EVENTS)
+
+
+def test_what_is_amiss_says_what_to_do() -> None:
+    silent = {"calls given up", "partition not closed cleanly", "connection dropped"}
+    assert {
+        event.name
+        for event in EVENTS.values()
+        if event.level in ("warning", "error") and not event.do
+    } <= silent
+
+
+def test_the_lines_of_the_sdk_are_listed() -> None:
+    assert {(call.level, call.text) for call in SDK} == {line[:2] for line in SDK_LINES}
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    assert (ROOT / "docs/reference/logs.md").read_text() == page()
