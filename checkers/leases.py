@@ -9,7 +9,6 @@ session it cannot (`Unreached`), with a connection that breaks under it nobody k
 
 import asyncio
 import secrets
-import ssl
 from collections.abc import Callable, Collection, Mapping
 from urllib.parse import urlsplit
 
@@ -28,6 +27,7 @@ from txbroker.checkers.connections import CannotConnect, Connection, Names, conn
 from txbroker.checkers.exchange import Headers, NoAnswer, NotSent, post
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
 from txbroker.core.records import Decision, Message
+from txbroker.tls import ClientTls
 from txbroker.wire import FRAME_BYTES_MAX
 
 LEASE_S = 10.0
@@ -179,15 +179,19 @@ class PeerSessions:
     Args:
         own_url: this proxy's URL, which other proxies know it by.
         bearer: returns the token that calls carry, None where there is none.
+        tls: whom to trust, and what to show; None: the system's authorities, and nothing.
     """
 
     def __init__(
-        self, own_url: Callable[[], str], bearer: Callable[[], str | None] = lambda: None
+        self,
+        own_url: Callable[[], str],
+        bearer: Callable[[], str | None] = lambda: None,
+        tls: ClientTls | None = None,
     ) -> None:
         self._own_url = own_url
         self._bearer = bearer
         self._names = Names()
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls or ClientTls()
         self._seen: dict[str, dict[str, tuple[str, ...]]] = {}
         self._listeners: list[Callable[[str], None]] = []
         self._turn = 0
@@ -258,7 +262,7 @@ class PeerSessions:
             CannotConnect, NotSent, NoAnswer: there is none; nothing is in hand.
         """
         parts = urlsplit(url)
-        tls = self._context() if parts.scheme == "https" else None
+        tls = self._tls.context() if parts.scheme == "https" else None
         port = parts.port or (443 if tls else 80)
         connection = await connect(self._names, parts.hostname or "", port, tls, TAKE_S)
         try:
@@ -288,11 +292,6 @@ class PeerSessions:
         if token is not None:
             headers.append(("authorization", f"Bearer {token}"))
         return headers
-
-    def _context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
 
 
 class LeaseChannel:

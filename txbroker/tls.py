@@ -17,8 +17,8 @@ from txbroker.errors import ConfigurationError
 
 _log = logging.getLogger("txbroker.tls")
 
-Told = Callable[[str], None]
-"""Is told in a sentence that files were read again, or why not."""
+Told = Callable[[str, str], None]
+"""Is told which files have changed and, where they do not fit together, why the last ones stay."""
 
 _Stamp = tuple[tuple[int, int, int], ...]
 
@@ -44,6 +44,16 @@ class TlsFiles(NamedTuple):
         return tuple(path for path in self[:3] if path is not None)
 
 
+NO_FILES = TlsFiles()
+
+
+def _tell(files: str, why: str) -> None:
+    if why:
+        _log.warning("%s changed, but the last ones stay: %s", files, why)
+    else:
+        _log.info("%s read again", files)
+
+
 class ServerTls:
     """What a listening server shows and asks for.
 
@@ -57,7 +67,7 @@ class ServerTls:
         ConfigurationError: a file cannot be read, or they do not fit together.
     """
 
-    def __init__(self, files: TlsFiles, told: Told = _log.info) -> None:
+    def __init__(self, files: TlsFiles, told: Told = _tell) -> None:
         self._reread = _Reread(files, _server_context, told)
         self.context = self._reread.current()
         # A listening socket keeps its context for good, so each connection takes the current one.
@@ -80,7 +90,7 @@ class ClientTls:
         ConfigurationError: a file cannot be read, or they do not fit together.
     """
 
-    def __init__(self, files: TlsFiles = TlsFiles(), told: Told = _log.info) -> None:  # noqa: B008
+    def __init__(self, files: TlsFiles = NO_FILES, told: Told = _tell) -> None:
         self._files = files
         self._told = told
         # The system's authorities take a while to read, and without files none may be needed.
@@ -112,13 +122,12 @@ class _Reread:
         if stamp is None or stamp == self._stamp:
             return self._context
         self._stamp = stamp
-        shown = ", ".join(map(str, self._files.paths))
+        why = ""
         try:
             self._context = self._make(self._files)
         except ConfigurationError as error:
-            self._told(f"{shown} changed, but the last ones are kept: {error}")
-        else:
-            self._told(f"{shown} read again")
+            why = str(error)
+        self._told(", ".join(map(str, self._files.paths)), why)
         return self._context
 
 

@@ -14,6 +14,8 @@ import msgspec
 from txbroker.core.records import CheckReason, Decision, Message, State
 
 SESSION_VERSION = 1
+CODE_HEADER = "Txb-Error"
+"""Names the error in every answer to a call over HTTP that was not carried out."""
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 """A frame holds many operations but never more than this; larger ones end the session."""
 

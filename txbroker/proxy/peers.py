@@ -1,6 +1,7 @@
 """The other proxies, by URL: calls are handed on to them, once, and their answers come back."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -30,6 +31,7 @@ from txbroker.proxy.forwarding import (
     encode,
     raised,
 )
+from txbroker.tls import ClientTls, tls_trouble
 
 T = TypeVar("T")
 
@@ -59,6 +61,7 @@ class Peers:
     Args:
         own_url: this proxy's URL, by which the others know it.
         bearer: returns the token that calls carry, None where there is none.
+        tls: whom to trust, and what to show; None: the system's authorities, and nothing.
         call_s: how long an answer may take, seconds.
         wait_s: the same for a commit that waits until consumers can see it.
     """
@@ -68,11 +71,13 @@ class Peers:
         own_url: Callable[[], str],
         bearer: Callable[[], str | None] = lambda: None,
         *,
+        tls: ClientTls | None = None,
         call_s: float = CALL_S,
         wait_s: float = WAIT_S,
     ) -> None:
         self._own_url = own_url
         self._bearer = bearer
+        self._tls = tls or ClientTls()
         self._call_s = call_s
         self._wait_s = wait_s
         # No limit of connections: each call is held by one that came in, and those are bounded.
@@ -147,7 +152,9 @@ class Peers:
 
     async def _look(self, url: str, path: str, kind: type[T]) -> T:
         async with self._talk(url, LOOK_S, None):
-            answer = self._http.get(url + path, headers=self._headers(), allow_redirects=False)
+            answer = self._http.get(
+                url + path, headers=self._headers(), allow_redirects=False, ssl=self._secured(url)
+            )
             async with answer as response:
                 return await _read(url, response, kind)
 
@@ -163,7 +170,11 @@ class Peers:
         body = encode(request)
         async with self._talk(url, limit_s or self._call_s, id):
             answer = self._http.post(
-                f"{url}{PREFIX}/{name}", data=body, headers=self._headers(), allow_redirects=False
+                f"{url}{PREFIX}/{name}",
+                data=body,
+                headers=self._headers(),
+                allow_redirects=False,
+                ssl=self._secured(url),
             )
             async with answer as response:
                 return await _read(url, response, kind)
@@ -186,14 +197,15 @@ class Peers:
                     if not calls:
                         self._open.pop(url, None)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unsent(f"the proxy at {url} cannot be connected to: {error}", id=id) from None
+            why = tls_trouble(error) or error
+            raise Unsent(f"the proxy at {url} cannot be connected to: {why}", id=id) from None
         except TimeoutError:
             raise OwnerUnavailable(
                 f"the proxy at {url} did not answer in time, or has left", id=id
             ) from None
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             # UnicodeError: a name that no resolver is asked for, as a label of it is too long.
-            why = str(error) or type(error).__name__
+            why = tls_trouble(error) or str(error) or type(error).__name__
             raise OwnerUnavailable(
                 f"the talk to the proxy at {url} broke off: {why}", id=id
             ) from None
@@ -201,6 +213,10 @@ class Peers:
             if id is not None:
                 error.details.setdefault("id", id)
             raise
+
+    def _secured(self, url: str) -> ssl.SSLContext | bool:
+        # Asked for at each call, so that a renewed certificate is shown from then on.
+        return self._tls.context() if url.startswith("https:") else True
 
     def _headers(self) -> dict[str, str]:
         headers = {"content-type": CONTENT_TYPE, PROXY_HEADER: self._own_url()}

@@ -3,8 +3,10 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import structlog
 from msgspec import Struct
 
+from txbroker import __version__
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
@@ -17,19 +19,24 @@ from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.cluster import Cluster
 from txbroker.proxy.console import console_pages
-from txbroker.proxy.http import make_app, serve
+from txbroker.proxy.http import make_admin_app, make_app, serve
 from txbroker.proxy.http.guards import Token
 from txbroker.proxy.metrics import Metrics
 from txbroker.proxy.observers import Observer
 from txbroker.proxy.overview import Surroundings
 from txbroker.proxy.peers import Peers
+from txbroker.proxy.readiness import ReadinessLog
 from txbroker.proxy.roster import Roster
+from txbroker.tls import ClientTls, ServerTls, TlsFiles
+
+log = structlog.get_logger()
 
 
 class Proxy(Struct, frozen=True):
     """A running proxy."""
 
     url: str
+    admin_url: str
     broker: Broker
     cluster: Cluster
     groups: Groups
@@ -48,7 +55,17 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         KafkaUnavailable: Kafka does not answer.
         ConfigurationError: the configuration, the address or Kafka's topics cannot work.
     """
+    tls = _server_tls(settings)
     async with AsyncExitStack() as stack:
+        stack.callback(log.info, "stopped")
+        log.info(
+            "starting",
+            version=__version__,
+            instance=settings.instance,
+            kafka=settings.kafka,
+            topic_prefix=settings.topic_prefix,
+            listen=settings.listen,
+        )
         stack.push_async_callback(door.close)
         await door.start()
         metrics = Metrics(settings.group_labels_max)
@@ -58,7 +75,8 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         bearer = _nothing if token is None else token.text
         checks = HttpChecks()
         stack.push_async_callback(checks.close)
-        elsewhere = PeerSessions(lambda: broker.url, bearer)
+        peers_tls = _peers_tls(settings)
+        elsewhere = PeerSessions(lambda: broker.url, bearer, peers_tls)
         stack.push_async_callback(elsewhere.close)
         runner = CheckRunner(
             GroupFinder(sessions, groups, checks, elsewhere),
@@ -75,7 +93,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         broker = Broker(door, settings, groups, runner, observer, around)
         observer.watch(broker)
         door.audit.follow(AuditMetrics(metrics).changed)
-        peers = Peers(lambda: broker.url, bearer)
+        peers = Peers(lambda: broker.url, bearer, tls=peers_tls)
         stack.push_async_callback(peers.close)
         cluster = Cluster(broker, peers)
         leases = Leases(sessions)
@@ -90,20 +108,64 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
             leases=leases,
             pages=console_pages,
         )
-        url = await stack.enter_async_context(serve(app, settings.listen))
+        url = await stack.enter_async_context(serve(app, settings.listen, tls))
+        admin_url = ""
+        if settings.admin_listen:
+            admin = serve(make_admin_app(app), settings.admin_listen, tls, admin=True)
+            admin_url = await stack.enter_async_context(admin)
         # Known before anybody hears of us.
         broker.url = settings.advertise or url
+        log.info("listening", url=url, advertise=broker.url)
+        readiness = ReadinessLog(broker.readiness)
+        broker.on_owners(readiness.look)
         roster = Roster(peers, elsewhere, lambda: _others(broker))
         broker.on_owners(roster.changed)
         stack.push_async_callback(broker.close)
+        stack.callback(log.info, "stopping")
         await broker.start()
         roster.start()
         stack.push_async_callback(roster.close)
-        yield Proxy(broker.url, broker, cluster, groups, sessions, metrics, runner)
+        stack.push_async_callback(readiness.close)
+        readiness.start()
+        yield Proxy(broker.url, admin_url, broker, cluster, groups, sessions, metrics, runner)
 
 
 def _others(broker: Broker) -> list[str]:
     return [url for url in broker.proxies() if url and url != broker.url]
+
+
+def _server_tls(settings: Settings) -> ServerTls | None:
+    if settings.tls_cert_file is None:
+        return None
+    files = TlsFiles(
+        settings.tls_client_ca_file,
+        settings.tls_cert_file,
+        settings.tls_key_file,
+        ("tls_client_ca_file", "tls_cert_file", "tls_key_file"),
+    )
+    return ServerTls(files, _tell_files)
+
+
+def _peers_tls(settings: Settings) -> ClientTls:
+    """Return what this proxy trusts and shows when it calls others.
+
+    Each shows the same certificate as server and as client, so whoever may sign clients' may sign
+    that of another proxy, too.
+    """
+    files = TlsFiles(
+        settings.peers_ca_file or settings.tls_client_ca_file,
+        settings.tls_cert_file,
+        settings.tls_key_file,
+        ("peers_ca_file", "tls_cert_file", "tls_key_file"),
+    )
+    return ClientTls(files, _tell_files)
+
+
+def _tell_files(files: str, why: str) -> None:
+    if why:
+        log.warning("tls files not taken", files=files, why=why)
+    else:
+        log.info("tls files read again", files=files)
 
 
 def _nothing() -> None:

@@ -22,6 +22,7 @@ from txbroker.sdk.types import (
     Outcome,
     ProducerClosed,
     Rollback,
+    Untrusted,
 )
 from txbroker.sdk.webhook import BadSignature, is_test_call, parse_check, verify_webhook
 
@@ -50,6 +51,7 @@ __all__ = [
     "TooLate",
     "Transaction",
     "TransactionalProducer",
+    "Untrusted",
     "is_test_call",
     "parse_check",
     "verify_webhook",

@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -121,11 +122,22 @@ class BlockingTransactionalProducer:
         check: CheckFunction | None = None,
         instance: str | None = None,
         token: str | None = None,
+        ca_file: str | Path | None = None,
+        client_cert_file: str | Path | None = None,
+        client_key_file: str | Path | None = None,
         limits: Limits | None = None,
     ) -> None:
         def make() -> TransactionalProducer:
             return TransactionalProducer(
-                urls, group=group, check=check, instance=instance, token=token, limits=limits
+                urls,
+                group=group,
+                check=check,
+                instance=instance,
+                token=token,
+                ca_file=ca_file,
+                client_cert_file=client_cert_file,
+                client_key_file=client_key_file,
+                limits=limits,
             )
 
         make()  # wrong arguments are to be refused here, not at the first use

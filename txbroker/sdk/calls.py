@@ -59,7 +59,9 @@ class Draft:
 class _Patience:
     """The tries of one call: how long yet, why the last one failed, was anything sent."""
 
-    def __init__(self, seconds: float, limits: Limits, trouble: Callable[[], str]) -> None:
+    def __init__(
+        self, seconds: float, limits: Limits, trouble: Callable[[], OwnerUnavailable | None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._trouble = trouble
@@ -121,9 +123,14 @@ class _Patience:
 
     def exhausted(self, what: str) -> RequestError:
         """Return the error to raise when the time is up."""
-        why = str(self._last or self._trouble() or "no owner was found")
+        trouble = self._trouble()
+        why = str(self._last or trouble or "no owner was found")
         tried_s = self._loop.time() - self._started_at
-        kind = Overloaded if isinstance(self._last, Overloaded) else OwnerUnavailable
+        kind: type[RequestError] = OwnerUnavailable
+        if isinstance(self._last, Overloaded):
+            kind = Overloaded
+        elif self._last is None and trouble is not None:
+            kind = type(trouble)
         return kind(f"{what} (tried for {tried_s:.1f} s; last: {why})", id=self.transaction_id)
 
 

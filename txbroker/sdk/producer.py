@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias, cast
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ from txbroker.sdk.transaction import (
     outcome_of,
 )
 from txbroker.sdk.types import CheckFunction, Outcome, ProducerClosed, Rollback, Wait
+from txbroker.tls import ClientTls, TlsFiles
 from txbroker.wire import SESSION_VERSION, Check, Drain, Hello
 
 START_TIMEOUT_S = 15.0
@@ -59,10 +61,15 @@ class TransactionalProducer:
             it this instance answers only for the blocks that run in it.
         instance: names this process among the group's; made up where not given.
         token: sent to the proxy as `authorization: Bearer TOKEN`.
+        ca_file: with https URLs, certificates of the authorities that may sign the proxies' (PEM);
+            None: the system's. They are always checked.
+        client_cert_file: the certificate that this process shows where a proxy asks for one (PEM).
+        client_key_file: its private key, without a passphrase; None where it is in the same file.
+            The three files are read again when they change.
         limits: bounds and times, see `Limits`.
 
     Raises:
-        ConfigurationError: a URL or limit is wrong, or `check` is no function.
+        ConfigurationError: a URL, limit or file is wrong, or `check` is no function.
         BadRequest: group or instance is no proper text.
     """
 
@@ -74,6 +81,9 @@ class TransactionalProducer:
         check: CheckFunction | None = None,
         instance: str | None = None,
         token: str | None = None,
+        ca_file: str | Path | None = None,
+        client_cert_file: str | Path | None = None,
+        client_key_file: str | Path | None = None,
         limits: Limits | None = None,
     ) -> None:
         if check is not None and not callable(check):
@@ -82,6 +92,9 @@ class TransactionalProducer:
         self.group = checked_text("group", group)
         self.instance = checked_text("instance", instance or _made_up_instance())
         self._token = token
+        self._tls = ClientTls(
+            TlsFiles(_path(ca_file), _path(client_cert_file), _path(client_key_file))
+        )
         self._limits = (limits or Limits()).validate()
         self._book = LocalBook(self._limits.running_again_s)
         self._desk = CheckDesk(check, self._book, self._limits)
@@ -97,6 +110,8 @@ class TransactionalProducer:
 
         Raises:
             OwnerUnavailable: no proxy can be reached within `timeout_s`.
+            Untrusted: nor will it be, as a certificate is not trusted, for example; this is said
+                at once, when all URLs have been tried.
             RequestError: the proxy refuses us, `unauthorized` for example.
         """
         if self._http is not None or self._book.closed:
@@ -290,7 +305,7 @@ class TransactionalProducer:
     async def _open_session(self, address: str) -> Session:
         assert self._http is not None
         hello = Hello(SESSION_VERSION, self.group, self.instance)
-        session = await open_session(self._http, address, hello, self, self._limits)
+        session = await open_session(self._http, address, hello, self, self._limits, self._tls)
         if self._draining:
             session.post(Drain())
         return session
@@ -337,6 +352,10 @@ async def _run_local(
             f"a local transaction returns a Decision or None, not {type(decision).__name__}"
         )
     return decision
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def _checked_urls(urls: str | Sequence[str]) -> list[str]:

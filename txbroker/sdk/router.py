@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from txbroker.errors import OwnerUnavailable, RequestError
 from txbroker.sdk.limits import Limits
-from txbroker.sdk.session import CannotConnect, Session
-from txbroker.sdk.types import ProducerClosed
+from txbroker.sdk.session import CannotConnect, CannotTrust, Session
+from txbroker.sdk.types import ProducerClosed, Untrusted
 from txbroker.wire import Drain
 
 _log = logging.getLogger("txbroker.sdk")
@@ -63,7 +63,8 @@ class Router:
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
         self._refusal: RequestError | None = None
-        self.last_trouble = ""
+        self.last_trouble: OwnerUnavailable | None = None
+        """Why there is no session, or the last one ended."""
 
     # --- life ----------------------------------------------------------------------------
 
@@ -72,6 +73,7 @@ class Router:
 
         Raises:
             OwnerUnavailable: no proxy could be reached within `timeout_s`.
+            Untrusted: none of those that were named can be, and TLS is why for one; at once.
             RequestError: a proxy refuses us.
         """
         self._keeper = asyncio.create_task(self._keep_one(), name="txbroker session keeper")
@@ -83,8 +85,8 @@ class Router:
                         raise self._refusal
                     await self._changed.wait()
         except TimeoutError:
-            why = self.last_trouble or f"no answer within {timeout_s:g} s"
-            raise OwnerUnavailable(f"no proxy can be reached: {why}") from None
+            trouble = self.last_trouble or OwnerUnavailable(f"no answer within {timeout_s:g} s")
+            raise type(trouble)(f"no proxy can be reached: {trouble}") from None
 
     def _all_seeds_failed(self) -> bool:
         return all(url in self._links and self._links[url].failures for url in self._seeds)
@@ -220,7 +222,7 @@ class Router:
         if self._sessions.get(session.url) is not session:
             return
         del self._sessions[session.url]
-        self.last_trouble = why
+        self.last_trouble = OwnerUnavailable(why)
         if self._sessions:
             self._views.pop(session.url, None)  # the last known view stays when all are lost
         link = self._links.setdefault(session.url, _Link())
@@ -296,15 +298,25 @@ class Router:
         except (CannotConnect, RequestError) as error:
             link.failures += 1
             self._ways.pop(url, None)
-            self.last_trouble = str(error)
-            if isinstance(error, RequestError):
-                self._refusal = error
+            self._remember(error)
             self._notify()
             raise
         await self._admit(session, way)
         if session.url != url and url not in self._seeds:
             link.failures += 1
             raise CannotConnect(f"{url} leads to {session.url}")
+
+    def _remember(self, error: CannotConnect | RequestError) -> None:
+        """Remember why a session could not be opened."""
+        before = str(self.last_trouble)
+        if isinstance(error, CannotTrust):
+            self.last_trouble = self._refusal = Untrusted(str(error))
+            if str(error) != before:
+                _log.warning("no session: %s", error)
+            return
+        self.last_trouble = OwnerUnavailable(str(error))
+        if isinstance(error, RequestError):
+            self._refusal = error
 
     async def _admit(self, session: Session, way: str) -> None:
         if session.url in self._sessions or self._closed:

@@ -15,9 +15,18 @@ from typing import Protocol
 import aiohttp
 import msgspec
 
-from txbroker.errors import Forbidden, RequestError, TooLarge, Unauthorized, request_errors
+from txbroker.errors import (
+    CertificateRequired,
+    Forbidden,
+    RequestError,
+    TooLarge,
+    Unauthorized,
+    request_errors,
+)
 from txbroker.sdk.limits import Limits
+from txbroker.tls import ClientTls, tls_trouble
 from txbroker.wire import (
+    CODE_HEADER,
     FRAME_BYTES_MAX,
     Check,
     CheckAnswer,
@@ -47,6 +56,10 @@ _error_kinds = request_errors()
 
 class CannotConnect(Exception):
     """No session could be opened at this address now; another try may do better."""
+
+
+class CannotTrust(CannotConnect):
+    """There is no session, as TLS does not come about."""
 
 
 class SessionLost(Exception):
@@ -299,13 +312,19 @@ class Session:
 
 
 async def open_session(
-    http: aiohttp.ClientSession, address: str, hello: Hello, listener: Listener, limits: Limits
+    http: aiohttp.ClientSession,
+    address: str,
+    hello: Hello,
+    listener: Listener,
+    limits: Limits,
+    tls: ClientTls,
 ) -> Session:
     """Open a session at `address`; `http` brings the token along.
 
     Raises:
+        CannotTrust: TLS does not come about.
         CannotConnect: nobody answers there, or not as a proxy does.
-        RequestError: the proxy does not take us: token, version or group.
+        RequestError: the proxy does not take us: token, certificate, version or group.
     """
     try:
         async with asyncio.timeout(limits.connect_timeout_s):
@@ -313,6 +332,7 @@ async def open_session(
                 address + SESSION_PATH,
                 heartbeat=limits.heartbeat_s,
                 max_msg_size=FRAME_BYTES_MAX + FRAME_OVERHEAD_BYTES,
+                ssl=tls.context() if address.startswith("https:") else True,
             )
             try:
                 welcome, *rest = await _greet(socket, hello)
@@ -322,12 +342,18 @@ async def open_session(
     except aiohttp.WSServerHandshakeError as error:
         if error.status == Unauthorized.status:
             raise Unauthorized(f"{address} wants a token, or another one") from None
+        if error.headers and error.headers.get(CODE_HEADER) == CertificateRequired.code:
+            raise CertificateRequired(
+                f"{address} wants a client certificate: name one with client_cert_file"
+            ) from None
         if error.status == Forbidden.status:
             raise Forbidden(f"{address} refuses this host name or origin") from None
         raise CannotConnect(f"{address} answers HTTP status {error.status}") from None
     except TimeoutError:
         raise CannotConnect(f"{address} does not answer") from None
     except (aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+        if (why := tls_trouble(error)) is not None:
+            raise CannotTrust(f"{address}: {why}") from None
         raise CannotConnect(f"{address}: {error or type(error).__name__}") from None
     assert isinstance(welcome, Welcome)
     session = Session(socket, welcome, welcome.url or address, listener)

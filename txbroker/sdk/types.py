@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from txbroker.core.records import CheckReason, Decision, Message, State
-from txbroker.errors import BadRequest, TxbrokerError
+from txbroker.errors import BadRequest, OwnerUnavailable, TxbrokerError
 
 NOT_YET_MAX_S = 3600.0
 """A deliberate "not yet" is remembered for at most an hour."""
@@ -21,6 +21,12 @@ class Rollback(Exception):
 
 class ProducerClosed(TxbrokerError):
     """The producer is closed, draining or not started yet: nothing was sent."""
+
+
+class Untrusted(OwnerUnavailable):
+    """TLS did not come about: one side does not trust the other's certificate, or it has expired
+    or is for another host name. Nothing was sent. It is for the operator to mend, while calls of a
+    producer that runs are tried again until their time is over."""
 
 
 @dataclass(frozen=True, slots=True)

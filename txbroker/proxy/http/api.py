@@ -1,8 +1,8 @@
 """The HTTP API put together: declared operations, the guard before them, errors as JSON."""
 
 import copy
-import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -12,7 +12,9 @@ from txbroker.checkers.leases import Leases
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.contract import Service
+from txbroker.core.telling import telling, where_raised
 from txbroker.errors import (
+    AdminOnly,
     BadRequest,
     KafkaDown,
     KafkaUnavailable,
@@ -44,11 +46,23 @@ log = get_logger(__name__)
 SESSION_PATH = "/v1/session"
 OPENAPI_PATH = "/v1/openapi.json"
 SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)
-_FRAMES_SHOWN = 4
 
 
 Pages = Callable[[Shell, Guard], Iterable[tuple[str, str, Handler]]]
 """Returns method, path and handler of every page."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the applications of the two addresses have in common."""
+
+    own: Shell
+    shell: Shell
+    declared: tuple[Operation, ...]
+    pages: Pages
+
+
+_PARTS: web.AppKey[_Parts] = web.AppKey("parts", _Parts)
 
 
 def operations() -> tuple[Operation, ...]:
@@ -77,7 +91,8 @@ def make_app(
     leases: Leases | None = None,
     pages: Pages = lambda _shell, _guard: (),
 ) -> web.Application:
-    """Return the web application of one proxy.
+    """Return the web application of one proxy; where there is an admin address, without what is
+    operators'.
 
     Args:
         service: answers the HTTP API.
@@ -92,26 +107,11 @@ def make_app(
     # The same in all but whom it asks: what is in flight is bounded together.
     shell = copy.copy(own)
     shell.service = service
-    declared = operations()
-    guard = Guard(settings)
-    open_paths = frozenset(operation.path for operation in declared if operation.open)
-    app = web.Application(
-        middlewares=[_outermost(shell, guard, open_paths)],
-        client_max_size=settings.request_bytes_max,
-    )
-    app[SHELL] = own
-    for operation in declared:
-        app.router.add_route(
-            operation.method, operation.path, _endpoint(shell, operation), expect_handler=_expect
-        )
-        if operation.method == "GET":
-            app.router.add_route(
-                "HEAD", operation.path, _endpoint(shell, operation), expect_handler=_expect
-            )
+    parts = _Parts(own, shell, operations(), pages)
+    app = _application(parts, Guard(settings), admin=not settings.admin_listen)
+    app[_PARTS] = parts
     for method, path, handler in Internal(own, leases or Leases(sessions)).routes():
         app.router.add_route(method, path, handler, expect_handler=_expect)
-    for method, path, page in pages(shell, guard):
-        app.router.add_route(method, path, page, expect_handler=_expect)
     session_server = SessionServer(own)
     app.router.add_get(
         SESSION_PATH, session_server.handle, allow_head=False, expect_handler=_expect
@@ -120,6 +120,41 @@ def make_app(
     app.on_shutdown.append(session_server.close_all)
     metrics.watch(lambda: Gauges(sessions=sessions.counts(), ready=service.readiness().ready))
     return app
+
+
+def make_admin_app(app: web.Application) -> web.Application:
+    """Return the application of the admin address of the proxy whose application `app` is:
+    the whole HTTP API and the pages, but neither sessions nor the calls of other proxies.
+
+    Raises:
+        ConfigurationError: the token file cannot be read.
+    """
+    parts = app[_PARTS]
+    return _application(parts, Guard(parts.own.settings, admin=True), admin=True)
+
+
+def _application(parts: _Parts, guard: Guard, *, admin: bool) -> web.Application:
+    shell = parts.shell
+    open_paths = frozenset(operation.path for operation in parts.declared if operation.open)
+    app = web.Application(
+        middlewares=[_outermost(shell, guard, open_paths, pages=admin)],
+        client_max_size=shell.settings.request_bytes_max,
+    )
+    app[SHELL] = parts.own
+    for operation in parts.declared:
+        taken = admin or not operation.admin
+        handler = _endpoint(shell, operation) if taken else _at_admin_address
+        methods = ("GET", "HEAD") if operation.method == "GET" else (operation.method,)
+        for method in methods:
+            app.router.add_route(method, operation.path, handler, expect_handler=_expect)
+    if admin:
+        for method, path, page in parts.pages(shell, guard):
+            app.router.add_route(method, path, page, expect_handler=_expect)
+    return app
+
+
+async def _at_admin_address(_: web.Request) -> web.StreamResponse:
+    raise AdminOnly
 
 
 def _endpoint(shell: Shell, operation: Operation) -> Handler:
@@ -168,13 +203,18 @@ def _response(operation: Operation, reply: Reply) -> web.Response:
     return response
 
 
-def _outermost(shell: Shell, guard: Guard, open_paths: frozenset[str]) -> Middleware:
+def _outermost(
+    shell: Shell, guard: Guard, open_paths: frozenset[str], *, pages: bool
+) -> Middleware:
     @web.middleware
     async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             # Pages admit by themselves: they answer in HTML, and have a login.
-            if request.path not in open_paths and not is_page(request.path):
+            page = is_page(request.path)
+            if request.path not in open_paths and not page:
                 guard.admit(request)
+            if page and not pages:
+                raise AdminOnly("the console is at this proxy's admin address")
             return await handler(request)
         except RequestError as error:
             return error_response(error)
@@ -189,7 +229,7 @@ def _outermost(shell: Shell, guard: Guard, open_paths: frozenset[str]) -> Middle
                 "call failed",
                 method=request.method,
                 path=request.path[:100],
-                error=repr(error)[:300],
+                error=telling(error),
                 where=where_raised(error),
             )
             return error_response(
@@ -197,12 +237,6 @@ def _outermost(shell: Shell, guard: Guard, open_paths: frozenset[str]) -> Middle
             )
 
     return outermost
-
-
-def where_raised(error: BaseException) -> str:
-    """Return the innermost places of a traceback in one line, for the log."""
-    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES_SHOWN:]
-    return " > ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames)
 
 
 def _translated(request: web.Request, error: web.HTTPException) -> web.Response:

@@ -1,4 +1,5 @@
-"""Who may call: known host names, no foreign pages, and the bearer of the token where there is one.
+"""Who may call: known host names, no foreign pages, the bearer of the token where there is one, and
+who shows a client certificate where one is asked for.
 
 A page on the web can make a browser call this API on its user's machine or network. The Origin
 header gives such a page away; a page that has its own name pointed at our address (DNS rebinding)
@@ -14,7 +15,8 @@ from aiohttp import web
 
 from txbroker.addresses import Address, read_secret
 from txbroker.config import Settings
-from txbroker.errors import ConfigurationError, Forbidden, Unauthorized
+from txbroker.core.telling import telling
+from txbroker.errors import CertificateRequired, ConfigurationError, Forbidden, Unauthorized
 from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
@@ -32,10 +34,12 @@ def is_page(path: str) -> bool:
 class Token:
     """The token that calls must carry, read again when its file changes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str = "token_file") -> None:
+        self.name = name
         self._path = path
         self._stamp: tuple[int, int, int] | None = None
-        self._token = read_secret("token_file", path).encode()
+        self._unread = False
+        self._token = read_secret(name, path).encode()
         self._refresh()
 
     def matches(self, given: str) -> bool:
@@ -54,45 +58,66 @@ class Token:
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             if stamp == self._stamp:
                 return
-            self._token = read_secret("token_file", self._path).encode()
-        except (OSError, ConfigurationError):
+            self._token = read_secret(self.name, self._path).encode()
+        except (OSError, ConfigurationError) as error:
             # The file is being replaced: the last token holds until there is a new one.
+            if not self._unread:
+                log.warning("token file not read", path=str(self._path), why=telling(error))
+            self._unread = True
             return
         if self._stamp is not None:
             log.info("token file read again", path=str(self._path))
         self._stamp = stamp
+        self._unread = False
 
 
 class Guard:
-    """Admits calls or refuses them."""
+    """Admits calls or refuses them.
 
-    def __init__(self, settings: Settings) -> None:
-        address = settings.listen_address
+    Args:
+        admin: True for the guard of the admin address.
+
+    Raises:
+        ConfigurationError: the token file cannot be read.
+    """
+
+    def __init__(self, settings: Settings, *, admin: bool = False) -> None:
+        listening = settings.admin_address if admin else None
+        address = listening or settings.listen_address
         advertised = urlsplit(settings.advertise_url).hostname or ""
         named = (address.host, advertised, *settings.allowed_hosts)
         self._hosts = _LOOPBACK | {name.lower() for name in named if name}
         # Who listens everywhere is called by any of the machine's addresses. No page can make
         # a bare address its own name, so this opens nothing to DNS rebinding.
         self._any_address = _is_wildcard(address)
-        self.token = None if settings.token_file is None else Token(settings.token_file)
+        self._needs_certificate = settings.tls_client_ca_file is not None
+        self.token: Token | None = None
+        if admin and settings.admin_token_file is not None:
+            self.token = Token(settings.admin_token_file, "admin_token_file")
+        elif settings.token_file is not None:
+            self.token = Token(settings.token_file)
 
     def admit(self, request: web.BaseRequest) -> None:
-        """Refuse a call by a foreign page, for an unknown host name, or without the token.
+        """Refuse a call by a foreign page, for an unknown host name, or without token or client
+        certificate where there has to be one.
 
         Raises:
-            Forbidden, Unauthorized: says what to do.
+            Forbidden, CertificateRequired, Unauthorized: says what to do.
         """
         self.admit_page(request)
         if self.token is not None:
             self._check_token(self.token, request)
 
     def admit_page(self, request: web.BaseRequest) -> None:
-        """Refuse a call by a foreign page or for an unknown host name; of a token nothing is
-        asked, as for the console, which has a login.
+        """Refuse a call by a foreign page, for an unknown host name, or without the client
+        certificate that is asked for; of a token nothing is asked, as for the console, which has
+        a login.
 
         Raises:
-            Forbidden: says what to do.
+            Forbidden, CertificateRequired: says what to do.
         """
+        if self._needs_certificate and not _has_certificate(request):
+            raise CertificateRequired
         host = request.headers.get("Host", "")
         name = _host_name(host)
         if name not in self._hosts and not (self._any_address and _is_address(name)):
@@ -108,7 +133,13 @@ class Guard:
         if not given:
             raise Unauthorized
         if scheme.lower() != "bearer" or not token.matches(given.strip()):
-            raise Unauthorized("the token is not the one in this proxy's token_file")
+            raise Unauthorized(f"the token is not the one in this proxy's {token.name}")
+
+
+def _has_certificate(request: web.BaseRequest) -> bool:
+    """Say whether the caller showed a certificate; TLS has let none pass that is not trusted."""
+    transport = request.transport
+    return transport is not None and bool(transport.get_extra_info("peercert"))
 
 
 def _is_wildcard(address: Address) -> bool:

@@ -7,7 +7,9 @@ import msgspec
 from aiohttp import web
 
 from txbroker.errors import (
+    AdminOnly,
     BadRequest,
+    CertificateRequired,
     Forbidden,
     Overloaded,
     RequestError,
@@ -18,12 +20,13 @@ from txbroker.errors import (
 )
 from txbroker.proxy.http.bodies import Answer, NoQuery, Request
 from txbroker.proxy.http.shell import Shell
+from txbroker.wire import CODE_HEADER
 
 JSON = "application/json"
 encode_json = msgspec.json.Encoder().encode
 
 Errors = tuple[type[RequestError], ...]
-_ALWAYS: Errors = (BadRequest, Forbidden, Unauthorized, RequestError)
+_ALWAYS: Errors = (BadRequest, Forbidden, CertificateRequired, Unauthorized, RequestError)
 _WITH_BODY: Errors = (TooSlow, TooLarge, UnsupportedMediaType, Overloaded)
 
 
@@ -59,6 +62,8 @@ class Operation:
         body: what must come with the call; `body_optional` where nothing at all is fine too.
         errors: what it can end with, beside what every call can.
         open: True where anybody may call, whatever the host name and without token.
+        admin: True where the call is one of operators': where there is an admin address, it is
+            taken there alone.
         prepares: True where the call begins a transaction: it leaves room for those that end one.
     """
 
@@ -74,6 +79,7 @@ class Operation:
     errors: Errors = field(default=())
     media: str = JSON
     open: bool = False
+    admin: bool = False
     prepares: bool = False
 
     @property
@@ -84,7 +90,8 @@ class Operation:
     @property
     def all_errors(self) -> Errors:
         """Everything that this call can end with."""
-        return tuple(dict.fromkeys((*_ALWAYS, *(_WITH_BODY if self.changes else ()), *self.errors)))
+        always = (*_ALWAYS, AdminOnly) if self.admin else _ALWAYS
+        return tuple(dict.fromkeys((*always, *(_WITH_BODY if self.changes else ()), *self.errors)))
 
 
 def error_response(error: RequestError) -> web.Response:
@@ -93,6 +100,8 @@ def error_response(error: RequestError) -> web.Response:
     response = web.Response(
         status=error.status, body=encode_json({"error": fields}), content_type=JSON
     )
+    # Who asked for a session gets to see nothing of the body.
+    response.headers[CODE_HEADER] = error.code
     if error.retryable:
         response.headers["Retry-After"] = str(error.details.get("retry_after_s", 1))
     if error.status == Unauthorized.status:

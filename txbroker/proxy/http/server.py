@@ -9,12 +9,14 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from txbroker.addresses import parse_address
+from txbroker.core.telling import telling, where_raised
 from txbroker.errors import BadRequest, ConfigurationError, RequestError
 from txbroker.proxy.http.api import SHELL
 from txbroker.proxy.http.frames import FrameMeter
 from txbroker.proxy.http.operations import error_response
 from txbroker.proxy.http.shell import Shell
 from txbroker.proxy.logging import get_logger
+from txbroker.tls import ServerTls
 
 log = get_logger(__name__)
 
@@ -99,7 +101,8 @@ class _Connection(RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("an answer was begun already")
         if status >= 500:
-            log.error("call failed", error=repr(exc)[:_LINE_MAX])
+            if exc is not None:
+                log.error("call failed", error=telling(exc), where=where_raised(exc))
             error = RequestError("something went wrong inside the proxy; its log says what")
         else:
             what = (message or "").strip().partition("\n")[0][:_LINE_MAX]
@@ -127,8 +130,14 @@ class _Runner(web.AppRunner):
 
 
 @asynccontextmanager
-async def serve(app: web.Application, listen: str) -> AsyncIterator[str]:
+async def serve(
+    app: web.Application, listen: str, tls: ServerTls | None = None, *, admin: bool = False
+) -> AsyncIterator[str]:
     """Listen on `host:port` (port 0 takes a free one) and yield the URL to call.
+
+    Args:
+        tls: what to show and ask for; None: TLS is not spoken.
+        admin: True where this is the admin address, so not where SDKs and other proxies call.
 
     Raises:
         ConfigurationError: the address is malformed, taken or not this machine's.
@@ -145,15 +154,22 @@ async def serve(app: web.Application, listen: str) -> AsyncIterator[str]:
     runner = _Runner(app, handle_signals=False, **options)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, address.host, address.port, reuse_address=True)
+        site = web.TCPSite(
+            runner,
+            address.host,
+            address.port,
+            reuse_address=True,
+            ssl_context=None if tls is None else tls.context,
+        )
         try:
             await site.start()
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigurationError(f"cannot listen on {listen}: {reason}") from None
-        url = address._replace(port=runner.addresses[0][1]).url
+        port = runner.addresses[0][1]
+        url = address._replace(port=port).url_of(secure=tls is not None)
         shell = app[SHELL]
-        if not shell.settings.advertise:
+        if not (admin or shell.settings.advertise):
             shell.url = url
         yield url
     finally:

@@ -55,6 +55,7 @@ OPERATIONS = (
         "How all stands: proxies, half partitions, groups, rates over the last ten seconds",
         overview,
         {200: OverviewBody},
+        admin=True,
     ),
     Operation(
         "metrics",
@@ -64,5 +65,6 @@ OPERATIONS = (
         metrics,
         {200: None},
         media="text/plain",
+        admin=True,
     ),
 )  # fmt: skip

@@ -223,6 +223,7 @@ OPERATIONS = (
         {200: PageBody},
         query=ListQuery,
         errors=_OUT_OF_REACH,
+        admin=True,
     ),
     Operation(
         "find",
@@ -266,6 +267,7 @@ OPERATIONS = (
         body=ReasonBody,
         body_optional=True,
         errors=(NotPending, Overloaded, *_BY_ID),
+        admin=True,
     ),
     Operation(
         "revive",
@@ -277,5 +279,6 @@ OPERATIONS = (
         body=ReasonBody,
         body_optional=True,
         errors=(NotPending, *_BY_ID),
+        admin=True,
     ),
 )  # fmt: skip

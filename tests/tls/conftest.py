@@ -1,0 +1,39 @@
+"""The fixtures of the TLS tests: certificates once, a Kafka in memory for each test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from memory_world import MemoryWorld
+from tls_files import Authority
+from tls_world import ADMIN_TOKEN, TOKEN, Files
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Two authorities and what they have signed, and two tokens."""
+    folder = tmp_path_factory.mktemp("tls")
+    ours, others = Authority(folder, "ours"), Authority(folder, "others")
+    token, admin_token = folder / "token", folder / "admin-token"
+    token.write_text(f"{TOKEN}\n")
+    admin_token.write_text(f"{ADMIN_TOKEN}\n")
+    return Files(
+        folder,
+        ours,
+        others,
+        ours.sign("proxy"),
+        ours.sign("client", "DNS:orders.example.org"),
+        others.sign("stranger", "DNS:orders.example.org"),
+        token,
+        admin_token,
+    )
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[MemoryWorld]:
+    """A Kafka in memory."""
+    made = MemoryWorld()
+    await made.create_topic("payments")
+    yield made
+    await made.close()

@@ -1,0 +1,81 @@
+"""Whole transactions over TLS: by curl, by the SDK in both forms, and through another proxy."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from memory_world import MemoryWorld
+from service_world import until
+from tls_world import BODY, TOKEN, Files, curl, mutual, running, secured, trusting
+
+from txbroker.core.records import Decision
+from txbroker.errors import CertificateRequired, Unauthorized
+from txbroker.sdk import (
+    BlockingTransactionalProducer,
+    Message,
+    TransactionalProducer,
+    Untrusted,
+)
+
+pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
+
+
+async def visible(world: MemoryWorld, count: int) -> list[bytes | None]:
+    """Return what consumers see, once it is so much."""
+
+    async def seen() -> bool:
+        return len(await world.visible("test.payments")) >= count
+
+    await until(seen)
+    return [record.value for record in await world.visible("test.payments")]
+
+
+async def test_curl_brings_a_transaction_to_its_end(world: MemoryWorld, files: Files) -> None:
+    body = {"group": "orders", "messages": [{"topic": "test.payments", "value": "42"}]}
+    async with running(world, **secured(files)) as proxy:
+        assert proxy.url.startswith("https://")
+        prepared = await curl(f"{proxy.url}/v1/transactions", *trusting(files), body=body)
+        assert prepared.status == 201, prepared
+        path = f"/v1/transactions/{prepared.json['id']}/commit"
+        done = await curl(proxy.url + path, *trusting(files), body={"wait": "promoted"})
+        assert (done.status, done.json["state"]) == (200, "promoted")
+        assert await visible(world, 1) == [b"42"]
+
+
+async def test_the_sdk_sends_and_is_asked_over_tls(world: MemoryWorld, files: Files) -> None:
+    asked: list[str] = []
+
+    def check(request: object) -> Decision:
+        asked.append(str(request))
+        return Decision.COMMIT
+
+    settings = secured(files, token_file=files.token, check_after_s=0.2)
+    async with running(world, **settings) as proxy:
+        producer = TransactionalProducer(
+            proxy.url, group="orders", check=check, token=TOKEN, ca_file=files.ours.cert
+        )
+        async with producer:
+            async with producer.transaction(Message("test.payments", b"k", b"one")):
+                pass
+            # Nobody decides this one: the check comes down the same session.
+            await producer.prepare(Message("test.payments", b"k", b"two"))
+            assert await visible(world, 2) == [b"one", b"two"]
+        assert len(asked) == 1
+
+
+async def test_the_blocking_sdk_sends_over_mutual_tls(world: MemoryWorld, files: Files) -> None:
+    def send(url: str) -> None:
+        producer = BlockingTransactionalProducer(
+            [url],
+            group="orders",
+            ca_file=str(files.ours.cert),
+            client_cert_file=str(files.client.cert),
+            client_key_file=str(files.client.key),
+        )
+        with producer, producer.transaction(Message("test.payments", b"k", b"one")):
+            pass
+
+    async with running(world, **mutual(files)) as proxy:
+        await asyncio.to_thread(send, proxy.url)
+        assert await visible(world, 1) == [b"one"]

@@ -1,0 +1,120 @@
+"""Proxies with TLS on a Kafka in memory, and calls of them by curl, which is nobody of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memory_world import MemoryWorld
+from service_world import until
+from tls_files import Authority, Pair
+
+from txbroker.config import load_settings
+from txbroker.proxy.process import Proxy, run_proxy
+
+Json = dict[str, Any]
+BODY = {"group": "orders", "messages": [{"topic": "payments", "value": "42"}]}
+
+
+class Files(NamedTuple):
+    """What the tests of a session share.
+
+    Attributes:
+        ours: has signed the certificates of `proxy` and `client`.
+        others: an authority that nobody here trusts.
+    """
+
+    folder: Path
+    ours: Authority
+    others: Authority
+    proxy: Pair
+    client: Pair
+    stranger: Pair
+    token: Path
+    admin_token: Path
+
+
+TOKEN, ADMIN_TOKEN = "planted-token-of-producers", "planted-token-of-operators"  # noqa: S105
+
+
+def secured(files: Files, **more: Any) -> Json:
+    """Return the settings of a proxy with TLS."""
+    return {
+        "listen": "127.0.0.1:0",
+        "tls_cert_file": files.proxy.cert,
+        "tls_key_file": files.proxy.key,
+        "peers_ca_file": files.ours.cert,
+        **more,
+    }
+
+
+def mutual(files: Files, **more: Any) -> Json:
+    """Return the settings of a proxy that asks for client certificates."""
+    return secured(files, tls_client_ca_file=files.ours.cert, **more)
+
+
+@asynccontextmanager
+async def running(
+    world: MemoryWorld, instance: str = "one", partitions: int = 2, **settings: Any
+) -> AsyncIterator[Proxy]:
+    """Run a proxy until the block is left; it can take calls."""
+    door = world.closed_door(instance, half_partitions=partitions, facts_ttl_s=0.2)
+    given = load_settings({"instance": instance, **settings}, environ={})
+    async with run_proxy(door, given) as proxy:
+
+        async def ready() -> bool:
+            return proxy.broker.readiness().ready
+
+        await until(ready)
+        yield proxy
+
+
+class Curled(NamedTuple):
+    """What curl says: its exit code, the status and the body of the answer, its complaint."""
+
+    code: int
+    status: int
+    body: str
+    complaint: str
+    headers: str
+
+    @property
+    def json(self) -> Json:
+        """The answer."""
+        return dict(json.loads(self.body))
+
+    @property
+    def error(self) -> str:
+        """The code of the error."""
+        return str(self.json["error"]["code"])
+
+
+async def curl(url: str, *words: str | Path, body: Json | None = None) -> Curled:
+    """Call by curl, which trusts what `words` say."""
+    sent: list[str] = []
+    if body is not None:
+        sent = ["-H", "content-type: application/json", "-d", json.dumps(body)]
+    command = ["-sS", "--max-time", "20", "-D", "/dev/stderr", "-w", "\n%{http_code}", *sent]
+    process = await asyncio.create_subprocess_exec(
+        "curl", *command, *map(str, words), url,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, said = (stream.decode() for stream in await process.communicate())
+    answer, _, status = out.rpartition("\n")
+    lines = said.splitlines()
+    complaint = "\n".join(line for line in lines if line.startswith("curl:"))
+    return Curled(process.returncode or 0, int(status or 0), answer, complaint, said)
+
+
+def trusting(files: Files, *, shown: Pair | None = None, token: str = "") -> list[str | Path]:
+    """Return curl's words for somebody who trusts our authority."""
+    words: list[str | Path] = ["--cacert", files.ours.cert]
+    if shown is not None:
+        words += ["--cert", shown.cert, "--key", shown.key]
+    if token:
+        words += ["-H", f"authorization: Bearer {token}"]
+    return words
