@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import promql
 import pytest
 import yaml
-from command_lines import parsed
 
 from txbroker.proxy.metrics import Described, Metrics
 
@@ -143,25 +141,3 @@ def test_the_metrics_that_docs_name_are_those_of_the_code() -> None:
         if name not in KNOWN and name not in listed | {"txbroker_barrier"}
     }
     assert wrong == set()
-
-
-def commands() -> list[tuple[str, str]]:
-    """Every call of `txbroker` in the runbooks, in blocks and within sentences."""
-    found: list[tuple[str, str]] = []
-    for page in [*PAGES, RUNBOOKS / "README.md"]:
-        text = page.read_text()
-        calls = re.findall(r"^\s*(txbroker [^\n]*)$", text, re.M)
-        calls += re.findall(r"`(txbroker [a-z][^`]*)`", text)
-        found += [(page.stem, call) for call in calls]
-    return found
-
-
-@pytest.mark.parametrize(("page", "call"), commands())
-def test_a_command_of_a_runbook_is_one(page: str, call: str, tmp_path: Path) -> None:
-    (tmp_path / "token").touch()
-    words = [{"FILE": str(tmp_path / "token")}.get(word, word) for word in shlex.split(call)[1:]]
-    words = [str(tmp_path / word) if word.endswith(".tar.gz") else word for word in words]
-    words = ["a:9092" if word == "KAFKA" else word for word in words]
-    path, context = parsed(words)
-    with context:
-        assert call.startswith(f"txbroker {path}"), page

@@ -4,6 +4,7 @@
 """
 
 import sys
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def _http() -> str:
     for name, schema in document["components"]["schemas"].items():
         if "properties" in schema:
             lines += ["", *_body(name, schema)]
+        elif "enum" in schema:
+            lines += ["", *_values(name, schema)]
     return "\n".join(lines) + "\n"
 
 
@@ -106,6 +109,13 @@ def _body(name: str, schema: dict[str, Any]) -> list[str]:
             f"| `{field}` | {_cell(_type(shape))}{need}{'. ' if text else ''}{_cell(text)} |"
         )
     return lines
+
+
+def _values(name: str, schema: dict[str, Any]) -> list[str]:
+    lines = [f'<a id="{name.lower()}"></a>', f"### {name}", ""]
+    if text := cleandoc(schema.get("description", "")):
+        lines += [text, ""]
+    return [*lines, f"One of {_type(schema)}."]
 
 
 def _type(schema: dict[str, Any]) -> str:

@@ -1,0 +1,265 @@
+"""What the docs name is there, commands and metrics and settings; and what is there, they name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeGuard
+
+import click
+import pytest
+from command_lines import parsed
+
+from txbroker.cli.main import cli
+from txbroker.config import Settings
+from txbroker.contract import PartitionState
+from txbroker.kafka.turns import _CAUSES as CAUSES
+from txbroker.proxy.metrics import Metrics
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+# Synopses, with `OPTIONS` and the like: test_cli_usage holds it against the commands.
+WRITTEN = [page for page in PAGES if page != DOCS / "reference/cli.md"]
+# What stands for something of the reader's own.
+STANDS_FOR = {"KAFKA": "kafka:9092", "PROXY": "http://proxy:8470", "ID": "0" * 26}
+# Left out of a call: what a shell reads, and an ellipsis.
+AFTER_CALL = {"|", "||", "&", "&&", ";", ">", ">>", "<", "…", "..."}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# --- commands --------------------------------------------------------------------------------
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Yield the fenced blocks of a page."""
+    for block in re.findall(r"^ *```[a-z]*\n(.*?)^ *```$", text, re.M | re.S):
+        yield re.sub(r"\\\n\s*", "", str(block))
+
+
+def calls_in(text: str) -> list[str]:
+    """Return the calls of txbroker in a page, those in blocks and those within sentences.
+
+    Where a block shows a session, only what stands behind a prompt was typed.
+    """
+    found = []
+    for block in blocks(text):
+        session = re.search(r"^\s*\$ ", block, re.M) is not None
+        prompt = r"\$ " if session else ""
+        found += re.findall(rf"^\s*{prompt}(txbroker [^\n]*)$", block, re.M)
+    sentences = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    return found + re.findall(r"`(txbroker [a-z][^`]*)`", " ".join(sentences.split()))
+
+
+def words_of(call: str) -> list[str]:
+    """Return the words of a call behind `txbroker`, without what a shell does with them."""
+    lexer = shlex.shlex(call, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words = []
+    for word in lexer:
+        if word in AFTER_CALL:
+            break
+        words.append(STANDS_FOR.get(word, word))
+    return words[1:]
+
+
+CALLS = [(name_of(page), call) for page in WRITTEN for call in calls_in(page.read_text())]
+
+
+def test_calls_are_found_wherever_they_stand() -> None:
+    page = """Say `txbroker tx list
+--all`, then:
+```
+txbroker proxy --kafka a:1 \\
+  --instance one | tee log
+```
+   ```
+   $ txbroker top --once
+   txbroker at http://a
+   ```
+"""
+    assert calls_in(page) == [
+        "txbroker proxy --kafka a:1 --instance one | tee log",
+        "txbroker top --once",
+        "txbroker tx list --all",
+    ]
+    assert words_of("txbroker tx show ID -o json > 'a b'") == ["tx", "show", "0" * 26, "-o", "json"]
+
+
+def is_name(words: list[str]) -> bool:
+    """Say whether these words only name a command or a group of commands, to speak of it."""
+    command: click.Command = cli
+    for word in words:
+        child = command.get_command(click.Context(command), word) if is_group(command) else None
+        if child is None:
+            return False
+        command = child
+    return True
+
+
+def is_group(command: click.Command) -> TypeGuard[click.Group]:
+    return isinstance(command, click.Group)
+
+
+@pytest.mark.parametrize(("page", "call"), CALLS)
+def test_a_command_is_one(
+    page: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [word.replace("~/", f"{tmp_path}/") for word in words_of(call)]
+    if is_name(words):
+        return
+    for word in words:
+        # Any word may be a file that the command wants to be there.
+        if re.fullmatch(rf"({re.escape(str(tmp_path))}/)?[\w.-][\w./-]*", word):
+            file = tmp_path / word
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    path, context = parsed(words)
+    with context:
+        assert " ".join(words).startswith(path), page
+
+
+def test_a_command_that_is_mentioned_is_one() -> None:
+    """`tx commit` and the like, without the program's name."""
+    wrong = [
+        f"{name_of(page)}: {group} {name}"
+        for page in WRITTEN
+        if page.name != "logs.md"  # events are called so too
+        for group, name in re.findall(
+            r"`(tx|topics|groups|audit|context) ([a-z]+)\b[^`]*`", page.read_text()
+        )
+        if not is_name([group, name])
+    ]
+    assert wrong == []
+
+
+def test_what_make_and_python_are_to_do_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    wrong = []
+    for page in PAGES:
+        text = page.read_text()
+        called = re.findall(r"^\s*(?:\$ )?make ([a-z-]+)|`make ([a-z-]+)[^`]*`", text, re.M)
+        wrong += [f"{name_of(page)}: make {a or b}" for a, b in called if (a or b) not in targets]
+        scripts = re.findall(r"python ((?:benchmarks|charts|tests)/[\w/]+\.py)", text)
+        wrong += [f"{name_of(page)}: {one}" for one in scripts if not (ROOT / one).exists()]
+    assert wrong == []
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+def test_metrics_that_are_named_are_shown_by_proxies() -> None:
+    shown = {one.name for one in Metrics().described()}
+    # Those of the doctor, and other things that are called so: fixtures, a table.
+    for path in committed("cli/**/*.py", "txbroker/**/*.py"):
+        shown |= set(re.findall(r"\btxbroker_[a-z_]+", path.read_text()))
+    wrong = {
+        f"{name_of(page)}: {name}"
+        for page in WRITTEN
+        for name in re.findall(r"\btxbroker_[a-z_]+(?=[`{\[])", page.read_text())
+        if re.sub(r"_(bucket|sum|count)$", "", name) not in shown and name not in shown
+    }
+    assert wrong == set()
+
+
+def test_variables_that_are_named_are_read() -> None:
+    text = "".join(path.read_text() for path in committed("cli/*.py", "txbroker/**/*.py"))
+    known = {f"TXBROKER_{name.upper()}" for name in Settings.model_fields}
+    known |= set(re.findall(r"\bTXBROKER_[A-Z][A-Z_]*[A-Z]\b", text))
+    reference = (DOCS / "reference/cli.md").read_text()
+    known |= set(re.findall(r"\bTXBROKER_[A-Z_]+\b", reference))
+    named = {
+        (name_of(page), name)
+        for page in WRITTEN
+        for name in re.findall(r"\bTXBROKER_[A-Z][A-Z_]*[A-Z]\b", page.read_text())
+    }
+    assert sorted(one for one in named if one[1] not in known) == []
+
+
+def test_every_state_of_a_partition_is_explained() -> None:
+    page = (DOCS / "how-to/run-several-proxies.md").read_text()
+    runbook = (DOCS / "runbooks/TxBrokerNotReady.md").read_text()
+    assert [state for state in PartitionState if f"`{state}`" not in page] == []
+    well = {PartitionState.OWNED, PartitionState.ELSEWHERE}
+    assert [
+        each for each in PartitionState if f"`{each}`" not in runbook and each not in well
+    ] == []
+
+
+def codes_of_causes() -> set[str]:
+    """Return the codes of all causes that the code makes."""
+    found: set[str] = set()
+    for path in committed("txbroker/**/*.py", "checkers/*.py"):
+        if "testing" in path.parts:
+            continue
+        tree = ast.parse(path.read_text())
+        constants = {
+            target.id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Cause" and node.args:
+                code = node.args[0]
+                if isinstance(code, ast.Constant):
+                    found.add(str(code.value))
+                elif isinstance(code, ast.Name) and code.id in constants:
+                    found.add(str(constants[code.id]))
+    return found | {code for code, _ in CAUSES.values()}
+
+
+def test_every_cause_of_a_refusal_or_a_delay_has_an_advice() -> None:
+    codes = codes_of_causes()
+    assert {"unknown_topic", "too_large", "body_lost", "no_leader"} <= codes
+    # Of one turn to the next, within moments; nobody gets to see them for longer.
+    codes -= {"unexamined", "turn_full"}
+    text = "".join(
+        (DOCS / "runbooks" / f"{name}.md").read_text()
+        for name in ("TxBrokerRefusing", "TxBrokerPromotionStalled")
+    )
+    assert sorted(code for code in codes if f"`{code}`" not in text) == []
+
+
+# --- pages -----------------------------------------------------------------------------------
+
+
+def test_the_sections_that_links_name_are_there() -> None:
+    broken = []
+    for page in PAGES:
+        for target, section in re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", page.read_text()):
+            if re.match(r"[a-z]+:", target):
+                continue
+            other = page if not target else page.parent / target
+            if other.suffix == ".md" and section not in anchors(other.read_text()):
+                broken.append(f"{name_of(page)}: {target}#{section}")
+    assert broken == []
+
+
+def anchors(text: str) -> set[str]:
+    """Return the names by which a page's headings can be linked to."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    named = re.findall(r'<a id="([^"]+)"', text)
+    return {heading.replace(" ", "-") for heading in plain} | set(named)
+
+
+def committed(*patterns: str) -> list[Path]:
+    """Return the files that git knows, or would after `git add`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
