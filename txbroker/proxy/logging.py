@@ -86,10 +86,15 @@ def _tell_left_out(kind: str, count: int) -> None:
 
 def _begin_bounds() -> None:
     global _bounds
-    if _bounds is not None:
-        atexit.unregister(_bounds.flush)
+    if _bounds is None:
+        atexit.register(flush_lines)
     _bounds = LineBounds(_tell_left_out)
-    atexit.register(_bounds.flush)
+
+
+def flush_lines() -> None:
+    """Tell at once of lines that were left out so far."""
+    if _bounds is not None:
+        _bounds.flush()
 
 
 # --- putting it together ---------------------------------------------------------------------

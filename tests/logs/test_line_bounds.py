@@ -1,0 +1,161 @@
+"""However often something happens, its lines are few, and those left out are counted."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import structlog
+
+from txbroker.proxy.line_bounds import LINES_MAX, LineBounds
+from txbroker.proxy.logging import configure_logging, flush_lines, get_logger
+
+
+class Time:
+    """A clock and timers that the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def later(self, delay_s: float, then: Callable[[], None]) -> "Timer":
+        return Timer(self, self.now_s + delay_s, then)
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+        due = [timer for timer in self.timers if timer[0] <= self.now_s]
+        self.timers = [timer for timer in self.timers if timer not in due]
+        for _, then in due:
+            then()
+
+
+class Timer:
+    """A timer that waits for `Time.advance`."""
+
+    def __init__(self, time: Time, at_s: float, then: Callable[[], None]) -> None:
+        self._time, self._at_s, self._then = time, at_s, then
+
+    def start(self) -> None:
+        self._time.timers.append((self._at_s, self._then))
+
+
+class Bounded:
+    """Bounds on a clock of the test's own."""
+
+    def __init__(self) -> None:
+        self.time = Time()
+        self.told: list[tuple[str, int]] = []
+        self.bounds = LineBounds(
+            lambda kind, count: self.told.append((kind, count)),
+            lines_max=3,
+            window_s=10.0,
+            now_s=lambda: self.time.now_s,
+            later=self.time.later,
+        )
+
+    def admitted(self, kind: str, count: int) -> int:
+        return sum(self.bounds.admit(kind) for _ in range(count))
+
+
+def test_few_lines_are_all_written_and_nothing_is_told() -> None:
+    bounded = Bounded()
+    for _ in range(5):
+        assert bounded.admitted("parked", 3) == 3
+        bounded.time.advance(10.0)
+    assert (bounded.told, bounded.time.timers) == ([], [])
+
+
+def test_of_many_the_first_are_written_and_the_others_counted() -> None:
+    bounded = Bounded()
+    assert bounded.admitted("parked", 1000) == 3
+    assert bounded.told == []
+    bounded.time.advance(10.0)
+    assert bounded.told == [("parked", 997)]
+    assert bounded.admitted("parked", 2) == 2
+
+
+def test_kinds_do_not_take_one_anothers_room() -> None:
+    bounded = Bounded()
+    bounded.admitted("parked", 1000)
+    assert bounded.admitted("partition stopped", 1) == 1
+
+
+def test_a_flood_goes_on_and_nothing_of_it_is_lost_from_the_counts() -> None:
+    bounded = Bounded()
+    written = 0
+    for _ in range(100):
+        written += bounded.admitted("refused", 50)
+        bounded.time.advance(1.0)
+    bounded.time.advance(20.0)
+    assert written <= 3 * 11
+    assert written + sum(count for _, count in bounded.told) == 5000
+
+
+def test_what_came_late_in_a_window_is_told_without_another_line() -> None:
+    bounded = Bounded()
+    bounded.admitted("a", 4)
+    bounded.time.advance(9.0)
+    bounded.admitted("b", 4)
+    bounded.time.advance(1.0)
+    assert bounded.told == [("a", 1)]
+    bounded.time.advance(10.0)
+    assert bounded.told == [("a", 1), ("b", 1)]
+    assert bounded.time.timers == []
+
+
+def test_at_the_end_everything_is_told() -> None:
+    bounded = Bounded()
+    bounded.admitted("parked", 5)
+    bounded.bounds.flush()
+    bounded.bounds.flush()
+    assert bounded.told == [("parked", 2)]
+
+
+@pytest.fixture
+def _own_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    yield
+    flush_lines()
+    root.handlers[:], root.level = before
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_a_hundred_thousand_that_park_do_not_flood_the_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logging("json", "info")
+    log = get_logger("txbroker.test")
+    for number in range(100_000):
+        log.warning("parked", id=number, group="orders")
+    log.warning("not ready", problems=[])
+    flush_lines()
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+    # A machine that is slow enough meets another window, or several.
+    parked = [line for line in lines if line["event"] == "parked"]
+    told = [line for line in lines if line["event"] == "lines left out"]
+    assert parked[:LINES_MAX] == [
+        {**line, "id": number} for number, line in enumerate(parked[:LINES_MAX])
+    ]
+    assert len(lines) < 1000
+    assert len(parked) + sum(line["count"] for line in told) == 100_000
+    assert {line["of"] for line in told} == {"parked"}
+    assert "not ready" in {line["event"] for line in lines}
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_libraries_do_not_flood_it_either(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info")
+    for number in range(1000):
+        logging.getLogger("aiokafka.conn").error("connection %d refused", number)
+    logging.getLogger("asyncio").error("once")
+    flush_lines()
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+    told = [line for line in lines if line["event"] == "lines left out"]
+    assert [(line["of"], line["count"]) for line in told] == [
+        ("logger aiokafka.conn", 1000 - LINES_MAX)
+    ]
+    assert "once" in {line["event"] for line in lines}

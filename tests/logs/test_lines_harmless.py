@@ -1,0 +1,166 @@
+"""Whatever a name or a reason holds, a line is one line, and tells no secret."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import structlog
+
+from txbroker.contract import Readiness
+from txbroker.core.telling import telling, where_raised
+from txbroker.errors import KafkaUnavailable
+from txbroker.proxy.logging import configure_logging, get_logger, printable
+from txbroker.proxy.readiness import ReadinessLog
+
+FORGED = '2026-01-01T00:00:00Z [info ] forged [txbroker] {"event": "forged"}'
+HOSTILE = [
+    pytest.param(f"orders\n{FORGED}", id="newline"),
+    pytest.param(f"orders\r{FORGED}", id="return"),
+    pytest.param(f"orders\r\n{FORGED}", id="both"),
+    pytest.param("\x1b[2J\x1b[1;1H\x1b[31mnothing", id="terminal sequence"),
+    pytest.param("\x9b31mred", id="one byte sequence"),
+    pytest.param(f"a\u2028{FORGED}\u2029\x85\x0b\x0c", id="other line ends"),
+    pytest.param("abc\u202egnp.exe", id="writing turned round"),
+    pytest.param("a\x00\x07\x08b", id="bell and backspace"),
+    pytest.param("a\udcffb", id="lone surrogate"),
+    pytest.param("plain-name", id="harmless"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    yield
+    root.handlers[:], root.level = before
+    structlog.reset_defaults()
+
+
+def write_hostile(text: str) -> None:
+    """Log a text in each place that others' words can get into."""
+    log = get_logger("txbroker.test")
+    log.info("owned", group=text, problems=[text], reason={"a": text})
+    logging.getLogger("aiokafka.test").warning("topic %s", text)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_for_people_a_line_stays_one(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("console", "info")
+    write_hostile(text)
+    err = capsys.readouterr().err
+
+    assert len(err.splitlines()) == 2
+    assert all(line.isprintable() for line in err.split("\n"))
+    assert [re.findall(r"\[(\w+) *\]", line)[0] for line in err.splitlines()] == ["info", "warning"]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_for_machines_a_line_stays_one(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info")
+    write_hostile(text)
+    err = capsys.readouterr().err
+    first, second = map(json.loads, err.splitlines())
+
+    assert err.isascii()
+    assert all(line.isprintable() for line in err.split("\n"))
+    assert (first["event"], first["group"], first["problems"]) == ("owned", text, [text])
+    assert second["event"] == f"topic {text}"
+
+
+def fail(body: str) -> None:
+    """Raise an error whose text quotes what it was given."""
+    password = "hunter" + "2"
+    raise ValueError(f"not a number: {body} {len(password)}")
+
+
+def test_a_traceback_shows_no_variables_and_forges_no_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logging("console", "info")
+    try:
+        fail(f"x\n{FORGED}\x1b[2J")
+    except ValueError:
+        logging.getLogger("asyncio").exception("task failed")
+    first, *rest = capsys.readouterr().err.splitlines()
+
+    assert "task failed" in first
+    assert [line for line in rest if not line.startswith("    | ")] == []
+    assert "hunter2" not in "".join(rest)
+    assert "\x1b" not in "".join(rest)
+    assert any("ValueError" in line for line in rest)
+
+
+def test_a_traceback_for_machines_shows_no_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json", "info")
+    try:
+        fail("x")
+    except ValueError:
+        logging.getLogger("asyncio").exception("task failed")
+    (line,) = capsys.readouterr().err.splitlines()
+
+    assert "hunter2" not in line
+    assert json.loads(line)["exception"][0]["exc_type"] == "ValueError"
+
+
+def test_only_texts_of_our_own_errors_are_told() -> None:
+    body = b"\xffcard 4111 1111"
+    errors: list[BaseException] = []
+    for bad in (
+        lambda: body.decode(),
+        lambda: int("card 4111 1111"),
+        lambda: {}["card 4111 1111"],
+        lambda: msgspec.json.decode(b'{"card": 4111 1111}'),
+    ):
+        try:
+            bad()
+        except Exception as error:
+            errors.append(error)
+
+    assert [telling(error) for error in errors] == [
+        "UnicodeDecodeError",
+        "ValueError",
+        "KeyError",
+        "DecodeError",
+    ]
+    assert where_raised(errors[0]).startswith("test_lines_harmless.py:")
+    assert telling(KafkaUnavailable("no answer")) == "KafkaUnavailable: no answer"
+    assert telling(OSError(111, "refused")) == "ConnectionRefusedError: [Errno 111] refused"
+
+
+def test_printable_leaves_what_prints() -> None:
+    assert printable("Grüße, 世界") == "Grüße, 世界"
+    assert printable("a\x1b\nb\\") == "a\\x1b\\nb\\"
+
+
+def test_readiness_is_told_when_it_changes_and_not_at_a_stop() -> None:
+    found = Readiness(False, {0: "claiming"}, ("partition 0: claiming",))
+    told = ReadinessLog(lambda: found)
+    with structlog.testing.capture_logs() as lines:
+        told.look()
+        found = Readiness(True, {0: "owned", 1: "elsewhere"})
+        told.look()
+        told.look()
+        found = Readiness(False, {0: "stopped"}, tuple(f"partition {n}" for n in range(64)))
+        told.look()
+
+    assert [(line["event"], line["log_level"]) for line in lines] == [
+        ("ready", "info"),
+        ("not ready", "warning"),
+    ]
+    assert lines[0]["owned"] == 1
+    assert (len(lines[1]["problems"]), lines[1]["count"]) == (5, 64)
+
+
+async def test_a_proxy_that_stops_says_nothing_of_not_being_ready() -> None:
+    found = Readiness(True, {0: "owned"})
+    told = ReadinessLog(lambda: found)
+    with structlog.testing.capture_logs() as lines:
+        told.look()
+        told.start()
+        await told.close()
+        found = Readiness(False, {0: "elsewhere"}, ("going away",))
+        told.look()
+    assert [line["event"] for line in lines] == ["ready"]
