@@ -119,7 +119,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _about(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
     protocol = arguments.get("security_protocol", "PLAINTEXT")
     if isinstance(error, NoToken):
-        return str(error.args[0])
+        return str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         return _about_certificate(error, host)
     if isinstance(error, ssl.SSLError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,16 @@ PAUSE_S = 1.0
 """After a failure the endpoint is left in peace for so long: many connections may want a token."""
 
 
+def now_s() -> float:
+    """Return a time that only goes forward, seconds."""
+    return asyncio.get_running_loop().time()
+
+
 class NoToken(KafkaError):
     """There is no token to log in to Kafka with; says why."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class TokenInFile(AbstractTokenProvider):
@@ -89,7 +98,7 @@ class FetchedToken(AbstractTokenProvider):
             NoToken: none can be had; the sentence says why and never holds a secret.
         """
         async with self._lock:
-            now = asyncio.get_running_loop().time()
+            now = now_s()
             if now >= self._renew_at:
                 await self._renew(now)
             return self._token
@@ -103,7 +112,7 @@ class FetchedToken(AbstractTokenProvider):
         try:
             self._token, life_s = await fetch_token(self._credentials)
         except NoToken as error:
-            self._failed_at, self._why = asyncio.get_running_loop().time(), str(error)
+            self._failed_at, self._why = now_s(), str(error)
             if not valid:
                 raise
             return
@@ -142,7 +151,8 @@ async def fetch_token(credentials: Credentials) -> tuple[str, float]:
     except TimeoutError:
         raise NoToken(f"kafka_oauth_token_url {url} does not answer in time") from None
     except (aiohttp.ClientError, OSError) as error:
-        why = getattr(error, "strerror", None) or type(error).__name__
+        number = getattr(error, "errno", None)
+        why = os.strerror(number) if number and number > 0 else type(error).__name__
         raise NoToken(f"kafka_oauth_token_url {url} cannot be reached ({why})") from None
     return _token_of(url, status, body)
 

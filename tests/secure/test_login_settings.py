@@ -1,0 +1,193 @@
+"""Settings for logins and TLS: what contradicts itself, and that no secret is ever shown."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certificates import Authority
+from secure_world import CLIENT_SECRET, KEY_PASSWORD, PASSWORD
+
+from txbroker.cli.doctor.bundle import STRUCK_OUT, known_secrets, settings_shown
+from txbroker.cli.main import cli
+from txbroker.cli.run import run
+from txbroker.config import SECRET_SETTINGS, Settings, load_settings
+from txbroker.errors import ConfigurationError
+from txbroker.kafka.login import SettingsLogin
+from txbroker.kafka.wiring import kafka_settings
+
+SASL = {"kafka_security_protocol": "SASL_SSL", "kafka_sasl_username": "me"}
+OAUTH = {"kafka_security_protocol": "SASL_SSL", "kafka_sasl_mechanism": "OAUTHBEARER"}
+BY_URL = {
+    **OAUTH,
+    "kafka_oauth_token_url": "https://login.example.org/token",
+    "kafka_oauth_client_id": "me",
+}
+IN_ENVIRONMENT = {
+    "TXBROKER_KAFKA_SASL_PASSWORD": PASSWORD,
+    "TXBROKER_KAFKA_OAUTH_CLIENT_SECRET": CLIENT_SECRET,
+    "TXBROKER_KAFKA_SSL_KEY_PASSWORD": KEY_PASSWORD,
+}
+
+
+def refused(options: dict[str, Any], environ: dict[str, str] | None = None) -> str:
+    """Return why settings are refused."""
+    with pytest.raises(ConfigurationError) as raised:
+        load_settings(options, environ=environ or {})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (SASL, "needs kafka_sasl_username and kafka_sasl_password_file"),
+        ({**SASL, "kafka_oauth_scope": "a"}, "kafka_oauth_scope needs kafka_sasl_mechanism"),
+        ({"kafka_oauth_scope": "a"}, "kafka_oauth_scope needs kafka_security_protocol SASL_SSL"),
+        (OAUTH, "needs kafka_oauth_token_file, or kafka_oauth_token_url"),
+        ({**OAUTH, "kafka_sasl_username": "me"}, "is not for kafka_sasl_mechanism OAUTHBEARER"),
+        ({**OAUTH, "kafka_oauth_token_file": "/none"}, "kafka_oauth_token_file /none: No such"),
+        ({**BY_URL, "kafka_oauth_token_file": "/none"}, "exclude one another"),
+        (BY_URL, "kafka_oauth_client_secret_file"),
+        ({"kafka_ssl_key_password_file": "/none"}, "needs kafka_security_protocol SSL or SASL_SSL"),
+        (
+            {"kafka_security_protocol": "SSL", "kafka_ssl_key_password_file": __file__},
+            "kafka_ssl_key_password_file needs kafka_ssl_key_file",
+        ),
+    ],
+)
+def test_contradictions_are_refused_in_a_sentence(options: dict[str, Any], words: str) -> None:
+    assert words in refused(options)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("login.example.org", "is not a URL"),
+        ("https://:443/token", "is not a URL"),
+        ("https://[::1/token", "is not a URL"),
+        ("https://me:secret@login.example.org/token", "must hold no user"),
+        ("https://login.example.org/token?client_secret=secret", "must hold no user"),
+        ("http://login.example.org/token", "in the clear: use https"),
+    ],
+)
+def test_token_urls_that_are_refused(url: str, words: str) -> None:
+    message = refused(
+        {**BY_URL, "kafka_oauth_token_url": url}, {"TXBROKER_KAFKA_OAUTH_CLIENT_SECRET": "x"}
+    )
+    assert words in message
+    assert "secret@" not in message
+    assert "=secret" not in message
+
+
+def test_secrets_may_come_from_the_environment_and_are_never_shown() -> None:
+    settings = load_settings(SASL, environ={"TXBROKER_KAFKA_SASL_PASSWORD": PASSWORD})
+    assert settings.kafka_secret("kafka_sasl_password") == PASSWORD
+    assert SettingsLogin(settings).arguments()["sasl_plain_password"] == PASSWORD
+    shown = [settings, settings.model_dump(), kafka_settings(settings), settings_shown(settings)]
+    assert all(PASSWORD not in text for one in shown for text in (repr(one), str(one)))
+    assert settings_shown(settings)["kafka_sasl_password"] == STRUCK_OUT
+    assert PASSWORD in known_secrets(settings, "")
+
+
+def test_an_empty_variable_is_no_secret() -> None:
+    assert "kafka_sasl_password_file" in refused(SASL, {"TXBROKER_KAFKA_SASL_PASSWORD": ""})
+
+
+def test_a_secret_is_given_once(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("x")
+    options = {**SASL, "kafka_sasl_password_file": file}
+    assert "exclude one another" in refused(options, {"TXBROKER_KAFKA_SASL_PASSWORD": PASSWORD})
+
+
+@pytest.mark.parametrize("name", sorted(SECRET_SETTINGS))
+def test_neither_config_file_nor_option_takes_a_secret(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "txbroker.toml"
+    file.write_text(f'{name} = "hunter2"\n')
+    with pytest.raises(ConfigurationError, match=f"set TXBROKER_{name.upper()}") as raised:
+        load_settings(config=file, environ={})
+    assert "hunter2" not in str(raised.value)
+    assert run(cli, ["topics", "plan", f"--{name.replace('_', '-')}", "hunter2"]) == 2
+    assert "No such option" in capsys.readouterr().err
+
+
+def test_help_shows_no_secret_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable, secret in IN_ENVIRONMENT.items():
+        monkeypatch.setenv(variable, secret)
+    for command in ("proxy", "topics plan", "doctor", "audit run"):
+        assert run(cli, [*command.split(), "--help"]) == 0
+    said = "".join(capsys.readouterr())
+    assert not [secret for secret in IN_ENVIRONMENT.values() if secret in said]
+
+
+# --- certificates ----------------------------------------------------------------------------
+
+
+def tls(authority: Authority, **changes: Any) -> Settings:
+    """Return settings with TLS."""
+    given = {"kafka_security_protocol": "SSL", "kafka_ssl_ca_file": authority.file}
+    return load_settings({**given, **changes}, environ={})
+
+
+def why(settings: Settings) -> str:
+    """Return why the files of settings are refused."""
+    with pytest.raises(ConfigurationError) as raised:
+        kafka_settings(settings)
+    return str(raised.value)
+
+
+def test_files_that_do_not_hold_what_they_should(authority: Authority, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    assert f"kafka_ssl_ca_file {empty} holds no certificate" in why(
+        tls(authority, kafka_ssl_ca_file=empty)
+    )
+    cert, key = authority.certificate("pair")
+    _, other = authority.certificate("other")
+    of_another = tls(authority, kafka_ssl_cert_file=cert, kafka_ssl_key_file=other)
+    assert "is not the key of" in why(of_another)
+    no_key = tls(authority, kafka_ssl_cert_file=cert, kafka_ssl_key_file=cert)
+    assert "do not hold both" in why(no_key)
+    swapped = tls(authority, kafka_ssl_cert_file=key, kafka_ssl_key_file=key)
+    assert "do not hold both" in why(swapped)
+
+
+def test_keys_with_a_password(authority: Authority, tmp_path: Path) -> None:
+    cert, key = authority.certificate("locked", password=KEY_PASSWORD)
+    given = {"kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
+    assert "has a password: name a file" in why(tls(authority, **given))
+    file = tmp_path / "key-password"
+    file.write_text("wrong")
+    given["kafka_ssl_key_password_file"] = file
+    assert f"does not open kafka_ssl_key_file {key}" in why(tls(authority, **given))
+    file.write_text(KEY_PASSWORD)
+    context = SettingsLogin(tls(authority, **given)).arguments()["ssl_context"]
+    assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
+
+
+def test_only_the_authority_that_is_named_is_trusted(authority: Authority) -> None:
+    context: ssl.SSLContext = SettingsLogin(tls(authority)).arguments()["ssl_context"]
+    assert [one["subject"] for one in context.get_ca_certs()] == [((("commonName", "ca"),),)]
+
+
+def test_certificates_that_changed_are_read_again(authority: Authority, tmp_path: Path) -> None:
+    first, second = authority.certificate("first"), authority.certificate("second")
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    cert.write_bytes(first[0].read_bytes())
+    key.write_bytes(first[1].read_bytes())
+    login = SettingsLogin(tls(authority, kafka_ssl_cert_file=cert, kafka_ssl_key_file=key))
+    before = login.arguments()["ssl_context"]
+    assert login.arguments()["ssl_context"] is before
+    cert.write_bytes(second[0].read_bytes())
+    # The key is still the old one: what fitted is used until both are there.
+    assert login.arguments()["ssl_context"] is before
+    key.write_bytes(second[1].read_bytes())
+    after = login.arguments()["ssl_context"]
+    assert after is not before
+    assert login.arguments()["ssl_context"] is after

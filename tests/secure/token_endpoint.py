@@ -1,0 +1,58 @@
+"""The token endpoint of an identity provider, with TLS."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from aiohttp import web
+from secure_world import CLIENT_ID, CLIENT_SECRET, USER, token_for
+
+
+class TokenEndpoint:
+    """Gives tokens to whom shows the right secret; what it answers may be changed.
+
+    Attributes:
+        asked: the form of each call.
+        life_s: for how long it says that a token is valid.
+        answer: status and body in place of a token.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.asked: list[dict[str, Any]] = []
+        self.life_s = 3600.0
+        self.answer: tuple[int, str] | None = None
+
+    @asynccontextmanager
+    async def serve(self, cert: Path, key: Path) -> AsyncIterator[TokenEndpoint]:
+        """Listen until the block is left."""
+        app = web.Application()
+        app.router.add_post("/token", self._token)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(cert, key)
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        self.url = f"https://127.0.0.1:{runner.addresses[0][1]}/token"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _token(self, request: web.Request) -> web.Response:
+        self.asked.append(dict(await request.post()))
+        if self.answer is not None:
+            status, body = self.answer
+            return web.Response(status=status, text=body)
+        kind, _, pair = request.headers.get("authorization", "").partition(" ")
+        name, _, secret = base64.b64decode(pair).decode().partition(":")
+        if (kind, unquote(name), unquote(secret)) != ("Basic", CLIENT_ID, CLIENT_SECRET):
+            return web.json_response({"error": "invalid_client"}, status=401)
+        token = token_for(USER, self.life_s)
+        return web.json_response({"access_token": token, "expires_in": self.life_s})
