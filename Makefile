@@ -85,6 +85,7 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of
 	@$(BIN)/python -m txbroker.proxy.http.reference
 	@$(BIN)/python -m txbroker.core.diagram > docs/reference/states.md
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
+	@$(BIN)/python -m txbroker.proxy.events > docs/reference/logs.md
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json
 	@$(BIN)/python charts/schema.py > charts/txbroker/values.schema.json
 
