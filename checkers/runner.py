@@ -27,6 +27,7 @@ from txbroker.checkers.base import (
 from txbroker.core.records import CheckReason
 from txbroker.core.telling import telling, where_raised
 from txbroker.errors import TxbrokerError
+from txbroker.failpoints import hit
 
 log = structlog.get_logger()
 
@@ -371,6 +372,7 @@ class CheckRunner:
             self._metrics.check_ended(group.name, "unreachable", _since(started_s))
             self._failed(group, era, channel.detail)
             return True
+        hit("check.acquired")
         try:
             if not item.wanted:
                 return False
@@ -378,10 +380,12 @@ class CheckRunner:
             # From this test until the question is handed to the socket nothing is awaited.
             if call is None or not item.wanted:
                 return False
+            hit("check.asking")
             asked_s = asyncio.get_running_loop().time()
             result = await self._ask(channel, call)
         finally:
             channel.release()
+        hit("check.answered")
         self._metrics.check_ended(group.name, _outcome(result), _since(asked_s))
         if isinstance(result, Unreached):
             self._failed(group, era, result.detail)
@@ -389,6 +393,7 @@ class CheckRunner:
             self._reached(group)
         if not item.forgotten:
             await item.owner.answered(call, channel.endpoint, result)
+            hit("check.taken")
         return isinstance(result, Unreached)
 
     async def _acquire(self, item: _Item) -> Channel | Unreached:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from txbroker.core.records import Record
 from txbroker.door import Appended, AppendRefused, AppendUnknown, Log
 from txbroker.errors import KafkaUnavailable
+from txbroker.failpoints import hit
 from txbroker.kafka.batch import batch_bytes
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.codes import SEQUENCE_LOST
@@ -27,6 +28,9 @@ class KafkaLog(Log):
         self._client = client
         self._at = (topic, partition)
         self._lane = f"{lane}/append"
+        # Its last part says what is appended: half messages, markers, parts of a snapshot.
+        name = lane.rpartition("/")[2]
+        self._sending, self._stored = f"{name}.sending", f"{name}.stored"
         self._reader = Reader(client, topic, partition, f"{lane}/read")
         self._picker = Picker(lambda name: Reader(client, topic, partition, f"{lane}/{name}"))
         self._producer: Producer | None = None
@@ -53,7 +57,9 @@ class KafkaLog(Log):
                 if producer is None:
                     producer = Producer(self._client, self._lane)
                     await producer.start(patience)
+                hit(self._sending)
                 stored = (await producer.produce({self._at: records}, patience))[self._at]
+                hit(self._stored)
             except BatchRefused as error:
                 if error.code not in SEQUENCE_LOST:
                     raise AppendRefused(str(error)) from None

@@ -21,6 +21,7 @@ from txbroker.door import (
     TurnRefused,
 )
 from txbroker.errors import KafkaUnavailable
+from txbroker.failpoints import hit
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.log import KafkaLog
 from txbroker.kafka.picker import Picker
@@ -110,18 +111,22 @@ class KafkaPartitionDoor(PartitionDoor):
             KafkaUnavailable: Kafka does not answer.
         """
         await self._retire()
+        hit("claim.beginning")
         patience = Patience(self._settings.claim_timeout_s, _PAUSE_S, _PAUSE_MAX_S)
         producers = (self._producer("a"), self._producer("b"))
         try:
             for producer in producers:
                 await producer.start(patience)
+                hit("claim.fenced")
             stored = await self._write_claim(producers[0], claim, patience)
         except ProducerFenced:
             raise Fenced("another owner claimed at the same time") from None
         except (BatchRefused, BatchUnknown) as error:
             raise KafkaUnavailable(f"the claim of partition {self.partition}: {error}") from None
         await self._seen(stored.base_offset)
+        hit("claim.seen")
         claimed = await self._read_progress(claim)
+        hit("claim.read")
         self._writer = TwinWriter(self._client, self.partition, producers, self._bytes_max)
         return claimed
 
@@ -132,7 +137,9 @@ class KafkaPartitionDoor(PartitionDoor):
     async def _write_claim(self, producer: Producer, claim: Claim, patience: Patience) -> Stored:
         await producer.add([self._checkpoint_at], patience)
         stored = await producer.produce({self._checkpoint_at: [encode_claim(claim)]}, patience)
+        hit("claim.produced")
         await producer.end(commit=True, patience=patience)
+        hit("claim.committed")
         return stored[self._checkpoint_at]
 
     async def _seen(self, offset: int) -> None:

@@ -18,6 +18,7 @@ from txbroker.core.codec import encode_progress
 from txbroker.core.records import Record
 from txbroker.door import Fenced, Turn, TurnLost, TurnRefused
 from txbroker.errors import KafkaUnavailable
+from txbroker.failpoints import hit
 from txbroker.kafka.batch import split_by_bytes
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.producer import Partition, Producer, ProducerFenced, Stored
@@ -123,6 +124,7 @@ class TwinWriter:
         offsets: dict[Partition, list[int]] = {partition: [] for partition in runs}
         with translated():
             await producer.add(list(runs), self._patience(_ADD_TIMEOUT_S))
+            hit("turn.begun")
             for number in range(max(map(len, runs.values()))):
                 # A request takes one batch of a partition, so the second follows the first.
                 batches = {p: parts[number] for p, parts in runs.items() if number < len(parts)}
@@ -131,6 +133,7 @@ class TwinWriter:
                 stored = await producer.produce(batches, patience)
                 for partition, where in stored.items():
                     offsets[partition].extend(_offsets(where, len(batches[partition])))
+            hit("turn.produced")
         return _Written(places, offsets)
 
     def _runs(
@@ -163,7 +166,9 @@ class TwinWriter:
                 await outcome(before)
             with translated():
                 patience = self._patience(self._settings.transaction_timeout_s)
+                hit("turn.ending")
                 await producer.end(commit=True, patience=patience)
+                hit("turn.ended")
         except (Fenced, TurnLost, TurnRefused) as error:
             self._break(error)
             if before is not None and before.done() and _failed(before):

@@ -29,6 +29,7 @@ from txbroker.errors import (
     OwnerUnavailable,
     WrongGroup,
 )
+from txbroker.failpoints import hit
 from txbroker.proxy.appender import Appender, Lane
 from txbroker.proxy.checkback import CheckBack
 from txbroker.proxy.clock import LogTime
@@ -224,6 +225,7 @@ class Answers:
         self._preparing[half.group] += 1
         try:
             records = encode_half(half, self._record_version())
+            hit("prepare.received")
             outcome = await self._half.append(records, Lane.CALLS)
         finally:
             self._preparing[half.group] -= 1
@@ -234,6 +236,7 @@ class Answers:
         if outcome.effect is Effect.APPLIED and transaction is not None:
             transaction.instance = instance
             self._events.prepared(transaction)
+            hit("prepare.applied")
             return standing(transaction, created=True)
         if outcome.effect is Effect.REPEATED and transaction is not None:
             return standing(transaction)
@@ -334,9 +337,11 @@ class Answers:
         if transaction.decision is None:
             # Touch may be lost since: nobody knows when it would be written.
             self._check_open(request.id)
+            hit("decide.received")
             outcome = await self._op.append(self._deciding(transaction, request), Lane.CALLS)
             if outcome.effect is Effect.APPLIED:
                 self._events.decided(transaction)
+                hit("decide.applied")
             elif transaction.decision is None:
                 raise OwnerUnavailable(f"the marker had no effect: {outcome.why}", id=request.id)
             self._may_decide(transaction, request)

@@ -31,6 +31,7 @@ from txbroker.core.records import (
 from txbroker.core.schedule import Schedule, due_ms
 from txbroker.core.transaction import ASK_SPACING_MS, Transaction
 from txbroker.errors import NotPending, RequestError
+from txbroker.failpoints import hit
 from txbroker.proxy.appender import Appender
 from txbroker.proxy.bodies import Bodies
 
@@ -248,6 +249,7 @@ class CheckBack:
             log.warning("park failed", id=transaction.id, why=str(error))
             outcome = Outcome(Effect.VOID)
         if outcome.effect is Effect.APPLIED:
+            hit("park.stored")
             log.warning("parked", id=transaction.id, group=transaction.half.group)
         else:
             self._set(transaction.id, self._now_ms() + AGAIN_MS)
@@ -355,6 +357,7 @@ class CheckBack:
         self._asked.pop(id, None)
         if not self.still_pending(id) or (transaction.round, transaction.number) != (turn, number):
             return None
+        hit("check.stored")
         # The answer may still be on its way when the next attempt would be due.
         self._set(id, self._now_ms() + HANDED_OUT_MS)
         return _question(transaction, reason, number)

@@ -18,6 +18,7 @@ from txbroker.core.records import Claim, Half, Message, State
 from txbroker.core.transaction import Transaction
 from txbroker.door import Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
+from txbroker.failpoints import hit
 from txbroker.proxy.answers import Answers, Bounds, Parts, standing
 from txbroker.proxy.appender import Appender
 from txbroker.proxy.applier import Applier
@@ -268,6 +269,7 @@ class Owner:
             except Fenced:
                 pause_s = await self._claim_again(pause_s)
         await self._begin(found)
+        hit("recover.done")
         loops = (
             self._half.run,
             self._op.run,
@@ -299,6 +301,7 @@ class Owner:
 
     async def close(self) -> None:
         """Stop working; what is on its way may or may not be stored."""
+        hit("handover.closing")
         self._closed = True
         self._snapshots.abandon()
         self.checks.close()
@@ -308,6 +311,7 @@ class Owner:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._visible.close()
         await self._door.close()
+        hit("handover.closed")
 
     def suspend(self) -> None:
         """Nobody knows whose the partition is: write nothing, and keep everything.
@@ -317,6 +321,7 @@ class Owner:
         """
         if self._gate.is_set():
             self._gate.clear()
+            hit("handover.suspended")
             self._answers.suspended = True
             self._half.turn_away()
             self._op.turn_away()
@@ -446,7 +451,9 @@ class Owner:
         while True:
             try:
                 await self._check_ours()
+                hit("reclaim.asked")
                 claimed = await self._door.claim(self._new_claim())
+                hit("reclaim.claimed")
                 # Another owner may have come and gone: what it appended and promoted is done by
                 # this progress, and would be promoted again if it were read later.
                 await self._op.catch_up()
@@ -468,6 +475,7 @@ class Owner:
         done = self.ledger.reconcile(claimed.progress, kept.whole, unseen)
         kept.check(done)
         self._edges.again()
+        hit("reclaim.done")
         log.info("claimed again", partition=self.partition, committed_meanwhile=len(done))
         if done:
             self.promoted(done)

@@ -17,6 +17,7 @@ from txbroker.core.records import RECORD_VERSION
 from txbroker.core.telling import telling, where_raised
 from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated
 from txbroker.errors import KafkaUnavailable, NewerRecord, OwnerUnavailable
+from txbroker.failpoints import hit
 from txbroker.proxy.checkback import Runner
 from txbroker.proxy.owner import Owner, OwnerEvents, OwnerSettings
 
@@ -302,6 +303,7 @@ class Ownership:
     # --- opening -----------------------------------------------------------------------------
 
     def _begin(self, partition: int) -> None:
+        hit("handover.assigned")
         holding = self._held[partition] = Holding()
         holding.opening = asyncio.create_task(self._open(partition, holding))
 
@@ -379,6 +381,7 @@ class Ownership:
 
     def _drop(self, partition: int) -> None:
         """A partition is another proxy's now."""
+        hit("handover.dropped")
         holding = self._held.pop(partition)
         if holding.opening is not None:
             self._until_done(holding.opening)

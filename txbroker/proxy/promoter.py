@@ -42,6 +42,7 @@ from txbroker.door import (
     TurnRefused,
 )
 from txbroker.errors import KafkaUnavailable
+from txbroker.failpoints import hit
 from txbroker.proxy.bodies import BODY_LOST, Bodies, lost_cause
 from txbroker.proxy.targets import takes
 from txbroker.proxy.trouble import Trouble
@@ -260,6 +261,7 @@ class Promoter:
             # Kept from here on: whatever settles it meanwhile must remove the copy.
             transaction.kept = True
         kept_as = [(transaction, transaction.state) for transaction in flight.keep]
+        hit("turn.planned")
         try:
             handle = await self._door.write(self._encode(flight))
         except TurnRefused as error:
@@ -408,6 +410,7 @@ class Promoter:
         finally:
             self._flights.discard(flight)
             flight.ended.set()
+        hit("turn.committed")
         self._open.discard(flight)
         self._failing_since_s = None
         promoted = [transaction.id for transaction in plan.promote]
@@ -423,6 +426,7 @@ class Promoter:
             self._events.refused([transaction for transaction, _ in plan.refuse])
         _note_copies(flight, handle)
         await self._visible(handle)
+        hit("turn.visible")
         now_ms = self._now_ms()
         taken = 0
         for transaction in plan.promote:

@@ -11,6 +11,7 @@ from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
 from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
+from txbroker.failpoints import hit
 from txbroker.proxy.applier import Applier
 from txbroker.proxy.copies import Copies, batches, read_copies, with_messages
 from txbroker.proxy.pace import Pace
@@ -85,6 +86,7 @@ async def recover(
     claimed()
     ledger, progress = applier.ledger, found.progress
     copies = await read_copies(door)
+    hit("recover.copies")
     # The operation topic's end first: every marker below it has its half below half's end, or
     # had none when it was written.
     op_start, op_end = await door.op.bounds()
@@ -100,6 +102,7 @@ async def recover(
             raise
         # Nobody has changed anything: what is kept now is judged anew.
         raise KafkaUnavailable(f"retention deleted what was being read: {error}") from None
+    hit("recover.replayed")
     copies.check(ledger.reconcile(progress, copies.whole))
     greatest = wholes[0] if wholes else None
     return Recovered(found.timestamp_ms, found.snapshots, greatest, position, half_start)
