@@ -14,9 +14,18 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import click
 
-from txbroker.cli.contexts import DEFAULT_URL, check_url, complete_contexts, target_of
+from txbroker.cli.contexts import (
+    DEFAULT_URL,
+    NO_PAPERS,
+    Papers,
+    check_url,
+    complete_contexts,
+    target_of,
+)
 from txbroker.cli.output import printable
 from txbroker.cli.run import Failed
+from txbroker.errors import ConfigurationError
+from txbroker.tls import ClientTls, TlsFiles, tls_trouble
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,6 +40,8 @@ _TOKEN_CHARS_MAX = 4096
 
 _REMEDIES = {
     "unauthorized": "Name the file that holds the token with --token-file.",
+    "certificate_required": "Name one with --client-cert-file and --client-key-file.",
+    "admin_only": "Name that address with --url, and its token with --token-file.",
     "already_decided": "Nothing was changed; `txbroker tx show` tells who decided and when.",
     "wrong_group": "Name the right --group, or none to decide as an operator.",
     "unknown_topic": "Create the topic, or run the proxy with --create-target-topics.",
@@ -70,18 +81,18 @@ class Client:
 
     Args:
         url: where it listens.
-        token_file: holds the token that it wants, if any.
+        papers: the files by which it and we know one another.
         shown: what people read where something is done there; "" for the URL.
         timeout_s: for one call.
 
     Raises:
-        click.UsageError: the URL is none, or the token cannot be read.
+        click.UsageError: the URL is none, or a file cannot be read.
     """
 
     def __init__(
         self,
         url: str,
-        token_file: Path | None = None,
+        papers: Papers = NO_PAPERS,
         *,
         shown: str = "",
         timeout_s: float = TIMEOUT_S,
@@ -92,8 +103,9 @@ class Client:
         self._secure = parts.scheme == "https"
         self._base = parts.path.rstrip("/")
         self._headers = {"accept": "application/json"}
-        if token_file is not None:
-            self._headers["authorization"] = f"Bearer {_read_token(token_file)}"
+        if papers.token_file is not None:
+            self._headers["authorization"] = f"Bearer {_read_token(papers.token_file)}"
+        self._tls = tls_of(papers)
         self._shown = shown
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
@@ -198,7 +210,8 @@ class Client:
             ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
-            what = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            what = tls_trouble(error, "--ca-file") or getattr(error, "strerror", None) or str(error)
+            what = what or type(error).__name__
             raise ApiError(f"no answer from {self.url}: {what}", reached=False) from None
         self._used_at_s = time.monotonic()
         return response.status, answer
@@ -207,8 +220,13 @@ class Client:
         if time.monotonic() - self._used_at_s > _IDLE_S:
             self.close()
         if self._connection is None:
-            kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-            self._connection = kind(*self._address, timeout=self._timeout_s)
+            host, port = self._address
+            if self._secure:
+                self._connection = http.client.HTTPSConnection(
+                    host, port, timeout=self._timeout_s, context=self._tls.context()
+                )
+            else:
+                self._connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
         return self._connection
 
     def _error(self, status: int, answer: Any) -> ApiError:
@@ -242,16 +260,17 @@ def client_of(context: click.Context, timeout_s: float = TIMEOUT_S) -> Client:
         click.UsageError: what is said of the proxy contradicts itself, or cannot be read.
     """
     target = target_of(context)
-    return Client(target.url, target.token_file, shown=str(target), timeout_s=timeout_s)
+    return Client(target.url, target.papers, shown=str(target), timeout_s=timeout_s)
 
 
 def client_options(function: F) -> F:
-    """Give a command `--url`, `--token-file` and `--context`; the function gets a `client`."""
+    """Give a command `--url`, `--context` and the options of files that go along; the function
+    gets a `client`."""
 
     @wraps(function)
-    def with_client(
-        *args: Any, url: object, token_file: object, context: object, **options: Any
-    ) -> Any:
+    def with_client(*args: Any, **options: Any) -> Any:
+        for name in ("url", "context", *Papers._fields):
+            del options[name]  # `client_of` reads them, and where they come from
         return function(*args, client=client_of(click.get_current_context()), **options)
 
     decorated: Any = with_client
@@ -263,6 +282,19 @@ def client_options(function: F) -> F:
             shell_complete=complete_contexts,
             help="The installation to call, one of `txbroker context list`. "
             "[env: TXBROKER_CONTEXT]",
+        ),
+        _file_option(
+            "client_key_file",
+            "Its private key (PEM), unless it is in the same file.",
+        ),
+        _file_option(
+            "client_cert_file",
+            "The certificate to show where the proxy asks for one (PEM).",
+        ),
+        _file_option(
+            "ca_file",
+            "Certificates of the authorities that may sign the proxy's (PEM); without it those "
+            "that the system trusts.",
         ),
         click.option(
             "--token-file",
@@ -282,6 +314,30 @@ def client_options(function: F) -> F:
         decorated = option(decorated)
     result: F = decorated
     return result
+
+
+def tls_of(papers: Papers) -> ClientTls:
+    """Return whom to trust, and what to show.
+
+    Raises:
+        click.UsageError: a file cannot be read, or they do not fit together.
+    """
+    names = ("--ca-file", "--client-cert-file", "--client-key-file")
+    try:
+        return ClientTls(TlsFiles(*papers[1:], names))
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _file_option(name: str, text: str) -> Callable[[F], F]:
+    variable = f"TXBROKER_{name.upper()}"
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        envvar=variable,
+        help=f"{text} [env: {variable}]",
+    )
 
 
 def _json(body: dict[str, Any]) -> bytes:

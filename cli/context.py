@@ -9,6 +9,7 @@ from txbroker.cli.contexts import (
     Context,
     Contexts,
     Given,
+    Papers,
     Target,
     check_name,
     check_url,
@@ -18,15 +19,22 @@ from txbroker.cli.contexts import (
 from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
 
+_TLS = (
+    Column("CA FILE", lambda row: row["ca_file"], wide=True),
+    Column("CLIENT CERT FILE", lambda row: row["client_cert_file"], wide=True),
+    Column("CLIENT KEY FILE", lambda row: row["client_key_file"], wide=True),
+)
 COLUMNS = (
     Column("CURRENT", lambda row: "*" if row["current"] else " "),
     Column("NAME", lambda row: row["name"]),
     Column("URL", lambda row: row["url"]),
     Column("TOKEN FILE", lambda row: row["token_file"]),
+    *_TLS,
 )
 CHOSEN = (
     Column("URL", lambda row: row["url"]),
     Column("TOKEN FILE", lambda row: row["token_file"]),
+    *_TLS,
     Column("CONTEXT", lambda row: row["context"]),
     Column("BECAUSE OF", lambda row: row["source"]),
 )
@@ -36,13 +44,14 @@ CHOSEN = (
 def command() -> None:
     """Name several installations, and say which one to call.
 
-    A context is a proxy's address and the file that holds its token; the token itself is never
-    stored. Contexts are in contexts.json in your own config folder, readable for nobody else.
+    A context is a proxy's address and the files that go along: its token, the authority of its
+    certificate, your own certificate. Only their paths are stored. Contexts are in contexts.json
+    in your own config folder, readable for nobody else.
 
     A command calls the first of these that is there: --url, --context, TXBROKER_URL,
-    TXBROKER_CONTEXT, the context of `txbroker context use`, http://127.0.0.1:8470. The token goes
-    with the address: a context's own; with a URL, --token-file or TXBROKER_TOKEN_FILE.
-    --token-file on the command line wins over all.
+    TXBROKER_CONTEXT, the context of `txbroker context use`, http://127.0.0.1:8470. The files go
+    with the address: a context's own; with a URL, --token-file or TXBROKER_TOKEN_FILE and so on.
+    What stands on the command line wins over all.
     """
 
 
@@ -90,12 +99,32 @@ def use_command(name: str) -> None:
     metavar="FILE",
     help="The file that holds the proxy's token. Only its path is stored.",
 )
+@click.option(
+    "--ca-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Certificates of the authorities that may sign the proxy's (PEM).",
+)
+@click.option(
+    "--client-cert-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="The certificate to show where the proxy asks for one (PEM).",
+)
+@click.option(
+    "--client-key-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Its private key (PEM), unless it is in the same file.",
+)
 @click.option("--use", is_flag=True, help="Call it from now on where nothing else is said.")
-def set_command(name: str, url: str, token_file: Path | None, use: bool) -> None:
+def set_command(name: str, url: str, use: bool, **files: Path | None) -> None:
     """Make a context, or replace the one of that name."""
     contexts = Contexts()
-    where = None if token_file is None else token_file.absolute()
-    contexts.put(Context(check_name(name), check_url(url), where))
+    papers = Papers(**{field: path and path.absolute() for field, path in files.items()})
+    if papers.client_key_file is not None and papers.client_cert_file is None:
+        raise click.UsageError("--client-key-file needs --client-cert-file")
+    contexts.put(Context(check_name(name), check_url(url), papers))
     if use:
         contexts.use(name)
     contexts.save()
@@ -118,19 +147,16 @@ def remove_command(names: tuple[str, ...]) -> None:
 
 
 def _environment() -> Given:
-    token_file = os.environ.get("TXBROKER_TOKEN_FILE")
-    return Given(
-        os.environ.get("TXBROKER_URL"),
-        Path(token_file) if token_file else None,
-        os.environ.get("TXBROKER_CONTEXT"),
-    )
+    found = {name: os.environ.get(f"TXBROKER_{name.upper()}") for name in Papers._fields}
+    papers = Papers(**{name: Path(path) if path else None for name, path in found.items()})
+    return Given(os.environ.get("TXBROKER_URL"), os.environ.get("TXBROKER_CONTEXT"), papers)
 
 
 def _row(context: Context, current: str) -> Row:
     return {
         "name": context.name,
         "url": context.url,
-        "token_file": None if context.token_file is None else str(context.token_file),
+        **_files(context.papers),
         "current": context.name == current,
     }
 
@@ -138,7 +164,12 @@ def _row(context: Context, current: str) -> Row:
 def _chosen(target: Target) -> Row:
     return {
         "url": target.url,
-        "token_file": None if target.token_file is None else str(target.token_file),
+        **_files(target.papers),
         "context": target.context or None,
         "source": target.source,
     }
+
+
+def _files(papers: Papers) -> Row:
+    named = papers.named()
+    return {name: named.get(name) for name in Papers._fields}

@@ -10,7 +10,8 @@ brings its token along, so that no token is ever sent to another installation's 
 5. the context of `txbroker context use`
 6. http://127.0.0.1:8470, with TXBROKER_TOKEN_FILE
 
-`--token-file` on the command line wins over any of their tokens.
+`--token-file`, `--ca-file` and `--client-cert-file` on the command line win over any of theirs. The
+certificates go along with an address as its token does.
 """
 
 import contextlib
@@ -33,27 +34,61 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _FILE_BYTES_MAX = 1 << 20
 
 
+class Papers(NamedTuple):
+    """The files by which a proxy and its caller know one another, as far as there are any.
+
+    Attributes:
+        token_file: holds the proxy's token.
+        ca_file: certificates of the authorities that may sign the proxy's; None: the system's.
+        client_cert_file: the caller's certificate.
+        client_key_file: its private key; None where it is in the same file.
+    """
+
+    token_file: Path | None = None
+    ca_file: Path | None = None
+    client_cert_file: Path | None = None
+    client_key_file: Path | None = None
+
+    def before(self, others: "Papers") -> "Papers":
+        """Return these, and those of others that are not among these; a key goes along with its
+        certificate."""
+        pair = self if self.client_cert_file or self.client_key_file else others
+        return Papers(
+            self.token_file or others.token_file,
+            self.ca_file or others.ca_file,
+            pair.client_cert_file,
+            pair.client_key_file,
+        )
+
+    def named(self) -> dict[str, str]:
+        """Return the files that there are, by name."""
+        return {name: str(path) for name, path in self._asdict().items() if path is not None}
+
+
+NO_PAPERS = Papers()
+
+
 class Context(NamedTuple):
-    """One installation: where a proxy of it is, and the file that holds its token, if any."""
+    """One installation: where a proxy of it is, and the files that go along."""
 
     name: str
     url: str
-    token_file: Path | None = None
+    papers: Papers = NO_PAPERS
 
 
 class Given(NamedTuple):
     """What a user says of the proxy to call, in one place."""
 
     url: str | None = None
-    token_file: Path | None = None
     context: str | None = None
+    papers: Papers = NO_PAPERS
 
 
 class Target(NamedTuple):
     """The proxy that a command calls, and what has named it."""
 
     url: str
-    token_file: Path | None
+    papers: Papers
     source: str
     context: str = ""
 
@@ -120,9 +155,7 @@ class Contexts:
         contexts: dict[str, dict[str, str]] = {}
         for name in self.names():
             context = self._by_name[name]
-            contexts[name] = {"url": context.url}
-            if context.token_file is not None:
-                contexts[name]["token_file"] = str(context.token_file)
+            contexts[name] = {"url": context.url, **context.papers.named()}
         text = json.dumps({"current": self.current, "contexts": contexts}, indent=2) + "\n"
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -176,21 +209,21 @@ def choose(typed: Given, environ: Given, path: Path | None = None) -> Target:
     Raises:
         click.UsageError: two are named, or a context that is not there.
     """
-    token = typed.token_file or environ.token_file
+    papers = typed.papers.before(environ.papers)
     if typed.url and typed.context:
         raise click.UsageError("say --url or --context, not both")
     if typed.url:
-        return Target(typed.url, token, "--url")
+        return Target(typed.url, papers, "--url")
     if typed.context:
         return _named(Contexts(path), typed.context, "--context", typed)
     if environ.url:
-        return Target(environ.url, token, "TXBROKER_URL")
+        return Target(environ.url, papers, "TXBROKER_URL")
     contexts = Contexts(path)
     if environ.context:
         return _named(contexts, environ.context, "TXBROKER_CONTEXT", typed)
     if contexts.current:
         return _named(contexts, contexts.current, "txbroker context use", typed)
-    return Target(DEFAULT_URL, token, "default")
+    return Target(DEFAULT_URL, papers, "default")
 
 
 def target_of(context: click.Context) -> Target:
@@ -201,11 +234,16 @@ def target_of(context: click.Context) -> Target:
     """
     typed: dict[str, Any] = {}
     environ: dict[str, Any] = {}
-    for name in Given._fields:
+    for name in ("url", "context", *Papers._fields):
         source = context.get_parameter_source(name)
         by_hand = source is click.core.ParameterSource.COMMANDLINE
         (typed if by_hand else environ)[name] = context.params.get(name)
-    return choose(Given(**typed), Given(**environ))
+    return choose(_given(typed), _given(environ))
+
+
+def _given(said: dict[str, Any]) -> Given:
+    papers = Papers(**{name: said.get(name) for name in Papers._fields})
+    return Given(said.get("url"), said.get("context"), papers)
 
 
 def complete_contexts(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
@@ -218,7 +256,7 @@ def complete_contexts(_: click.Context, __: click.Parameter, incomplete: str) ->
 
 def _named(contexts: Contexts, name: str, source: str, typed: Given) -> Target:
     found = contexts.get(name)
-    return Target(found.url, typed.token_file or found.token_file, source, name)
+    return Target(found.url, typed.papers.before(found.papers), source, name)
 
 
 def _load(path: Path) -> tuple[str, dict[str, Context]]:
@@ -248,11 +286,13 @@ def _decode(data: Mapping[str, Any]) -> tuple[str, dict[str, Context]]:
     """
     contexts = {}
     for name, fields in data["contexts"].items():
-        url, token_file = fields["url"], fields.get("token_file")
-        texts = [name, url] if token_file is None else [name, url, token_file]
+        url = fields["url"]
+        named = {field: fields[field] for field in Papers._fields if fields.get(field) is not None}
+        texts = [name, url, *named.values()]
         if not all(isinstance(text, str) for text in texts) or not _NAME.fullmatch(name):
             raise TypeError(name)
-        contexts[name] = Context(name, url, None if token_file is None else Path(token_file))
+        papers = Papers(**{field: Path(path) for field, path in named.items()})
+        contexts[name] = Context(name, url, papers)
     current = data.get("current", "")
     if not isinstance(current, str) or (current and current not in contexts):
         raise KeyError(current)

@@ -123,7 +123,8 @@ async def serve(
                 raise Failed(what)
             if not announced and ready(proxy):
                 announced = True
-                click.echo(f"ready {proxy.url} kafka {settings.kafka}")
+                admin = f" admin {proxy.admin_url}" if proxy.admin_url else ""
+                click.echo(f"ready {proxy.url} kafka {settings.kafka}{admin}")
                 sys.stdout.flush()
             await asyncio.sleep(_LOOK_S if announced else _LOOK_AT_START_S)
 

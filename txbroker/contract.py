@@ -247,6 +247,7 @@ class ProxyOverview(Struct, frozen=True):
         partitions: the half partitions that are its own.
         now_ms: the brokers' clock as it knows it.
         why: why it did not answer.
+        admin_url: where it takes operators' calls, "" where that is `url`, too.
     """
 
     url: str
@@ -257,6 +258,7 @@ class ProxyOverview(Struct, frozen=True):
     partitions: tuple[int, ...] = ()
     now_ms: int = 0
     why: str = ""
+    admin_url: str = ""
 
 
 class Overview(Struct, frozen=True):

@@ -230,13 +230,17 @@ _BY_REASON = (
 )
 
 
-def tls_trouble(error: BaseException | None) -> str | None:
-    """Return in words why TLS did not come about, None where that is not what went wrong."""
+def tls_trouble(error: BaseException | None, ca_name: str = "ca_file") -> str | None:
+    """Return in words why TLS did not come about, None where that is not what went wrong.
+
+    Args:
+        ca_name: what the file of the trusted authorities is called.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, ssl.SSLCertVerificationError):
-            return _distrust(error)
+            return _distrust(error, ca_name)
         if isinstance(error, ssl.SSLError):
             return _refusal(error)
         # aiohttp keeps what it was under names of its own.
@@ -245,14 +249,14 @@ def tls_trouble(error: BaseException | None) -> str | None:
     return None
 
 
-def _distrust(error: ssl.SSLCertVerificationError) -> str:
+def _distrust(error: ssl.SSLCertVerificationError, ca_name: str) -> str:
     code, said = error.verify_code, error.verify_message
     if code in _BY_VERIFY_CODE:
         return _BY_VERIFY_CODE[code]
     if code in _NAMES_DIFFER:
         wanted = said.partition("not valid for ")[2].rstrip(".")
         return f"its certificate is for another host name{f' than {wanted}' if wanted else ''}"
-    return f"its certificate is not trusted ({said}): name its authority's with ca_file"
+    return f"its certificate is not trusted ({said}): name its authority's with {ca_name}"
 
 
 def _refusal(error: ssl.SSLError) -> str:

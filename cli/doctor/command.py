@@ -14,8 +14,8 @@ import click
 from msgspec import structs
 
 from txbroker.addresses import check_url, read_secret
-from txbroker.cli.client import Client, client_options
-from txbroker.cli.contexts import target_of
+from txbroker.cli.client import Client, client_options, tls_of
+from txbroker.cli.contexts import Papers, target_of
 from txbroker.cli.doctor.bundle import known_secrets, pack
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.proxies import HttpProxies
@@ -29,6 +29,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.kafka.examination import KafkaExamination
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.wiring import kafka_settings
+from txbroker.tls import ClientTls
 
 WAIT_S = 300.0
 """How long `--wait` waits unless told."""
@@ -94,11 +95,12 @@ def command(
     settings = settings_from(config, options)
     for url in proxies:
         _checked(url)
-    token = _token(settings)
+    papers = _papers(settings)
+    token = _token(papers)
     if bundle is not None and bundle.exists():
         raise click.UsageError(f"--bundle {bundle} is there already")
     report, packed = asyncio.run(
-        _run(settings, [client.url, *proxies], token, wait_s or 0.0, bundle)
+        _run(settings, [client.url, *proxies], token, tls_of(papers), wait_s or 0.0, bundle)
     )
     _show(report, output)
     if packed:
@@ -108,13 +110,18 @@ def command(
 
 
 async def _run(
-    settings: Settings, urls: Sequence[str], token: str, wait_s: float, bundle: Path | None
+    settings: Settings,
+    urls: Sequence[str],
+    token: str,
+    tls: ClientTls,
+    wait_s: float,
+    bundle: Path | None,
 ) -> tuple[Report, list[str]]:
     deadline = time.monotonic() + wait_s
     headers = {"authorization": f"Bearer {token}"} if token else {}
     while True:
         async with KafkaExamination(_kafka(settings)) as kafka:
-            proxies = HttpProxies(urls, headers)
+            proxies = HttpProxies(urls, headers, tls)
             subject = Subject(settings, kafka, proxies)
             try:
                 report = await examine(subject, CHECKS)
@@ -147,13 +154,25 @@ def _show(report: Report, output: str) -> None:
     click.echo(summary(report), err=True)
 
 
-def _token(settings: Settings) -> str:
-    """Return the token that the chosen proxy wants, "" for none.
+def _papers(settings: Settings) -> Papers:
+    """Return the files by which the chosen proxy and we know one another.
 
-    The settings' own is for the proxies of these settings, so never for those of a context.
+    The settings' own are for the proxies of these settings, so never for those of a context.
     """
     target = target_of(click.get_current_context())
-    path = target.token_file or (None if target.context else settings.token_file)
+    if target.context:
+        return target.papers
+    own = Papers(
+        settings.admin_token_file or settings.token_file,
+        settings.peers_ca_file or settings.tls_client_ca_file,
+        settings.tls_cert_file,
+        settings.tls_key_file,
+    )
+    return target.papers.before(own)
+
+
+def _token(papers: Papers) -> str:
+    path = papers.token_file
     try:
         return "" if path is None else read_secret("token_file", path)
     except ConfigurationError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import ssl
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
@@ -14,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from txbroker.contract import Overview
+from txbroker.tls import ClientTls, tls_trouble
 
 T = TypeVar("T")
 
@@ -111,9 +111,13 @@ class HttpProxies:
     Args:
         urls: those to begin with.
         headers: what every call carries, such as the token.
+        tls: whom to trust, and what to show; None: the system's authorities, and nothing.
     """
 
-    def __init__(self, urls: Sequence[str], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, urls: Sequence[str], headers: Mapping[str, str], tls: ClientTls | None = None
+    ) -> None:
+        self._tls = tls or ClientTls()
         self.named = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
         self._headers = {"accept": "application/json", **headers}
         # Threads of our own: on a small machine the loop's few would all wait for dead groups.
@@ -188,7 +192,8 @@ class HttpProxies:
         except ConnectionRefusedError:
             raise NotSeen(f"nothing listens at {url}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            what = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            what = tls_trouble(error, "--ca-file") or getattr(error, "strerror", None) or str(error)
+            what = what or type(error).__name__
             raise NotSeen(f"no answer from {url}: {what}") from None
         return Reply(status, raw, loop.time() - began)
 
@@ -199,8 +204,9 @@ class HttpProxies:
         host, port = parts.hostname or "", parts.port
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
-            tls = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
+            connection = http.client.HTTPSConnection(
+                host, port, timeout=timeout_s, context=self._tls.context()
+            )
         else:
             connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         headers = dict(self._headers)

@@ -162,9 +162,11 @@ class Subject:
         return read
 
     async def urls(self) -> list[str]:
-        """Return the URLs of all proxies that are known: those named, and those they tell of."""
+        """Return where all proxies that are known take operators' calls: those named, and those
+        they tell of."""
         try:
-            told = [proxy.url for proxy in (await self.overview()).proxies if proxy.reached]
+            proxies = (await self.overview()).proxies
+            told = [proxy.admin_url or proxy.url for proxy in proxies if proxy.reached]
         except NotSeen:
             told = []
         # One proxy may be known under two URLs; what it says of itself counts once.

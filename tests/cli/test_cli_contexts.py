@@ -11,6 +11,7 @@ from cli_stub import Asked, Stub
 from cli_world import Call
 
 HERE, THERE = "http://127.0.0.1:1", "http://127.0.0.1:2"
+NO_FILES = dict.fromkeys(("token_file", "ca_file", "client_cert_file", "client_key_file"))
 
 
 @pytest.fixture
@@ -38,8 +39,14 @@ def test_set_use_list_show_and_remove(call: Call, store: Path, tokens: dict[str,
     assert call("context", "set", "test", "--url", THERE, "--use").code == 0
     rows = call("context", "list", "-o", "json").json
     assert rows == [
-        {"name": "prod", "url": HERE, "token_file": str(tokens["own"]), "current": False},
-        {"name": "test", "url": THERE, "token_file": None, "current": True},
+        {
+            "name": "prod",
+            "url": HERE,
+            **NO_FILES,
+            "token_file": str(tokens["own"]),
+            "current": False,
+        },
+        {"name": "test", "url": THERE, **NO_FILES, "current": True},
     ]
     assert call("context", "use", "prod").err == f"Commands call {HERE} now.\n"
     shown = call("context", "show", "-o", "json").json
@@ -74,6 +81,30 @@ def test_a_relative_path_still_holds_elsewhere(
     call("context", "set", "prod", "--url", HERE, "--token-file", "own")
     monkeypatch.chdir("/")
     assert call("context", "show", "prod", "-o", "json").json["token_file"] == str(tokens["own"])
+
+
+def test_the_certificates_are_kept_and_go_along(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words: list[str | Path] = []
+    for name in ("ca", "client-cert", "client-key"):
+        (tmp_path / name).write_text("PEM")
+        words += [f"--{name}-file", tmp_path / name]
+    assert call("context", "set", "prod", "--url", HERE, *words, "--use").code == 0
+    monkeypatch.setenv("TXBROKER_CA_FILE", str(tmp_path / "of another installation"))
+    chosen = call("context", "show", "-o", "json").json
+    assert {name: chosen[name] for name in NO_FILES} == {
+        "token_file": None,
+        "ca_file": str(tmp_path / "ca"),
+        "client_cert_file": str(tmp_path / "client-cert"),
+        "client_key_file": str(tmp_path / "client-key"),
+    }
+
+
+def test_a_key_without_its_certificate_is_refused(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("PEM")
+    done = call("context", "set", "prod", "--url", HERE, "--client-key-file", tmp_path / "key")
+    assert (done.code, "--client-key-file needs --client-cert-file" in done.err) == (2, True)
 
 
 def test_a_new_address_does_not_keep_the_old_ones_token(
@@ -144,6 +175,7 @@ def test_without_anything_it_is_the_proxy_of_this_machine(
     shown = call("context", "show", "-o", "json").json
     assert shown == {
         "url": "http://127.0.0.1:8470",
+        **NO_FILES,
         "token_file": str(tokens["environ"]),
         "context": None,
         "source": "default",

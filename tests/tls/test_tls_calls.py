@@ -7,15 +7,13 @@ import asyncio
 import pytest
 from memory_world import MemoryWorld
 from service_world import until
-from tls_world import BODY, TOKEN, Files, curl, mutual, running, secured, trusting
+from tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 
 from txbroker.core.records import Decision
-from txbroker.errors import CertificateRequired, Unauthorized
 from txbroker.sdk import (
     BlockingTransactionalProducer,
     Message,
     TransactionalProducer,
-    Untrusted,
 )
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]

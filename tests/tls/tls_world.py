@@ -38,7 +38,7 @@ class Files(NamedTuple):
     admin_token: Path
 
 
-TOKEN, ADMIN_TOKEN = "planted-token-of-producers", "planted-token-of-operators"  # noqa: S105
+TOKEN, ADMIN_TOKEN = "planted-token-of-producers", "planted-token-of-operators"
 
 
 def secured(files: Files, **more: Any) -> Json:

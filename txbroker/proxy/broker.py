@@ -92,6 +92,8 @@ class Broker:
         self._settings = settings
         self._groups = groups
         self._around = around
+        self.admin_url = ""
+        """Where this proxy takes operators' calls, "" where that is its own URL, too."""
         self._clock = LogTime(round(time.time() * 1000))
         self._ownership = Ownership(door, settings, runner, events)
         self._ownership.on_change(self._keep_time)
@@ -408,7 +410,12 @@ class Broker:
     async def overview(self) -> Overview:
         """Return how this proxy's own part stands; of other partitions nothing is said."""
         return local_overview(
-            self.url, self.readiness(), self.ledgers(), self._around, self.now_ms()
+            self.url,
+            self.readiness(),
+            self.ledgers(),
+            self._around,
+            self.now_ms(),
+            self.admin_url,
         )
 
     def unsettled(self) -> Iterator[tuple[Owner, Transaction]]:

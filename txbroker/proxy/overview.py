@@ -120,6 +120,7 @@ def local_overview(
     owners: Iterable[CountedOwner],
     around: Surroundings,
     now_ms: int,
+    admin_url: str = "",
 ) -> Overview:
     """Return how this proxy's own part stands.
 
@@ -127,6 +128,7 @@ def local_overview(
         url: this proxy's URL.
         owners: those of what is this proxy's for sure and caught up.
         now_ms: the brokers' clock.
+        admin_url: where it takes operators' calls, "" where that is `url`, too.
     """
     by_number = {owner.partition: owner for owner in owners}
     # Read once, so that the oldest of a partition is never younger than that of its groups.
@@ -155,6 +157,7 @@ def local_overview(
         version=__version__,
         partitions=ours,
         now_ms=now_ms,
+        admin_url=admin_url,
     )
     named = _most_needed(groups.values())
     return Overview(

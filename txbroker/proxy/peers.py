@@ -197,7 +197,7 @@ class Peers:
                     if not calls:
                         self._open.pop(url, None)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            why = tls_trouble(error) or error
+            why = tls_trouble(error, "peers_ca_file") or error
             raise Unsent(f"the proxy at {url} cannot be connected to: {why}", id=id) from None
         except TimeoutError:
             raise OwnerUnavailable(
@@ -205,7 +205,7 @@ class Peers:
             ) from None
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             # UnicodeError: a name that no resolver is asked for, as a label of it is too long.
-            why = tls_trouble(error) or str(error) or type(error).__name__
+            why = tls_trouble(error, "peers_ca_file") or str(error) or type(error).__name__
             raise OwnerUnavailable(
                 f"the talk to the proxy at {url} broke off: {why}", id=id
             ) from None

@@ -2,11 +2,13 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from urllib.parse import urlsplit
 
 import structlog
 from msgspec import Struct
 
 from txbroker import __version__
+from txbroker.addresses import Address
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
@@ -113,6 +115,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         if settings.admin_listen:
             admin = serve(make_admin_app(app), settings.admin_listen, tls, admin=True)
             admin_url = await stack.enter_async_context(admin)
+            broker.admin_url = _callable(admin_url, settings.advertise or url)
         # Known before anybody hears of us.
         broker.url = settings.advertise or url
         log.info("listening", url=url, advertise=broker.url)
@@ -132,6 +135,16 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
 
 def _others(broker: Broker) -> list[str]:
     return [url for url in broker.proxies() if url and url != broker.url]
+
+
+def _callable(admin_url: str, url: str) -> str:
+    """Return the admin address as others may call it: where it is every address of the machine,
+    by the host name of `url`."""
+    parts = urlsplit(admin_url)
+    address = Address(parts.hostname or "", parts.port or 0)
+    if address.wildcard:
+        address = address._replace(host=urlsplit(url).hostname or "")
+    return address.url_of(secure=parts.scheme == "https")
 
 
 def _server_tls(settings: Settings) -> ServerTls | None:
