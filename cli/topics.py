@@ -1,6 +1,7 @@
 """`txbroker topics`: what txbroker's own topics are, and what they should be."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,18 @@ import click
 
 from txbroker.cli.asking import confirm, require_asking, yes_option
 from txbroker.cli.lazy import SuggestingGroup
-from txbroker.cli.output import Column, Row, output_option, show_rows
+from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config import Settings
+from txbroker.kafka.acls import (
+    UNKNOWN_PRINCIPAL,
+    Right,
+    Role,
+    kafka_acls_command,
+    rights_needed,
+)
 from txbroker.kafka.topics import Plan
-from txbroker.kafka.wiring import door_from
+from txbroker.kafka.wiring import door_from, kafka_settings
 
 COLUMNS = (
     Column("ACTION", lambda row: row["action"]),
@@ -20,6 +28,15 @@ COLUMNS = (
     Column("WHAT", lambda row: row["what"]),
     Column("SETTINGS", lambda row: row.get("settings"), wide=True),
 )
+ACL_COLUMNS = (
+    Column("FOR", lambda row: row["for"]),
+    Column("ON", lambda row: row["resource"]),
+    Column("NAME", lambda row: f"{row['name']}{'*' if row['pattern'] == 'prefixed' else ''}"),
+    Column("ALLOW", lambda row: ", ".join(row["operations"])),
+    Column("TO", lambda row: row["principal"]),
+    Column("WHY", lambda row: row["why"], wide=True),
+)
+_IN_THE_CLEAR = "PLAINTEXT"
 
 
 @click.group("topics", cls=SuggestingGroup)
@@ -27,14 +44,87 @@ def command() -> None:
     """Plan and make txbroker's own topics."""
 
 
+def _acl_options(function: Any) -> Any:
+    """Give a command the options about rights."""
+    for option in (
+        click.option(
+            "--acls/--no-acls",
+            default=None,
+            envvar="TXBROKER_ACLS",
+            help="Show the rights that are needed, too. [env: TXBROKER_ACLS; default: where "
+            "kafka_security_protocol is not PLAINTEXT]",
+        ),
+        click.option(
+            "--acl-commands",
+            is_flag=True,
+            help="Show nothing but the commands of Kafka that grant these rights.",
+        ),
+        click.option(
+            "--role",
+            "roles",
+            multiple=True,
+            type=click.Choice([role.value for role in Role]),
+            envvar="TXBROKER_ROLE",
+            help="Whose rights to show; may be given several times. [env: TXBROKER_ROLE; default: "
+            "all]",
+        ),
+        click.option(
+            "--principal",
+            metavar="User:NAME",
+            envvar="TXBROKER_PRINCIPAL",
+            help="To whom rights are granted. [env: TXBROKER_PRINCIPAL; default: the user who "
+            "logs in by password]",
+        ),
+        click.option(
+            "--target",
+            "targets",
+            multiple=True,
+            metavar="TOPIC",
+            envvar="TXBROKER_TARGET",
+            help="A target topic, for the rights on it; `orders.*` for all that begin like this. "
+            "May be given several times. [env: TXBROKER_TARGET]",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 @command.command("plan")
-@setting_options(TOPIC_SETTINGS)
+@setting_options((*TOPIC_SETTINGS, "create_target_topics"))
+@_acl_options
 @output_option
-def plan_command(config: Path | None, output: str, **options: Any) -> None:
-    """Show what `apply` would do; change nothing."""
-    plan = asyncio.run(_plan(settings_from(config, options)))
-    show_rows(_rows(plan), COLUMNS, output, "All topics are as they should be.")
-    _remark(plan)
+def plan_command(
+    config: Path | None,
+    output: str,
+    acls: bool | None,
+    acl_commands: bool,
+    roles: tuple[str, ...],
+    principal: str | None,
+    targets: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Show what `apply` would do, and the rights needed; change nothing.
+
+    A Kafka that looks at rights (ACLs) must grant them before. With --acl-commands it need not be
+    reached.
+    """
+    settings = settings_from(config, options)
+    rights = _rights(settings, roles, targets)
+    to = principal or _principal(settings)
+    if acl_commands:
+        click.echo("\n".join(_commands(rights, to, settings)))
+    else:
+        shown = settings.kafka_security_protocol != _IN_THE_CLEAR if acls is None else acls
+        allowed = [_acl_row(right, to) for right in rights] if shown else []
+        plan = asyncio.run(_plan(settings))
+        _show_plan(_rows(plan), allowed, output)
+        _remark(plan)
+        if not shown:
+            return
+    if not targets:
+        click.echo("Note: --target names target topics, for the rights on them", err=True)
+    if to == UNKNOWN_PRINCIPAL:
+        click.echo("Note: --principal names whom Kafka takes this login for", err=True)
 
 
 @command.command("apply")
@@ -74,6 +164,52 @@ async def _apply(settings: Settings, plan: Plan) -> None:
         await door.apply(plan)
     finally:
         await door.close()
+
+
+def _show_plan(planned: list[Row], allowed: list[Row], output: str) -> None:
+    if output in ("json", "yaml"):
+        show_data(planned + allowed, output)
+        return
+    show_rows(planned, COLUMNS, output, "All topics are as they should be.")
+    if planned and allowed:
+        click.echo()
+    if allowed:
+        show_rows(allowed, ACL_COLUMNS, output, "")
+
+
+def _rights(settings: Settings, roles: tuple[str, ...], targets: tuple[str, ...]) -> list[Right]:
+    needed = rights_needed(
+        kafka_settings(settings), targets, create_targets=settings.create_target_topics
+    )
+    return [right for right in needed if not roles or right.role in roles]
+
+
+def _principal(settings: Settings) -> str:
+    """Return whom Kafka takes us for, where the login tells."""
+    name = settings.kafka_sasl_username
+    return f"User:{name}" if name else UNKNOWN_PRINCIPAL
+
+
+def _acl_row(right: Right, principal: str) -> Row:
+    return {
+        "action": "allow",
+        "for": right.role.value,
+        "principal": principal,
+        "resource": right.resource.value,
+        "name": right.name,
+        "pattern": "prefixed" if right.prefixed else "literal",
+        "operations": list(right.operations),
+        "why": right.why,
+    }
+
+
+def _commands(rights: list[Right], principal: str, settings: Settings) -> Iterator[str]:
+    before = None
+    for right in rights:
+        if right.role != before:
+            yield f"# {right.role.value}"
+        before = right.role
+        yield kafka_acls_command(right, principal, settings.kafka)
 
 
 def _rows(plan: Plan) -> list[Row]:
