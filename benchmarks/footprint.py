@@ -1,0 +1,197 @@
+"""What a transaction leaves behind in Kafka: bytes in each topic, and requests to the brokers.
+
+One proxy with four half partitions and the embedded Kafka, one producer with the SDK, one message
+of `--size` bytes a transaction. The bytes are those of the segments' files on one broker, so all
+copies together take as many times more. `python benchmarks/footprint.py --help`.
+"""
+
+import argparse
+import asyncio
+import os
+import resource
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from txbroker.config import load_settings
+from txbroker.core.records import Decision
+from txbroker.embedded import EmbeddedKafka
+from txbroker.kafka import KafkaDoor
+from txbroker.kafka.connection import open_connection
+from txbroker.kafka.wiring import kafka_settings
+from txbroker.proxy.process import Proxy, run_proxy
+from txbroker.sdk import Message, TransactionalProducer
+
+TARGET = "footprint"
+OWN = ("half", "op", "checkpoint", "parked")
+DEADLINE_S = 300.0
+IDLE_S = 5.0
+WARMUP = 500
+
+
+class Counting:
+    """Opens connections to Kafka, and counts what is asked over them."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[str] = Counter()
+
+    async def open(self, host: str, port: int, **arguments: Any) -> Any:
+        """Open a connection that counts."""
+        connection = await open_connection(host, port, **arguments)
+        send = connection.send
+
+        def counted(request: Any, expect_response: bool = True) -> Any:
+            self.requests[type(request).__name__.removesuffix("Request")] += 1
+            return send(request, expect_response)
+
+        connection.send = counted  # type: ignore[method-assign]
+        return connection
+
+
+class Footprint:
+    """Measures how much a phase has left behind."""
+
+    def __init__(self, folder: Path, counting: Counting) -> None:
+        self._folder = folder
+        self._counting = counting
+        self.rows: list[tuple[str, int, dict[str, float], dict[str, float], float]] = []
+
+    def _bytes(self) -> Counter[str]:
+        """Return the bytes of each topic's segments."""
+        sizes: Counter[str] = Counter()
+        for file in self._folder.rglob("*.log"):
+            topic = file.parent.name.rpartition("-")[0]
+            if topic == TARGET or topic.startswith("txbroker."):
+                sizes[topic.removeprefix("txbroker.")] += file.stat().st_size
+        return sizes
+
+    async def phase(self, name: str, count: int, work: Callable[[], Awaitable[None]]) -> None:
+        """Do the work of `count` transactions and note what one of them has cost."""
+        before, asked, cpu_s = self._bytes(), Counter(self._counting.requests), _cpu_s()
+        await work()
+        cpu_s = _cpu_s() - cpu_s
+        after, now = self._bytes(), self._counting.requests
+        sizes = {topic: (after[topic] - before[topic]) / count for topic in (*OWN, TARGET)}
+        requests = {kind: (now[kind] - asked[kind]) / count for kind in now}
+        self.rows.append((name, count, sizes, requests, cpu_s / count))
+
+    def show(self) -> None:
+        """Print both tables."""
+        topics = (*OWN, TARGET)
+        print("bytes a transaction".ljust(30) + "".join(f"{topic:>12}" for topic in topics))
+        for name, count, sizes, _, _ in self.rows:
+            shown = "".join(f"{sizes[topic]:12,.0f}" for topic in topics)
+            print(f"{name} ({count})".ljust(30) + shown)
+        print()
+        kinds = ["Produce", "AddPartitionsToTxn", "EndTxn", "ListOffsets", "Fetch"]
+        head = "".join(f"{kind:>20}" for kind in [*kinds, "all", "CPU us"])
+        print("requests a transaction".ljust(30) + head)
+        for name, _, _, requests, cpu_s in self.rows:
+            asked = [requests.get(kind, 0.0) for kind in kinds]
+            shown = "".join(f"{each:20.3f}" for each in [*asked, sum(requests.values())])
+            print(name.ljust(30) + shown + f"{cpu_s * 1e6:20.0f}")
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+async def transactions(
+    producer: TransactionalProducer, decision: Decision, count: int, in_flight: int, size: int
+) -> None:
+    """Prepare and decide so many, one after another in each of `in_flight` lanes."""
+    body = os.urandom(size)
+    numbers = iter(range(count))
+
+    async def lane() -> None:
+        for number in numbers:
+            id = await producer.prepare(Message(TARGET, key=b"key-%08d" % number, value=body))
+            if decision is Decision.COMMIT:
+                await producer.commit(id)
+            elif decision is Decision.ROLLBACK:
+                await producer.rollback(id)
+
+    await asyncio.gather(*[lane() for _ in range(in_flight)])
+
+
+async def settled(proxy: Proxy) -> None:
+    """Wait until nothing is pending nor on its way to its target, and a turn longer."""
+    open_states = ("pending", "committed")
+    async with aiohttp.ClientSession(proxy.url) as http, asyncio.timeout(DEADLINE_S):
+        while True:
+            async with http.get("/v1/overview") as answer:
+                partitions = (await answer.json())["partitions"]
+            if not any(each[state] for each in partitions for state in open_states):
+                break
+            await asyncio.sleep(0.05)
+    # What the coordinator still writes, and the tombstones of what is settled.
+    await asyncio.sleep(1.0)
+
+
+async def measure(
+    kafka: str, footprint: Footprint, counting: Counting, count: int, size: int
+) -> None:
+    """Run all phases."""
+    given = {"kafka": kafka, "listen": "127.0.0.1:0", "instance": "footprint", "insecure": True}
+    checks = {"check_after_s": 1.0, "check_interval_s": 1.0, "check_attempts_max": 1}
+    settings = load_settings({**given, **checks, "create_target_topics": True})
+    async with run_proxy(KafkaDoor(kafka_settings(settings), counting.open), settings) as proxy:
+        async with asyncio.timeout(DEADLINE_S):
+            while not proxy.broker.readiness().ready or len(proxy.broker.mine()) < 4:
+                await asyncio.sleep(0.05)
+
+        async with TransactionalProducer(
+            proxy.url, group="footprint", check=lambda request: Decision.UNKNOWN
+        ) as producer:
+
+            async def run(decision: Decision, number: int, in_flight: int) -> None:
+                await transactions(producer, decision, number, in_flight, size)
+                await settled(proxy)
+
+            await run(Decision.COMMIT, WARMUP, 64)
+            for in_flight in (1, 64, 512):
+                number = max(in_flight, count // 5 if in_flight == 1 else count)
+                await footprint.phase(
+                    f"committed, {in_flight} in flight",
+                    number,
+                    lambda n=number, f=in_flight: run(Decision.COMMIT, n, f),  # type: ignore[misc]
+                )
+            await footprint.phase(
+                "rolled back, 64 in flight", count, lambda: run(Decision.ROLLBACK, count, 64)
+            )
+            few = max(1, count // 5)
+
+            async def parked() -> None:
+                await transactions(producer, Decision.UNKNOWN, few, 64, size)
+                await settled(proxy)
+
+            await footprint.phase("parked after one attempt", few, parked)
+            await footprint.phase("nothing, for a second", round(IDLE_S), _idle)
+
+
+async def _idle() -> None:
+    await asyncio.sleep(IDLE_S)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=5000, help="transactions in a phase")
+    parser.add_argument("--size", type=int, default=1024, help="bytes of each message")
+    arguments = parser.parse_args()
+    counting = Counting()
+    with tempfile.TemporaryDirectory() as folder, EmbeddedKafka(Path(folder) / "kafka") as kafka:
+        footprint = Footprint(Path(folder), counting)
+        uvloop.run(measure(kafka.bootstrap, footprint, counting, arguments.count, arguments.size))
+    footprint.show()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""What docs/operate/partition-count.md says: moving to another number of half partitions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from kafka_world import KafkaWorld
+from service_world import Desk, Service, until
+
+from txbroker.core.ids import parse_id
+from txbroker.core.records import Message
+from txbroker.embedded import EmbeddedKafka
+from txbroker.errors import ConfigurationError, RequestError
+
+OLD, NEW = 2, 3
+
+
+@pytest.fixture
+async def both(kafka: EmbeddedKafka) -> AsyncIterator[tuple[Service, Service]]:
+    """The installation that there is, and one with more half partitions on the same Kafka."""
+    async with Desk().serve() as desk:
+        made = [
+            Service(KafkaWorld(kafka.bootstrap), desk, partitions=count) for count in (OLD, NEW)
+        ]
+        for service in made:
+            await service.start()
+        yield made[0], made[1]
+        for service in made:
+            await service.stop()
+            await service.world.close()
+
+
+async def test_the_old_one_is_emptied_while_the_new_one_works(
+    both: tuple[Service, Service],
+) -> None:
+    old, new = both
+    topic = await old.topic()
+    left = await old.prepare(Message(topic, None, b"1"), order_key="a")
+    # Whoever needs the order of a key waits until the old one holds nothing of it.
+    await old.commit(left)
+    ids = [await new.prepare(Message(topic, None, b"2"), order_key="a")]
+    ids += [await new.prepare(Message(topic, None, b"x"), order_key=str(n)) for n in range(20)]
+    assert {parse_id(id).partition for id in ids} == set(range(NEW))
+    await new.commit(ids[0])
+    assert await old.values(topic) == [b"1", b"2"]
+    # Neither knows what the other holds: a transaction is decided where it was prepared.
+    with pytest.raises(RequestError):
+        await new.tell(left, "commit")
+    # A prepare that is sent again to the new one is another transaction.
+    for service in both:
+        status, _ = await service.send(Message(topic, None, b"y"), dedup_key="order-17")
+        assert status == 201
+    assert len(await old.listed()) == 1
+    await old.tell((await old.listed())[0]["id"], "rollback")
+    assert await old.listed() == []
+    await old.stop()
+    assert len(await new.listed()) == 21
+    await new.commit(ids[1])
+
+
+async def test_more_partitions_for_the_half_topic_are_undone_by_moving(
+    both: tuple[Service, Service],
+) -> None:
+    """Somebody has altered the topics. The proxies that run empty the installation."""
+    old, _ = both
+    topic = await old.topic()
+    id = await old.prepare(Message(topic, None, b"v"))
+    for name in ("half", "op", "checkpoint", "parked"):
+        await old.world.add_partitions(old.world.name(name), NEW)
+    await old.proxy.broker._ownership.look_at_topics()
+    ready = await old.get("/readyz")
+    assert not ready["ready"] or ready["problems"]
+    (problem,) = ready["problems"]
+    assert f"made with {OLD}" in problem
+    # It goes on with as many as before.
+    more = [await old.prepare(Message(topic, None, b"w"), order_key=str(n)) for n in range(20)]
+    assert {parse_id(each).partition for each in more} == set(range(OLD))
+    for each in (id, *more):
+        await old.commit(each)
+    await until(lambda: _empty(old))
+    await old.stop()
+    with pytest.raises(ConfigurationError, match=f"made with {OLD}"):
+        await old.start()
+
+
+async def _empty(service: Service) -> bool:
+    return await service.listed() == []
