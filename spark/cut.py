@@ -13,6 +13,7 @@ from txbroker.kafka.audit_access import AuditAccess, TopicBounds
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.wiring import kafka_settings
 from txbroker.spark.errors import AuditError
+from txbroker.spark.login import login_options
 from txbroker.spark.schema import TopicRead
 
 _Result = TypeVar("_Result")
@@ -84,38 +85,7 @@ def access_from(settings: Settings) -> KafkaAccess:
     Raises:
         ConfigurationError: a file that it names cannot be read.
     """
-    return KafkaAccess(kafka_settings(settings), _security(settings))
-
-
-def _security(settings: Settings) -> dict[str, str]:
-    """Return what Spark's Kafka client, which is Java's, is told about TLS and SASL."""
-    protocol = settings.kafka_security_protocol
-    options = {"kafka.security.protocol": str(protocol)}
-    if protocol.endswith("SSL"):
-        if settings.kafka_ssl_ca_file is not None:
-            options["kafka.ssl.truststore.type"] = "PEM"
-            options["kafka.ssl.truststore.certificates"] = settings.kafka_ssl_ca_file.read_text()
-        if settings.kafka_ssl_cert_file is not None and settings.kafka_ssl_key_file is not None:
-            options["kafka.ssl.keystore.type"] = "PEM"
-            chain, key = settings.kafka_ssl_cert_file, settings.kafka_ssl_key_file
-            options["kafka.ssl.keystore.certificate.chain"] = chain.read_text()
-            options["kafka.ssl.keystore.key"] = key.read_text()
-    if protocol.startswith("SASL"):
-        mechanism = str(settings.kafka_sasl_mechanism)
-        options["kafka.sasl.mechanism"] = mechanism
-        options["kafka.sasl.jaas.config"] = _jaas(
-            mechanism, settings.kafka_sasl_username, settings.kafka_secret("kafka_sasl_password")
-        )
-    return options
-
-
-def _jaas(mechanism: str, username: str, password: str) -> str:
-    kind = "plain.Plain" if mechanism == "PLAIN" else "scram.Scram"
-    name, secret = (text.replace("\\", "\\\\").replace('"', '\\"') for text in (username, password))
-    return (
-        f"org.apache.kafka.common.security.{kind}LoginModule required "
-        f'username="{name}" password="{secret}";'
-    )
+    return KafkaAccess(kafka_settings(settings), login_options(settings))
 
 
 # --- from where to where ---------------------------------------------------------------------

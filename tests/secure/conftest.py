@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority
+from issuer import Issuer
 from secure_world import SecureKafka
 from token_endpoint import TokenEndpoint
 
@@ -25,9 +26,15 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="session")
-async def _listening(authority: Authority) -> AsyncIterator[TokenEndpoint]:
+def issuer(tmp_path_factory: pytest.TempPathFactory) -> Issuer:
+    """Who signs tokens."""
+    return Issuer(tmp_path_factory.mktemp("issuer"))
+
+
+@pytest.fixture(scope="session")
+async def _listening(authority: Authority, issuer: Issuer) -> AsyncIterator[TokenEndpoint]:
     pair = authority.certificate("of-endpoint", "IP:127.0.0.1")
-    async with TokenEndpoint().serve(*pair) as listening:
+    async with TokenEndpoint(issuer).serve(*pair) as listening:
         yield listening
 
 
@@ -41,10 +48,13 @@ def endpoint(_listening: TokenEndpoint) -> TokenEndpoint:
 
 @pytest.fixture(scope="session")
 def secure_kafka(
-    tmp_path_factory: pytest.TempPathFactory, authority: Authority, _listening: TokenEndpoint
+    tmp_path_factory: pytest.TempPathFactory,
+    authority: Authority,
+    issuer: Issuer,
+    _listening: TokenEndpoint,
 ) -> Iterator[SecureKafka]:
     """One Kafka with every way to log in."""
-    kafka = SecureKafka(tmp_path_factory.mktemp("secure"), authority, _listening.url)
+    kafka = SecureKafka(tmp_path_factory.mktemp("secure"), authority, issuer, _listening.url)
     try:
         kafka.start()
         yield kafka

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from certificates import Authority, keystore
-from confluent_kafka.admin import (
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
     ScramCredentialInfo,
     ScramMechanism,
     UserScramCredentialUpsertion,
 )
+from issuer import AUDIENCE, Issuer
 
 from txbroker.config import Settings, load_settings
 from txbroker.embedded import EmbeddedKafka
@@ -51,9 +50,10 @@ _LOGIN_MODULES = "org.apache.kafka.common.security"
 class SecureKafka:
     """A Kafka that lets nobody in unasked, but for the test itself at `inside`."""
 
-    def __init__(self, folder: Path, authority: Authority, token_url: str) -> None:
+    def __init__(self, folder: Path, authority: Authority, issuer: Issuer, token_url: str) -> None:
         self.folder = folder
         self.authority = authority
+        self.issuer = issuer
         self.token_url = token_url
         self.client = self.authority.certificate(USER)
         self.server = EmbeddedKafka(properties=self._properties(), listeners=LISTENERS)
@@ -67,7 +67,13 @@ class SecureKafka:
 
     def start(self) -> None:
         """Start it, with its users."""
-        self.server.start()
+        url = self.issuer.keys.as_uri()
+        allowed = "-Dorg.apache.kafka.sasl.oauthbearer.allowed"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(
+                "JAVA_TOOL_OPTIONS", f"{allowed}.urls={url} {allowed}.files={self.issuer.keys}"
+            )
+            self.server.start()
         self.add_user(USER, PASSWORD)
 
     def add_user(self, name: str, password: str) -> None:
@@ -101,7 +107,7 @@ class SecureKafka:
             cert, key = self.client
             return {**given, "kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
         if way == "OAUTHBEARER":
-            token = self._file("token", token_for(USER))
+            token = self._file("token", self.issuer.token(USER))
             return {**given, "kafka_sasl_mechanism": way, "kafka_oauth_token_file": token}
         if way == "OAUTHBEARER-URL":
             return {
@@ -129,6 +135,8 @@ class SecureKafka:
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
             "super.users": f"User:ANONYMOUS;User:{USER};User:CN={USER}",
             "sasl.enabled.mechanisms": "SCRAM-SHA-256",
+            "sasl.oauthbearer.jwks.endpoint.url": self.issuer.keys.as_uri(),
+            "sasl.oauthbearer.expected.audience": AUDIENCE,
         }
         for name in LISTENERS:
             found |= _under(name, self._listener(name))
@@ -152,6 +160,9 @@ class SecureKafka:
             given["sasl.enabled.mechanisms"] = ",".join(mechanisms)
             for mechanism in mechanisms:
                 given[f"{mechanism.lower()}.sasl.jaas.config"] = _jaas(mechanism)
+            if "OAUTHBEARER" in mechanisms:
+                handler = f"{_LOGIN_MODULES}.oauthbearer.OAuthBearerValidatorCallbackHandler"
+                given["oauthbearer.sasl.server.callback.handler.class"] = handler
         if name == "SHORT":
             given["scram-sha-256.connections.max.reauth.ms"] = str(REAUTH_MS)
         return given
@@ -166,14 +177,5 @@ def _jaas(mechanism: str) -> str:
         quoted = PASSWORD.replace("\\", "\\\\").replace('"', '\\"')
         return f'{_LOGIN_MODULES}.plain.PlainLoginModule required user_{USER}="{quoted}";'
     if mechanism == "OAUTHBEARER":
-        # Takes tokens that nobody signed: what is in them counts all the same.
         return f"{_LOGIN_MODULES}.oauthbearer.OAuthBearerLoginModule required;"
     return f"{_LOGIN_MODULES}.scram.ScramLoginModule required;"
-
-
-def token_for(user: str, life_s: float = 3600.0) -> str:
-    """Return a token that says who somebody is."""
-    now = time.time()
-    claims = {"sub": user, "iat": now - 60, "exp": now + life_s}
-    parts = (json.dumps(part).encode() for part in ({"alg": "none"}, claims))
-    return ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts) + "."

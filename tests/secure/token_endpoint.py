@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from aiohttp import web
-from secure_world import CLIENT_ID, CLIENT_SECRET, USER, token_for
+from issuer import Issuer
+from secure_world import CLIENT_ID, CLIENT_SECRET, USER
 
 
 class TokenEndpoint:
@@ -23,7 +24,8 @@ class TokenEndpoint:
         answer: status and body in place of a token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
         self.url = ""
         self.asked: list[dict[str, Any]] = []
         self.life_s = 3600.0
@@ -54,5 +56,5 @@ class TokenEndpoint:
         name, _, secret = base64.b64decode(pair).decode().partition(":")
         if (kind, unquote(name), unquote(secret)) != ("Basic", CLIENT_ID, CLIENT_SECRET):
             return web.json_response({"error": "invalid_client"}, status=401)
-        token = token_for(USER, self.life_s)
+        token = self._issuer.token(USER, self.life_s)
         return web.json_response({"access_token": token, "expires_in": self.life_s})

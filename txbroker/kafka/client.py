@@ -90,6 +90,7 @@ class Client:
     def __init__(self, settings: KafkaSettings, opener: Opener = open_connection) -> None:
         self.settings = settings
         self._login = settings.login()
+        self._told: dict[str, Any] = {}
         self._open = opener
         self._brokers: dict[int, tuple[str, int]] = {}
         self._controller = -1
@@ -186,7 +187,7 @@ class Client:
         if self._closed:
             raise NotSent("the door to Kafka is closed")
         try:
-            login = self._login.arguments()
+            login = self._told = self._login.arguments()
         except ConfigurationError as error:
             # It held when we started; what was changed since may be mended while we wait.
             raise NotSent(f"no connection to Kafka at {host}:{port}: {error}") from None
@@ -276,7 +277,8 @@ class Client:
             try:
                 return await connection.send(request)
             except (OSError, KafkaError, TimeoutError) as error:
-                last = Unanswered(f"{server} did not answer ({error!r})")
+                why = why_not(error, host, self._told)
+                last = Unanswered(f"{server} did not answer{why}")
             finally:
                 connection.close(reason=CloseReason.SHUTDOWN)
         raise last

@@ -1,0 +1,191 @@
+"""Every way to log in to a real Kafka, and every way in which that fails, in a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka.protocol.metadata import MetadataRequest
+from certificates import Authority
+from secure_world import REAUTH_MS, USER, WAYS, WRONG, SecureKafka
+from token_endpoint import TokenEndpoint
+
+from txbroker.config import Settings
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client import Client, Connection
+from txbroker.kafka.connection import open_connection
+from txbroker.kafka.examination import KafkaExamination
+from txbroker.kafka.wiring import door_from, kafka_settings
+
+PATIENCE_S = 30.0
+
+
+async def opened(settings: Settings) -> None:
+    """Ask Kafka something, as `txbroker topics plan` does."""
+    door = door_from(settings)
+    try:
+        await door.plan()
+    finally:
+        await door.close()
+
+
+async def why_not(settings: Settings) -> str:
+    """Return why Kafka cannot be asked."""
+    with pytest.raises(KafkaUnavailable) as raised:
+        await opened(settings)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_way_in(secure_kafka: SecureKafka, endpoint: TokenEndpoint, way: str) -> None:
+    settings = secure_kafka.settings(way)
+    await opened(settings)
+    async with KafkaExamination(kafka_settings(settings)) as kafka:
+        assert [one.why for one in await kafka.brokers()] == [""]
+    assert bool(endpoint.asked) == (way == "OAUTHBEARER-URL")
+
+
+Wrong = Callable[[SecureKafka, Path], dict[str, Any]]
+"""What is wrong with settings."""
+
+
+def _wrong_password(_kafka: SecureKafka, folder: Path) -> dict[str, Any]:
+    file = folder / "password"
+    file.write_text(WRONG)
+    return {"kafka_sasl_password_file": file}
+
+
+def _unknown_authority(_kafka: SecureKafka, folder: Path) -> dict[str, Any]:
+    return {"kafka_ssl_ca_file": Authority(folder, "stranger").file}
+
+
+def _expired_token(kafka: SecureKafka, folder: Path) -> dict[str, Any]:
+    file = folder / "token"
+    file.write_text(kafka.issuer.token(USER, -30))
+    return {"kafka_oauth_token_file": file}
+
+
+def _strangers_certificate(_kafka: SecureKafka, folder: Path) -> dict[str, Any]:
+    cert, key = Authority(folder, "stranger").certificate(USER)
+    return {"kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
+
+
+def _expired_certificate(kafka: SecureKafka, _folder: Path) -> dict[str, Any]:
+    cert, key = kafka.authority.certificate("late", days=-1)
+    return {"kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
+
+
+def _no_certificate(_kafka: SecureKafka, _folder: Path) -> dict[str, Any]:
+    return {"kafka_ssl_cert_file": None, "kafka_ssl_key_file": None}
+
+
+def _wrong_client_secret(_kafka: SecureKafka, folder: Path) -> dict[str, Any]:
+    file = folder / "client-secret"
+    file.write_text(WRONG)
+    return {"kafka_oauth_client_secret_file": file}
+
+
+def _as_it_is(_kafka: SecureKafka, _folder: Path) -> dict[str, Any]:
+    return {}
+
+
+def _at(listener: str) -> Wrong:
+    return lambda kafka, _folder: {"kafka": kafka.server.address(listener)}
+
+
+def _without_login(listener: str) -> Wrong:
+    return lambda kafka, _folder: {
+        "kafka": kafka.server.address(listener),
+        "kafka_security_protocol": "PLAINTEXT",
+        "kafka_sasl_mechanism": "PLAIN",
+        "kafka_sasl_username": "",
+        "kafka_sasl_password_file": None,
+        "kafka_ssl_ca_file": None,
+    }
+
+
+REFUSED: dict[str, tuple[str, Wrong, str]] = {
+    "plain password": ("PLAIN", _wrong_password, f"refuses the login of {USER} by PLAIN: see"),
+    "password": ("SCRAM-SHA-256", _wrong_password, f"the login of {USER} by SCRAM-SHA-256: see"),
+    "token": ("OAUTHBEARER", _expired_token, "does not take the token (invalid_token): has it"),
+    "client secret": ("OAUTHBEARER-URL", _wrong_client_secret, "gives no token (401 invalid_cl"),
+    "authority": ("PLAIN", _unknown_authority, "is trusted here: name the authority's"),
+    "host name": ("ELSEWHERE", _as_it_is, "its certificate is not for 127.0.0.1: use a name"),
+    "late broker": ("EXPIRED", _as_it_is, "its certificate has expired"),
+    "no certificate": ("MUTUAL", _no_certificate, "takes only clients that show a certificate"),
+    "certificate": ("MUTUAL", _strangers_certificate, "the certificate of kafka_ssl_cert_file"),
+    "late client": ("MUTUAL", _expired_certificate, "the certificate of kafka_ssl_cert_file"),
+    "mechanism": ("SCRAM-SHA-512", _at("SHORT"), "has no logins by SCRAM-SHA-512: see"),
+    "TLS to a clear port": ("PLAIN", _at("CLEAR"), "kafka_security_protocol"),
+    "clear to a TLS port": ("PLAIN", _without_login("LOGIN"), "kafka_security_protocol PLAINTEXT"),
+    "no login": ("CLEAR", _without_login("CLEAR"), "kafka_security_protocol PLAINTEXT"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_what_fails_is_told_plainly(
+    secure_kafka: SecureKafka, endpoint: TokenEndpoint, tmp_path: Path, case: str
+) -> None:
+    way, wrong, words = REFUSED[case]
+    changes = wrong(secure_kafka, tmp_path)
+    settings = secure_kafka.settings(way, **changes)
+    began = time.monotonic()
+    said = await why_not(settings)
+    assert words in said
+    assert settings.kafka in said
+    assert WRONG not in said
+    assert "Error" not in said
+    assert time.monotonic() - began < PATIENCE_S
+
+
+async def test_a_new_password_counts_for_the_next_connection(
+    secure_kafka: SecureKafka, tmp_path: Path
+) -> None:
+    file = tmp_path / "password"
+    file.write_text("first-password")
+    secure_kafka.add_user("changing", "first-password")
+    settings = secure_kafka.settings(
+        "SCRAM-SHA-512", kafka_sasl_username="changing", kafka_sasl_password_file=file
+    )
+    client = Client(kafka_settings(settings))
+    try:
+        await client.refresh(())
+        secure_kafka.add_user("changing", "second-password")
+        with pytest.raises(KafkaUnavailable, match="refuses the login of changing"):
+            await client.ask_any(metadata(), "before")
+        file.write_text("second-password")
+        assert (await client.ask_any(metadata(), "after")).brokers
+    finally:
+        await client.close()
+
+
+async def test_a_login_that_ends_interrupts_nothing(secure_kafka: SecureKafka) -> None:
+    opened: list[float] = []
+    clock = asyncio.get_running_loop().time
+
+    async def opener(*address: Any, **arguments: Any) -> Connection:
+        opened.append(clock())
+        return await open_connection(*address, **arguments)
+
+    settings = secure_kafka.settings("SHORT")
+    client = Client(kafka_settings(settings), opener)
+    deadline = clock() + PATIENCE_S
+    try:
+        # Each question is answered, however long this goes on: the broker would cut off.
+        while len(opened) < 5:
+            assert (await client.ask_any(metadata(), "lane")).brokers
+            assert clock() < deadline, opened
+    finally:
+        await client.close()
+    lives = [after - before for before, after in itertools.pairwise(opened[2:])]
+    assert all(REAUTH_MS / 2000 < life < REAUTH_MS / 1000 for life in lives), lives
+
+
+def metadata() -> MetadataRequest:
+    """Return a question that any broker answers."""
+    return MetadataRequest([], allow_auto_topic_creation=False)
