@@ -10,6 +10,7 @@ from statistics import median_low
 import structlog
 from msgspec import structs
 
+from txbroker import tracing
 from txbroker.checkers.groups import Groups
 from txbroker.config import Settings
 from txbroker.contract import (
@@ -25,6 +26,7 @@ from txbroker.contract import (
 )
 from txbroker.core.records import CheckPolicy, Half, Message
 from txbroker.core.states import SETTLED
+from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import Transaction
 from txbroker.door import Door
 from txbroker.errors import (
@@ -49,6 +51,7 @@ from txbroker.proxy.overview import Surroundings, local_overview
 from txbroker.proxy.owner import Owner, OwnerEvents, standing
 from txbroker.proxy.ownership import Ownership
 from txbroker.proxy.targets import check_timestamps, examine_all, place, verdict
+from txbroker.proxy.tracing import deciding
 from txbroker.proxy.views import view
 
 LAST_CALLS_S = 5.0
@@ -232,7 +235,7 @@ class Broker:
         try:
             facts = await examine_all(
                 self._door.targets,
-                {message.topic for message in request.messages},
+                dict.fromkeys(message.topic for message in request.messages),
                 create=self._settings.create_target_topics,
             )
         except KafkaUnavailable as error:
@@ -318,11 +321,12 @@ class Broker:
         """Write a deciding marker; see `txbroker.contract.Service`."""
         with self._call():
             owner = self._owner_of(request.id)
-            if request.messages is not None:
-                transaction = await owner.get(request.id)
-                messages = await self._replacing(owner, transaction, request.messages)
-                request = structs.replace(request, messages=messages)
-            return await owner.decide(request)
+            with deciding(request, owner.ledger.transactions.get(request.id)):
+                if request.messages is not None:
+                    transaction = await owner.get(request.id)
+                    messages = await self._replacing(owner, transaction, request.messages)
+                    request = structs.replace(request, messages=messages)
+                return await owner.decide(request)
 
     async def _replacing(
         self, owner: Owner, transaction: Transaction, messages: Sequence[Message]
@@ -341,10 +345,12 @@ class Broker:
                 id=transaction.id,
             )
         placed = placed_like(prepared, tuple(messages))
+        if tracing.is_on():
+            placed = carried_over(prepared, placed)
         if transaction.decision is not None:
             return placed
         try:
-            topics = {message.topic for message in placed}
+            topics = dict.fromkeys(message.topic for message in placed)
             facts = await examine_all(self._door.targets, topics, create=False)
         except KafkaUnavailable as error:
             raise OwnerUnavailable(str(error), id=transaction.id) from None

@@ -45,6 +45,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.proxy.bodies import BODY_LOST, Bodies, lost_cause
 from txbroker.proxy.targets import takes
+from txbroker.proxy.tracing import TracedTurn, traced_turn, turn_ended
 from txbroker.proxy.trouble import Trouble
 
 COPIES_MAX = 100
@@ -82,6 +83,7 @@ class _Flight(Struct, eq=False):
     """When it was begun, by the monotonic clock."""
     copies: list[tuple[Transaction, int]] = field(default_factory=list)
     """With whose copies the turn's parked records begin, in this order, each of how many."""
+    traced: TracedTurn = TracedTurn()
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is known whether the turn was committed."""
 
@@ -316,15 +318,16 @@ class Promoter:
         # would be out of date before the last was asked about, and no plan would ever be made.
         found: dict[str, TargetFacts | Cause] = {}
         while True:
-            unknown: set[str] = set()
+            # In the order of decisions, as a set has none that comes again.
+            unknown: dict[str, None] = {}
 
-            def examine(place: Place, unknown: set[str] = unknown) -> Verdict:
+            def examine(place: Place, unknown: dict[str, None] = unknown) -> Verdict:
                 cause = self._trouble.avoided(place.topic, place.partition)
                 if cause is not None:
                     return cause
                 facts = found.get(place.topic) or self._targets.known(place.topic)
                 if facts is None:
-                    unknown.add(place.topic)
+                    unknown[place.topic] = None
                     return Cause("unexamined", "", place.topic, -1, passing=True)
                 return takes(place.topic, place.partition, place.size, facts)
 
@@ -373,6 +376,7 @@ class Promoter:
             records = encode_kept(transaction.copy(state, cause), self._record_version())
             parked.extend(records)
             flight.copies.append((transaction, len(records)))
+        flight.traced = traced_turn([*plan.promote, *[each for each, _ in plan.refuse]])
         for transaction in plan.promote:
             promoted.extend(_targets(transaction))
         for transaction in [*[each for each in plan.promote if each.kept], *flight.release]:
@@ -436,6 +440,7 @@ class Promoter:
             taken += count
         self._in_flight.difference_update(promoted)
         self._unseen.difference_update(promoted)
+        turn_ended(flight.traced, {each.id: cause.code for each, cause in plan.refuse})
         if plan.promote:
             self._trouble.promoted(plan.promote)
             self._events.promoted(plan.promote)

@@ -1,0 +1,457 @@
+"""A Kafka of several brokers as far as txbroker's own client speaks to one: logs of record batches,
+idempotent and transactional producers, a transaction coordinator whose markers take their time.
+
+It follows Kafka's transaction protocol in its first version, the one in which a delayed EndTxn can
+end a later transaction. What is acknowledged is kept: no broker loses its disk here.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from aiokafka.record.memory_records import MemoryRecords
+from aiokafka.record.util import calc_crc32c
+from sim_loop import Process, SimLoop
+
+NONE, OUT_OF_RANGE, UNKNOWN_TOPIC, NO_LEADER, NOT_LEADER = 0, 1, 3, 5, 6
+TOO_LARGE, NOT_COORDINATOR, OUT_OF_ORDER, DUPLICATE = 10, 16, 45, 46
+BAD_EPOCH, BAD_STATE, BAD_MAPPING, CONCURRENT = 47, 48, 49, 51
+
+_HEADER = struct.Struct(">qiibIhiqqqhii")
+_CRC_FROM = 21
+_TRANSACTIONAL, _CONTROL, _APPEND_TIME = 0x10, 0x20, 0x08
+_MARKER_KEYS = {True: b"\x00\x00\x00\x01", False: b"\x00\x00\x00\x00"}
+_EARLIEST = -2
+_READ_COMMITTED = 1
+_KEPT_BATCHES = 5
+
+Name = tuple[str, int]
+"""A topic and the number of one of its partitions."""
+
+
+class Batch(NamedTuple):
+    """A stored record batch."""
+
+    base: int
+    last: int
+    data: bytes
+    producer: int
+    control: bool
+
+
+class _Sequences:
+    """What a partition remembers of a producer."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.next = 0
+        self.kept: list[tuple[int, int, int]] = []
+
+
+class Log:
+    """One partition."""
+
+    def __init__(self, leader: int, *, append_time: bool, bytes_max: int) -> None:
+        self.leader = leader
+        self.append_time = append_time
+        self.bytes_max = bytes_max
+        self.begin = 0
+        self.end = 0
+        self.batches: list[Batch] = []
+        self._bases: list[int] = []
+        self._producers: dict[int, _Sequences] = {}
+        self._open: dict[int, int] = {}
+        self._aborted: list[tuple[int, int, int]] = []
+
+    @property
+    def stable_end(self) -> int:
+        """The last stable offset."""
+        return min(self._open.values(), default=self.end)
+
+    def append(self, data: bytes, now_ms: int, *, in_transaction: Callable[[int], bool]) -> Any:
+        """Store a producer's batch; return (error code, base offset, append time)."""
+        fields = _HEADER.unpack_from(data)
+        attributes, producer, epoch, sequence, count = fields[5], *fields[9:13]
+        if len(data) > self.bytes_max:
+            return TOO_LARGE, -1, -1
+        known = self._producers.get(producer)
+        if known is None or epoch > known.epoch:
+            known = self._producers[producer] = _Sequences(epoch)
+        if epoch < known.epoch:
+            return BAD_EPOCH, -1, -1
+        for first, base, at_ms in known.kept:
+            if first == sequence:
+                return NONE, base, at_ms
+        if sequence != known.next:
+            return OUT_OF_ORDER, -1, -1
+        transactional = bool(attributes & _TRANSACTIONAL)
+        if transactional and not in_transaction(producer):
+            return BAD_STATE, -1, -1
+        base = self._store(data, fields, now_ms)
+        if transactional:
+            self._open.setdefault(producer, base)
+        known.next = (sequence + count) & 0x7FFFFFFF
+        at_ms = now_ms if self.append_time else -1
+        known.kept = [*known.kept[1 - _KEPT_BATCHES :], (sequence, base, at_ms)]
+        return NONE, base, at_ms
+
+    def _store(self, data: bytes, fields: tuple[Any, ...], now_ms: int) -> int:
+        base = self.end
+        stamped = list(fields)
+        stamped[0] = base
+        if self.append_time:
+            stamped[5] |= _APPEND_TIME
+            stamped[8] = now_ms
+        head = _HEADER.pack(*stamped)
+        crc = calc_crc32c(head[_CRC_FROM:] + data[_HEADER.size :])
+        stamped[4] = crc
+        data = _HEADER.pack(*stamped) + data[_HEADER.size :]
+        self._add(Batch(base, base + fields[6], data, fields[9], control=False))
+        return base
+
+    def _add(self, batch: Batch) -> None:
+        self.batches.append(batch)
+        self._bases.append(batch.base)
+        self.end = batch.last + 1
+
+    def mark(self, producer: int, epoch: int, now_ms: int, *, commit: bool) -> None:
+        """Store the marker that ends a producer's transaction here."""
+        known = self._producers.get(producer)
+        if known is None or epoch > known.epoch:
+            # Kafka bumps the epoch to abort what a fenced producer has left open.
+            self._producers[producer] = _Sequences(epoch)
+        first = self._open.pop(producer, None)
+        base = self.end
+        if first is not None and not commit:
+            self._aborted.append((producer, first, base))
+        self._add(
+            Batch(base, base, _control(base, producer, epoch, now_ms, commit), producer, True)
+        )
+
+    def fetch(self, position: int, bytes_max: int, *, committed: bool) -> tuple[int, Any, bytes]:
+        """Return (error code, aborted transactions, batches) from a position on."""
+        if not self.begin <= position <= self.end:
+            return OUT_OF_RANGE, [], b""
+        stop = self.stable_end if committed else self.end
+        number = max(0, bisect_right(self._bases, position) - 1)
+        found: list[bytes] = []
+        size = 0
+        last = position
+        for batch in self.batches[number:]:
+            if batch.base >= stop:
+                break
+            if batch.last < position:
+                continue
+            if found and size + len(batch.data) > bytes_max:
+                break
+            found.append(batch.data)
+            size += len(batch.data)
+            last = batch.last
+        aborted = []
+        if committed:
+            aborted = [
+                (producer, first)
+                for producer, first, end in self._aborted
+                if end >= position and first <= last
+            ]
+        return NONE, aborted, b"".join(found)
+
+    def records(self, start: int = 0, *, committed: bool) -> Iterator[Any]:
+        """Yield every record of the batches that begin at `start` or later; with `committed`, only
+        what `read_committed` readers see."""
+        stop = self.stable_end if committed else self.end
+        for batch in self.batches[bisect_left(self._bases, start) :]:
+            if batch.base >= stop:
+                return
+            if not batch.control and not (committed and self._is_aborted(batch)):
+                yield from next_batch(batch.data)
+
+    def _is_aborted(self, batch: Batch) -> bool:
+        return bool(_HEADER.unpack_from(batch.data)[5] & _TRANSACTIONAL) and any(
+            producer == batch.producer and first <= batch.base < end
+            for producer, first, end in self._aborted
+        )
+
+
+def next_batch(data: bytes) -> Any:
+    """Return a stored batch as the client library reads it."""
+    return MemoryRecords(data).next_batch()
+
+
+def _control(base: int, producer: int, epoch: int, now_ms: int, commit: bool) -> bytes:
+    # attributes, timestamp delta, offset delta, key, value (version, coordinator epoch), no headers
+    body = b"\x00\x00\x00\x08" + _MARKER_KEYS[commit] + b"\x0c" + b"\x00" * 6 + b"\x00"
+    body = bytes([len(body) * 2]) + body
+    attributes = _TRANSACTIONAL | _CONTROL | _APPEND_TIME
+    rest = (attributes, 0, now_ms, now_ms, producer, epoch, -1, 1)
+    length = _HEADER.size - 12 + len(body)
+    head = _HEADER.pack(base, length, 0, 2, 0, *rest)
+    crc = calc_crc32c(head[_CRC_FROM:] + body)
+    return _HEADER.pack(base, length, 0, 2, crc, *rest) + body
+
+
+# --- transactions --------------------------------------------------------------------------------
+
+
+class TransactionalId:
+    """What the coordinator knows of a transactional id."""
+
+    def __init__(self, producer: int) -> None:
+        self.producer = producer
+        self.epoch = -1
+        self.state = "empty"
+        self.partitions: set[Name] = set()
+        self.number = 0
+        """Grows with each transaction, so that an old timeout ends no later one."""
+
+
+class Cluster:
+    """The brokers, one behind another as far as time goes: each request is dealt with at once.
+
+    Args:
+        loop: gives the time.
+        process: whose callbacks write markers; it never dies.
+        now_ms: the clock of a broker, by its number.
+        brokers: how many there are.
+    """
+
+    def __init__(
+        self, loop: SimLoop, process: Process, now_ms: Callable[[int], int], brokers: int = 3
+    ) -> None:
+        self.loop = loop
+        self.process = process
+        self.now_ms = now_ms
+        self.nodes = range(brokers)
+        self.logs: dict[Name, Log] = {}
+        self.ids: dict[str, TransactionalId] = {}
+        self.coordinators: dict[str, int] = {}
+        self.marker_s = (0.001, 0.01)
+        """How long the coordinator takes at least and at most to write the markers."""
+        self.note: Callable[[str], None] = lambda _: None
+        self._producers = 0
+        self._handlers = {
+            "ProduceRequest": self._produce,
+            "FetchRequest": self._fetch,
+            "OffsetRequest": self._offsets,
+            "MetadataRequest": self._metadata,
+            "FindCoordinatorRequest": self._find_coordinator,
+            "InitProducerIdRequest": self._init,
+            "AddPartitionsToTxnRequest": self._add,
+            "EndTxnRequest": self._end,
+        }
+
+    def create(
+        self, topic: str, partitions: int, *, append_time: bool, bytes_max: int = 1 << 20
+    ) -> None:
+        """Make a topic."""
+        for number in range(partitions):
+            leader = (number + len(self.logs)) % len(self.nodes)
+            self.logs[topic, number] = Log(leader, append_time=append_time, bytes_max=bytes_max)
+
+    def partitions(self, topic: str) -> int:
+        """Return how many partitions a topic has."""
+        return sum(name == topic for name, _ in self.logs)
+
+    def answer(self, node: int, request: Any) -> Any:
+        """Carry out a request that has reached a broker; return its answer, or a time in seconds
+        after which it is to be asked again (a fetch waits for something to come)."""
+        return self._handlers[type(request).__name__](node, request)
+
+    # --- logs ------------------------------------------------------------------------------------
+
+    def _produce(self, node: int, request: Any) -> Any:
+        topics = []
+        for topic, parts in request._topics:
+            stored = []
+            for number, data in parts:
+                code, base, at_ms = self._append(node, (topic, number), data, request)
+                stored.append((number, code, base, at_ms))
+            topics.append((topic, stored))
+        return SimpleNamespace(topics=topics)
+
+    def _append(self, node: int, name: Name, data: bytes, request: Any) -> tuple[int, int, int]:
+        log = self.logs.get(name)
+        if log is None:
+            return UNKNOWN_TOPIC, -1, -1
+        if log.leader != node:
+            return NOT_LEADER, -1, -1
+
+        def in_transaction(producer: int) -> bool:
+            known = self.ids.get(request._transactional_id)
+            ongoing = known is not None and known.state == "ongoing"
+            return ongoing and known.producer == producer and name in known.partitions
+
+        found = log.append(data, self.now_ms(node), in_transaction=in_transaction)
+        self.note(f"append {name[0]}-{name[1]} at {found[1]} code {found[0]}")
+        return found  # type: ignore[no-any-return]
+
+    def _fetch(self, node: int, request: Any) -> Any:
+        ((topic, ((number, position, bytes_max),)),) = request._topics
+        log = self.logs.get((topic, number))
+        code, aborted, data = UNKNOWN_TOPIC, [], b""
+        high, stable = -1, -1
+        if log is not None:
+            high, stable = log.end, log.stable_end
+            if log.leader != node:
+                code = NOT_LEADER
+            else:
+                committed = request._isolation_level == _READ_COMMITTED
+                code, aborted, data = log.fetch(position, bytes_max, committed=committed)
+        if code == NONE and not data and request._max_wait_ms > 0:
+            wait_s = request._max_wait_ms / 1000
+            request._max_wait_ms = 0
+            return wait_s
+        found = (number, code, high, stable, 0, aborted, data)
+        return SimpleNamespace(topics=[(topic, [found])], error_code=NONE)
+
+    def _offsets(self, node: int, request: Any) -> Any:
+        topics = []
+        for topic, parts in request._topics:
+            found = []
+            for number, which in parts:
+                log = self.logs.get((topic, number))
+                if log is None or log.leader != node:
+                    found.append((number, UNKNOWN_TOPIC if log is None else NOT_LEADER, -1, -1))
+                    continue
+                stable = request._isolation_level == _READ_COMMITTED
+                end = log.stable_end if stable else log.end
+                found.append((number, NONE, -1, log.begin if which == _EARLIEST else end))
+            topics.append((topic, found))
+        return SimpleNamespace(topics=topics, error_code=NONE)
+
+    def _metadata(self, _: int, request: Any) -> Any:
+        topics = []
+        for topic in request._topics:
+            parts = [
+                (NONE if log.leader >= 0 else NO_LEADER, number, log.leader, [0, 1, 2], [0, 1, 2])
+                for (name, number), log in self.logs.items()
+                if name == topic
+            ]
+            topics.append((NONE if parts else UNKNOWN_TOPIC, topic, False, parts))
+        brokers = [(node, "broker", FIRST_PORT + node, None) for node in self.nodes]
+        return SimpleNamespace(brokers=brokers, controller_id=0, topics=topics)
+
+    # --- transactions ----------------------------------------------------------------------------
+
+    def coordinator(self, transactional_id: str) -> int:
+        """Return the broker that coordinates a transactional id."""
+        return self.coordinators.setdefault(transactional_id, len(transactional_id) % 3)
+
+    def _find_coordinator(self, _: int, request: Any) -> Any:
+        node = self.coordinator(request._coordinator_key)
+        return SimpleNamespace(error_code=NONE if node >= 0 else 15, coordinator_id=node)
+
+    def _init(self, node: int, request: Any) -> Any:
+        id = request._transactional_id
+        if id is None:
+            return self._begun(self._new_producer(), 0)
+        if self.coordinator(id) != node:
+            return self._begun(-1, -1, NOT_COORDINATOR)
+        known = self.ids.get(id)
+        if known is None:
+            known = self.ids[id] = TransactionalId(self._new_producer())
+        if known.state == "ongoing":
+            # The next epoch is used up for the abort, so that its producer is fenced at once.
+            known.epoch += 1
+            self._prepare(id, known, commit=False)
+            return self._begun(-1, -1, CONCURRENT)
+        if known.state.startswith("prepare"):
+            return self._begun(-1, -1, CONCURRENT)
+        known.epoch += 1
+        known.state = "empty"
+        self.note(f"init {id} epoch {known.epoch}")
+        return self._begun(known.producer, known.epoch)
+
+    def _new_producer(self) -> int:
+        self._producers += 1
+        return 1000 + self._producers
+
+    @staticmethod
+    def _begun(producer: int, epoch: int, code: int = NONE) -> Any:
+        return SimpleNamespace(error_code=code, producer_id=producer, producer_epoch=epoch)
+
+    def _refusal(self, node: int, request: Any) -> int:
+        known = self.ids.get(request._transactional_id)
+        if self.coordinator(request._transactional_id) != node:
+            return NOT_COORDINATOR
+        if known is None or known.producer != request._producer_id:
+            return BAD_MAPPING
+        return NONE if known.epoch == request._producer_epoch else BAD_EPOCH
+
+    def _add(self, node: int, request: Any) -> Any:
+        code = self._refusal(node, request)
+        id = request._transactional_id
+        names = [(topic, number) for topic, parts in request._topics for number in parts]
+        if code == NONE:
+            known = self.ids[id]
+            if known.state.startswith("prepare"):
+                code = CONCURRENT
+            elif any(name not in self.logs for name in names):
+                code = UNKNOWN_TOPIC
+            else:
+                self._open(id, known, names)
+        errors = [(topic, [(number, code) for number in parts]) for topic, parts in request._topics]
+        return SimpleNamespace(errors=errors)
+
+    def _open(self, id: str, known: TransactionalId, names: list[Name]) -> None:
+        if known.state != "ongoing":
+            known.state = "ongoing"
+            known.number += 1
+            known.partitions.clear()
+            self.loop.call_later(15.0, self._expire, id, known.number, context=self.process.context)
+        known.partitions.update(names)
+
+    def _expire(self, id: str, number: int) -> None:
+        known = self.ids[id]
+        if known.state == "ongoing" and known.number == number:
+            known.epoch += 1
+            self._prepare(id, known, commit=False)
+
+    def _end(self, node: int, request: Any) -> Any:
+        code = self._refusal(node, request)
+        if code == NONE:
+            known = self.ids[request._transactional_id]
+            wanted = "commit" if request._transaction_result else "abort"
+            if known.state == "ongoing":
+                self._prepare(request._transactional_id, known, commit=request._transaction_result)
+            elif known.state == f"prepare {wanted}":
+                code = CONCURRENT
+            elif known.state != f"complete {wanted}":
+                code = BAD_STATE
+        self.note(f"end {request._transactional_id} {request._transaction_result} code {code}")
+        return SimpleNamespace(error_code=code)
+
+    def _prepare(self, id: str, known: TransactionalId, *, commit: bool) -> None:
+        """The outcome is certain; the markers follow."""
+        known.state = "prepare commit" if commit else "prepare abort"
+        random = self.process.random
+        left = sorted(known.partitions)
+        for name in left:
+            self.loop.call_later(
+                random.uniform(*self.marker_s),
+                self._mark,
+                (id, name, known.epoch, commit, left),
+                context=self.process.context,
+            )
+        if not left:
+            known.state = "complete commit" if commit else "complete abort"
+
+    def _mark(self, what: tuple[str, Name, int, bool, list[Name]]) -> None:
+        id, name, epoch, commit, left = what
+        known = self.ids[id]
+        log = self.logs[name]
+        if log.leader < 0:
+            self.loop.call_later(0.1, self._mark, what, context=self.process.context)
+            return
+        log.mark(known.producer, epoch, self.now_ms(log.leader), commit=commit)
+        left.remove(name)
+        if not left:
+            known.state = "complete commit" if commit else "complete abort"
+
+
+FIRST_PORT = 9000
+"""Broker n is reached at this port and n."""

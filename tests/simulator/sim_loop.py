@@ -1,0 +1,242 @@
+"""An event loop with virtual time and simulated processes, driven by nothing but the seed.
+
+Every callback belongs to a process, found through its context: so a whole proxy, with all tasks
+that it ever began, can be stopped at any step, go on later, or be gone for good. Within a process
+callbacks run in the order in which asyncio runs them; between processes nothing is shared but
+messages, and those take their time from the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from enum import Enum
+from typing import Any
+
+
+class Life(Enum):
+    """What a simulated process does."""
+
+    RUNS = "runs"
+    PAUSED = "paused"
+    """As after SIGSTOP: time goes on, and it does not notice."""
+    DEAD = "dead"
+    """As after SIGKILL: nothing of it runs any more, not even what cleans up."""
+
+
+class Process:
+    """A simulated process: a proxy, the clients, the brokers.
+
+    Args:
+        name: of it and its successors.
+        seed: of its own random numbers.
+    """
+
+    def __init__(self, name: str, seed: str) -> None:
+        self.name = name
+        self.life = Life.RUNS
+        self.random = random.Random(seed)
+        self.wall_ahead_s = 0.0
+        """How far this machine's wall clock is off; its monotonic clock is right."""
+        self.steps = 0
+        self.fuse = -1
+        """After so many more steps `at_fuse` is called, in the middle of whatever goes on."""
+        self.at_fuse: Callable[[], None] = _nothing
+        self.backlog: deque[asyncio.Handle] = deque()
+        self.context = contextvars.copy_context()
+        self.context.run(PROCESS.set, self)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.life.value}>"
+
+
+def _nothing() -> None:
+    return None
+
+
+PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("PROCESS")
+"""Whose callback runs."""
+
+
+class Stuck(Exception):
+    """Nothing is left to be done, or far too much was."""
+
+
+class _Task(asyncio.Task):  # type: ignore[type-arg]
+    """A task whose place in a set does not depend on where it lies in memory."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number = next(_Task._numbers)
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """The loop. `steps_max` bounds what one run may do."""
+
+    def __init__(self, steps_max: int = 2_000_000) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self._queue: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._numbers = itertools.count()
+        self._steps_max = steps_max
+        self._over = False
+        self.steps = 0
+        self.tasks: list[_Task] = []
+        self.troubles: list[str] = []
+        _Task._numbers = itertools.count(1)
+        self.set_task_factory(self._make_task)
+        self.set_exception_handler(self._note_trouble)
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **given: Any) -> _Task:
+        task = _Task(coroutine, loop=loop, **given)
+        self.tasks.append(task)
+        if len(self.tasks) > 4096:
+            self.tasks = [each for each in self.tasks if not each.done()]
+        return task
+
+    def _note_trouble(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not self._over:
+            error = context.get("exception")
+            self.troubles.append(f"{context.get('message')}: {error!r}")
+
+    # --- what asyncio asks of a loop -------------------------------------------------------------
+
+    def time(self) -> float:
+        """Return the virtual time, seconds since the run began."""
+        return self._now_s
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        """Run a callback as soon as its turn comes."""
+        handle = asyncio.Handle(callback, args, self, context)
+        if not self._over:
+            self._queue.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """Run a callback so many virtual seconds later."""
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """Run a callback at a virtual time."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        if not self._over:
+            heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is dropped when its time comes."""
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, function: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """There are no threads: what others do in one is done a little later."""
+        future = self.create_future()
+        delay_s = PROCESS.get().random.random() * 0.01
+        self.call_later(delay_s, _carry_out, future, function, args)
+        return future
+
+    # --- running ---------------------------------------------------------------------------------
+
+    def run(self, main: Coroutine[Any, Any, Any], process: Process) -> Any:
+        """Run a coroutine of a process to its end, and whatever goes on beside it.
+
+        Raises:
+            Stuck: it never ends.
+        """
+        asyncio._set_running_loop(self)
+        try:
+            task = self.create_task(main, context=process.context)
+            while not task.done():
+                self._step()
+            return task.result()
+        finally:
+            self._end()
+            asyncio._set_running_loop(None)
+
+    def _step(self) -> None:
+        if not self._queue:
+            self._move_on()
+        handle = self._queue.popleft()
+        if handle._cancelled:
+            return
+        process = handle._context[PROCESS]
+        if process.life is not Life.RUNS:
+            if process.life is Life.PAUSED:
+                process.backlog.append(handle)
+            return
+        self.steps += 1
+        process.steps += 1
+        if process.fuse >= 0:
+            process.fuse -= 1
+            if process.fuse < 0:
+                # Before this step: it is the first that does not come to pass.
+                self._queue.appendleft(handle)
+                process.at_fuse()
+                return
+        if self.steps > self._steps_max:
+            raise Stuck(f"{self.steps} steps and no end")
+        handle._run()
+
+    def _move_on(self) -> None:
+        """Let time pass until something is to be done."""
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not timers:
+            raise Stuck("nobody waits for anything that could still happen")
+        self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            handle = heapq.heappop(timers)[2]
+            if not handle._cancelled:
+                self._queue.append(handle)
+
+    def resume(self, process: Process) -> None:
+        """Let a paused process go on with all that has come meanwhile."""
+        if process.life is Life.PAUSED:
+            process.life = Life.RUNS
+            self._queue.extend(process.backlog)
+            process.backlog.clear()
+
+    def _end(self) -> None:
+        """Throw away whatever is not over; none of it runs any more."""
+        self._over = True
+        self._queue.clear()
+        self._timers.clear()
+        for task in self.tasks:
+            if not task.done():
+                task._log_destroy_pending = False
+                try:
+                    task.get_coro().close()  # type: ignore[union-attr]
+                except BaseException:
+                    continue
+        self.tasks.clear()
+
+
+def _carry_out(
+    future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    if future.cancelled():
+        return
+    try:
+        future.set_result(function(*args))
+    except Exception as error:
+        future.set_exception(error)

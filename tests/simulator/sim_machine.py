@@ -1,0 +1,189 @@
+"""What txbroker takes from the machine that it runs on, taken from the simulation instead:
+clocks, random numbers, and names that are unique by chance."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import random
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import structlog
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from sim_loop import PROCESS
+
+START_S = 1_700_000_000.0
+"""When each run begins, by a clock that is right, seconds since 1970."""
+
+
+def wall_s() -> float:
+    """Return the wall clock of the machine of whoever asks, seconds since 1970."""
+    loop = asyncio.get_running_loop()
+    return START_S + loop.time() + PROCESS.get().wall_ahead_s
+
+
+def wall_ms() -> int:
+    """Return the same in milliseconds."""
+    return int(wall_s() * 1000)
+
+
+class _Time:
+    """In place of the module `time`."""
+
+    @staticmethod
+    def monotonic() -> float:
+        """The monotonic clock. It begins somewhere, as everywhere."""
+        return 5000.0 + asyncio.get_running_loop().time()
+
+    time = staticmethod(wall_s)
+
+
+class _Random:
+    """In place of the module `random`: every process has its own numbers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(PROCESS.get().random, name)
+
+
+class _Uuid:
+    """In place of the module `uuid`."""
+
+    @staticmethod
+    def uuid4() -> uuid.UUID:
+        """A name that is unique within the run."""
+        return uuid.UUID(int=PROCESS.get().random.getrandbits(128), version=4)
+
+
+class _Secrets:
+    """In place of the module `secrets`."""
+
+    @staticmethod
+    def randbits(bits: int) -> int:
+        """A random number."""
+        return PROCESS.get().random.getrandbits(bits)
+
+
+class _Builder(DefaultRecordBatchBuilder):  # type: ignore[misc]
+    """Without a timestamp of its own a record gets its machine's, as in the client library."""
+
+    def append(self, offset: Any, timestamp: Any, *rest: Any) -> Any:
+        """Append a record."""
+        return super().append(offset, wall_ms() if timestamp is None else timestamp, *rest)
+
+
+_time, _random = _Time(), _Random()
+_MODULES: dict[Any, Any] = {
+    time: _time,
+    random: _random,
+    uuid: _Uuid(),
+    secrets: _Secrets(),
+    DefaultRecordBatchBuilder: _Builder,
+}
+_FUNCTIONS: dict[Any, Any] = {
+    time.monotonic: _time.monotonic,
+    time.time: _time.time,
+    random.random: lambda: PROCESS.get().random.random(),
+}
+
+
+def _key(value: Any) -> Any:
+    """Return what a value is looked up by; None for what is none of ours."""
+    kinds = (ModuleType, type, FunctionType, type(time.time), type(random.random))
+    return value if isinstance(value, kinds) else None
+
+
+def _ours() -> list[ModuleType]:
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "txbroker" and isinstance(module, ModuleType)
+    ]
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    for value in list(vars(module).values()):
+        if isinstance(value, FunctionType):
+            yield value
+        elif inspect.isclass(value) and value.__module__ == module.__name__:
+            yield from (each for each in vars(value).values() if isinstance(each, FunctionType))
+
+
+@contextmanager
+def simulated_machine(heard: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Let every module of txbroker that is imported by now take all of this from the simulation.
+
+    Args:
+        heard: is told every line that txbroker logs; None: nobody is.
+    """
+    undo: list[Callable[[], None]] = []
+    for module in _ours():
+        for name, value in list(vars(module).items()):
+            key = _key(value)
+            if key is not None and key in _MODULES:
+                setattr(module, name, _MODULES[key])
+                undo.append(partial(setattr, module, name, value))
+        for function in _functions(module):
+            undo.extend(_replace_defaults(function))
+    settings, disabled = structlog.get_config(), logging.root.manager.disable
+    _listen(heard)
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+        structlog.configure(**settings)
+        logging.disable(disabled)
+
+
+def _replace_defaults(function: FunctionType) -> Iterator[Callable[[], None]]:
+    plain, named = function.__defaults__, function.__kwdefaults__
+    if plain and any(_key(value) in _FUNCTIONS for value in plain if _key(value) is not None):
+        function.__defaults__ = tuple(_replaced(value) for value in plain)
+        yield lambda: setattr(function, "__defaults__", plain)
+    if named and any(_key(v) in _FUNCTIONS for v in named.values() if _key(v) is not None):
+        function.__kwdefaults__ = {name: _replaced(value) for name, value in named.items()}
+        yield lambda: setattr(function, "__kwdefaults__", named)
+
+
+def _replaced(value: Any) -> Any:
+    key = _key(value)
+    return value if key is None else _FUNCTIONS.get(key, value)
+
+
+class _Silent(structlog.BoundLoggerBase):
+    """A logger that says nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _say_nothing
+
+
+def _say_nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _listen(heard: Callable[[str], None] | None) -> None:
+    logging.disable(logging.CRITICAL)
+    if heard is None:
+        structlog.configure(wrapper_class=_Silent, cache_logger_on_first_use=False)
+        return
+
+    def tell(_: Any, level: str, event: dict[str, Any]) -> Any:
+        said = " ".join(f"{name}={value}" for name, value in event.items() if name != "event")
+        at_s, who = asyncio.get_running_loop().time(), PROCESS.get().name
+        heard(f"{at_s:10.4f} {who}: {level}: {event.get('event')} {said}")
+        raise structlog.DropEvent
+
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
+        processors=[tell],
+        cache_logger_on_first_use=False,
+    )

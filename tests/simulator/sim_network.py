@@ -1,0 +1,185 @@
+"""The network between processes: requests to brokers, messages to one another, and their fates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aiokafka.errors import KafkaConnectionError, RequestTimedOutError
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.offset import OffsetRequest
+from msgspec import Struct
+from sim_kafka import FIRST_PORT, Cluster
+from sim_loop import PROCESS, Life, Process, SimLoop
+
+
+class Weather(Struct):
+    """How often the network does what to a message. All zero: everything arrives, and soon.
+
+    Attributes:
+        delay_s: how long a message takes at least and at most.
+        slow: the share of messages that take up to `slow_s`.
+        lost: the share of requests that never arrive.
+        unanswered: the share of requests whose answer never arrives.
+        late: the share of requests whose sender is told that the connection is gone, and that
+            arrive up to `late_s` later all the same.
+    """
+
+    delay_s: tuple[float, float] = (0.0002, 0.002)
+    slow: float = 0.0
+    slow_s: float = 1.0
+    lost: float = 0.0
+    unanswered: float = 0.0
+    late: float = 0.0
+    late_s: float = 8.0
+
+
+class Network:
+    """All of it. `cuts` holds (process name, broker) pairs that do not reach one another."""
+
+    def __init__(self, loop: SimLoop, cluster: Cluster) -> None:
+        self.loop = loop
+        self.cluster = cluster
+        self.weather = Weather()
+        self.cuts: set[tuple[str, int]] = set()
+        self.down: set[int] = set()
+        self.note: Callable[[str], None] = lambda _: None
+
+    def delay_s(self, process: Process) -> float:
+        """Return how long a message of a process takes."""
+        random, weather = process.random, self.weather
+        low, high = weather.delay_s
+        delay_s = low + (high - low) * random.random()
+        if weather.slow and random.random() < weather.slow:
+            delay_s += random.random() * weather.slow_s
+        return delay_s
+
+    def reaches(self, process: Process, node: int) -> bool:
+        """Say whether a process and a broker reach one another."""
+        return node not in self.down and (process.name, node) not in self.cuts
+
+    async def open(self, host: str, port: int, **settings: Any) -> Connection:
+        """Open a connection to a broker, in the client library's place."""
+        process = PROCESS.get()
+        node = port - FIRST_PORT
+        await asyncio.sleep(self.delay_s(process) * 2)
+        if not self.reaches(process, node):
+            # Refused at once, or nothing at all comes back.
+            if process.random.random() < 0.5:
+                await asyncio.sleep(settings["request_timeout_ms"] / 1000)
+                raise TimeoutError
+            raise ConnectionRefusedError(111, "connection refused")
+        return Connection(self, process, node, settings["request_timeout_ms"] / 1000)
+
+    async def pass_message(self) -> None:
+        """Wait as long as a message of the process that runs takes to arrive somewhere."""
+        await asyncio.sleep(self.delay_s(PROCESS.get()))
+
+
+class Connection:
+    """A connection of a process to a broker: what is sent over it arrives in order."""
+
+    def __init__(self, network: Network, process: Process, node: int, timeout_s: float) -> None:
+        self._network = network
+        self._loop = network.loop
+        self._process = process
+        self._node = node
+        self._timeout_s = timeout_s
+        self._up = True
+        self._free_s = 0.0
+        self._waiting: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}
+
+    def connected(self) -> bool:
+        """Whether it is up, as far as this side knows."""
+        return self._up
+
+    def send(self, request: Any) -> asyncio.Future[Any]:
+        """Send a request; the future brings its answer.
+
+        Raises:
+            KafkaConnectionError: the connection is down.
+        """
+        if not self._up:
+            raise KafkaConnectionError(f"no connection to broker {self._node}")
+        process, random, weather = self._process, self._process.random, self._network.weather
+        future: asyncio.Future[Any] = self._loop.create_future()
+        timer = self._loop.call_later(self._timeout_s, self._expire, future)
+        self._waiting[future] = timer
+        fate = random.random()
+        brokers = self._network.cluster.process.context
+        if fate < weather.lost:
+            self._network.note(f"{process.name}: {_word(request)} lost")
+            return future
+        if fate < weather.lost + weather.late:
+            self._network.note(f"{process.name}: {_word(request)} late")
+            later_s = random.random() * weather.late_s
+            self._loop.call_later(later_s, self._arrive, request, None, True, context=brokers)
+            self._loop.call_later(random.random() * 0.01, self._break)
+            return future
+        answered = fate >= weather.lost + weather.late + weather.unanswered
+        at_s = max(self._free_s, self._loop.time() + self._network.delay_s(process))
+        self._free_s = at_s
+        self._loop.call_at(at_s, self._arrive, request, future, answered, context=brokers)
+        return future
+
+    def _arrive(self, request: Any, future: asyncio.Future[Any] | None, answered: bool) -> None:
+        """A request is at the broker."""
+        process, network = self._process, self._network
+        if not network.reaches(process, self._node):
+            return
+        if process.life is Life.DEAD and process.random.random() < 0.5:
+            # It had not left the machine.
+            return
+        if not isinstance(request, FetchRequest | OffsetRequest):
+            network.note(f"{process.name}: {_word(request)} is at broker {self._node}")
+        answer = network.cluster.answer(self._node, request)
+        if isinstance(answer, float):
+            context = network.cluster.process.context
+            self._loop.call_later(answer, self._arrive, request, future, answered, context=context)
+            return
+        if future is None:
+            return
+        if not answered:
+            network.note(f"{process.name}: answer to {_word(request)} lost")
+            if process.random.random() < 0.5:
+                self._loop.call_later(network.delay_s(process), self._break)
+            return
+        self._loop.call_later(network.delay_s(process), self._answer, future, answer)
+
+    def _answer(self, future: asyncio.Future[Any], answer: Any) -> None:
+        timer = self._waiting.pop(future, None)
+        if timer is not None and not future.done():
+            timer.cancel()
+            if self._network.reaches(self._process, self._node):
+                future.set_result(answer)
+            else:
+                self._waiting[future] = self._loop.call_later(
+                    max(0.0, timer.when() - self._loop.time()), self._expire, future
+                )
+
+    def _expire(self, future: asyncio.Future[Any]) -> None:
+        if self._waiting.pop(future, None) is not None and not future.done():
+            future.set_exception(RequestTimedOutError())
+
+    def _break(self) -> None:
+        """The other side, or something between, has closed it."""
+        self._up = False
+        waiting, self._waiting = self._waiting, {}
+        for future, timer in waiting.items():
+            timer.cancel()
+            if not future.done():
+                future.set_exception(KafkaConnectionError("connection reset"))
+                # Whoever waited may be gone.
+                future.exception()
+
+    def close(self, reason: object = None) -> asyncio.Future[None]:
+        """Close it. What is on its way arrives all the same."""
+        self._break()
+        future: asyncio.Future[None] = self._loop.create_future()
+        future.set_result(None)
+        return future
+
+
+def _word(request: Any) -> str:
+    return type(request).__name__.removesuffix("Request")

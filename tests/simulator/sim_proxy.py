@@ -1,0 +1,214 @@
+"""A simulated proxy: the real broker with its owners and check runner, on the real door of a
+partition, over simulated connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sim_group import Group, SimMembership
+from sim_loop import PROCESS, Life, Process
+from sim_network import Network
+
+from txbroker.checkers.base import Finder
+from txbroker.checkers.groups import Groups
+from txbroker.checkers.runner import CheckRunner
+from txbroker.config import Settings
+from txbroker.core.records import Cause
+from txbroker.door import Door, PartitionDoor, TargetFacts, Targets
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client import Client
+from txbroker.kafka.partition import KafkaPartitionDoor
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.proxy.broker import Broker
+
+FACTS_TTL_S = 5.0
+
+
+class SimTargets(Targets):
+    """A `txbroker.door.Targets` that asks the cluster as it is."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
+
+    def known(self, topic: str) -> TargetFacts | Cause | None:
+        """Return facts from the cache, if they are not too old."""
+        until_s, facts = self._known.get(topic, (0.0, None))
+        return facts if self._network.loop.time() < until_s else None
+
+    async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
+        """Ask about a topic.
+
+        Raises:
+            KafkaUnavailable: nobody is to be reached.
+        """
+        network, process = self._network, PROCESS.get()
+        await network.pass_message()
+        if not any(network.reaches(process, node) for node in network.cluster.nodes):
+            raise KafkaUnavailable("no broker answers")
+        facts = self._facts(topic)
+        await network.pass_message()
+        self._known[topic] = (network.loop.time() + FACTS_TTL_S, facts)
+        return facts
+
+    def _facts(self, topic: str) -> TargetFacts | Cause:
+        cluster = self._network.cluster
+        logs = {number: log for (name, number), log in cluster.logs.items() if name == topic}
+        if not logs:
+            return Cause("unknown_topic", f"topic {topic} does not exist", topic, -1)
+        leaderless = frozenset(number for number, log in logs.items() if log.leader < 0)
+        size = min(log.bytes_max for log in logs.values())
+        return TargetFacts(len(logs), size, logs[0].append_time, leaderless)
+
+    def forget(self, topic: str) -> None:
+        """Drop a topic from the cache."""
+        self._known.pop(topic, None)
+
+    def note(self, cause: Cause) -> None:
+        """Learn from a refusal."""
+        self.forget(cause.topic)
+
+
+class NoGroups:
+    """A `txbroker.door.GroupStore` in which no group is registered."""
+
+    async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
+        """There is nothing."""
+
+    async def put(self, group: str, value: bytes | None) -> None:
+        """Nobody registers a group here."""
+        raise KafkaUnavailable("groups are not simulated")
+
+
+class NoAudit:
+    """A `txbroker.door.AuditFeed` in which nothing is told."""
+
+    def follow(self, changed: Callable[[str, bytes | None], None]) -> None:
+        """There is nothing."""
+
+
+class SimDoor(Door):
+    """A `txbroker.door.Door` on simulated connections: client, producers, twin writer, claims and
+    readers are those of the door to a real Kafka."""
+
+    def __init__(self, network: Network, group: Group, name: str, partitions: int) -> None:
+        self.partitions = partitions
+        settings = KafkaSettings(bootstrap_servers=("broker:9000",), instance_id=name)
+        self._cluster = network.cluster
+        self._client = Client(settings, network.open)
+        self.targets = self._targets = SimTargets(network)
+        self.groups = NoGroups()
+        self.audit = NoAudit()
+        self.membership = SimMembership(group, name)
+
+    async def start(self) -> None:
+        """The topics are there."""
+
+    async def check_topics(self) -> list[str]:
+        """Nobody changes the topics here."""
+        return []
+
+    def partition(self, partition: int) -> PartitionDoor:
+        """Return the door of one half partition."""
+        return KafkaPartitionDoor(self._client, partition, self._bytes_max, self._targets.note)
+
+    def _bytes_max(self, topic: str) -> int:
+        return self._cluster.logs[topic, 0].bytes_max
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+
+class _Unheard:
+    """Events and metrics that nobody reads."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _ignore
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    return None
+
+
+class SimProxy:
+    """A proxy that can be started, killed at any step, and stopped for a while.
+
+    Args:
+        name: of the proxy; it keeps it over restarts.
+        finder: makes what finds somebody to ask, for the proxy's process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        seed: str,
+        network: Network,
+        group: Group,
+        partitions: int,
+        settings: dict[str, Any],
+        finder: Callable[[SimProxy], Finder],
+    ) -> None:
+        self.name = name
+        self.lives = 0
+        self.process: Process
+        self.broker: Broker | None = None
+        self._seed = seed
+        self._network = network
+        self._group = group
+        self._partitions = partitions
+        self._finder = finder
+        self._settings = Settings(
+            instance=name, advertise=f"http://{name}", data_dir=Path("unused"), **settings
+        )
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs, or is stopped and will go on."""
+        return self.lives > 0 and self.process.life is not Life.DEAD
+
+    def start(self, wall_ahead_s: float = 0.0) -> None:
+        """Begin a new life."""
+        self.lives += 1
+        self.broker = None
+        self.process = Process(self.name, f"{self._seed}/{self.name}/{self.lives}")
+        self.process.wall_ahead_s = wall_ahead_s
+        self._network.note(f"{self.name}: starts, life {self.lives}")
+        self._network.loop.create_task(self._run(), context=self.process.context)
+
+    def kill(self) -> None:
+        """End this life, whatever goes on."""
+        self._network.note(f"{self.name}: killed")
+        self.process.life = Life.DEAD
+
+    def pause(self) -> None:
+        """Stop; it does not notice."""
+        self._network.note(f"{self.name}: paused")
+        self.process.life = Life.PAUSED
+
+    def resume(self) -> None:
+        """Go on."""
+        if self.process.life is Life.PAUSED:
+            self._network.note(f"{self.name}: goes on")
+            self._network.loop.resume(self.process)
+
+    async def _run(self) -> None:
+        events: Any = _Unheard()
+        door = SimDoor(self._network, self._group, self.name, self._partitions)
+        groups = Groups(door.groups)
+        await groups.load()
+        self.runner = runner = CheckRunner(
+            self._finder(self), events, jitter=self.process.random.random
+        )
+        broker = Broker(door, self._settings, groups, runner, events)
+        while True:
+            try:
+                await broker.start()
+                break
+            except KafkaUnavailable:
+                # As whoever runs it starts it again.
+                await asyncio.sleep(1.0)
+        self.broker = broker

@@ -1,0 +1,528 @@
+"""One run: a cluster, some proxies, clients, and the faults that the seed says; then all is healed,
+everything comes to rest, and what the topics hold is judged."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from judge import End, Judge, Note, Rec, Seen, Topics, Tx, Violation, read_log
+from msgspec import Struct, field
+from sim_group import Group
+from sim_kafka import Cluster
+from sim_loop import Process, SimLoop, Stuck
+from sim_machine import START_S
+from sim_network import Network, Weather
+from sim_proxy import SimProxy
+from sim_shop import TOPICS, Asker, Lane, Shop
+
+from txbroker.core.records import State
+from txbroker.proxy.owner import Owner
+
+QUIET_S = 150.0
+"""How long everything may take to come to rest once all is healed, virtual seconds."""
+ALONG_S = 0.1
+WORK_S = 40.0
+"""Clients are waited for so long before all is healed, virtual seconds."""
+OWN = ("half", "op", "checkpoint", "parked")
+SETTINGS = {
+    "check_after_s": 1.5,
+    "check_interval_s": 2.0,
+    "check_attempts_max": 3,
+    "check_timeout_s": 1.0,
+    "stuck_after_s": 25.0,
+}
+
+
+class Shape(Struct, frozen=True):
+    """How large a run is, and which faults it has, drawn from its seed."""
+
+    proxies: int
+    partitions: int
+    lanes: int
+    transactions: int
+    kinds: tuple[str, ...]
+    faults: int
+    snapshot_records_min: int
+
+
+KINDS = (
+    "kill",
+    "kill at a step",
+    "pause",
+    "pause at a step",
+    "cut",
+    "broker away",
+    "leader moves",
+    "leaderless",
+    "coordinator moves",
+    "weather",
+    "late",
+    "wall clock",
+    "services away",
+    "slow markers",
+    "stop all",
+)
+
+
+def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
+    """Draw a run's shape. Of all kinds of faults each run has only some: together they would hide
+    what a few do."""
+    draw = random.Random(f"shape {seed}")
+    kinds = tuple(kind for kind in KINDS if draw.random() < 0.35)
+    return Shape(
+        proxies=draw.choice([1, 2, 2, 2, 3]),
+        partitions=draw.choice([1, 1, 2]),
+        lanes=draw.choice([2, 3]),
+        transactions=draw.randint(2, 4),
+        kinds=tuple(kind for kind in kinds if kind not in without),
+        faults=draw.randint(2, 7),
+        snapshot_records_min=draw.choice([4, 15, 10_000]),
+    )
+
+
+class Report(Struct):
+    """How a run ended."""
+
+    seed: int
+    shape: Shape
+    violations: list[str] = field(default_factory=list)
+    transactions: int = 0
+    faults: list[str] = field(default_factory=list)
+    steps: int = 0
+    virtual_s: float = 0.0
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something that must hold did not."""
+        return bool(self.violations)
+
+
+class World:
+    """All that takes part in one run."""
+
+    def __init__(self, seed: int, shape: Shape, note: Callable[[str], None] | None) -> None:
+        self.shape = shape
+        self.random = random.Random(f"faults {seed}")
+        self.loop = SimLoop()
+        brokers = Process("brokers", f"{seed}/brokers")
+        self.skew_ms = [self.random.randint(-300, 300) for _ in range(3)]
+        self.cluster = Cluster(self.loop, brokers, self._broker_ms)
+        self.network = Network(self.loop, self.cluster)
+        if note is not None:
+            self.network.note = self.cluster.note = note
+        self.group = Group(self.network, shape.partitions)
+        self.main = Process("main", f"{seed}/main")
+        self.faults: list[str] = []
+        self.along: list[Seen] = []
+        self.proxies: list[SimProxy] = []
+        self.shop = Shop(self.network, Process("shop", f"{seed}/shop"), self.proxies)
+        for number in range(shape.proxies):
+            self.proxies.append(self._proxy(f"proxy-{number}", seed))
+        self._healed = False
+        self._create_topics()
+
+    def _broker_ms(self, node: int) -> int:
+        return int((START_S + self.loop.time()) * 1000) + self.skew_ms[node]
+
+    def _proxy(self, name: str, seed: int) -> SimProxy:
+        settings = {**SETTINGS, "snapshot_records_min": self.shape.snapshot_records_min}
+        return SimProxy(
+            name,
+            str(seed),
+            self.network,
+            self.group,
+            self.shape.partitions,
+            settings,
+            lambda _: Asker(self.shop),
+        )
+
+    def _create_topics(self) -> None:
+        for name in OWN:
+            self.cluster.create(
+                f"txbroker.{name}", self.shape.partitions, append_time=True, bytes_max=8 << 20
+            )
+        for name, partitions in zip(TOPICS, (2, 1), strict=True):
+            self.cluster.create(name, partitions, append_time=False)
+
+    # --- the run ---------------------------------------------------------------------------------
+
+    async def run(self) -> list[str]:
+        """Run it; return what was violated."""
+        for proxy in self.proxies:
+            proxy.start()
+        lanes = [
+            self.loop.create_task(
+                Lane(
+                    self.shop, f"lane-{number}", self.shape.partitions, self.shape.transactions
+                ).run(),
+                context=self.shop.process.context,
+            )
+            for number in range(self.shape.lanes)
+        ]
+        faults = asyncio.create_task(self._make_faults())
+        along = asyncio.create_task(self._read_along())
+        await asyncio.wait(lanes, timeout=WORK_S)
+        faults.cancel()
+        await self._heal()
+        await asyncio.wait(lanes)
+        for lane in lanes:
+            lane.result()
+        rest = await self._come_to_rest()
+        await asyncio.sleep(ALONG_S)
+        along.cancel()
+        return rest or self._judge()
+
+    async def _heal(self) -> None:
+        self._healed = True
+        self._tell("healed")
+        self.network.weather = Weather()
+        self.network.cuts.clear()
+        self.network.down.clear()
+        self.shop.reachable = True
+        self.shop.trouble = False
+        self.cluster.marker_s = (0.001, 0.01)
+        for log in self.cluster.logs.values():
+            if log.leader < 0:
+                log.leader = 0
+        for id, node in self.cluster.coordinators.items():
+            if node < 0:
+                self.cluster.coordinators[id] = 0
+        for proxy in self.proxies:
+            self._let_live(proxy)
+            proxy.process.fuse = -1
+
+    def _let_live(self, proxy: SimProxy) -> None:
+        if proxy.up:
+            proxy.resume()
+        else:
+            proxy.start(self._wall_ahead_s())
+
+    def _wall_ahead_s(self) -> float:
+        if "wall clock" not in self.shape.kinds:
+            return 0.0
+        return self.random.choice([0.0, 3600.0, -3600.0, 7200.0, -1e9])
+
+    async def _come_to_rest(self) -> list[str]:
+        """Wait until nothing is left to do; say what is if that takes too long."""
+        until_s = self.loop.time() + QUIET_S
+        while True:
+            left = self._unrest()
+            if not left:
+                self._tell("quiet")
+                return []
+            if self.loop.time() > until_s:
+                return [f"I12: {QUIET_S:g} s after all was healed: {each}" for each in left]
+            await asyncio.sleep(0.5)
+
+    def _unrest(self) -> list[str]:
+        left = []
+        owned: set[int] = set()
+        for proxy in self.proxies:
+            if proxy.broker is None:
+                left.append(f"{proxy.name} has not joined")
+                continue
+            readiness = proxy.broker.readiness()
+            if not readiness.ready:
+                left.append(f"{proxy.name}: {readiness.problems}")
+            owned |= proxy.broker.mine()
+            for owner in proxy.broker.ledgers():
+                left.extend(f"{proxy.name}: {each}" for each in self._unrest_of(owner))
+        left.extend(
+            f"{name[0]}-{name[1]}: a transaction is open at {log.stable_end}"
+            for name, log in self.cluster.logs.items()
+            if log.stable_end < log.end
+        )
+        nobodys = set(range(self.shape.partitions)) - owned
+        return left + [f"half partition {number} has no owner" for number in sorted(nobodys)]
+
+    def _unrest_of(self, owner: Owner) -> Iterator[str]:
+        """Yield what an owner has still to do, or to read."""
+        ledger, logs = owner.ledger, self.cluster.logs
+        for topic, position in (("half", ledger.half_position), ("op", ledger.op_position)):
+            end = logs[f"txbroker.{topic}", owner.partition].end
+            if position != end:
+                yield f"{topic}-{owner.partition} is read to {position}, its end is {end}"
+        for transaction in ledger:
+            if transaction.state in (State.PENDING, State.COMMITTED):
+                yield f"{transaction.id} is {transaction.state}"
+        if ledger.to_keep or ledger.to_release:
+            yield f"copies to be written {[*ledger.to_keep]}, to be removed {[*ledger.to_release]}"
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    async def _make_faults(self) -> None:
+        draw = self.random
+        for _ in range(self.shape.faults if self.shape.kinds else 0):
+            await asyncio.sleep(draw.expovariate(1 / 1.5))
+            kind = draw.choice(self.shape.kinds)
+            until_s = draw.choice([0.3, 1.5, 4.0, 9.0]) * (0.5 + draw.random())
+            what = getattr(self, "_" + kind.replace(" ", "_"))(until_s)
+            if what:
+                self.faults.append(kind)
+                self._tell(kind, f"{what}, {until_s:.2f} s")
+
+    def _tell(self, what: str, who: str = "") -> None:
+        self.shop.history.notes.append(Note(self.shop.now_s(), what, who))
+        self.network.note(f"== {what}: {who}")
+
+    def _later(self, seconds: float, undo: Callable[..., None], *args: Any) -> None:
+        def unless_healed() -> None:
+            if not self._healed:
+                undo(*args)
+
+        self.loop.call_later(seconds, unless_healed)
+
+    def _some_proxy(self) -> SimProxy | None:
+        up = [proxy for proxy in self.proxies if proxy.up]
+        return self.random.choice(up) if up else None
+
+    def _kill(self, until_s: float) -> str:
+        proxy = self._some_proxy()
+        if proxy is None:
+            return ""
+        self._kill_it(proxy, until_s)
+        return proxy.name
+
+    def _kill_it(self, proxy: SimProxy, until_s: float) -> None:
+        proxy.kill()
+        self._later(until_s, self._let_live, proxy)
+
+    def _stop_all(self, until_s: float) -> str:
+        for proxy in self.proxies:
+            if proxy.up:
+                self._kill_it(proxy, until_s * (0.5 + self.random.random()))
+        return "all proxies killed"
+
+    def _kill_at_a_step(self, until_s: float) -> str:
+        return self._at_a_step(lambda proxy: self._kill_it(proxy, until_s))
+
+    def _pause_at_a_step(self, until_s: float) -> str:
+        return self._at_a_step(lambda proxy: self._pause_it(proxy, until_s))
+
+    def _at_a_step(self, act: Callable[[SimProxy], None]) -> str:
+        proxy = self._some_proxy()
+        if proxy is None:
+            return ""
+        process = proxy.process
+
+        def at_fuse() -> None:
+            # In the context of nobody: what follows is not the proxy's doing.
+            self.main.context.copy().run(act, proxy)
+
+        process.at_fuse = at_fuse
+        process.fuse = int(self.random.expovariate(1 / 120))
+        return f"{proxy.name} after {process.fuse} steps"
+
+    def _pause(self, until_s: float) -> str:
+        proxy = self._some_proxy()
+        if proxy is None:
+            return ""
+        self._pause_it(proxy, until_s)
+        return proxy.name
+
+    def _pause_it(self, proxy: SimProxy, until_s: float) -> None:
+        proxy.pause()
+        self._later(until_s, proxy.resume)
+
+    def _cut(self, until_s: float) -> str:
+        proxy = self.random.choice(self.proxies)
+        nodes = self.random.sample(range(3), self.random.choice([1, 1, 3]))
+        pairs = {(proxy.name, node) for node in nodes}
+        self.network.cuts |= pairs
+        self._later(until_s, self.network.cuts.difference_update, pairs)
+        return f"{sorted(pairs)}"
+
+    def _broker_away(self, until_s: float) -> str:
+        node = self.random.randrange(3)
+        self.network.down.add(node)
+        self._later(until_s, self.network.down.discard, node)
+        if self.random.random() < 0.5:
+            for log in self.cluster.logs.values():
+                if log.leader == node:
+                    log.leader = (node + 1) % 3
+            for id, at in self.cluster.coordinators.items():
+                if at == node:
+                    self.cluster.coordinators[id] = (node + 1) % 3
+        return f"broker {node}"
+
+    def _leader_moves(self, _: float) -> str:
+        name = self.random.choice(list(self.cluster.logs))
+        self.cluster.logs[name].leader = self.random.randrange(3)
+        return f"{name}"
+
+    def _leaderless(self, until_s: float) -> str:
+        name = self.random.choice(list(self.cluster.logs))
+        log = self.cluster.logs[name]
+        log.leader = -1
+
+        def lead() -> None:
+            log.leader = self.random.randrange(3)
+
+        self._later(until_s, lead)
+        return f"{name}"
+
+    def _coordinator_moves(self, until_s: float) -> str:
+        if not self.cluster.coordinators:
+            return ""
+        id = self.random.choice(sorted(self.cluster.coordinators))
+        self.cluster.coordinators[id] = -1
+
+        def coordinate() -> None:
+            self.cluster.coordinators[id] = self.random.randrange(3)
+
+        self._later(min(until_s, 2.0), coordinate)
+        return id
+
+    def _weather(self, until_s: float) -> str:
+        draw = self.random
+        self.network.weather = Weather(
+            delay_s=(0.0002, draw.choice([0.002, 0.02, 0.2])),
+            slow=draw.choice([0.0, 0.05, 0.2]),
+            lost=draw.choice([0.0, 0.02, 0.1]),
+            unanswered=draw.choice([0.0, 0.02, 0.1]),
+        )
+        return self._for_a_while(until_s)
+
+    def _late(self, until_s: float) -> str:
+        self.network.weather = Weather(late=self.random.choice([0.03, 0.1, 0.3]))
+        return self._for_a_while(until_s)
+
+    def _for_a_while(self, until_s: float) -> str:
+        weather = self.network.weather
+
+        def clear() -> None:
+            if self.network.weather is weather:
+                self.network.weather = Weather()
+
+        self._later(until_s, clear)
+        return f"{weather}"
+
+    def _wall_clock(self, _: float) -> str:
+        proxy = self.random.choice(self.proxies)
+        proxy.process.wall_ahead_s = self.random.choice([3600.0, -3600.0, 7200.0, 1e9])
+        return f"{proxy.name} {proxy.process.wall_ahead_s:+g} s"
+
+    def _services_away(self, until_s: float) -> str:
+        self.shop.reachable = False
+
+        def back() -> None:
+            self.shop.reachable = True
+
+        self._later(until_s, back)
+        return "services"
+
+    def _slow_markers(self, until_s: float) -> str:
+        self.cluster.marker_s = (0.05, self.random.choice([0.5, 3.0]))
+
+        def swift() -> None:
+            self.cluster.marker_s = (0.001, 0.01)
+
+        self._later(until_s, swift)
+        return "markers"
+
+    # --- the judgement ---------------------------------------------------------------------------
+
+    def topics(self) -> Topics:
+        """Return all records."""
+        return Topics(
+            half=self._records("txbroker.half", committed=False),
+            op=self._records("txbroker.op", committed=False),
+            parked=self._records("txbroker.parked", committed=True),
+            targets=[r for topic in TOPICS for r in self._records(topic, committed=True)],
+            checkpoint=self._records("txbroker.checkpoint", committed=True),
+            along=self.along,
+            ends=[End(*name, log.end, log.stable_end) for name, log in self.cluster.logs.items()],
+        )
+
+    def _records(self, topic: str, *, committed: bool) -> list[Rec]:
+        return [
+            _rec(topic, number, record)
+            for (name, number), log in self.cluster.logs.items()
+            if name == topic
+            for record in log.records(committed=committed)
+        ]
+
+    async def _read_along(self) -> None:
+        """Read the targets while things happen, as a `read_committed` consumer."""
+        positions = {name: 0 for name in self.cluster.logs if name[0] in TOPICS}
+        while True:
+            await asyncio.sleep(ALONG_S)
+            at = self.shop.now_s()
+            for name, start in positions.items():
+                log = self.cluster.logs[name]
+                stop = log.stable_end
+                if stop > start:
+                    positions[name] = stop
+                    found = log.records(start, committed=True)
+                    self.along.extend(Seen(_rec(*name, record), at) for record in found)
+
+    def _judge(self) -> list[str]:
+        topics = self.topics()
+        states = {
+            transaction.id: str(transaction.state)
+            for proxy in self.proxies
+            if proxy.broker is not None
+            for owner in proxy.broker.ledgers()
+            for transaction in owner.ledger
+        }
+        rows = [id for id, what in self.shop.rows.items() if what == "row"]
+        judge = Judge(
+            self.shop.history, topics, rows, states, clock_apart_ms=float(_apart(self.skew_ms))
+        )
+        found: list[Violation] = judge.judge()
+        return [str(each) for each in found] + list(self._more(judge))
+
+    def _more(self, judge: Judge) -> Iterator[str]:
+        """What the judge of real runs cannot see."""
+        by_token: dict[str, list[Tx]] = {}
+        for tx in judge.log.values():
+            by_token.setdefault(tx.token, []).append(tx)
+            if len(tx.accepted) and len(tx.counted) > tx.attempts_max:
+                yield f"I8 {tx.id}: {len(tx.counted)} attempts\n{judge.story(tx.id)}"
+        for token, several in by_token.items():
+            if len(several) > 1:
+                ids = ", ".join(tx.id for tx in several)
+                yield f"I3 {token}: prepared as {ids}\n{judge.story(several[0].id)}"
+        yield from (f"the proxy itself: {each}" for each in self.loop.troubles)
+
+
+def _rec(topic: str, number: int, record: Any) -> Rec:
+    headers = tuple(record.headers)
+    return Rec(topic, number, record.offset, record.timestamp, record.key, record.value, headers)
+
+
+def _apart(skews_ms: list[int]) -> int:
+    return max(skews_ms) - min(skews_ms) + max(map(abs, skews_ms)) + 50
+
+
+def run_seed(
+    seed: int, *, without: frozenset[str] = frozenset(), log: list[str] | None = None
+) -> Report:
+    """Run one seed inside `simulated_machine`.
+
+    Args:
+        without: kinds of faults that are left out, to see which ones matter.
+        log: gets every event of the run, one line each.
+    """
+    shape = shape_of(seed, without)
+    world: World
+
+    def note(line: str) -> None:
+        assert log is not None
+        log.append(f"{world.loop.time():10.4f} {line}")
+
+    world = World(seed, shape, None if log is None else note)
+    report = Report(seed, shape)
+    try:
+        report.violations = world.loop.run(world.run(), world.main)
+    except Stuck as error:
+        report.violations = [f"I12: {error}"]
+    report.transactions = len(read_log(world.topics()))
+    report.faults = world.faults
+    report.steps = world.loop.steps
+    report.virtual_s = world.loop.time()
+    return report
