@@ -214,5 +214,41 @@ async def test_without_the_parked_topic_what_half_still_has_is_kept(service: Ins
     assert await service.values(topic) == [b"kept"]
 
 
+async def test_without_the_parked_topic_what_half_has_no_more_is_lost_and_told(
+    service: Installation,
+) -> None:
+    topic = await service.begin()
+    group = await service.group({"decision": "unknown"}, attempts_max=1)
+    id = await service.prepare(Message(topic, None, b"gone"), group=group)
+    await service.reaches(id, "parked")
+    await until(lambda: _has(service, "snapshot_entries", 1))
+    await service.stop()
+    service.lose("parked")
+    service.kafka.truncate(service.world.name("half"), before=1)
+    await service.start()
+    assert await service.partition() == "owned"
+    assert await service.metric("lost_undecided_total") == 1
+    assert await service.state(id) == "parked"
+
+
+async def test_without_the_parked_topic_what_was_refused_counts_as_promoted(
+    service: Installation,
+) -> None:
+    """Its copy says that it was refused, and nothing else does: the audit finds it lost."""
+    topic = await service.begin()
+    id = await service.prepare(Message(topic, None, b"refused"))
+    await service.delete_topic(topic)
+    await service.tell(id, "commit")
+    await service.reaches(id, "refused")
+    await service.stop()
+    service.lose("parked")
+    await service.start()
+    assert await service.state(id) == "promoted"
+
+
+async def _has(service: Service, metric: str, value: float) -> bool:
+    return await service.metric(metric) == value
+
+
 async def _seen(service: Service, topic: str, values: list[bytes]) -> bool:
     return await service.values(topic) == values

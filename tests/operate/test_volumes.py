@@ -1,4 +1,4 @@
-"""What docs/operate/backup-restore.md says of copies of the brokers' disks, tried on a real Kafka."""
+"""What docs/operate/backup-restore.md says of copies of the disks, tried on a real Kafka."""
 
 from __future__ import annotations
 
