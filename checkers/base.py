@@ -5,6 +5,7 @@ from typing import Protocol, TypeAlias
 from msgspec import Struct
 
 from txbroker.core.records import CheckReason, Decision, Message
+from txbroker.core.trace_context import TraceContext
 
 ASK_AGAIN_S_MIN = 1.0
 """A "not yet" for less than this is taken as this, so that no group is asked in a tight loop."""
@@ -25,6 +26,7 @@ class CheckCall(Struct, frozen=True):
             one was given back.
         timeout_s: how long to wait for an answer; the transaction parks that long after its
             last attempt, so nobody may wait longer.
+        trace: the trace that the question belongs to, where it is known.
     """
 
     id: str
@@ -37,6 +39,7 @@ class CheckCall(Struct, frozen=True):
     round: int = 1
     number: int = 1
     timeout_s: float = 5.0
+    trace: TraceContext | None = None
 
 
 class Answered(Struct, frozen=True):

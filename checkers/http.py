@@ -25,6 +25,7 @@ from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, s
 from txbroker.checkers.connections import CannotConnect, Connection, LookUp, Names, connect, look_up
 from txbroker.checkers.groups import PolicyError, split_check_url
 from txbroker.core import signing
+from txbroker.core.trace_context import context_of
 
 ANSWER_BYTES_DEFAULT = 64 * 1024
 """A decision needs no more; groups whose checks replace messages register a larger bound."""
@@ -206,7 +207,7 @@ class HttpChannel:
             self._reusable = False
             return Unreached("the connection closed before the question was sent")
         state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADER_BYTES_MAX)
-        data = self._encode(state, question(call), webhook_id(call))
+        data = self._encode(state, question(call), webhook_id(call), _trace_headers(call))
         self._reusable = False
         self._connection.send(data)
         try:
@@ -325,6 +326,12 @@ class HttpChannel:
                 return Unclear(NOT_HTTP)
         self._reusable = state.their_state is h11.DONE and not state.trailing_data[0]
         return read_answer(bytes(body))
+
+
+def _trace_headers(call: CheckCall) -> list[tuple[str, str]]:
+    """Return what names the trace of a question: also a proxy without tracing hands it on."""
+    trace = call.trace or context_of(call.messages)
+    return [] if trace is None else trace.headers()
 
 
 def _encoded(response: h11.Response) -> Unclear | None:

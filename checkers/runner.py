@@ -13,7 +13,9 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 import structlog
+from msgspec import structs
 
+from txbroker import tracing
 from txbroker.checkers.base import (
     Answered,
     Channel,
@@ -382,7 +384,7 @@ class CheckRunner:
                 return False
             hit("check.asking")
             asked_s = asyncio.get_running_loop().time()
-            result = await self._ask(channel, call)
+            result = await self._ask_traced(channel, call)
         finally:
             channel.release()
         hit("check.answered")
@@ -402,6 +404,27 @@ class CheckRunner:
         except Exception as error:
             _tell_fault(item.id, item.group, error)
             return Unreached(shortened(f"the proxy failed to connect: {type(error).__name__}"))
+
+    async def _ask_traced(self, channel: Channel, call: CheckCall) -> CheckResult:
+        """Ask in a span that continues the one that prepared, where that is recorded."""
+        parent = tracing.sampled_context(call.messages)
+        if parent is None:
+            return await self._ask(channel, call)
+        attributes: tracing.Attributes = {
+            tracing.ID: call.id,
+            tracing.GROUP: call.group,
+            tracing.ATTEMPT: call.attempt,
+        }
+        with tracing.continued(
+            "check", call.messages, attributes, kind="client", parent=parent
+        ) as step:
+            if step is None:
+                return await self._ask(channel, call)
+            result = await self._ask(channel, structs.replace(call, trace=step.context))
+            step.note({tracing.OUTCOME: _outcome(result)})
+            if not isinstance(result, Answered):
+                step.failed(_outcome(result))
+            return result
 
     async def _ask(self, channel: Channel, call: CheckCall) -> CheckResult:
         try:

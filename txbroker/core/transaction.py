@@ -25,6 +25,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.sizes import bytes_in_batch
 from txbroker.core.states import IllegalStep, Step, follow
+from txbroker.core.trace_context import HEADERS as TRACE_HEADERS
 
 ASK_SPACING_MS = 1000
 """Attempts that were asked for are not closer than this to the last one."""
@@ -433,19 +434,21 @@ def fingerprint(messages: Sequence[Message], group: str = "") -> bytes:
     """Return 16 bytes that tell whether two prepares hold the same content.
 
     The target partitions stay out of it: a keyless message gets one when it is prepared, and the
-    same prepare sent again would get another.
+    same prepare sent again would get another. So do trace contexts: whoever repeats a prepare does
+    it in another step of a trace, or in another trace.
     """
     told_apart = [_name(group)]
     for message in messages:
         stamp = message.timestamp_ms
+        headers = [header for header in message.headers if header[0] not in TRACE_HEADERS]
         told_apart += (
             _name(message.topic),
             _sized(message.key),
             _sized(message.value),
             _NULL if stamp is None else _sized(b"%d" % stamp),
-            _sized(b"%d" % len(message.headers)),
+            _sized(b"%d" % len(headers)),
         )
-        for name, value in message.headers:
+        for name, value in headers:
             told_apart += (_sized(name.encode()), _sized(value))
     whole = b"".join(told_apart)
     return hashlib.blake2b(whole, digest_size=16, person=b"txb-content").digest()

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
+from txbroker import tracing
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached
 from txbroker.contract import DecideRequest, Standing
 from txbroker.core.codec import encode_marker
@@ -29,6 +30,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.schedule import Schedule, due_ms
+from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import ASK_SPACING_MS, Transaction
 from txbroker.errors import NotPending, RequestError
 from txbroker.failpoints import hit
@@ -399,7 +401,7 @@ class CheckBack:
                 previous=result.detail,
             )
         elif isinstance(result, Answered) and result.decision is not Decision.UNKNOWN:
-            await self._decided(transaction, endpoint, result)
+            await self._decided(transaction, call, endpoint, result)
         elif isinstance(result, Answered) and result.ask_again_s is not None:
             await self.write(
                 transaction,
@@ -411,13 +413,17 @@ class CheckBack:
                 later_s=result.ask_again_s,
             )
 
-    async def _decided(self, transaction: Transaction, endpoint: str, result: Answered) -> None:
+    async def _decided(
+        self, transaction: Transaction, call: CheckCall, endpoint: str, result: Answered
+    ) -> None:
         messages = result.messages
         if messages is not None and not _replaces(transaction, messages):
             transaction.note_outcome(f"{result.decision} with messages for other topics")
             return
         if messages is not None:
             messages = placed_like(transaction.half.messages, messages)
+            if tracing.is_on():
+                messages = carried_over(call.messages, messages)
         await self._decide(
             DecideRequest(
                 id=transaction.id,

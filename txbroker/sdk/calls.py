@@ -9,11 +9,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from txbroker import tracing
 from txbroker.core.ids import make_id, parse_id
 from txbroker.core.placement import order_hash
 from txbroker.core.records import Decision, Message
+from txbroker.core.trace_context import with_context
 from txbroker.errors import (
     AlreadyDecided,
     BadId,
@@ -50,6 +52,13 @@ class Draft:
     order_key: str | None = None
     check_after_s: float | None = None
     check_interval_s: float | None = None
+
+    def within(self, step: tracing.Step | None) -> "Draft":
+        """Return the draft whose messages carry a span's context, so that whoever gets them can
+        continue its trace."""
+        if step is None or step.context is None:
+            return self
+        return replace(self, messages=with_context(self.messages, step.context))
 
     def order(self) -> int | None:
         """Return the hash that its half partition comes from; None if any will do."""

@@ -1,12 +1,16 @@
 """Check-backs that come down a session: who answers, in which thread, how many at a time."""
 
 import asyncio
+import contextvars
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
+from txbroker import tracing
 from txbroker.core.records import Decision
+from txbroker.core.trace_context import context_of
 from txbroker.errors import TooLarge, TxbrokerError
 from txbroker.sdk.limits import Limits
 from txbroker.sdk.local import LocalBook
@@ -88,7 +92,11 @@ class CheckDesk:
             check.messages,
         )
         try:
-            return _in_frame(await self._run(function, request), check, "the check function")
+            with _asking(check) as step:
+                answer = _in_frame(await self._run(function, request), check, "the check function")
+                if step is not None:
+                    step.note({tracing.DECISION: str(answer.decision)})
+                return answer
         except (Exception, SystemExit) as error:
             return _failed(check, error)
         except asyncio.CancelledError as error:
@@ -106,7 +114,8 @@ class CheckDesk:
                     self._limits.check_threads_max, thread_name_prefix="txbroker-check"
                 )
             loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._threads, _call, function, request)
+            here = contextvars.copy_context()
+            result = await loop.run_in_executor(self._threads, here.run, _call, function, request)
         return await result if inspect.isawaitable(result) else result
 
 
@@ -114,6 +123,23 @@ def is_coroutine_function(function: Callable[..., object]) -> bool:
     """Return True for `async def` functions, methods and objects with such a `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - not asked whether it is callable
+    )
+
+
+def _asking(check: Check) -> "AbstractContextManager[tracing.Step | None]":
+    """Return a span to ask the check function in, which continues the one that prepared."""
+    attributes: tracing.Attributes = {
+        tracing.ID: check.id,
+        tracing.GROUP: check.group,
+        tracing.ATTEMPT: check.attempt,
+    }
+    return tracing.step(
+        "check",
+        check.messages,
+        attributes,
+        kind="server",
+        parent=context_of(check.messages),
+        current=True,
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import os
 import secrets
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from txbroker.core.records import Decision, Message
+from txbroker.core.trace_context import with_context
 from txbroker.errors import ConfigurationError
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.checks import CheckDesk, is_coroutine_function
@@ -27,7 +29,10 @@ from txbroker.sdk.transaction import (
     Transaction,
     TransactionBlock,
     checked_wait,
+    deciding,
+    note_standing,
     outcome_of,
+    preparing,
 )
 from txbroker.sdk.types import CheckFunction, Outcome, ProducerClosed, Rollback, Wait
 from txbroker.tls import ClientTls, TlsFiles
@@ -250,7 +255,9 @@ class TransactionalProducer:
         """
         draft = self._draft(messages, order_key, check_after_s, check_interval_s)
         self._book.require_open()
-        standing = await self._calls.prepare(draft)
+        with preparing(draft) as step:
+            standing = await self._calls.prepare(draft.within(step))
+            note_standing(step, standing)
         self._book.settled(standing.id)
         return standing.id
 
@@ -268,13 +275,13 @@ class TransactionalProducer:
         """
         self._book.require_started()
         final = None if messages is None else checked(messages)
-        standing = await self._calls.decide(
-            transaction_id,
-            Decision.COMMIT,
-            messages=final,
-            reason=reason,
-            wait=checked_wait(wait),
-        )
+        promoted = checked_wait(wait)
+        with deciding(Decision.COMMIT, transaction_id, final or ()) as step:
+            if final is not None and step is not None and step.context is not None:
+                final = with_context(final, step.context)
+            standing = await self._calls.decide(
+                transaction_id, Decision.COMMIT, messages=final, reason=reason, wait=promoted
+            )
         return outcome_of(standing)
 
     async def rollback(self, transaction_id: str, *, reason: str = "") -> Outcome:
@@ -283,7 +290,8 @@ class TransactionalProducer:
         Raises: as `commit`.
         """
         self._book.require_started()
-        standing = await self._calls.decide(transaction_id, Decision.ROLLBACK, reason=reason)
+        with deciding(Decision.ROLLBACK, transaction_id, ()):
+            standing = await self._calls.decide(transaction_id, Decision.ROLLBACK, reason=reason)
         return outcome_of(standing)
 
     def _draft(
@@ -338,7 +346,8 @@ async def _run_local(
         result: object = function(transaction)
     else:
         loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(None, function, transaction)
+        here = contextvars.copy_context()
+        running = loop.run_in_executor(None, here.run, function, transaction)
         try:
             result = await asyncio.shield(running)
         except asyncio.CancelledError as error:

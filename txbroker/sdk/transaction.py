@@ -1,9 +1,12 @@
 """One transaction as its block sees it, and what leaving the block means."""
 
 import asyncio
+from contextlib import AbstractContextManager
 from types import TracebackType
 
+from txbroker import tracing
 from txbroker.core.records import Decision, Message, State
+from txbroker.core.trace_context import carried_over, context_of
 from txbroker.errors import AlreadyDecided, BadRequest, Overloaded, OwnerUnavailable
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.local import LocalBook
@@ -99,10 +102,13 @@ class Transaction:
         return decision
 
     async def _send(self, decision: Decision, wait: bool, reason: str) -> Standing:
-        messages = self._final if decision is Decision.COMMIT else None
-        return await self._calls.decide(
-            self.id, decision, messages=messages, reason=reason, wait=wait
-        )
+        final = self._final if decision is Decision.COMMIT else None
+        with deciding(decision, self.id, self._prepared) as step:
+            if step is not None and final is not None:
+                final = carried_over(self._prepared, final)
+            return await self._calls.decide(
+                self.id, decision, messages=final, reason=reason, wait=wait
+            )
 
     # --- leaving the block ---------------------------------------------------------------
 
@@ -180,7 +186,10 @@ class TransactionBlock:
         self._book.require_open()
         self._book.block_opened()
         try:
-            standing = await self._calls.prepare(self._draft)
+            with preparing(self._draft) as step:
+                self._draft = self._draft.within(step)
+                standing = await self._calls.prepare(self._draft)
+                note_standing(step, standing)
         except BaseException:
             self._book.block_closed()
             raise
@@ -210,6 +219,28 @@ class TransactionBlock:
             self._book.block_closed()
 
         ended.add_done_callback(left)
+
+
+def preparing(draft: Draft) -> "AbstractContextManager[tracing.Step | None]":
+    """Return a span to prepare in."""
+    attributes = {tracing.OPERATION_TYPE: "create"}
+    return tracing.step("prepare", draft.messages, attributes, kind="producer")
+
+
+def note_standing(step: tracing.Step | None, standing: Standing) -> None:
+    """Name the transaction in the span that prepared it."""
+    if step is not None:
+        step.note({tracing.ID: standing.id})
+
+
+def deciding(
+    decision: Decision, transaction_id: str, prepared: tuple[Message, ...]
+) -> "AbstractContextManager[tracing.Step | None]":
+    """Return a span to decide in: below the caller's own, else below the one that prepared."""
+    below = tracing.is_on() and tracing.current_context() is None
+    parent = context_of(prepared) if below else None
+    attributes = {tracing.ID: transaction_id, tracing.DECISION: str(decision)}
+    return tracing.step(str(decision), prepared, attributes, kind="client", parent=parent)
 
 
 def outcome_of(standing: Standing) -> Outcome:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from txbroker import tracing
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.leases import Leases
 from txbroker.checkers.sessions import SessionRegistry
@@ -174,6 +175,7 @@ def _endpoint(shell: Shell, operation: Operation) -> Handler:
                 query or operation.query(),
                 body,
                 request.remote or "",
+                tracing.incoming(request.headers),
             )
             reply = await operation.run(call)
         except Overloaded:

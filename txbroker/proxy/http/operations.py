@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from txbroker.core.trace_context import TraceContext
 from txbroker.errors import (
     AdminOnly,
     BadRequest,
@@ -39,6 +40,8 @@ class Call:
     query: Request
     body: Request | None
     remote: str
+    trace: TraceContext | None = None
+    """The trace that it came with, where spans are made."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 from aiohttp import ClientConnectionResetError, WSCloseCode, WSMsgType, web
 
-from txbroker import contract, wire
+from txbroker import contract, tracing, wire
 from txbroker.checkers.groups import PolicyError, check_group_name
 from txbroker.core.records import Decision, Source
 from txbroker.core.telling import telling, where_raised
@@ -35,6 +35,7 @@ from txbroker.proxy.http.shell import (
     message_bytes,
 )
 from txbroker.proxy.logging import get_logger
+from txbroker.proxy.tracing import traced_prepare
 
 log = get_logger(__name__)
 
@@ -260,7 +261,9 @@ class Session:
             retry=operation.retry,
         )
         self._shell.check_prepare(request)
-        return self._service.prepare(request)
+        if not tracing.is_on():
+            return self._service.prepare(request)
+        return traced_prepare(self._service, request)
 
     async def _decide(self, operation: wire.Decide) -> contract.Standing:
         if operation.decision is Decision.UNKNOWN:

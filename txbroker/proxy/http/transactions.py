@@ -49,6 +49,7 @@ from txbroker.proxy.http.bodies import (
 from txbroker.proxy.http.operations import Call, Operation, Reply
 from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.http.shell import check_group, plain_id
+from txbroker.proxy.tracing import note_standing, preparing, within
 
 _OUT_OF_REACH = (OwnerUnavailable, KafkaDown)
 _BY_ID = (BadId, NotFound, TooOld, *_OUT_OF_REACH)
@@ -72,8 +73,11 @@ async def prepare(call: Call) -> Reply:
         retry=body.id is not None,
     )
     check_group(request.group)
-    call.shell.check_prepare(request)
-    standing = await call.shell.service.prepare(request)
+    with preparing(request, call.trace) as step:
+        traced = within(request, call.trace if step is None else step.context)
+        call.shell.check_prepare(traced)
+        standing = await call.shell.service.prepare(traced)
+        note_standing(step, standing)
     return Reply(201 if standing.created else 200, _standing(standing))
 
 

@@ -1,0 +1,248 @@
+"""OpenTelemetry, where it is installed and a tracer provider is set; nothing at all otherwise.
+
+Spans are of the provider that the process has set for itself, see docs/how-to/tracing.md. Names and
+attributes follow OpenTelemetry's conventions for messaging, as far as these have a word for it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, TypeAlias
+
+import txbroker
+from txbroker.core.records import Message
+from txbroker.core.trace_context import (
+    PARENT_HEADER,
+    STATE_HEADER,
+    TraceContext,
+    context_of,
+    read_context,
+)
+from txbroker.errors import RequestError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, SpanKind, Tracer
+
+try:
+    from opentelemetry import trace as _trace
+    from opentelemetry.context import Context as _Context
+except ImportError:  # the extra `tracing` is not installed
+    _INSTALLED = False
+else:
+    _INSTALLED = True
+
+Attributes: TypeAlias = Mapping[str, "str | int | bool"]
+
+SYSTEM = "messaging.system"
+OPERATION = "messaging.operation.name"
+OPERATION_TYPE = "messaging.operation.type"
+DESTINATION = "messaging.destination.name"
+PARTITION = "messaging.destination.partition.id"
+COUNT = "messaging.batch.message_count"
+OFFSET = "messaging.kafka.offset"
+ERROR = "error.type"
+ID = "txbroker.transaction.id"
+GROUP = "txbroker.group"
+DECISION = "txbroker.decision"
+ATTEMPT = "txbroker.check.attempt"
+OUTCOME = "txbroker.check.outcome"
+
+_OFF: AbstractContextManager[None] = nullcontext()
+_known: tuple[object, "Tracer | None"] = (None, None)
+
+
+def _tracer() -> "Tracer | None":
+    """Return the tracer of the process's provider, None while there is none."""
+    global _known
+    if not _INSTALLED:
+        return None
+    provider = _trace.get_tracer_provider()
+    if provider is not _known[0]:
+        unset = isinstance(provider, _trace.ProxyTracerProvider | _trace.NoOpTracerProvider)
+        tracer = None if unset else provider.get_tracer("txbroker", txbroker.__version__)
+        _known = provider, tracer
+    return _known[1]
+
+
+def is_on() -> bool:
+    """Say whether spans can be made: OpenTelemetry is installed and has a tracer provider."""
+    return _tracer() is not None
+
+
+# --- contexts --------------------------------------------------------------------------------
+
+
+def current_context() -> TraceContext | None:
+    """Return the context of the caller's own span, None without one or where tracing is off."""
+    return None if _tracer() is None else _told(_trace.get_current_span())
+
+
+def incoming(headers: Mapping[str, str]) -> TraceContext | None:
+    """Return the context that came with an HTTP call, None where tracing is off, too."""
+    parent = headers.get(PARENT_HEADER)
+    if parent is None or _tracer() is None:
+        return None
+    return read_context(parent, headers.get(STATE_HEADER, ""))
+
+
+def _told(span: "Span") -> TraceContext | None:
+    found = span.get_span_context()
+    if not found.is_valid:
+        return None
+    parent = f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"
+    return TraceContext(parent, found.trace_state.to_header() if found.trace_state else "")
+
+
+def _below(parent: TraceContext | None) -> "_Context":
+    """Return a context in which a span continues `parent`, or else the caller's own span."""
+    if parent is None:
+        return _trace.set_span_in_context(_trace.get_current_span())
+    state = _trace.TraceState.from_header([parent.state]) if parent.state else None
+    found = _trace.SpanContext(
+        parent.trace_id,
+        parent.span_id,
+        is_remote=True,
+        trace_flags=_trace.TraceFlags(int(parent.parent[-2:], 16)),
+        trace_state=state,
+    )
+    return _trace.set_span_in_context(_trace.NonRecordingSpan(found), _Context())
+
+
+# --- spans -----------------------------------------------------------------------------------
+
+
+class Step:
+    """A span that has begun."""
+
+    def __init__(self, span: "Span") -> None:
+        self._span = span
+        self.context = _told(span)
+
+    def note(self, attributes: Attributes) -> None:
+        """Add what is known by now."""
+        self._span.set_attributes(dict(attributes))
+
+    def failed(self, kind: str) -> None:
+        """It has gone wrong: an error code or the type of an exception."""
+        self._span.set_attribute(ERROR, kind)
+        self._span.set_status(_trace.StatusCode.ERROR)
+
+
+def step(
+    operation: str,
+    messages: Sequence[Message],
+    attributes: Attributes,
+    *,
+    kind: str = "internal",
+    parent: TraceContext | None = None,
+    current: bool = False,
+) -> "AbstractContextManager[Step | None]":
+    """Return a span to do something in; None where tracing is off.
+
+    Args:
+        operation: what is done, such as `prepare`.
+        messages: what it is done with.
+        attributes: what else is known of it.
+        kind: of span: `producer`, `consumer`, `client`, `server` or `internal`.
+        parent: what it continues; None: the caller's own span.
+        current: whether it becomes the caller's own span meanwhile.
+    """
+    tracer = _tracer()
+    if tracer is None:
+        return _OFF
+    return _step(tracer, operation, messages, attributes, kind, parent, current)
+
+
+def continued(
+    operation: str,
+    messages: Sequence[Message],
+    attributes: Attributes,
+    *,
+    kind: str = "internal",
+    parent: TraceContext | None,
+) -> "AbstractContextManager[Step | None]":
+    """Return a span like `step`; None where there is no trace that is recorded to continue: a
+    proxy begins none."""
+    if parent is None or not parent.sampled:
+        return _OFF
+    return step(operation, messages, attributes, kind=kind, parent=parent)
+
+
+@contextmanager
+def _step(
+    tracer: "Tracer",
+    operation: str,
+    messages: Sequence[Message],
+    attributes: Attributes,
+    kind: str,
+    parent: TraceContext | None,
+    current: bool,
+) -> Iterator[Step]:
+    name, known = _named(operation, messages)
+    span = tracer.start_span(
+        name, context=_below(parent), kind=_kind(kind), attributes={**known, **attributes}
+    )
+    begun = Step(span)
+    try:
+        if current:
+            with _trace.use_span(span, record_exception=False, set_status_on_exception=False):
+                yield begun
+        else:
+            yield begun
+    except BaseException as error:
+        # Not its text: that can quote a message.
+        begun.failed(error.code if isinstance(error, RequestError) else type(error).__name__)
+        raise
+    finally:
+        span.end()
+
+
+def record(
+    operation: str,
+    messages: Sequence[Message],
+    attributes: Attributes,
+    *,
+    kind: str,
+    parent: TraceContext,
+    since_ns: int,
+    failed: str = "",
+) -> None:
+    """Make a span of something that is over: it began at `since_ns`, ns since 1970."""
+    tracer = _tracer()
+    if tracer is None:
+        return
+    name, known = _named(operation, messages)
+    span = tracer.start_span(
+        name,
+        context=_below(parent),
+        kind=_kind(kind),
+        attributes={**known, **attributes},
+        start_time=since_ns,
+    )
+    if failed:
+        Step(span).failed(failed)
+    span.end()
+
+
+def _kind(name: str) -> "SpanKind":
+    return _trace.SpanKind[name.upper()]
+
+
+def _named(operation: str, messages: Sequence[Message]) -> tuple[str, dict[str, str | int | bool]]:
+    """Return a span's name and what its messages say: topics are named where there is one only,
+    as there must not be many names."""
+    known: dict[str, str | int | bool] = {SYSTEM: "txbroker", OPERATION: operation}
+    topics = {message.topic for message in messages}
+    if len(messages) > 1:
+        known[COUNT] = len(messages)
+    if len(topics) != 1:
+        return operation, known
+    known[DESTINATION] = topic = next(iter(topics))
+    return f"{operation} {topic}", known
+
+
+def sampled_context(messages: Iterable[Message]) -> TraceContext | None:
+    """Return the context of messages whose trace is recorded, None where tracing is off, too."""
+    if _tracer() is None:
+        return None
+    found = context_of(messages)
+    return found if found is not None and found.sampled else None
