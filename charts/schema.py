@@ -87,8 +87,24 @@ def kafka() -> Json:
             passwordKey=KEY,
             usernameKey=KEY_OR_NONE,
         ),
+        oauth=closed(
+            tokenUrl={"type": "string", "pattern": r"^(https://[^\s?#@]+)?$"},
+            clientId=TEXT,
+            scope=TEXT,
+            clientSecretKey=KEY,
+            caSecret=NAME_OR_NONE,
+            caKey=KEY,
+            tokenKey=KEY_OR_NONE,
+            audience=TEXT,
+            expirationSeconds=count(600, 86400),
+        ),
         tls=closed(
-            caSecret=NAME_OR_NONE, caKey=KEY, clientSecret=NAME_OR_NONE, certKey=KEY, keyKey=KEY
+            caSecret=NAME_OR_NONE,
+            caKey=KEY,
+            clientSecret=NAME_OR_NONE,
+            certKey=KEY,
+            keyKey=KEY,
+            keyPasswordKey=KEY_OR_NONE,
         ),
     )
 

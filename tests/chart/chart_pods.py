@@ -91,6 +91,9 @@ def mounted(pod: Pod, objects: list[Object], root: Path) -> None:
             (maps,) = (m for m in of_kind(objects, "ConfigMap") if m["metadata"]["name"] == name)
             for file, text in maps["data"].items():
                 (folder / file).write_text(text.replace(FOLDER, f"{root}{FOLDER}"))
+        elif "projected" in volume:
+            for source in volume["projected"]["sources"]:
+                (folder / source["serviceAccountToken"]["path"]).write_text("secret")
         else:
             for item in volume["secret"]["items"]:
                 (folder / item["path"]).write_text("secret")

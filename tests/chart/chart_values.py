@@ -84,9 +84,30 @@ PASSWORD_ONLY: Values = {
         "sasl": {"existingSecret": "kafka-login", "username": "txbroker"},
     },
 }
+TOKENS: Values = {"securityProtocol": "SASL_SSL", "sasl": {"mechanism": "OAUTHBEARER"}}
+FETCHED: Values = {
+    **TOKENS,
+    "sasl": {"mechanism": "OAUTHBEARER", "existingSecret": "kafka-login"},
+    "oauth": {
+        "tokenUrl": "https://login.example.org/token",
+        "clientId": "txbroker",
+        "scope": "kafka",
+        "caSecret": "login-ca",
+    },
+    "tls": {"clientSecret": "kafka-client", "keyPasswordKey": "pass"},
+}
+RENEWED: Values = {
+    **FETCHED,
+    "oauth": {"tokenKey": "jwt"},
+    "tls": {},
+}
+PROJECTED: Values = {**TOKENS, "oauth": {"audience": "kafka", "expirationSeconds": 7200}}
 SETS: dict[str, Values] = {
     "defaults": {},
     "everything": EVERYTHING,
     "spare": SPARE,
     "password": PASSWORD_ONLY,
+    "fetched tokens": {"kafka": FETCHED, "audit": {"enabled": True}},
+    "renewed token": {"kafka": RENEWED},
+    "projected token": {"kafka": PROJECTED, "audit": {"enabled": True}},
 }

@@ -121,7 +121,7 @@ def test_every_pod_is_restricted(render: Render, name: str) -> None:
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod.spec)
         assert {"requests", "limits"} == set(pod.container["resources"])
         kinds = {kind for volume in pod.spec["volumes"] for kind in volume if kind != "name"}
-        assert kinds <= {"configMap", "secret", "emptyDir", "persistentVolumeClaim"}
+        assert kinds <= {"configMap", "secret", "emptyDir", "persistentVolumeClaim", "projected"}
         assert all("sizeLimit" in v["emptyDir"] for v in pod.spec["volumes"] if "emptyDir" in v)
 
 
@@ -180,6 +180,16 @@ def test_every_option_and_variable_is_txbrokers(render: Render, name: str) -> No
         assert set(environment(pod)) - known <= others
 
 
+def secret_of(settings: Settings) -> str:
+    """Return the secret with which settings log in to Kafka."""
+    if settings.kafka_sasl_mechanism != "OAUTHBEARER":
+        assert settings.kafka_sasl_username in ("of a secret", "txbroker")
+        return settings.kafka_secret("kafka_sasl_password")
+    if settings.kafka_oauth_token_file is not None:
+        return settings.kafka_oauth_token_file.read_text()
+    return settings.kafka_secret("kafka_oauth_client_secret")
+
+
 @every_set
 def test_every_pod_starts_with_settings_that_hold(
     render: Render, name: str, tmp_path: Path
@@ -193,8 +203,7 @@ def test_every_pod_starts_with_settings_that_hold(
         for setting, value in SETS[name].get("settings", {}).items():
             assert getattr(settings, setting) == value
         if settings.kafka_security_protocol.startswith("SASL"):
-            assert settings.kafka_sasl_username in ("of a secret", "txbroker")
-            assert settings.kafka_secret("kafka_sasl_password") == "secret"
+            assert secret_of(settings) == "secret"
 
 
 @every_set

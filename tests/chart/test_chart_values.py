@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_values import EVERYTHING, LOGIN, SETS
+from chart_values import EVERYTHING, FETCHED, LOGIN, SETS, TOKENS
 from command_lines import parsed
 
-from txbroker.config import Settings
+from txbroker.config import SECRET_SETTINGS, Settings
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts/txbroker"
@@ -105,7 +105,7 @@ def test_every_setting_of_txbroker_can_be_given() -> None:
 def test_every_setting_that_templates_make_is_one() -> None:
     helpers = (CHART / "templates/_helpers.tpl").read_text()
     written = set(re.findall(r"^([a-z_]+) = ", helpers, re.M))
-    kafka = {name for name in Settings.model_fields if name.startswith("kafka")}
+    kafka = {name for name in Settings.model_fields if name.startswith("kafka")} - SECRET_SETTINGS
     by_variable = {"kafka_sasl_username"}
     assert written - {"insecure"} == kafka
     assert by_variable <= kafka
@@ -158,6 +158,35 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "login in the clear": (
         {"kafka": {"sasl": {"existingSecret": "a"}}},
         "kafka.sasl needs kafka.securityProtocol SASL_SSL or SASL_PLAINTEXT",
+    ),
+    "token and user": (
+        {"kafka": {**FETCHED, "sasl": {**FETCHED["sasl"], "username": "a"}}},
+        "are not for OAUTHBEARER, which logs in by token",
+    ),
+    "no token": ({"kafka": TOKENS}, "needs one of kafka.oauth.tokenUrl"),
+    "two tokens": (
+        {"kafka": {**FETCHED, "oauth": {**FETCHED["oauth"], "audience": "a"}}},
+        "needs one of kafka.oauth.tokenUrl",
+    ),
+    "nobody's token": (
+        {"kafka": {**FETCHED, "oauth": {**FETCHED["oauth"], "clientId": ""}}},
+        "kafka.oauth.tokenUrl needs kafka.oauth.clientId",
+    ),
+    "no client secret": (
+        {"kafka": {**TOKENS, "oauth": FETCHED["oauth"]}},
+        "SASL_SSL needs kafka.sasl.existingSecret",
+    ),
+    "token with a password": (
+        {"kafka": {**LOGIN, "oauth": {"audience": "a"}}},
+        "kafka.oauth needs",
+    ),
+    "token in the clear": (
+        {"kafka": {**FETCHED, "oauth": {**FETCHED["oauth"], "tokenUrl": "http://a/token"}}},
+        "kafka.oauth.tokenUrl",
+    ),
+    "key of nothing": (
+        {"kafka": {"securityProtocol": "SSL", "tls": {"keyPasswordKey": "a"}}},
+        "kafka.tls.keyPasswordKey needs kafka.tls.clientSecret",
     ),
     "certificates without TLS": (
         {"kafka": {"tls": {"caSecret": "ca"}}},

@@ -53,6 +53,23 @@ app.kubernetes.io/component: proxy
 {{- if hasPrefix "SASL" .Values.kafka.securityProtocol }}yes{{ end -}}
 {{- end -}}
 
+{{- define "txbroker.usesTokens" -}}
+{{- if and (include "txbroker.usesSasl" .) (eq .Values.kafka.sasl.mechanism "OAUTHBEARER") }}yes{{ end -}}
+{{- end -}}
+
+{{/* The key in kafka.sasl.existingSecret that is needed; none where Kubernetes makes the tokens. */}}
+{{- define "txbroker.loginKey" -}}
+{{- $kafka := .Values.kafka -}}
+{{- if not (include "txbroker.usesSasl" .) -}}
+{{- else if not (include "txbroker.usesTokens" .) -}}
+{{- $kafka.sasl.passwordKey -}}
+{{- else if $kafka.oauth.tokenUrl -}}
+{{- $kafka.oauth.clientSecretKey -}}
+{{- else -}}
+{{- $kafka.oauth.tokenKey -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "txbroker.usesTls" -}}
 {{- if hasSuffix "SSL" .Values.kafka.securityProtocol }}yes{{ end -}}
 {{- end -}}
@@ -64,10 +81,27 @@ app.kubernetes.io/component: proxy
 {{- if and (not .Values.token.existingSecret) (not .Values.insecure) -}}
 {{- fail "every Pod of the cluster could decide transactions: set token.existingSecret, or insecure if the network is closed" -}}
 {{- end -}}
-{{- if and (include "txbroker.usesSasl" .) (not $sasl.existingSecret) -}}
+{{- $oauth := $kafka.oauth -}}
+{{- if include "txbroker.usesTokens" . -}}
+{{- if or $sasl.username $sasl.usernameKey -}}
+{{- fail "kafka.sasl.username and kafka.sasl.usernameKey are not for OAUTHBEARER, which logs in by token" -}}
+{{- end -}}
+{{- if ne (len (compact (list $oauth.tokenUrl $oauth.tokenKey $oauth.audience))) 1 -}}
+{{- fail "kafka.sasl.mechanism OAUTHBEARER needs one of kafka.oauth.tokenUrl, kafka.oauth.tokenKey and kafka.oauth.audience" -}}
+{{- end -}}
+{{- if and $oauth.tokenUrl (not $oauth.clientId) -}}
+{{- fail "kafka.oauth.tokenUrl needs kafka.oauth.clientId" -}}
+{{- end -}}
+{{- else if or $oauth.tokenUrl $oauth.tokenKey $oauth.audience $oauth.clientId $oauth.caSecret -}}
+{{- fail "kafka.oauth needs kafka.securityProtocol SASL_SSL or SASL_PLAINTEXT and kafka.sasl.mechanism OAUTHBEARER" -}}
+{{- end -}}
+{{- if and $kafka.tls.keyPasswordKey (not $kafka.tls.clientSecret) -}}
+{{- fail "kafka.tls.keyPasswordKey needs kafka.tls.clientSecret" -}}
+{{- end -}}
+{{- if and (include "txbroker.loginKey" .) (not $sasl.existingSecret) -}}
 {{- fail (printf "kafka.securityProtocol %s needs kafka.sasl.existingSecret" $kafka.securityProtocol) -}}
 {{- end -}}
-{{- if and (include "txbroker.usesSasl" .) (not (or $sasl.username $sasl.usernameKey)) -}}
+{{- if and (include "txbroker.usesSasl" .) (not (include "txbroker.usesTokens" .)) (not (or $sasl.username $sasl.usernameKey)) -}}
 {{- fail (printf "kafka.securityProtocol %s needs kafka.sasl.username or kafka.sasl.usernameKey" $kafka.securityProtocol) -}}
 {{- end -}}
 {{- if and $sasl.username $sasl.usernameKey -}}
@@ -110,7 +144,23 @@ kafka_sasl_mechanism = {{ toJson $kafka.sasl.mechanism }}
 {{- with $kafka.sasl.username }}
 kafka_sasl_username = {{ toJson . }}
 {{- end }}
+{{- if not (include "txbroker.usesTokens" .) }}
 kafka_sasl_password_file = {{ printf "/etc/txbroker/kafka-login/%s" $kafka.sasl.passwordKey | toJson }}
+{{- else if $kafka.oauth.tokenUrl }}
+kafka_oauth_token_url = {{ toJson $kafka.oauth.tokenUrl }}
+kafka_oauth_client_id = {{ toJson $kafka.oauth.clientId }}
+kafka_oauth_client_secret_file = {{ printf "/etc/txbroker/kafka-login/%s" $kafka.oauth.clientSecretKey | toJson }}
+{{- with $kafka.oauth.scope }}
+kafka_oauth_scope = {{ toJson . }}
+{{- end }}
+{{- if $kafka.oauth.caSecret }}
+kafka_oauth_ca_file = {{ printf "/etc/txbroker/kafka-oauth-ca/%s" $kafka.oauth.caKey | toJson }}
+{{- end }}
+{{- else if $kafka.oauth.tokenKey }}
+kafka_oauth_token_file = {{ printf "/etc/txbroker/kafka-login/%s" $kafka.oauth.tokenKey | toJson }}
+{{- else }}
+kafka_oauth_token_file = "/etc/txbroker/kafka-token/token"
+{{- end }}
 {{- end }}
 {{- if $kafka.tls.caSecret }}
 kafka_ssl_ca_file = {{ printf "/etc/txbroker/kafka-ca/%s" $kafka.tls.caKey | toJson }}
@@ -118,6 +168,9 @@ kafka_ssl_ca_file = {{ printf "/etc/txbroker/kafka-ca/%s" $kafka.tls.caKey | toJ
 {{- if $kafka.tls.clientSecret }}
 kafka_ssl_cert_file = {{ printf "/etc/txbroker/kafka-client/%s" $kafka.tls.certKey | toJson }}
 kafka_ssl_key_file = {{ printf "/etc/txbroker/kafka-client/%s" $kafka.tls.keyKey | toJson }}
+{{- with $kafka.tls.keyPasswordKey }}
+kafka_ssl_key_password_file = {{ printf "/etc/txbroker/kafka-client/%s" . | toJson }}
+{{- end }}
 {{- end }}
 {{- if .Values.insecure }}
 insecure = true
@@ -200,9 +253,19 @@ securityContext:
 - name: config
   mountPath: /etc/txbroker/config
   readOnly: true
-{{- if include "txbroker.usesSasl" . }}
+{{- if include "txbroker.loginKey" . }}
 - name: kafka-login
   mountPath: /etc/txbroker/kafka-login
+  readOnly: true
+{{- end }}
+{{- if .Values.kafka.oauth.audience }}
+- name: kafka-token
+  mountPath: /etc/txbroker/kafka-token
+  readOnly: true
+{{- end }}
+{{- if .Values.kafka.oauth.caSecret }}
+- name: kafka-oauth-ca
+  mountPath: /etc/txbroker/kafka-oauth-ca
   readOnly: true
 {{- end }}
 {{- if .Values.kafka.tls.caSecret }}
@@ -223,14 +286,33 @@ securityContext:
 - name: config
   configMap:
     name: {{ .config }}
-{{- if include "txbroker.usesSasl" .root }}
+{{- with include "txbroker.loginKey" .root }}
 - name: kafka-login
   secret:
     secretName: {{ $kafka.sasl.existingSecret }}
     defaultMode: 0440
     items:
-      - key: {{ $kafka.sasl.passwordKey }}
-        path: {{ $kafka.sasl.passwordKey }}
+      - key: {{ . }}
+        path: {{ . }}
+{{- end }}
+{{- if $kafka.oauth.audience }}
+- name: kafka-token
+  projected:
+    defaultMode: 0440
+    sources:
+      - serviceAccountToken:
+          audience: {{ $kafka.oauth.audience | quote }}
+          expirationSeconds: {{ int64 $kafka.oauth.expirationSeconds }}
+          path: token
+{{- end }}
+{{- if $kafka.oauth.caSecret }}
+- name: kafka-oauth-ca
+  secret:
+    secretName: {{ $kafka.oauth.caSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ $kafka.oauth.caKey }}
+        path: {{ $kafka.oauth.caKey }}
 {{- end }}
 {{- if $kafka.tls.caSecret }}
 - name: kafka-ca
@@ -251,5 +333,9 @@ securityContext:
         path: {{ $kafka.tls.certKey }}
       - key: {{ $kafka.tls.keyKey }}
         path: {{ $kafka.tls.keyKey }}
+      {{- with $kafka.tls.keyPasswordKey }}
+      - key: {{ . }}
+        path: {{ . }}
+      {{- end }}
 {{- end }}
 {{- end -}}
