@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
-from judge import Header, Rec, Topics
+from judge import End, Header, Rec, Topics
 
 _READ_TIMEOUT_S = 15.0
 
@@ -37,21 +37,10 @@ def delete_topic(bootstrap: str, name: str) -> None:
 
 def read_topics(bootstrap: str, names: Iterable[str], *, committed: bool = True) -> list[Rec]:
     """Return every record of these topics, from begin to end."""
-    consumer = Consumer(
-        {
-            "bootstrap.servers": bootstrap,
-            "group.id": "judge",
-            "isolation.level": "read_committed" if committed else "read_uncommitted",
-            "enable.auto.commit": False,
-            "enable.partition.eof": True,
-            "auto.offset.reset": "earliest",
-            "fetch.wait.max.ms": 20,
-        }
+    consumer, parts = assigned(
+        bootstrap, names, committed=committed, **{"enable.partition.eof": True}
     )
     try:
-        known = consumer.list_topics(timeout=_READ_TIMEOUT_S).topics
-        parts = [TopicPartition(name, p, 0) for name in names for p in known[name].partitions]
-        consumer.assign(parts)
         return list(_poll_all(consumer, len(parts)))
     finally:
         consumer.close()
@@ -66,15 +55,20 @@ def _poll_all(consumer: Consumer, open_partitions: int) -> Iterable[Rec]:
             assert error.code() == KafkaError._PARTITION_EOF, error
             open_partitions -= 1
             continue
-        yield Rec(
-            str(message.topic()),
-            int(message.partition() or 0),
-            int(message.offset() or 0),
-            int(message.timestamp()[1]),
-            message.key(),
-            message.value(),
-            _headers(message.headers()),
-        )
+        yield record_of(message)
+
+
+def record_of(message: Any) -> Rec:
+    """Return what librdkafka gives as the judge takes it."""
+    return Rec(
+        str(message.topic()),
+        int(message.partition() or 0),
+        int(message.offset() or 0),
+        int(message.timestamp()[1]),
+        message.key(),
+        message.value(),
+        _headers(message.headers()),
+    )
 
 
 def _headers(found: Any) -> tuple[Header, ...]:
@@ -82,11 +76,54 @@ def _headers(found: Any) -> tuple[Header, ...]:
     return tuple((name, value) for name, value in found or ())
 
 
-def read_all(bootstrap: str, prefix: str, targets: Iterable[str]) -> Topics:
+def assigned(
+    bootstrap: str, names: Iterable[str], *, committed: bool = True, **settings: Any
+) -> tuple[Consumer, list[TopicPartition]]:
+    """Return a consumer that reads all partitions of these topics from their begin."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": "judge",
+            "isolation.level": "read_committed" if committed else "read_uncommitted",
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            "fetch.wait.max.ms": 20,
+            "log_level": 0,
+            **settings,
+        }
+    )
+    known = consumer.list_topics(timeout=_READ_TIMEOUT_S).topics
+    parts = [TopicPartition(name, p, 0) for name in names for p in known[name].partitions]
+    consumer.assign(parts)
+    return consumer, parts
+
+
+def read_ends(bootstrap: str, names: Sequence[str]) -> list[End]:
+    """Return where each partition ends, and how far read_committed readers get."""
+    high, parts = assigned(bootstrap, names, committed=False)
+    stable, _ = assigned(bootstrap, names)
+    try:
+        return [
+            End(
+                part.topic,
+                part.partition,
+                high.get_watermark_offsets(part, timeout=_READ_TIMEOUT_S)[1],
+                stable.get_watermark_offsets(part, timeout=_READ_TIMEOUT_S)[1],
+            )
+            for part in parts
+        ]
+    finally:
+        high.close()
+        stable.close()
+
+
+def read_all(bootstrap: str, prefix: str, targets: Sequence[str]) -> Topics:
     """Return what the judge needs of one installation."""
     return Topics(
         half=read_topics(bootstrap, [f"{prefix}.half"], committed=False),
         op=read_topics(bootstrap, [f"{prefix}.op"], committed=False),
         parked=read_topics(bootstrap, [f"{prefix}.parked"]),
+        checkpoint=read_topics(bootstrap, [f"{prefix}.checkpoint"]),
         targets=read_topics(bootstrap, targets),
+        ends=read_ends(bootstrap, [*targets, f"{prefix}.checkpoint", f"{prefix}.parked"]),
     )

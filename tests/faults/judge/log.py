@@ -4,6 +4,7 @@ documentation, so that one mistake is not made twice."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from .records import Header, Rec, Topics, by_partition
 
 DECIDING = ("commit", "rollback")
-_IDS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_ID = re.compile("[0-7][0-9A-HJKMNP-TV-Z]{25}")
+_AS_BASE_32 = str.maketrans("0123456789ABCDEFGHJKMNPQRSTVWXYZ", "0123456789abcdefghijklmnopqrstuv")
 _FIXED = ("txb-v", "txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
 _ASK_SPACING_MS = 1000
 
@@ -108,10 +110,14 @@ class Tx:
 
 
 def _id_number(id: str) -> int:
-    number = 0
-    for letter in id:
-        number = number << 5 | _IDS.index(letter)
-    return number
+    """The bits of a transaction id.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not _ID.fullmatch(id):
+        raise ValueError(f"{id!r} is no transaction id")
+    return int(id.translate(_AS_BASE_32), 32)
 
 
 def id_time_ms(id: str) -> int:
@@ -217,6 +223,7 @@ def _counts(
 
 
 def _new_tx(partition: int, offset: int, facts: dict[str, str]) -> Tx:
+    id_partition(facts["txb-id"])  # an id that is none makes no transaction
     after, interval, attempts, timeout = facts.get("txb-check", "6/30/15/5").split("/")
     return Tx(
         id=facts["txb-id"],

@@ -1,0 +1,102 @@
+"""Every moment × what happens there × how the transactions end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from txbroker.failpoints import POINTS
+
+ACTIONS = ("kill", "pause", "timeout")
+OUTCOMES = ("commit", "rollback", "unknown")
+RESTARTED = ("claim", "recover", "snapshots")
+"""Steps that an owner takes when it comes back."""
+
+
+class Case(NamedTuple):
+    """One crash: the moment, how often it is passed before, what happens, how it ends."""
+
+    point: str
+    skip: int
+    action: str
+    outcome: str
+
+    @property
+    def name(self) -> str:
+        """As it is shown, and chosen by."""
+        again = f"#{self.skip + 1}" if self.skip else ""
+        return f"{self.point}{again}:{self.action}:{self.outcome}"
+
+    @property
+    def step(self) -> str:
+        """What is under way: the first word of the moment."""
+        return self.point.partition(".")[0]
+
+
+def all_cases() -> list[Case]:
+    """Return every case there is."""
+    return [
+        Case(name, skip, action, outcome)
+        for name, point in POINTS.items()
+        for skip in range(point.times)
+        for action in ACTIONS
+        for outcome in OUTCOMES
+    ]
+
+
+CHOSEN = (
+    "half.stored:kill:commit",
+    "prepare.applied:timeout:rollback",
+    "op.stored:timeout:commit",
+    "decide.applied:kill:rollback",
+    "turn.produced:kill:commit",
+    "turn.ending:pause:commit",
+    "turn.ended:timeout:rollback",
+    "turn.committed:kill:unknown",
+    "check.stored:kill:unknown",
+    "check.answered:pause:commit",
+    "park.stored:kill:rollback",
+    "claim.fenced:kill:commit",
+    "claim.committed:timeout:unknown",
+    "recover.replayed:kill:rollback",
+    "reclaim.claimed:kill:commit",
+    "handover.closing:kill:commit",
+    "handover.suspended:timeout:commit",
+)
+"""Those that every test run tries: one at least of each step and action."""
+
+
+def chosen_cases() -> list[Case]:
+    """Return the named subset."""
+    by_name = {case.name: case for case in all_cases()}
+    return [by_name[name] for name in CHOSEN]
+
+
+# --- the page --------------------------------------------------------------------------------
+
+_HEAD = """# The moments of a crash
+Between every two steps of txbroker a process can die, hang, or lose an answer. These are the
+moments that the tests try, each with every action and every end of a transaction, on a real Kafka
+(`python tests/faults/crash_run.py`, {cases} cases), judged from [histories](history.md). Nothing
+in txbroker can set them off: only a proxy that a test starts by an entry point of its own has the
+hook, and without it a moment costs one comparison.
+
+- **kill**: the process ends as by `kill -9`, and is started again;
+- **pause**: it stops, another proxy takes over, then it wakes up;
+- **timeout**: the answer that has just come is lost; where none has come, all is late.
+
+| moment | what has just happened | whose answer can be lost |
+| --- | --- | --- |
+"""
+
+
+def page() -> str:
+    """Return the reference page."""
+    rows = [
+        f"| `{name}`{' (twice)' if point.times > 1 else ''} | {point.behind} | {point.answer} |"
+        for name, point in POINTS.items()
+    ]
+    return _HEAD.format(cases=len(all_cases())) + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,88 @@
+"""Rules of the protocol taken out one by one: crashes at named moments must show it, by the judge.
+
+Run as `python -m tests.faults.crash_mutants`, or with words of those to try. Each is an entry of
+`tests/rules/mutants.toml`, tried in a copy of the tree, on a Kafka of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.rules.mutants import copy_of_the_tree, mutants, mutated
+
+ENOUGH_S = 600
+
+
+class Shown(NamedTuple):
+    """A mutant, the cases that show it, and the invariants one of which they break."""
+
+    what: str
+    cases: tuple[str, ...]
+    invariants: tuple[str, ...]
+
+
+SHOWN = (
+    Shown("progress is left out of the turn", ("turn.visible:kill",), ("I1", "I3", "I11")),
+    Shown("one transactional id is taken alone", ("turn.ending:pause",), ("I3", "I11")),
+    Shown('"below progress" is read as skip', ("turn.visible:kill", "claim.read:kill"), ("I15",)),
+    Shown("a transaction is not whole in its turn", ("turn.ended:kill",), ("I10",)),
+    Shown("read_uncommitted reader", ("turn.produced:kill",), ("I1",)),
+    Shown("an append without an answer is an ack", ("stored:timeout",), ("I5", "I15")),
+    Shown("what a lost turn did is not looked up", ("turn.ended:timeout",), ("I3",)),
+    Shown("attempts without end", ("park.stored:kill",), ("I8",)),
+    Shown("an attempt before its time is accepted", ("check.stored:kill",), ("I8", "I9")),
+)
+
+
+def tried(tree: Path, shown: Shown) -> str:
+    """Try one; return why it was not caught, "" if it was."""
+    (mutant,) = (each for each in mutants() if each.what == shown.what)
+    path = tree / mutant.file
+    source = path.read_text()
+    path.write_text(mutated(mutant, source))
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(tree / "tests/faults/crash_run.py"), *shown.cases]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=ENOUGH_S,
+        )
+    finally:
+        path.write_text(source)
+    lines = done.stdout.splitlines()
+    broken = {line.split(" ")[0] for line in lines if line.startswith("I")}
+    if broken & set(shown.invariants):
+        return ""
+    return f"exit code {done.returncode}, broken: {sorted(broken)}\n{done.stdout[-3000:]}"
+
+
+def main() -> int:
+    """Try the chosen ones; return 1 if one is not caught."""
+    words = sys.argv[1:]
+    chosen = [each for each in SHOWN if not words or any(word in each.what for word in words)]
+    left = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_of_the_tree(tree)
+        for shown in chosen:
+            why = tried(tree, shown)
+            left += bool(why)
+            print(f"{'SURVIVES' if why else 'caught  '} {shown.what}", flush=True)
+            if why:
+                print(f"    {why}", flush=True)
+    print(f"{len(chosen) - left} of {len(chosen)} caught")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

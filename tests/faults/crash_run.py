@@ -1,0 +1,253 @@
+"""Enumerates crashes on a real Kafka, heals, and lets the judge look at everything.
+
+Each case is one moment (`txbroker.failpoints`), what happens there (the proxy is killed, or stops
+and wakes up when others have taken its place, or an answer is lost) and how the transactions end.
+Run as `python tests/faults/crash_run.py`; words choose the cases that hold one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    _TESTS = Path(__file__).parents[1]
+    sys.path[:0] = [str(_TESTS / name) for name in ("faults", "cluster", "e2e", "")]
+
+import aiohttp
+import judge
+from crash_cases import RESTARTED, Case, all_cases, chosen_cases
+from crash_pair import CALL_S, FINAL, Client, FailingProxy, Pair
+from evidence import listed
+from readers import Along
+from topic_reader import read_all
+from world import unique, until
+
+from txbroker.embedded import EmbeddedKafka
+
+NEIGHBOURS = 4
+PAIRS = 3
+
+
+class Crash:
+    """One case on a pair of proxies that is whole."""
+
+    def __init__(self, pair: Pair, case: Case) -> None:
+        self._pair = pair
+        self._case = case
+        self._name = unique(case.name)
+
+    async def run(self) -> None:
+        """Let it happen under load, heal, and wait until everything has come to rest."""
+        pair, case = self._pair, self._case
+        await self._before()
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            clients = self._clients(http)
+            steps = self._steps()
+            pair.arm(*steps)
+            working = asyncio.gather(*[self._work(client) for client in clients])
+            try:
+                await self._provoke(clients)
+                await self._heal(await pair.went_off(len(steps)))
+                pair.note("healed")
+                await working
+            finally:
+                working.cancel()
+        await pair.whole()
+        pair.note("quiet")
+        assert not pair.armed.exists(), f"{case.name} is armed still"
+
+    def _steps(self) -> list[tuple[str, int, str]]:
+        case = self._case
+        mine = (case.point, case.skip, case.action)
+        # Only an owner in doubt claims again.
+        return [("turn.ended", 0, "timeout"), mine] if case.step == "reclaim" else [mine]
+
+    # --- load ----------------------------------------------------------------------------
+
+    def _clients(self, http: aiohttp.ClientSession) -> list[Client]:
+        """One that decides by itself, one that is asked, and neighbours that are sure."""
+        outcome = self._case.outcome
+        roles = {"direct": outcome, "asked": outcome, "parked": outcome}
+        for number in range(NEIGHBOURS):
+            roles[f"neighbour-{number}"] = "rollback" if number == NEIGHBOURS - 1 else "commit"
+        return [
+            Client(self._pair, http, f"{self._name}/{role}", ends) for role, ends in roles.items()
+        ]
+
+    async def _work(self, client: Client) -> None:
+        pair = self._pair
+        role = client.token.rpartition("/")[2]
+        if role == "parked":
+            # Nobody knows how it ended until it is parked; then somebody decides by hand.
+            await client.prepare(pair.topics[1])
+            await client.ends("parked")
+            await client.decide(by_operator=True)
+            await client.ends(*FINAL if client.outcome == "unknown" else FINAL[:2])
+            return
+        if role == "asked":
+            pair.answers.said[client.token] = client.outcome
+            await client.prepare(pair.topics[0], business=True)
+        else:
+            await client.prepare(*pair.topics, business=True)
+            await client.decide()
+        await client.ends(*FINAL)
+
+    # --- trouble -------------------------------------------------------------------------
+
+    async def _before(self) -> None:
+        """A partition moves only to a proxy that comes back."""
+        pair, (first, second) = self._pair, self._pair.proxies
+        if self._moves:
+            assert await second.stop() == 0
+            await pair.taken_over(first)
+
+    @property
+    def _moves(self) -> bool:
+        return self._case.step == "handover" and self._case.point != "handover.suspended"
+
+    async def _provoke(self, clients: Sequence[Client]) -> None:
+        """Bring about what load alone does not."""
+        pair, (first, second) = self._pair, self._pair.proxies
+        if self._moves:
+            await second.launch()
+        elif self._case.step in RESTARTED:
+            await _some(lambda: all(client.id for client in clients))
+            await first.again()
+        elif self._case.point == "handover.suspended":
+            first.pause()
+            pair.note("pause", "to lose touch")
+            await pair.taken_over(second)
+            first.resume()
+
+    async def _heal(self, failed: FailingProxy) -> None:
+        pair, action = self._pair, self._case.action
+        if action == "kill":
+            await failed.again()
+        elif action == "pause":
+            await pair.taken_over(pair.other(failed))
+            failed.resume()
+            pair.note("woken", failed.url)
+
+
+async def _some(condition: object) -> None:
+    async def there() -> bool:
+        assert callable(condition)
+        return bool(condition())
+
+    await until(there)
+
+
+# --- many -------------------------------------------------------------------------------------
+
+
+class Result:
+    """What came of the cases of one pair.
+
+    Attributes:
+        took: the seconds of each case, by name.
+        failed: what went wrong, in words.
+    """
+
+    def __init__(self) -> None:
+        self.took: dict[str, float] = {}
+        self.failed: list[str] = []
+        self.transactions = 0
+
+
+async def run_pair(
+    bootstrap: str, cases: asyncio.Queue[Case], folder: Path, *, loud: bool = False
+) -> Result:
+    """Run cases on a pair of their own until there are none, and judge them together."""
+    result = Result()
+    pair = Pair(bootstrap, folder)
+    try:
+        await pair.start()
+        along = Along(bootstrap, pair.topics)
+        while not cases.empty():
+            case = cases.get_nowait()
+            began = time.monotonic()
+            try:
+                await Crash(pair, case).run()
+            except BaseException as error:
+                said = [line for proxy in pair.proxies for line in proxy.stderr[-15:]]
+                result.failed.append("\n".join([f"{case.name}: {error!r}", *said]))
+                raise
+            result.took[case.name] = time.monotonic() - began
+            if loud:
+                print(f"{result.took[case.name]:6.1f} s  {case.name}", file=sys.stderr, flush=True)
+        await _judge(pair, along, folder, result)
+    except (AssertionError, OSError, ValueError) as error:
+        result.failed.append(f"{pair.prefix}: {error!r}")
+    finally:
+        await pair.close()
+    return result
+
+
+async def _judge(pair: Pair, along: Along, folder: Path, result: Result) -> None:
+    lists = [await listed(proxy) for proxy in pair.proxies]
+    seen = await asyncio.to_thread(along.end)
+    read = await asyncio.to_thread(read_all, pair.bootstrap, pair.prefix, pair.topics)
+    read.along = seen
+    case = judge.Case(pair.history, read, pair.rows, lists[0])
+    judge.save(case, folder / pair.prefix)
+    looking = judge.Judge(case.history, read, case.rows, case.states)
+    found = looking.judge()
+    result.transactions = len(looking.log)
+    result.failed += [str(violation) for violation in found]
+    for each in lists:
+        if each != looking.unsettled():
+            result.failed.append(f"{pair.prefix}: a proxy lists {each}, not {looking.unsettled()}")
+
+
+async def run_cases(
+    bootstrap: str, cases: Sequence[Case], folder: Path, pairs: int, *, loud: bool = False
+) -> list[Result]:
+    """Run cases on several pairs of proxies at once."""
+    queue: asyncio.Queue[Case] = asyncio.Queue()
+    for case in cases:
+        queue.put_nowait(case)
+    some = min(pairs, len(cases))
+    return list(
+        await asyncio.gather(*[run_pair(bootstrap, queue, folder, loud=loud) for _ in range(some)])
+    )
+
+
+def main() -> int:
+    """Run, print what came of it, and fail where anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="only cases that hold one of these")
+    parser.add_argument("--chosen", action="store_true", help="only those of every test run")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of proxies at once")
+    parser.add_argument("--folder", type=Path, help="keep the histories there")
+    given = parser.parse_args()
+    cases = [
+        case
+        for case in (chosen_cases() if given.chosen else all_cases())
+        if not given.words or any(word in case.name for word in given.words)
+    ]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary, EmbeddedKafka() as kafka:
+        folder = given.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        results = asyncio.run(run_cases(kafka.bootstrap, cases, folder, given.pairs, loud=True))
+    failed = [why for result in results for why in result.failed]
+    done = sum(len(result.took) for result in results)
+    transactions = sum(result.transactions for result in results)
+    for why in failed:
+        print(why)
+    print(
+        f"{done} of {len(cases)} cases, {transactions} transactions, "
+        f"{time.monotonic() - began:.0f} s, {len(failed)} wrong"
+    )
+    return 1 if failed or done < len(cases) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""A proxy that does what a test has armed, once, at a named moment: `failing_proxy.py ARMED proxy`.
+
+ARMED is a file that a test writes when it wants to: steps as JSON, each of `point`, `skip` (so many
+times it is passed first) and `action`. Whoever reaches the moment of the first step takes it out of
+the file, writes a line to ARMED.fired, and does it:
+
+- kill: this process ends as by kill -9;
+- pause: it stops until somebody wakes it;
+- timeout: the answer that has just come is lost; where none has come, everything is late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from txbroker import config, failpoints
+from txbroker.cli.main import main
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client import Unanswered
+from txbroker.kafka.producer import BatchUnknown
+
+LATE_S = 1.5
+"""Longer than a client of these tests waits for an answer."""
+SESSION_MIN_S = 1.0
+"""Kafka is told to allow it here, so that tests wait less for a takeover."""
+
+
+class Armed:
+    """The hook.
+
+    Args:
+        file: what is armed.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._fired = file.with_suffix(".fired")
+        self._passed: dict[str, int] = {}
+
+    def __call__(self, name: str) -> None:
+        """A moment is reached."""
+        try:
+            steps = json.loads(self._file.read_text())
+        except (FileNotFoundError, ValueError):
+            return
+        step = steps[0]
+        if step["point"] != name:
+            return
+        passed = self._passed.get(step["token"], 0)
+        self._passed[step["token"]] = passed + 1
+        if passed < step["skip"]:
+            return
+        mine = self._file.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            # Only one process can take it away.
+            self._file.rename(mine)
+            self._act(steps)
+
+    def _act(self, steps: list[dict[str, object]]) -> None:
+        step, *others = steps
+        if others:
+            rest = self._file.with_suffix(".rest")
+            rest.write_text(json.dumps(others))
+            rest.rename(self._file)
+        name, action = str(step["point"]), step["action"]
+        line = json.dumps({"point": name, "action": action, "pid": os.getpid(), "at": time.time()})
+        with self._fired.open("a") as fired:
+            fired.write(line + "\n")
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "pause":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            _lose(failpoints.POINTS[name].answer)
+
+
+def _lose(answer: str) -> None:
+    """Raise what Kafka's client raises when its patience is over.
+
+    Raises:
+        BatchUnknown, Unanswered, KafkaUnavailable: by whose answer is lost.
+    """
+    if answer in ("append", "produce"):
+        raise BatchUnknown(("lost", 0), "the answer was lost")
+    if answer == "coordinator":
+        raise Unanswered("the answer was lost")
+    if answer == "read":
+        raise KafkaUnavailable("the answer was lost")
+    time.sleep(LATE_S)
+
+
+if __name__ == "__main__":
+    failpoints.hook = Armed(Path(sys.argv[1]))
+    config.SESSION_MIN_S = SESSION_MIN_S
+    sys.argv = ["txbroker", *sys.argv[2:]]
+    main()

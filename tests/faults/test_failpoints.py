@@ -1,0 +1,120 @@
+"""Crashes at named moments on a real Kafka, and the door to them, which only tests can open."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import timeit
+from pathlib import Path
+
+import pytest
+from crash_cases import ACTIONS, OUTCOMES, all_cases, chosen_cases, page
+from crash_run import Result, run_cases
+
+from txbroker import failpoints
+from txbroker.embedded import EmbeddedKafka
+from txbroker.failpoints import POINTS, hit
+
+ROOT = Path(__file__).parents[2]
+PAIRS = 3
+
+
+def sources() -> list[Path]:
+    """The files of the package."""
+    names = ["txbroker/*.py", "checkers/*.py", "cli/*.py", "spark/*.py"]
+    listed = subprocess.run(
+        ["git", "ls-files", *names], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    return [path for name in listed.stdout.split() if (path := ROOT / name).is_file()]
+
+
+# --- the door --------------------------------------------------------------------------------
+
+
+def test_every_moment_is_reached_in_the_code_and_no_other() -> None:
+    found: list[str] = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hit":
+                (name,) = node.args
+                found += [str(name.value)] if isinstance(name, ast.Constant) else _of_a_log(path)
+    assert sorted(set(found)) == sorted(POINTS)
+
+
+def _of_a_log(path: Path) -> list[str]:
+    """The moments of the three logs, whose names are put together."""
+    assert path.name == "log.py", f"{path}: the name of a moment is no constant"
+    return [name for name in POINTS if name.partition(".")[0] in ("half", "op", "snapshots")]
+
+
+def test_nothing_in_the_package_sets_the_hook() -> None:
+    assert failpoints.hook is None
+    for path in sources():
+        if path.name == "failpoints.py":
+            continue
+        text = path.read_text()
+        assert not re.search(r"failpoints\.(hook|install)|import failpoints|\bhook =", text), path
+    own = (ROOT / "txbroker/failpoints.py").read_text()
+    tree = ast.parse(own)
+    targets = [
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    ]
+    assert targets.count("hook") == 1
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree))
+    assert not re.search(r"environ|getenv|open\(|import os|sys", own)
+
+
+def test_a_moment_tells_its_name_to_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    hit("turn.ended")
+    monkeypatch.setattr(failpoints, "hook", told.append)
+    hit("turn.ended")
+    assert told == ["turn.ended"]
+
+
+def test_a_moment_costs_next_to_nothing_when_off() -> None:
+    """Measured against one call of a function that does nothing at all."""
+
+    def nothing(name: str) -> None:
+        pass
+
+    best = [
+        min(timeit.repeat(lambda f=f: f("turn.ended"), number=100_000, repeat=5))  # type: ignore[misc]
+        for f in (hit, nothing)
+    ]
+    assert best[0] < 3 * best[1]
+
+
+def test_the_page_of_moments_is_current() -> None:
+    assert (ROOT / "docs/reference/failpoints.md").read_text() == page()
+
+
+# --- crashes ---------------------------------------------------------------------------------
+
+
+def test_the_chosen_cases_hold_every_step_action_and_end() -> None:
+    chosen = chosen_cases()
+    assert {case.action for case in chosen} == set(ACTIONS)
+    assert {case.outcome for case in chosen} == set(OUTCOMES)
+    steps = {case.step for case in all_cases()} - {"prepare", "decide", "snapshots"}
+    assert {case.step for case in chosen} >= steps
+
+
+def told(results: list[Result], cases: int) -> None:
+    """Print what was done; all of it must have been, and nothing may be wrong."""
+    done = sum(len(result.took) for result in results)
+    print(f"{done} of {cases} cases, {sum(r.transactions for r in results)} transactions")
+    failed = [why for result in results for why in result.failed]
+    assert not failed, "\n".join(failed[:10])
+    assert done == cases
+
+
+@pytest.mark.timeout(400)
+async def test_the_chosen_crashes_break_nothing(kafka: EmbeddedKafka, tmp_path: Path) -> None:
+    cases = chosen_cases()
+    told(await run_cases(kafka.bootstrap, cases, tmp_path, PAIRS), len(cases))
