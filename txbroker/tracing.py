@@ -4,8 +4,10 @@ Spans are of the provider that the process has set for itself, see docs/how-to/t
 attributes follow OpenTelemetry's conventions for messaging, as far as these have a word for it.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import txbroker
@@ -20,11 +22,12 @@ from txbroker.core.trace_context import (
 from txbroker.errors import RequestError
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, SpanKind, Tracer
+    from opentelemetry.trace import Span, Tracer
 
 try:
     from opentelemetry import trace as _trace
     from opentelemetry.context import Context as _Context
+    from opentelemetry.context import get_current as _current
 except ImportError:  # the extra `tracing` is not installed
     _INSTALLED = False
 else:
@@ -46,6 +49,7 @@ DECISION = "txbroker.decision"
 ATTEMPT = "txbroker.check.attempt"
 OUTCOME = "txbroker.check.outcome"
 
+_log = logging.getLogger("txbroker.tracing")
 _OFF: AbstractContextManager[None] = nullcontext()
 _known: tuple[object, "Tracer | None"] = (None, None)
 
@@ -95,7 +99,7 @@ def _told(span: "Span") -> TraceContext | None:
 def _below(parent: TraceContext | None) -> "_Context":
     """Return a context in which a span continues `parent`, or else the caller's own span."""
     if parent is None:
-        return _trace.set_span_in_context(_trace.get_current_span())
+        return _current()
     state = _trace.TraceState.from_header([parent.state]) if parent.state else None
     found = _trace.SpanContext(
         parent.trace_id,
@@ -176,11 +180,11 @@ def _step(
     kind: str,
     parent: TraceContext | None,
     current: bool,
-) -> Iterator[Step]:
-    name, known = _named(operation, messages)
-    span = tracer.start_span(
-        name, context=_below(parent), kind=_kind(kind), attributes={**known, **attributes}
-    )
+) -> Iterator[Step | None]:
+    span = _begun(tracer, operation, messages, attributes, kind, parent)
+    if span is None:
+        yield None
+        return
     begun = Step(span)
     try:
         if current:
@@ -193,7 +197,44 @@ def _step(
         begun.failed(error.code if isinstance(error, RequestError) else type(error).__name__)
         raise
     finally:
+        _end(span)
+
+
+def _begun(
+    tracer: "Tracer",
+    operation: str,
+    messages: Sequence[Message],
+    attributes: Attributes,
+    kind: str,
+    parent: TraceContext | None,
+    since_ns: int | None = None,
+) -> "Span | None":
+    """Begin a span; None where the provider fails: what is traced goes on all the same."""
+    name, known = _named(operation, messages)
+    try:
+        return tracer.start_span(
+            name,
+            context=_below(parent),
+            kind=_trace.SpanKind[kind.upper()],
+            attributes={**known, **attributes},
+            start_time=since_ns,
+        )
+    except Exception as error:
+        _complain(type(error).__name__)
+        return None
+
+
+def _end(span: "Span") -> None:
+    try:
         span.end()
+    except Exception as error:
+        _complain(type(error).__name__)
+
+
+@cache
+def _complain(what: str) -> None:
+    """Say it once, not for each span."""
+    _log.warning("spans are lost: the tracer provider fails with %s", what)
 
 
 def record(
@@ -210,21 +251,11 @@ def record(
     tracer = _tracer()
     if tracer is None:
         return
-    name, known = _named(operation, messages)
-    span = tracer.start_span(
-        name,
-        context=_below(parent),
-        kind=_kind(kind),
-        attributes={**known, **attributes},
-        start_time=since_ns,
-    )
-    if failed:
-        Step(span).failed(failed)
-    span.end()
-
-
-def _kind(name: str) -> "SpanKind":
-    return _trace.SpanKind[name.upper()]
+    span = _begun(tracer, operation, messages, attributes, kind, parent, since_ns)
+    if span is not None:
+        if failed:
+            Step(span).failed(failed)
+        _end(span)
 
 
 def _named(operation: str, messages: Sequence[Message]) -> tuple[str, dict[str, str | int | bool]]:

@@ -72,7 +72,7 @@ def _product() -> list[LogCall]:
 
 
 ALL = _product()
-IN_CLIENTS = ("txbroker/sdk/", "txbroker/tls.py")
+IN_CLIENTS = ("txbroker/sdk/", "txbroker/tls.py", "txbroker/tracing.py")
 OURS = [call for call in ALL if not call.where.startswith(IN_CLIENTS)]
 SDK = [call for call in ALL if call.where.startswith(IN_CLIENTS)]
 

@@ -122,12 +122,12 @@ def _own_logging() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_own_logging")
-def test_a_hundred_thousand_that_park_do_not_flood_the_log(
+def test_thousands_that_park_do_not_flood_the_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logging("json", "info")
     log = get_logger("txbroker.test")
-    for number in range(100_000):
+    for number in range(20_000):
         log.warning("parked", id=number, group="orders")
     log.warning("not ready", problems=[])
     flush_lines()
@@ -140,7 +140,7 @@ def test_a_hundred_thousand_that_park_do_not_flood_the_log(
         {**line, "id": number} for number, line in enumerate(parked[:LINES_MAX])
     ]
     assert len(lines) < 1000
-    assert len(parked) + sum(line["count"] for line in told) == 100_000
+    assert len(parked) + sum(line["count"] for line in told) == 20_000
     assert {line["of"] for line in told} == {"parked"}
     assert "not ready" in {line["event"] for line in lines}
 

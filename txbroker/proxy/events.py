@@ -343,6 +343,11 @@ EVENTS: dict[str, LogEvent] = {
 SDK_LINES: tuple[tuple[str, str, str], ...] = (
     ("info", "session with %s opened", "A session with one proxy stands."),
     ("warning", "no session: %s", "No proxy takes a session; it is tried again."),
+    (
+        "warning",
+        "spans are lost: the tracer provider fails with %s",
+        "Said once, by a proxy too. Everything else goes on; see the provider's configuration.",
+    ),
     ("info", "%s read again", "Certificate files have changed."),
     ("warning", "%s changed, but the last ones stay: %s", "The new ones do not read: mend them."),
     ("info", "session lost: %s", "It is opened again; calls under way are repeated."),
@@ -389,7 +394,8 @@ What a transaction went through is not in the log but in its timeline: `txbroker
 
 _SDK_HEAD = """
 ## The SDK
-In your own process, with Python's `logging`, logger `txbroker.sdk`.
+In your own process, with Python's `logging`; loggers `txbroker.sdk`, `txbroker.tls`,
+`txbroker.tracing`.
 
 | level | text | meaning |
 | --- | --- | --- |

@@ -1,0 +1,136 @@
+"""Without OpenTelemetry, without a provider and with one that fails, everything else works."""
+
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import opentelemetry.trace
+import pytest
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+
+from txbroker import tracing
+from txbroker.core.records import Message
+from txbroker.core.trace_context import TraceContext
+from txbroker.sdk import Decision, TransactionalProducer
+from txbroker.testing.broker import InMemoryBroker
+
+ROOT = Path(__file__).parents[2]
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+WITHOUT = """
+import sys
+sys.modules["opentelemetry"] = None
+import txbroker.sdk, txbroker.proxy.process
+from txbroker import tracing
+from txbroker.core.records import Message
+from txbroker.core.trace_context import TraceContext
+parent = TraceContext(%r)
+with tracing.step("prepare", [Message("a")], {}) as first:
+    with tracing.continued("prepare", [Message("a")], {}, parent=parent) as second:
+        found = first, second, tracing.is_on(), tracing.current_context()
+tracing.record("promote", [], {}, kind="producer", parent=parent, since_ns=1)
+print(found, tracing.incoming({"traceparent": parent.parent}))
+"""
+
+
+def test_nothing_needs_opentelemetry() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT % PARENT],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "(None, None, False, None) None"
+
+
+def test_one_file_only_imports_it() -> None:
+    names = re.compile(r"^\s*(?:from|import) opentelemetry", re.MULTILINE)
+    culprits = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("txbroker", "checkers", "cli", "spark")
+        for path in (ROOT / folder).rglob("*.py")
+        if names.search(path.read_text())
+    }
+    assert culprits == {"txbroker/tracing.py"}
+
+
+@pytest.fixture
+def broker() -> Iterator[InMemoryBroker]:
+    with InMemoryBroker() as running:
+        yield running
+
+
+async def test_without_a_provider_messages_stay_as_they_are(broker: InMemoryBroker) -> None:
+    assert not tracing.is_on()
+    body = {"group": "g", "messages": [{"topic": "payments", "value": "x"}]}
+    request = urllib.request.Request(
+        broker.url + "/v1/transactions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "traceparent": PARENT},
+    )
+    with urllib.request.urlopen(request) as answer:
+        id = json.load(answer)["id"]
+    async with TransactionalProducer(broker.url, group="g") as producer:
+        await producer.commit(id)
+        async with producer.transaction(Message("payments", value=b"y")):
+            pass
+    await broker.async_wait_until_settled()
+    assert [message.headers for message in broker.messages("payments")] == [(), ()]
+
+
+class Failing(SpanProcessor):
+    """A processor that raises whenever it is called."""
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        raise RuntimeError("no")
+
+    def on_end(self, span: ReadableSpan) -> None:
+        raise RuntimeError("no")
+
+
+class FailingAtTheEnd(Failing):
+    """The same, at the end of a span only."""
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("processor", [Failing(), FailingAtTheEnd()])
+async def test_a_provider_that_fails_harms_nothing_else(
+    processor: SpanProcessor,
+    broker: InMemoryBroker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tracing._complain.cache_clear()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    monkeypatch.setattr(opentelemetry.trace, "_TRACER_PROVIDER", provider)
+    own = Message("payments", headers=(("traceparent", PARENT.encode()),))
+    async with TransactionalProducer(
+        broker.url, group="g", check=lambda _: Decision.COMMIT
+    ) as producer:
+        async with producer.transaction(own):
+            pass
+        await producer.prepare(own)
+        await broker.async_advance(7.0)
+        await broker.async_wait_until_settled()
+    assert len(broker.messages("payments")) == 2
+    assert caplog.text.count("the tracer provider fails with RuntimeError") == 1
+
+
+def test_a_trace_is_not_begun_below_one_that_nobody_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opentelemetry.trace, "_TRACER_PROVIDER", TracerProvider())
+    unrecorded = TraceContext(PARENT[:-1] + "0")
+    with tracing.continued("prepare", [Message("a")], {}, parent=unrecorded) as step:
+        assert step is None
+    with tracing.continued("prepare", [Message("a")], {}, parent=None) as step:
+        assert step is None
