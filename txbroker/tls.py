@@ -79,6 +79,26 @@ class ServerTls:
         connection.context = self._reread.current()
 
 
+class _SaysWhy(ssl.SSLObject):
+    """A server's side of a connection that tells a client why its certificate is refused.
+
+    Event loops end a connection whose handshake fails before the alert has left, so the client
+    would see a connection that breaks for no reason. They do send what is there when the handshake
+    waits for the other side: so it waits for the client, who ends the connection, having read.
+    """
+
+    _refused: ssl.SSLCertVerificationError | None = None
+
+    def do_handshake(self) -> None:
+        if self._refused is not None:
+            raise self._refused
+        try:
+            super().do_handshake()
+        except ssl.SSLCertVerificationError as error:
+            self._refused = error
+            raise ssl.SSLWantReadError from None
+
+
 class ClientTls:
     """Whom a client trusts, and what it shows.
 
@@ -153,6 +173,7 @@ def _server_context(files: TlsFiles) -> ssl.SSLContext:
         # A resumed session is not checked again, so it would outlive its authority.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
+        context.sslobject_class = _SaysWhy
     return context
 
 
@@ -239,13 +260,16 @@ def tls_trouble(error: BaseException | None, ca_name: str = "ca_file") -> str | 
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return _distrust(error, ca_name)
-        if isinstance(error, ssl.SSLError):
-            return _refusal(error)
-        # aiohttp keeps what it was under names of its own.
+        # aiohttp keeps what it was under names of its own, in errors that pass for ssl's.
         inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
-        error = inner if isinstance(inner, BaseException) else error.__cause__
+        if isinstance(inner, BaseException):
+            error = inner
+        elif isinstance(error, ssl.SSLCertVerificationError):
+            return _distrust(error, ca_name)
+        elif isinstance(error, ssl.SSLError):
+            return _refusal(error)
+        else:
+            error = error.__cause__
     return None
 
 
