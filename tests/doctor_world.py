@@ -72,7 +72,7 @@ class FakeKafka:
         }
         for target in ("payments", "other"):
             self.seen[target] = TopicSeen(0, {0: PartitionCopies(1, (1,), (1,))}, ALL)
-        self.group_code = 0
+        self.group_code = self.id_code = 0
         # Partition n is led by broker n + 1.
         self.newest = {("txbroker.half", n): NOW_MS - ago for n, ago in enumerate((10, 60_000, -9))}
         self.later: dict[tuple[str, int], int] = {}
@@ -88,6 +88,10 @@ class FakeKafka:
     async def brokers(self) -> list[BrokerFacts]:
         self._fail()
         return self.nodes
+
+    async def transactional_id_error(self) -> int:
+        self._fail()
+        return self.id_code
 
     async def group_error(self) -> int:
         self._fail()

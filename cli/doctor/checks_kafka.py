@@ -86,14 +86,20 @@ def _old(broker: BrokerFacts) -> str:
     doc="docs/how-to/run-a-proxy.md",
 )
 async def kafka_rights(subject: Subject) -> Finding:
-    """Whether the topics may be described, read and written, and the group described."""
-    cluster, group_error = await asyncio.gather(subject.cluster(), subject.kafka.group_error())
+    """Whether the topics may be described, read and written, and the group and the transactional
+    ids described."""
+    cluster, group_error, id_error = await asyncio.gather(
+        subject.cluster(), subject.kafka.group_error(), subject.kafka.transactional_id_error()
+    )
     missing = list(_missing_rights(cluster, subject.own_topics))
     if group_error in _DENIED:
         missing.append(f"group {subject.kafka.settings.group_id}: Describe, Read")
+    if id_error in _DENIED:
+        half = subject.kafka.settings.half_topic
+        missing.append(f"transactional ids that begin with {half}-: Describe, Write")
     if missing:
         return judged(Level.FAILS, "rights are missing", missing)
-    return fine("on its topics and its group")
+    return fine("on its topics, its group and its transactional ids")
 
 
 def _missing_rights(cluster: Cluster, names: tuple[str, ...]) -> Iterator[str]:

@@ -42,6 +42,10 @@ class KafkaSide(Protocol):
         """Return the error code of asking about the proxies' group."""
         ...
 
+    async def transactional_id_error(self) -> int:
+        """Return the error code of asking about the proxies' transactional ids."""
+        ...
+
     async def found(self) -> dict[str, FoundTopic]:
         """Return txbroker's own topics with their settings."""
         ...

@@ -79,12 +79,14 @@ async def test_rights_that_are_missing_are_named(world: World) -> None:
     world.kafka.see("op", error=Code.TOPIC_AUTHORIZATION_FAILED, rights=None)
     world.kafka.see("parked", rights=None)  # brokers that do not say
     world.kafka.group_code = Code.GROUP_AUTHORIZATION_FAILED
+    world.kafka.id_code = Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
     found = await world.outcome("kafka-rights")
     assert found.level is FAILS
     assert found.details == (
         "topic txbroker.half: Write",
         "topic txbroker.op: Describe, DescribeConfigs, Read, Write (topic authorization failed)",
         "group txbroker: Describe, Read",
+        "transactional ids that begin with txbroker.half-: Describe, Write",
     )
 
 

@@ -78,6 +78,8 @@ async def open_connection(host: str, port: int, **arguments: Any) -> LoggedInCon
     connection = LoggedInConnection(host, port, **arguments)  # type: ignore[no-untyped-call]
     try:
         await connection.connect()  # type: ignore[no-untyped-call]
+    except ssl.SSLError:
+        raise  # which may be a ValueError, too
     except (ValueError, KeyError, AssertionError):
         # What SCRAM finds in a broker's answer that is not as it should be.
         raise SaslAuthenticationFailed("the broker's part of the login does not hold") from None
@@ -124,9 +126,7 @@ def _about(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
         return _about_certificate(error, host)
     if isinstance(error, ssl.SSLError):
         return _about_tls(error)
-    if isinstance(error, KafkaConnectionError) and "closed" in str(error):
-        if any(isinstance(cause, ssl.SSLError) for cause in _causes(error)):
-            return ""
+    if isinstance(error, ConnectionResetError) or _closed(error):
         return (
             "it closes the connection: does it speak kafka_security_protocol "
             f"{protocol} at this port?"
@@ -134,6 +134,13 @@ def _about(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
     if isinstance(error, KafkaError):
         return _about_login(error, arguments)
     return ""
+
+
+def _closed(error: BaseException) -> bool:
+    """Say whether the broker has closed the connection, without a word of TLS."""
+    if not isinstance(error, KafkaConnectionError) or "closed" not in str(error):
+        return False
+    return not any(isinstance(cause, ssl.SSLError) for cause in _causes(error))
 
 
 def _about_certificate(error: ssl.SSLCertVerificationError, host: str) -> str:
@@ -157,14 +164,12 @@ def _about_certificate(error: ssl.SSLCertVerificationError, host: str) -> str:
 
 def _about_tls(error: ssl.SSLError) -> str:
     reason = (error.reason or "").upper()
-    if "CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason:
+    if "HANDSHAKE_FAILURE" in reason or "UNKNOWN_CA" in reason or "CERTIFICATE" in reason:
+        # Which of these it is, brokers tell only in their own log.
         return (
-            "it takes only clients that show a certificate: name one by kafka_ssl_cert_file and "
-            "kafka_ssl_key_file"
+            "it wants its clients to show a certificate that is signed by whom it trusts and has "
+            "not expired: see kafka_ssl_cert_file and kafka_ssl_key_file"
         )
-    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
-        why = "it has expired" if "EXPIRED" in reason else "is it signed by whom Kafka trusts?"
-        return f"it does not take the certificate of kafka_ssl_cert_file: {why}"
     if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason or "UNEXPECTED_EOF" in reason:
         return "it does not speak TLS at this port: see kafka_security_protocol"
     return f"TLS with it fails ({reason.lower().replace('_', ' ') or 'no reason given'})"

@@ -35,7 +35,13 @@ _ANSWER_S = 3.0
 """A broker that is well answers an examination's questions in milliseconds."""
 _COORDINATOR_S = 6.0
 """The first question about groups of all makes Kafka create a topic."""
-_DENIED = frozenset({Code.GROUP_AUTHORIZATION_FAILED, Code.CLUSTER_AUTHORIZATION_FAILED})
+_DENIED = frozenset(
+    {
+        Code.GROUP_AUTHORIZATION_FAILED,
+        Code.CLUSTER_AUTHORIZATION_FAILED,
+        Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    }
+)
 _AUDIT_KEYS = (BATCH_KEY, STREAM_KEY)
 _FETCH = 1
 
@@ -190,6 +196,25 @@ class KafkaExamination:
                     return error.code
                 if not may_pass(error) or not await patience.pause():
                     raise
+
+    async def transactional_id_error(self) -> int:
+        """Return the error code of asking about the proxies' transactional ids, 0 for none.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        name = f"{self.settings.half_topic}-0-a"
+        patience = Patience(_COORDINATOR_S, self.settings.retry_backoff_s)
+        while True:
+            try:
+                await self._client.transaction_coordinator(name)
+            except KafkaUnavailable as error:
+                if isinstance(error, KafkaRefused) and error.code in _DENIED:
+                    return error.code
+                if not may_pass(error) or not await patience.pause():
+                    raise
+            else:
+                return Code.NONE
 
     async def _group_error(self) -> int:
         group = self.settings.group_id

@@ -1,0 +1,197 @@
+"""The rights that `txbroker topics plan` names are enough, and each is needed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from allowed_world import AllowedWorld
+from doctor_world import FakeProxies
+from secure_world import SecureKafka
+from service_world import Desk, Service, until
+
+from txbroker.cli.doctor.checks import CHECKS
+from txbroker.cli.doctor.findings import Outcome
+from txbroker.cli.doctor.runner import examine
+from txbroker.cli.doctor.subject import Subject
+from txbroker.core.records import Message
+from txbroker.errors import ConfigurationError
+from txbroker.kafka.acls import Right, Role, kafka_acls_command, rights_needed
+from txbroker.kafka.audit import KafkaAuditWriter
+from txbroker.kafka.audit_access import AuditAccess
+from txbroker.kafka.examination import KafkaExamination
+from txbroker.kafka.settings import KafkaSettings
+
+LARGE_BYTES = 2 << 20
+
+
+@pytest.fixture
+async def world(secure_kafka: SecureKafka) -> AsyncIterator[AllowedWorld]:
+    """A user without rights, and txbroker's topics."""
+    made = AllowedWorld(secure_kafka)
+    await made.make_topics()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    """Check URLs."""
+    async with Desk().serve() as serving:
+        yield serving
+
+
+def rights(world: AllowedWorld, role: Role, *targets: str) -> list[Right]:
+    """Return the rights of a role."""
+    named = rights_needed(world.settings(), targets)
+    return [right for right in named if right.role is role]
+
+
+async def doctor(world: AllowedWorld) -> Outcome:
+    """Run the check of rights, as this user."""
+    async with KafkaExamination(world.settings()) as kafka:
+        subject = Subject(world.login, kafka, FakeProxies())
+        report = await examine(subject, [one for one in CHECKS if one.name == "kafka-rights"])
+        await subject.close()
+    return report.outcomes[0]
+
+
+async def test_with_exactly_these_rights_a_proxy_works(world: AllowedWorld, desk: Desk) -> None:
+    target = await world.create_topic("target", max_message_bytes=str(LARGE_BYTES))
+    await world.allow(rights(world, Role.PROXY, target))
+    await until(lambda: healthy(world))
+    service = Service(world, desk, partitions=1, snapshot_records_min=1)
+    await service.start()
+    try:
+        id = await service.prepare(Message(target, b"", b"x" * (LARGE_BYTES - 4096)))
+        assert (await service.commit(id))["state"] == "promoted"
+        asked = await service.group({"decision": "commit"})
+        checked = await service.prepare(Message(target, b"", b"checked"), group=asked)
+        await service.reaches(checked, "promoted")
+        unsure = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
+        parked = await service.prepare(Message(target, b"", b"parked"), group=unsure)
+        await service.reaches(parked, "parked")
+
+        # The next owner takes it from the topics.
+        await service.stop()
+        other = Service(world, desk, "two", partitions=1, snapshot_records_min=1)
+        await other.start()
+        try:
+            assert (await other.commit(parked))["state"] == "promoted"
+        finally:
+            await other.stop()
+    finally:
+        await service.stop()
+    values = [record.value for record in await world.visible(target)]
+    assert values[1:] == [b"checked", b"parked"]
+    kept = await world.visible(world.name("checkpoint"))
+    assert any(b"snapshot" in (record.key or b"") for record in kept)
+
+
+async def healthy(world: AllowedWorld) -> bool:
+    """Say whether brokers know of all rights, as the doctor sees it."""
+    return (await doctor(world)).level == "ok"
+
+
+async def test_each_right_that_is_taken_away_is_named_by_the_doctor(world: AllowedWorld) -> None:
+    allowed = rights(world, Role.PROXY)
+    await world.allow(allowed)
+    await until(lambda: healthy(world))
+    for right in allowed:
+        for operation in right.operations:
+            if right.name == world.name("audit"):
+                continue  # a proxy does its work without it
+            await world.take(right, operation)
+
+            async def named(right: Right = right, operation: str = operation) -> bool:
+                lines = (await doctor(world)).details
+                return any(right.name in line and operation in line for line in lines)
+
+            await until(named)
+            await world.allow([right])
+    await until(lambda: healthy(world))
+
+
+async def test_targets_without_rights_are_refused_at_prepare(
+    world: AllowedWorld, desk: Desk
+) -> None:
+    small = await world.create_topic("small")
+    large = await world.create_topic("large", max_message_bytes=str(LARGE_BYTES))
+    await world.allow(rights(world, Role.PROXY, large))
+    await until(lambda: healthy(world))
+    service = Service(world, desk, partitions=1)
+    await service.start()
+    try:
+        status, answer = await service.send(Message(small, b"", b"x"))
+        assert (status, answer["error"]["code"]) == (422, "bad_target")
+        assert "grant this proxy Describe and Write" in answer["error"]["message"]
+
+        # Without its settings, what a topic takes is not known but by Kafka's default.
+        (on_target,) = [right for right in rights(world, Role.PROXY, large) if right.name == large]
+        await world.take(on_target, "DescribeConfigs")
+
+        async def refused() -> bool:
+            status, _ = await service.send(Message(large, b"", b"x" * (LARGE_BYTES - 4096)))
+            return status in (413, 422)
+
+        await until(refused)
+    finally:
+        await service.stop()
+
+
+async def test_what_the_audit_needs(world: AllowedWorld) -> None:
+    target = await world.create_topic("target", cleanup_policy="compact")
+    settings = world.settings()
+    topics = (settings.half_topic, settings.op_topic, settings.parked_topic, target)
+    with pytest.raises(ConfigurationError, match="no right to topic"):
+        await bounds(settings, topics)
+    await world.allow(rights(world, Role.AUDIT, target))
+
+    async def told() -> bool:
+        try:
+            found = await bounds(settings, topics)
+        except ConfigurationError:
+            return False
+        return found == set(topics)
+
+    await until(told)
+    async with KafkaAuditWriter(settings) as writer:
+        await writer.put(settings.audit_topic, "batch", b"{}")
+
+
+async def bounds(settings: KafkaSettings, topics: tuple[str, ...]) -> set[str]:
+    """Ask where topics end; return those that are there."""
+    async with AuditAccess(settings) as access:
+        found = await access.bounds(topics)
+        assert found[topics[-1]].compacted
+        return set(found)
+
+
+async def test_what_apply_needs(secure_kafka: SecureKafka) -> None:
+    world = AllowedWorld(secure_kafka)
+    try:
+        await world.allow(rights(world, Role.APPLY))
+
+        async def applied() -> bool:
+            door = world.closed_door()
+            try:
+                await door.apply(await door.plan())
+                return (await door.plan()).empty
+            except ConfigurationError:
+                return False
+
+        await until(applied)
+    finally:
+        await world.close()
+
+
+def test_commands_of_kafka() -> None:
+    needed = rights_needed(KafkaSettings(bootstrap_servers=("b:1",), instance_id=""), ["a", "b.*"])
+    lines = [kafka_acls_command(right, "User:CN=it's me", "b:1") for right in needed]
+    start = "kafka-acls.sh --bootstrap-server b:1 --add --allow-principal 'User:CN=it'\"'\"'s me'"
+    assert all(line.startswith(start) for line in lines)
+    assert f"{start} --operation Write --operation DescribeConfigs --topic a" in lines
+    prefixed = "--topic b. --resource-pattern-type prefixed"
+    assert f"{start} --operation Write --operation DescribeConfigs {prefixed}" in lines
+    assert f"{start} --operation Read --group txbroker" in lines
+    assert len(set(lines)) == len(lines)
