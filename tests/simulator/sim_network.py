@@ -24,6 +24,7 @@ class Weather(Struct):
         unanswered: the share of requests whose answer never arrives.
         late: the share of requests whose sender is told that the connection is gone, and that
             arrive up to `late_s` later all the same.
+        only: the kind of requests that these three shares are of, "" for all.
     """
 
     delay_s: tuple[float, float] = (0.0002, 0.002)
@@ -33,6 +34,7 @@ class Weather(Struct):
     unanswered: float = 0.0
     late: float = 0.0
     late_s: float = 8.0
+    only: str = ""
 
 
 class Network:
@@ -107,6 +109,8 @@ class Connection:
         timer = self._loop.call_later(self._timeout_s, self._expire, future)
         self._waiting[future] = timer
         fate = random.random()
+        if weather.only and weather.only != _word(request):
+            fate = 1.0
         brokers = self._network.cluster.process.context
         if fate < weather.lost:
             self._network.note(f"{process.name}: {_word(request)} lost")

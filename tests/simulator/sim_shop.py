@@ -297,12 +297,17 @@ class Lane:
         self._random = shop.process.random
         self._ahead_ms = 0
 
-    async def run(self) -> None:
-        """Do them all."""
+    async def run(self, hurry: float) -> None:
+        """Do them all; such a share of them beside those that come next."""
         await self._learn_time()
-        for number in range(self._transactions):
-            await self._one(f"{self._name}/{number}")
-            await asyncio.sleep(self._random.random() * 1.5)
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._transactions):
+                task = group.create_task(self._one(f"{self._name}/{number}"))
+                if self._random.random() < hurry:
+                    await asyncio.sleep(self._random.random() * 0.02)
+                else:
+                    await task
+                    await asyncio.sleep(self._random.random() * 1.5)
 
     async def _learn_time(self) -> None:
         """Take the clock by which ids are made from a proxy, as a session does."""
@@ -369,11 +374,16 @@ class Lane:
             return await broker.prepare(request)
 
         call = await self._shop.insist("prepare", token, request.id or "", work)
-        if call.result == "ok" and self._random.random() < 0.15:
-            # A repeat that was long on its way.
-            proxy = self._random.choice(self._shop.proxies)
-            await self._shop.recorded("prepare", token, request.id or "", proxy, work)
+        if call.result == "ok" and self._random.random() < 0.25:
+            repeat = self._repeat(token, request.id or "", work)
+            self._shop.loop.create_task(repeat)
         return call
+
+    async def _repeat(self, token: str, id: str, work: Work) -> None:
+        """Prepare once more, as a request does that was long on its way."""
+        await asyncio.sleep(self._random.choice([0.0, 0.1, 2.0, 6.0]))
+        proxy = self._random.choice(self._shop.proxies)
+        await self._shop.recorded("prepare", token, id, proxy, work)
 
     async def _contrary(self, token: str, id: str) -> None:
         """Say commit and rollback at once."""

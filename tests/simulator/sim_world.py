@@ -43,6 +43,8 @@ class Shape(Struct, frozen=True):
     partitions: int
     lanes: int
     transactions: int
+    hurry: float
+    """The share of transactions that a client does not wait for before it begins the next."""
     kinds: tuple[str, ...]
     faults: int
     snapshot_records_min: int
@@ -60,6 +62,7 @@ KINDS = (
     "coordinator moves",
     "weather",
     "late",
+    "lost requests",
     "wall clock",
     "services away",
     "slow markers",
@@ -76,7 +79,8 @@ def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
         proxies=draw.choice([1, 2, 2, 2, 3]),
         partitions=draw.choice([1, 1, 2]),
         lanes=draw.choice([2, 3]),
-        transactions=draw.randint(2, 4),
+        transactions=draw.randint(2, 5),
+        hurry=draw.choice([0.0, 0.4, 0.9]),
         kinds=tuple(kind for kind in kinds if kind not in without),
         faults=draw.randint(2, 7),
         snapshot_records_min=draw.choice([4, 15, 10_000]),
@@ -152,13 +156,14 @@ class World:
 
     async def run(self) -> list[str]:
         """Run it; return what was violated."""
+        shape = self.shape
         for proxy in self.proxies:
             proxy.start()
         lanes = [
             self.loop.create_task(
-                Lane(
-                    self.shop, f"lane-{number}", self.shape.partitions, self.shape.transactions
-                ).run(),
+                Lane(self.shop, f"lane-{number}", shape.partitions, shape.transactions).run(
+                    shape.hurry
+                ),
                 context=self.shop.process.context,
             )
             for number in range(self.shape.lanes)
@@ -387,8 +392,20 @@ class World:
         )
         return self._for_a_while(until_s)
 
+    def _lost_requests(self, until_s: float) -> str:
+        self.network.weather = Weather(
+            lost=self.random.choice([0.0, 0.3]),
+            unanswered=self.random.choice([0.1, 0.5]),
+            only=self.random.choice(["EndTxn", "EndTxn", "Produce", "AddPartitionsToTxn"]),
+        )
+        return self._for_a_while(until_s)
+
     def _late(self, until_s: float) -> str:
-        self.network.weather = Weather(late=self.random.choice([0.03, 0.1, 0.3]))
+        only = self.random.choice(["", "EndTxn", "EndTxn", "Produce"])
+        late = self.random.choice([0.03, 0.1, 0.3]) * (2 if only else 1)
+        self.network.weather = Weather(
+            late=late, late_s=self.random.choice([0.05, 1.0, 8.0]), only=only
+        )
         return self._for_a_while(until_s)
 
     def _for_a_while(self, until_s: float) -> str:
@@ -481,8 +498,10 @@ class World:
         by_token: dict[str, list[Tx]] = {}
         for tx in judge.log.values():
             by_token.setdefault(tx.token, []).append(tx)
-            if len(tx.accepted) and len(tx.counted) > tx.attempts_max:
-                yield f"I8 {tx.id}: {len(tx.counted)} attempts\n{judge.story(tx.id)}"
+            # Nobody revives here, so there is one round.
+            reached = [each for each in judge.asked.get(tx.id, ()) if each.answer != "not yet"]
+            if len(reached) > tx.attempts_max:
+                yield f"I8 {tx.id}: asked {len(reached)} times\n{judge.story(tx.id)}"
         for token, several in by_token.items():
             if len(several) > 1:
                 ids = ", ".join(tx.id for tx in several)

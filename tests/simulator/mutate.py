@@ -1,0 +1,155 @@
+"""Whether the simulator catches its bugs: `python tests/simulator/mutate.py [--seeds N] [WORD…]`.
+
+The bugs are rules of the log protocol taken out, those of `tests/rules/mutants.toml`: one line of
+one module is another one, in the memory of a process that is made for it. No file is changed, and
+nothing in txbroker knows of it. Without words the mutants that every suite must catch are tried.
+Ends with 0 where each is caught within so many seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+HERE = Path(__file__).parent
+TABLE = HERE.parent / "rules/mutants.toml"
+MUST_BE_CAUGHT = (
+    "progress is left out of the turn",
+    "one transactional id is taken alone",
+    "both ids in fixed order, without the claim record",
+    "n+1 is ended after n's abort",
+    "answered before it is read back",
+    "own marker applied across a gap",
+    "a snapshot holds what turns did that are not acknowledged",
+    '"below progress" is read as skip',
+    "called though the marker was not accepted",
+    "`returned` on a timeout",
+    "ids are forgotten by the wall clock",
+    "ghost guard off: an EndTxn without an answer is sent again",
+    "read_uncommitted reader",
+    "a transaction is not whole in its turn",
+)
+SEEDS = 1000
+_CAUGHT, _LEFT = 1, 0
+
+
+def table() -> dict[str, dict[str, str]]:
+    """Return the mutants by what they do wrong."""
+    return {each["what"].strip(): each for each in tomllib.loads(TABLE.read_text())["mutant"]}
+
+
+def module_of(file: str) -> str:
+    """Return the name under which a file is imported."""
+    parts = Path(file).with_suffix("").parts
+    return ".".join(parts if parts[0] == "txbroker" else ("txbroker", *parts))
+
+
+class _Mutated(SourceFileLoader):
+    """Loads a module with some of its text replaced."""
+
+    edits: tuple[tuple[str, str], ...] = ()
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the changed source; what is on disk, or compiled before, stays as it is."""
+        path = self.get_filename(fullname)
+        source = Path(path).read_text()
+        for old, new in self.edits:
+            if source.count(old) != 1:
+                raise ImportError(f"{path} holds {source.count(old)} times: {old!r}")
+            source = source.replace(old, new)
+        return compile(source, path, "exec", dont_inherit=True)
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module, to load it with a rule taken out."""
+
+    def __init__(self, mutant: dict[str, str]) -> None:
+        self._name = module_of(mutant["file"])
+        edits = [(mutant["old"], mutant["new"])]
+        if "also_old" in mutant:
+            edits.append((mutant["also_old"], mutant["also_new"]))
+        self._edits = tuple(edits)
+        self._looking = False
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the module's own spec with another loader."""
+        if name != self._name or self._looking:
+            return None
+        self._looking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._looking = False
+        assert spec is not None
+        assert spec.origin is not None
+        loader = _Mutated(name, spec.origin)
+        loader.edits = self._edits
+        spec.loader = _typed(loader)
+        return spec
+
+
+def _typed(loader: Loader) -> Loader:
+    return loader
+
+
+def try_one(what: str, seeds: int) -> int:
+    """Try seeds with a mutant, in this very process, before anything of txbroker is imported."""
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "txbroker"]
+    assert not loaded, loaded
+    sys.meta_path.insert(0, _Finder(table()[what]))
+    sys.path[:0] = [str(HERE), str(HERE.parent / "faults")]
+    import simulate
+
+    return _CAUGHT if simulate.try_many(range(seeds), 1, 1) else _LEFT
+
+
+def _tried(whats: Sequence[str], seeds: int, jobs: int) -> Iterator[tuple[str, int, str]]:
+    """Yield each mutant, how its process ended, and what that said."""
+
+    def run(what: str) -> tuple[str, int, str]:
+        command = [sys.executable, __file__, "--seeds", str(seeds), "--one", what]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return what, done.returncode, done.stdout + done.stderr
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(run, whats)
+
+
+def main() -> int:
+    """Try what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="only mutants that hold one of these words")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many for each")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--one", help="this mutant, in this very process")
+    given = parser.parse_args()
+    if given.one:
+        return try_one(given.one, given.seeds)
+    whats: Sequence[str] = MUST_BE_CAUGHT
+    if given.words:
+        whats = [what for what in table() if any(word in what for word in given.words)]
+    left = 0
+    for what, code, said in _tried(whats, given.seeds, given.jobs):
+        lines = said.splitlines() or [""]
+        left += code != _CAUGHT
+        if code == _CAUGHT:
+            violated = lines[1].partition(" ")[0] if len(lines) > 1 else ""
+            print(f"caught   {what}: {violated}, {lines[0].partition(' failed')[0]}", flush=True)
+        else:
+            print(f"SURVIVES {what}: {lines[-2:]}", flush=True)
+    print(f"{len(whats) - left} of {len(whats)} caught")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
