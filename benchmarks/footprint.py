@@ -8,7 +8,6 @@ copies together take as many times more. `python benchmarks/footprint.py --help`
 import argparse
 import asyncio
 import os
-import resource
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -24,6 +23,7 @@ from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka import KafkaDoor
 from txbroker.kafka.connection import open_connection
 from txbroker.kafka.wiring import kafka_settings
+from txbroker.proxy.logging import configure_logging
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.sdk import Message, TransactionalProducer
 
@@ -59,7 +59,7 @@ class Footprint:
     def __init__(self, folder: Path, counting: Counting) -> None:
         self._folder = folder
         self._counting = counting
-        self.rows: list[tuple[str, int, dict[str, float], dict[str, float], float]] = []
+        self.rows: list[tuple[str, int, dict[str, float], dict[str, float]]] = []
 
     def _bytes(self) -> Counter[str]:
         """Return the bytes of each topic's segments."""
@@ -72,34 +72,37 @@ class Footprint:
 
     async def phase(self, name: str, count: int, work: Callable[[], Awaitable[None]]) -> None:
         """Do the work of `count` transactions and note what one of them has cost."""
-        before, asked, cpu_s = self._bytes(), Counter(self._counting.requests), _cpu_s()
+        before, asked = self._bytes(), Counter(self._counting.requests)
         await work()
-        cpu_s = _cpu_s() - cpu_s
         after, now = self._bytes(), self._counting.requests
         sizes = {topic: (after[topic] - before[topic]) / count for topic in (*OWN, TARGET)}
         requests = {kind: (now[kind] - asked[kind]) / count for kind in now}
-        self.rows.append((name, count, sizes, requests, cpu_s / count))
+        self.rows.append((name, count, sizes, requests))
 
     def show(self) -> None:
         """Print both tables."""
         topics = (*OWN, TARGET)
         print("bytes a transaction".ljust(30) + "".join(f"{topic:>12}" for topic in topics))
-        for name, count, sizes, _, _ in self.rows:
+        for name, count, sizes, _ in self.rows:
             shown = "".join(f"{sizes[topic]:12,.0f}" for topic in topics)
             print(f"{name} ({count})".ljust(30) + shown)
         print()
-        kinds = ["Produce", "AddPartitionsToTxn", "EndTxn", "ListOffsets", "Fetch"]
-        head = "".join(f"{kind:>20}" for kind in [*kinds, "all", "CPU us"])
-        print("requests a transaction".ljust(30) + head)
-        for name, _, _, requests, cpu_s in self.rows:
-            asked = [requests.get(kind, 0.0) for kind in kinds]
-            shown = "".join(f"{each:20.3f}" for each in [*asked, sum(requests.values())])
-            print(name.ljust(30) + shown + f"{cpu_s * 1e6:20.0f}")
+        kinds = [kind for kind, count in self._total().most_common() if count >= 0.001]
+        print(
+            "requests a transaction".ljust(30) + "".join(f" {kind:>12}" for kind in ["all", *kinds])
+        )
+        for name, _, _, requests in self.rows:
+            asked = [sum(requests.values()), *[requests.get(kind, 0.0) for kind in kinds]]
+            widths = [max(12, len(kind)) for kind in ["all", *kinds]]
+            shown = "".join(f" {n:{width}.3f}" for n, width in zip(asked, widths, strict=True))
+            print(name.ljust(30) + shown)
 
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    def _total(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for _, _, _, requests in self.rows:
+            for kind, count in requests.items():
+                total[kind] += count  # type: ignore[assignment]
+        return total
 
 
 async def transactions(
@@ -185,6 +188,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=5000, help="transactions in a phase")
     parser.add_argument("--size", type=int, default=1024, help="bytes of each message")
     arguments = parser.parse_args()
+    configure_logging("console", "error")
     counting = Counting()
     with tempfile.TemporaryDirectory() as folder, EmbeddedKafka(Path(folder) / "kafka") as kafka:
         footprint = Footprint(Path(folder), counting)
