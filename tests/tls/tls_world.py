@@ -54,7 +54,7 @@ def secured(files: Files, **more: Any) -> Json:
 
 def mutual(files: Files, **more: Any) -> Json:
     """Return the settings of a proxy that asks for client certificates."""
-    return secured(files, tls_client_ca_file=files.ours.cert, **more)
+    return secured(files, **{"tls_client_ca_file": files.ours.cert, **more})
 
 
 @asynccontextmanager

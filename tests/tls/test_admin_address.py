@@ -1,0 +1,149 @@
+"""Operators' calls at an address of their own, with a token of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from memory_world import MemoryWorld
+from tls_world import ADMIN_TOKEN, BODY, TOKEN, Files, curl, running, secured, trusting
+
+from txbroker.config import load_settings
+from txbroker.core.records import Decision
+from txbroker.errors import ConfigurationError
+from txbroker.proxy.http.api import operations
+from txbroker.sdk import Message, TransactionalProducer
+
+pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
+
+PRODUCERS = {
+    "prepare", "find", "commit", "rollback", "put_group", "get_group", "health", "ready", "openapi",
+}  # fmt: skip
+ID = "0" * 26
+
+
+def apart(files: Files, **more: Any) -> dict[str, Any]:
+    """Return the settings of a proxy with two addresses and two tokens."""
+    return secured(
+        files,
+        token_file=files.token,
+        admin_token_file=files.admin_token,
+        admin_listen="127.0.0.1:0",
+        **more,
+    )
+
+
+def filled(path: str) -> str:
+    """Return a path with names filled in."""
+    return path.replace("{id}", ID).replace("{group}", "orders")
+
+
+def test_which_calls_are_producers() -> None:
+    assert {one.name for one in operations() if not one.admin} == PRODUCERS
+
+
+async def test_operators_calls_are_refused_where_producers_call(
+    world: MemoryWorld, files: Files
+) -> None:
+    async with running(world, **apart(files)) as proxy:
+        for one in operations():
+            words = [*trusting(files, token=TOKEN), "-X", one.method]
+            body = {} if one.changes else None
+            answer = await curl(proxy.url + filled(one.path), *words, body=body)
+            refused = answer.status == 403 and answer.error == "admin_only"
+            assert refused == one.admin, (one.name, answer)
+            admin = await curl(
+                proxy.admin_url + filled(one.path),
+                *trusting(files, token=ADMIN_TOKEN), "-X", one.method, body=body,
+            )  # fmt: skip
+            assert admin.status not in (401, 403), (one.name, admin)
+        for page in ("/", "/transactions", "/static/x/y.css", "/login"):
+            assert (await curl(proxy.url + page, *trusting(files, token=TOKEN))).status == 403
+
+
+async def test_each_token_opens_its_own_address_alone(world: MemoryWorld, files: Files) -> None:
+    async with running(world, **apart(files)) as proxy:
+        path = "/v1/transactions"
+        for url, token in ((proxy.url, ADMIN_TOKEN), (proxy.admin_url, TOKEN)):
+            answer = await curl(url + path, *trusting(files, token=token), body=BODY)
+            assert (answer.status, answer.error) == (401, "unauthorized")
+        body = {"group": "orders", "messages": [{"topic": "test.payments", "value": "1"}]}
+        prepared = await curl(proxy.url + path, *trusting(files, token=TOKEN), body=body)
+        assert prepared.status == 201
+        # The operator sees it, and decides it.
+        known = trusting(files, token=ADMIN_TOKEN)
+        listed = await curl(proxy.admin_url + path, *known)
+        assert [one["id"] for one in listed.json["transactions"]] == [prepared.json["id"]]
+        one = f"{proxy.admin_url}{path}/{prepared.json['id']}"
+        assert (await curl(f"{one}/rollback", *known, body={"reason": "by hand"})).status == 200
+
+
+async def test_the_probes_answer_at_both(world: MemoryWorld, files: Files) -> None:
+    async with running(world, **apart(files)) as proxy:
+        for url in (proxy.url, proxy.admin_url):
+            for path in ("/healthz", "/readyz"):
+                assert (await curl(url + path, *trusting(files))).status == 200
+
+
+async def test_sessions_and_other_proxies_are_not_taken_at_the_admin_address(
+    world: MemoryWorld, files: Files
+) -> None:
+    async with running(world, **apart(files)) as proxy:
+        for path in ("/v1/session", "/internal/v1/sessions"):
+            words = [*trusting(files, token=ADMIN_TOKEN), "-H", "txb-proxy: https://other:1"]
+            assert (await curl(proxy.admin_url + path, *words)).status == 404
+
+
+async def test_one_token_does_where_no_other_is_given(world: MemoryWorld, files: Files) -> None:
+    settings = apart(files) | {"admin_token_file": None}
+    async with running(world, **settings) as proxy:
+        metrics = await curl(f"{proxy.admin_url}/metrics", *trusting(files, token=TOKEN))
+        assert (metrics.status, "txbroker_" in metrics.body) == (200, True)
+
+
+async def test_the_sdk_needs_nothing_of_the_admin_address(world: MemoryWorld, files: Files) -> None:
+    async with running(world, **apart(files)) as proxy:
+        producer = TransactionalProducer(
+            proxy.url,
+            group="orders",
+            check=lambda _: Decision.COMMIT,
+            token=TOKEN,
+            ca_file=files.ours.cert,
+        )
+        async with producer:
+            outcome = await producer.send_in_transaction(
+                Message("test.payments", b"k", b"1"), lambda _: None, wait="promoted"
+            )
+        assert outcome.decision is Decision.COMMIT
+
+
+async def test_the_overview_tells_where_operators_call(world: MemoryWorld, files: Files) -> None:
+    async with running(world, **apart(files)) as proxy:
+        words = trusting(files, token=ADMIN_TOKEN)
+        (told,) = (await curl(f"{proxy.admin_url}/v1/overview", *words)).json["proxies"]
+        assert (told["url"], told["admin_url"]) == (proxy.url, proxy.admin_url)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"admin_listen": "127.0.0.1:8470"}, "is the address of listen"),
+        ({"admin_listen": "nowhere"}, "admin_listen: 'nowhere' is not an address"),
+        ({"admin_listen": "0.0.0.0:8471"}, "admin_listen 0.0.0.0:8471 can be reached"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(given, environ={})
+    assert says in str(caught.value)
+
+
+def test_a_second_token_needs_a_second_address(files: Files) -> None:
+    with pytest.raises(ConfigurationError, match="admin_token_file needs admin_listen"):
+        load_settings({"admin_token_file": files.admin_token}, environ={})
+
+
+def test_either_token_guards_the_admin_address(files: Files) -> None:
+    for name in ("token_file", "admin_token_file"):
+        given = {name: files.token, "admin_listen": "0.0.0.0:8471"}
+        assert load_settings(given, environ={}).admin_listen == "0.0.0.0:8471"

@@ -1,0 +1,60 @@
+"""The console over TLS: its cookies are kept to it, and the operators' token opens it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from console_world import Reader
+from memory_world import MemoryWorld
+from tls_world import ADMIN_TOKEN, TOKEN, Files, running, secured
+
+from txbroker.proxy.console.visits import SESSION_COOKIE, VISIT_COOKIE
+from txbroker.tls import ClientTls, TlsFiles
+
+pytestmark = [pytest.mark.needs_tool("openssl")]
+
+
+@asynccontextmanager
+async def browsing(files: Files, url: str) -> AsyncIterator[Reader]:
+    """Open a browser that trusts our authority."""
+    connector = aiohttp.TCPConnector(ssl=ClientTls(TlsFiles(files.ours.cert)).context())
+    jar = aiohttp.CookieJar(unsafe=True)
+    async with aiohttp.ClientSession(url, cookie_jar=jar, connector=connector) as http:
+        yield Reader(http)
+
+
+async def test_a_login_with_the_operators_token(world: MemoryWorld, files: Files) -> None:
+    settings = secured(
+        files,
+        token_file=files.token,
+        admin_token_file=files.admin_token,
+        admin_listen="127.0.0.1:0",
+    )
+    async with running(world, **settings) as proxy, browsing(files, proxy.admin_url) as reader:
+        asked = await reader.open("/")
+        assert asked.url.path == "/login"
+        form = asked.form("/login")
+        refused = await reader.send("/login", {**form, "name": "eve", "token": TOKEN})
+        assert refused.status == 401
+        done = await reader.send(
+            "/login", {**form, "name": "ann", "token": ADMIN_TOKEN}, follow=False
+        )
+        assert done.status == 303
+        cookies = {cookie.key: cookie for cookie in reader.http.cookie_jar}
+        for name in (SESSION_COOKIE, VISIT_COOKIE):
+            assert cookies[name]["secure"], name
+            assert cookies[name]["httponly"], name
+        assert (await reader.open("/")).status == 200
+
+
+async def test_the_cookies_of_plain_http_are_not_secure(world: MemoryWorld, files: Files) -> None:
+    async with (
+        running(world, listen="127.0.0.1:0") as proxy,
+        browsing(files, proxy.url) as reader,
+    ):
+        assert (await reader.open("/")).status == 200
+        (cookie,) = reader.http.cookie_jar
+        assert not cookie["secure"]

@@ -1,0 +1,159 @@
+"""Certificates that are replaced while the proxy runs, and those with which it does not start."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_world import MemoryWorld
+from tls_files import Pair, locked
+from tls_world import Files, curl, mutual, running, secured, trusting
+
+from txbroker.errors import ConfigurationError
+from txbroker.sdk import Message, TransactionalProducer
+from txbroker.tls import ClientTls, ServerTls, TlsFiles
+
+pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
+
+
+def served(files: Files, url: str) -> bytes:
+    """Return the certificate that a proxy shows."""
+    host, _, port = url.removeprefix("https://").partition(":")
+    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port))))
+
+
+def der(path: Path) -> bytes:
+    """Return the certificate in a file."""
+    return ssl.PEM_cert_to_DER_cert(path.read_text())
+
+
+async def test_a_renewed_certificate_is_shown_and_no_session_ends(
+    world: MemoryWorld, files: Files
+) -> None:
+    pair, renewed = files.ours.sign("first"), files.ours.sign("second")
+    settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
+    async with (
+        running(world, **settings) as proxy,
+        TransactionalProducer(proxy.url, group="orders", ca_file=files.ours.cert) as producer,
+    ):
+        (session,) = producer._router.sessions
+        assert await asyncio.to_thread(served, files, proxy.url) == der(pair.cert)
+        renewed.copy_to(pair)
+        assert await asyncio.to_thread(served, files, proxy.url) == der(renewed.cert)
+        # The one that was open is still the same, and still works.
+        await producer.prepare(Message("test.payments", b"k", b"1"))
+        assert producer._router.sessions == (session,)
+
+
+async def test_while_files_do_not_fit_together_the_last_ones_are_shown(
+    world: MemoryWorld, files: Files
+) -> None:
+    pair, renewed = files.ours.sign("third"), files.ours.sign("fourth")
+    settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
+    async with running(world, **settings) as proxy:
+        url = f"{proxy.url}/healthz"
+        pair.cert.write_bytes(renewed.cert.read_bytes())
+        assert (await curl(url, *trusting(files))).status == 200
+        pair.key.unlink()
+        assert (await curl(url, *trusting(files))).status == 200
+        pair.key.write_bytes(renewed.key.read_bytes())
+        assert (await curl(url, *trusting(files))).status == 200
+
+
+async def test_an_authority_that_is_taken_away_lets_nobody_in(
+    world: MemoryWorld, files: Files, tmp_path: Path
+) -> None:
+    trusted = tmp_path / "ca.crt"
+    trusted.write_bytes(files.ours.cert.read_bytes() + files.others.cert.read_bytes())
+    async with running(world, **mutual(files, tls_client_ca_file=trusted)) as proxy:
+        url = f"{proxy.url}/v1/transactions"
+        stranger = trusting(files, shown=files.stranger)
+        assert (await curl(url, *stranger)).status == 200
+        trusted.write_bytes(files.ours.cert.read_bytes())
+        assert (await curl(url, *stranger)).status == 0
+        assert (await curl(url, *trusting(files, shown=files.client))).status == 200
+
+
+def test_a_client_shows_its_renewed_certificate(files: Files, tmp_path: Path) -> None:
+    pair = Pair(tmp_path / "tls.crt", tmp_path / "tls.key")
+    told: list[tuple[str, str]] = []
+    files.client.copy_to(pair)
+    tls = ClientTls(TlsFiles(files.ours.cert, *pair), lambda files, why: told.append((files, why)))
+    first = tls.context()
+    assert tls.context() is first
+    files.proxy.copy_to(pair)
+    assert tls.context() is not first
+    assert (len(told), told[0][1]) == (1, "")
+    pair.key.write_text("half a k")
+    newest = tls.context()
+    assert (len(told), tls.context()) == (2, newest)
+    assert "private key in PEM" in told[1][1]
+
+
+# --- at the start ----------------------------------------------------------------------------
+
+
+def broken(files: Files, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return changes to sound settings, and what the proxy says to them."""
+    text = folder / "text.pem"
+    text.write_text("no PEM")
+    cert, key = files.proxy
+    return {
+        "another key": (
+            {"tls_key_file": files.client.key},
+            f"tls_key_file {files.client.key} is not the key of tls_cert_file {cert}",
+        ),
+        "no certificate": (
+            {"tls_cert_file": text},
+            f"tls_cert_file {text} and tls_key_file {key} ",
+        ),
+        "no key": ({"tls_key_file": text}, "do not hold a certificate and its private key in PEM"),
+        "missing": (
+            {"tls_cert_file": folder / "none"},
+            f"tls_cert_file {folder / 'none'}: No such file or directory",
+        ),
+        "locked": (
+            {"tls_key_file": locked(files.proxy, folder)},
+            "holds a key with a passphrase: give one without",
+        ),
+        "no authority": (
+            {"tls_client_ca_file": text},
+            f"tls_client_ca_file {text} holds no certificate in PEM",
+        ),
+        "no authority of peers": (
+            {"peers_ca_file": text},
+            f"peers_ca_file {text} holds no certificate in PEM",
+        ),
+        "alone": ({"tls_key_file": None}, "tls_cert_file and tls_key_file belong together"),
+        "authority alone": (
+            {"tls_cert_file": None, "tls_key_file": None, "tls_client_ca_file": text},
+            "tls_client_ca_file needs tls_cert_file and tls_key_file",
+        ),
+        "advertised without": (
+            {"advertise": "http://proxy-1:8470"},
+            "it must begin with https://",
+        ),
+    }
+
+
+async def test_what_cannot_work_is_refused_at_the_start_in_a_sentence(
+    world: MemoryWorld, files: Files, tmp_path: Path
+) -> None:
+    for name, (changes, says) in broken(files, tmp_path).items():
+        with pytest.raises(ConfigurationError) as caught:
+            async with running(world, **{**secured(files), **changes}):
+                pass
+        assert says in str(caught.value), name
+        assert "PRIVATE" not in str(caught.value)
+
+
+def test_nobody_can_turn_the_checks_off(files: Files) -> None:
+    for tls in (ClientTls(), ClientTls(TlsFiles(files.ours.cert, *files.client))):
+        context = tls.context()
+        assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
+        assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+    server = ServerTls(TlsFiles(None, *files.proxy)).context
+    assert server.minimum_version >= ssl.TLSVersion.TLSv1_2

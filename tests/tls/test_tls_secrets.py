@@ -1,0 +1,76 @@
+"""A token is nowhere to be read: planted ones are looked for in all that a proxy shows."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+from memory_world import MemoryWorld
+from tls_world import ADMIN_TOKEN, TOKEN, Files, curl, mutual, running, trusting
+
+from txbroker.cli.doctor.bundle import known_secrets, settings_shown
+from txbroker.config import load_settings
+from txbroker.proxy.http.guards import Guard, Token
+from txbroker.proxy.logging import configure_logging
+
+pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
+
+
+async def test_neither_log_nor_answer_has_a_token_or_a_key(
+    world: MemoryWorld, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("json", "debug")
+    logging.getLogger("aiohttp").setLevel(logging.DEBUG)
+    settings = mutual(
+        files,
+        token_file=files.token,
+        admin_token_file=files.admin_token,
+        admin_listen="127.0.0.1:0",
+    )
+    shown = []
+    async with running(world, **settings) as proxy:
+        own = trusting(files, shown=files.client, token=ADMIN_TOKEN)
+        for path in ("/metrics", "/v1/overview", "/readyz", "/v1/openapi.json", "/", "/nowhere"):
+            shown.append((await curl(proxy.admin_url + path, *own)).body)
+        swapped = trusting(files, shown=files.client, token=TOKEN)
+        shown.append((await curl(f"{proxy.admin_url}/metrics", *swapped)).body)
+        shown.append((await curl(f"{proxy.url}/v1/groups/orders", *own)).body)
+        shown.append(repr(proxy))
+        files.admin_token.write_text(f"{ADMIN_TOKEN}\n")
+        shown.append((await curl(f"{proxy.admin_url}/metrics", *own)).body)
+    said = capsys.readouterr()
+    assert '"event": "ready"' in said.err  # what the proxy logs is looked at
+    shown += [said.out, said.err]
+    key_lines = files.proxy.key.read_text().splitlines()[1:-1]
+    for secret in (TOKEN, ADMIN_TOKEN, *key_lines):
+        assert not [text for text in shown if secret in text]
+
+
+def test_settings_and_guards_show_no_token(files: Files) -> None:
+    settings = load_settings(
+        mutual(
+            files,
+            token_file=files.token,
+            admin_token_file=files.admin_token,
+            admin_listen="127.0.0.1:0",
+        ),
+        environ={},
+    )
+    token = Token(files.admin_token, "admin_token_file")
+    texts = [repr(settings), str(settings), settings.model_dump_json(), repr(token)]
+    texts += [repr(vars(Guard(settings, admin=True)))]
+    texts += [msgspec.json.encode(settings_shown(settings)).decode()]
+    for secret in (TOKEN, ADMIN_TOKEN):
+        assert not [text for text in texts if secret in text]
+    # And the doctor strikes both out of whatever it packs.
+    assert {TOKEN, ADMIN_TOKEN} <= set(known_secrets(settings, ""))
+
+
+def test_a_token_that_cannot_be_read_is_named_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(b"\xff\xfe planted")
+    with pytest.raises(Exception, match=r"admin_token_file .* is not text") as caught:
+        Token(path, "admin_token_file")
+    assert "planted" not in str(caught.value)
