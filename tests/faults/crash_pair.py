@@ -8,14 +8,13 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
-from crash_cases import Case
 from fleet import owned_by
 from judge import Asked, Body, Call, History, Note
 from world import World, error_of, unique, until
@@ -27,7 +26,8 @@ PARTITIONS = 2
 SESSION_S = 2.0
 CALL_S = 1.0
 """So long a client waits for an answer, then it asks again."""
-GIVE_UP_S = 60.0
+HEAL_S = GIVE_UP_S = 120.0
+"""How long a pair may take to be whole again, or a call to be answered, on a busy machine."""
 _PAUSE_S = 0.15
 FINAL = ("promoted", "rolled_back", "parked")
 
@@ -63,17 +63,19 @@ class Answers:
         self.said: dict[str, str] = {}
         self.url = ""
 
-    async def start(self) -> web.AppRunner:
+    async def start(self) -> None:
         """Listen."""
         app = web.Application()
         app.router.add_post("/check", self._check)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}/check"
-        return runner
+
+    async def close(self) -> None:
+        """Listen no more."""
+        await self._runner.cleanup()
 
     async def _check(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -118,17 +120,17 @@ class Pair:
 
     async def start(self) -> None:
         """Start both and register the group."""
+        await self.answers.start()
         for proxy in self.proxies:
             await proxy.launch()
         await self.whole()
         first = self.proxies[0]
         self.topics = [await first.topic(2), await first.topic(1)]
-        self._runner = await self.answers.start()
         await first.call("PUT", "/v1/groups/shop", {"check_url": self.answers.url})
 
     async def close(self) -> None:
         """End both; their terminals must be clean."""
-        await self._runner.cleanup()
+        await self.answers.close()
         for proxy in self.proxies:
             await proxy.close()
 
@@ -140,7 +142,7 @@ class Pair:
             found = [await proxy.owned() for proxy in self.proxies]
             return all(ready) and [len(each) for each in found] == [1, 1]
 
-        await until(owned)
+        await until(owned, HEAL_S)
 
     def note(self, what: str, who: str = "") -> None:
         """Write down what happened."""
@@ -168,10 +170,17 @@ class Pair:
                 return lines if len(lines) >= count else []
             return []
 
-        lines = await until(done)
+        lines = await until(done, HEAL_S)
         step = json.loads(lines[-1])
         self.note(step["action"], f"{step['point']} {step['pid']}")
         return next(proxy for proxy in self.proxies if proxy.pid == step["pid"])
+
+    def mend(self) -> None:
+        """Disarm, and wake whoever sleeps."""
+        self.armed.unlink(missing_ok=True)
+        for proxy in self.proxies:
+            with contextlib.suppress(AssertionError, ProcessLookupError):
+                proxy.resume()
 
     def other(self, proxy: FailingProxy) -> FailingProxy:
         """Return the other one of the two."""
@@ -183,7 +192,7 @@ class Pair:
         async def all_of_it() -> bool:
             return len(await by.owned()) == PARTITIONS
 
-        await until(all_of_it)
+        await until(all_of_it, HEAL_S)
 
 
 class Client:
@@ -286,6 +295,3 @@ def _recorded(history: History, what: str, token: str, id: str) -> Iterator[Call
         call.result = "ok"
     finally:
         call.ended = time.time()
-
-
-Trigger = Callable[[Pair, Case], Awaitable[None]]

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import aiohttp
 import judge
 from crash_cases import RESTARTED, Case, all_cases, chosen_cases
-from crash_pair import CALL_S, FINAL, Client, FailingProxy, Pair
+from crash_pair import CALL_S, FINAL, HEAL_S, Client, FailingProxy, Pair
 from evidence import listed
 from readers import Along
 from topic_reader import read_all
@@ -141,7 +141,7 @@ async def _some(condition: object) -> None:
         assert callable(condition)
         return bool(condition())
 
-    await until(there)
+    await until(there, HEAL_S)
 
 
 # --- many -------------------------------------------------------------------------------------
@@ -164,21 +164,21 @@ class Result:
 async def run_pair(
     bootstrap: str, cases: asyncio.Queue[Case], folder: Path, *, loud: bool = False
 ) -> Result:
-    """Run cases on a pair of their own until there are none, and judge them together."""
+    """Run cases on a pair of their own until there are none or one fails; judge them together."""
     result = Result()
     pair = Pair(bootstrap, folder)
     try:
         await pair.start()
         along = Along(bootstrap, pair.topics)
-        while not cases.empty():
+        while not cases.empty() and not result.failed:
             case = cases.get_nowait()
             began = time.monotonic()
             try:
                 await Crash(pair, case).run()
-            except BaseException as error:
+            except Exception as error:
                 said = [line for proxy in pair.proxies for line in proxy.stderr[-15:]]
                 result.failed.append("\n".join([f"{case.name}: {error!r}", *said]))
-                raise
+                pair.mend()
             result.took[case.name] = time.monotonic() - began
             if loud:
                 print(f"{result.took[case.name]:6.1f} s  {case.name}", file=sys.stderr, flush=True)
@@ -191,16 +191,17 @@ async def run_pair(
 
 
 async def _judge(pair: Pair, along: Along, folder: Path, result: Result) -> None:
-    lists = [await listed(proxy) for proxy in pair.proxies]
+    """Judge all cases of a pair; where one failed, what is not settled is no violation."""
     seen = await asyncio.to_thread(along.end)
     read = await asyncio.to_thread(read_all, pair.bootstrap, pair.prefix, pair.topics)
     read.along = seen
-    case = judge.Case(pair.history, read, pair.rows, lists[0])
-    judge.save(case, folder / pair.prefix)
-    looking = judge.Judge(case.history, read, case.rows, case.states)
-    found = looking.judge()
+    options = {"settled": not result.failed}
+    lists = [] if result.failed else [await listed(proxy) for proxy in pair.proxies]
+    states = lists[0] if lists else {}
+    judge.save(judge.Case(pair.history, read, pair.rows, states, options), folder / pair.prefix)
+    looking = judge.Judge(pair.history, read, pair.rows, states, **options)
     result.transactions = len(looking.log)
-    result.failed += [str(violation) for violation in found]
+    result.failed += [str(violation) for violation in looking.judge()]
     for each in lists:
         if each != looking.unsettled():
             result.failed.append(f"{pair.prefix}: a proxy lists {each}, not {looking.unsettled()}")
@@ -213,10 +214,14 @@ async def run_cases(
     queue: asyncio.Queue[Case] = asyncio.Queue()
     for case in cases:
         queue.put_nowait(case)
-    some = min(pairs, len(cases))
-    return list(
-        await asyncio.gather(*[run_pair(bootstrap, queue, folder, loud=loud) for _ in range(some)])
-    )
+    results: list[Result] = []
+
+    async def lane() -> None:
+        while not queue.empty():
+            results.append(await run_pair(bootstrap, queue, folder, loud=loud))
+
+    await asyncio.gather(*[lane() for _ in range(min(pairs, len(cases)))])
+    return results
 
 
 def main() -> int:
