@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,9 @@ def issuer(tmp_path_factory: pytest.TempPathFactory) -> Issuer:
 
 
 @pytest.fixture(scope="session")
-async def _listening(authority: Authority, issuer: Issuer) -> AsyncIterator[TokenEndpoint]:
+def _listening(authority: Authority, issuer: Issuer) -> Iterator[TokenEndpoint]:
     pair = authority.certificate("of-endpoint", "IP:127.0.0.1")
-    async with TokenEndpoint(issuer).serve(*pair) as listening:
+    with TokenEndpoint(issuer).served(*pair) as listening:
         yield listening
 
 

@@ -130,7 +130,7 @@ def ways() -> Iterator[Any]:
         yield pytest.param(way, marks=marks)
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", list(ways()))
 async def test_a_transaction_goes_through_and_nothing_secret_is_said(
     secure_kafka: SecureKafka, endpoint: TokenEndpoint, tmp_path: Path, way: str
 ) -> None:

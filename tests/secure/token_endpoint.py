@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -13,6 +15,8 @@ from urllib.parse import unquote
 from aiohttp import web
 from issuer import Issuer
 from secure_world import CLIENT_ID, CLIENT_SECRET, USER
+
+START_TIMEOUT_S = 30.0
 
 
 class TokenEndpoint:
@@ -31,9 +35,29 @@ class TokenEndpoint:
         self.life_s = 3600.0
         self.answer: tuple[int, str] | None = None
 
+    @contextmanager
+    def served(self, cert: Path, key: Path) -> Iterator[TokenEndpoint]:
+        """Listen until the block is left, also while the test waits for a process."""
+        listening, loop = threading.Event(), asyncio.new_event_loop()
+        over = asyncio.Event()
+
+        async def main() -> None:
+            async with self._serve(cert, key):
+                listening.set()
+                await over.wait()
+
+        thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
+        thread.start()
+        try:
+            assert listening.wait(START_TIMEOUT_S)
+            yield self
+        finally:
+            loop.call_soon_threadsafe(over.set)
+            thread.join()
+            loop.close()
+
     @asynccontextmanager
-    async def serve(self, cert: Path, key: Path) -> AsyncIterator[TokenEndpoint]:
-        """Listen until the block is left."""
+    async def _serve(self, cert: Path, key: Path) -> AsyncIterator[None]:
         app = web.Application()
         app.router.add_post("/token", self._token)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -43,7 +67,7 @@ class TokenEndpoint:
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
         self.url = f"https://127.0.0.1:{runner.addresses[0][1]}/token"
         try:
-            yield self
+            yield
         finally:
             await runner.cleanup()
 
