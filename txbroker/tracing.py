@@ -5,6 +5,7 @@ attributes follow OpenTelemetry's conventions for messaging, as far as these hav
 """
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -33,6 +34,10 @@ except ImportError:  # the extra `tracing` is not installed
 else:
     _INSTALLED = True
 
+LOOK_S = 1.0
+"""How often to look for a provider while there is none: asking OpenTelemetry takes a microsecond,
+and there are several steps in each transaction."""
+
 Attributes: TypeAlias = Mapping[str, "str | int | bool"]
 
 SYSTEM = "messaging.system"
@@ -51,20 +56,24 @@ OUTCOME = "txbroker.check.outcome"
 
 _log = logging.getLogger("txbroker.tracing")
 _OFF: AbstractContextManager[None] = nullcontext()
-_known: tuple[object, "Tracer | None"] = (None, None)
+_found: "Tracer | None" = None
+_looked_s = -LOOK_S
 
 
 def _tracer() -> "Tracer | None":
     """Return the tracer of the process's provider, None while there is none."""
-    global _known
-    if not _INSTALLED:
-        return None
+    if _found is None and _INSTALLED and time.monotonic() - _looked_s >= LOOK_S:
+        look_again()
+    return _found
+
+
+def look_again() -> None:
+    """See at once whether a tracer provider is set: by itself this is seen within a second."""
+    global _found, _looked_s
     provider = _trace.get_tracer_provider()
-    if provider is not _known[0]:
-        unset = isinstance(provider, _trace.ProxyTracerProvider | _trace.NoOpTracerProvider)
-        tracer = None if unset else provider.get_tracer("txbroker", txbroker.__version__)
-        _known = provider, tracer
-    return _known[1]
+    unset = isinstance(provider, _trace.ProxyTracerProvider | _trace.NoOpTracerProvider)
+    _found = None if unset else provider.get_tracer("txbroker", txbroker.__version__)
+    _looked_s = time.monotonic()
 
 
 def is_on() -> bool:

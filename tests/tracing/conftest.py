@@ -1,13 +1,15 @@
 """Spans that end in memory instead of a collector."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import opentelemetry.trace
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from txbroker import tracing
 
 WAIT_S = 20.0
 
@@ -38,12 +40,30 @@ class Spans:
         return found[0]
 
 
+SetProvider = Callable[[TracerProvider], None]
+
+
 @pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spans]:
-    """Tracing is on for one test: OpenTelemetry lets a process set its provider only once."""
+def set_provider() -> Iterator[SetProvider]:
+    """Set a provider for one test: OpenTelemetry itself lets a process set one only once."""
+    patch = pytest.MonkeyPatch()
+
+    def set_one(provider: TracerProvider) -> None:
+        patch.setattr(opentelemetry.trace, "_TRACER_PROVIDER", provider)
+
+    yield set_one
+    patch.undo()
+    tracing.look_again()
+    assert not tracing.is_on()
+
+
+@pytest.fixture
+def spans(set_provider: SetProvider) -> Iterator[Spans]:
+    """Tracing is on for one test."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(opentelemetry.trace, "_TRACER_PROVIDER", provider)
+    set_provider(provider)
+    tracing.look_again()
     yield Spans(exporter, provider)
     provider.shutdown()

@@ -8,11 +8,11 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import opentelemetry.trace
 import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 
+from tests.tracing.conftest import SetProvider, Spans
 from txbroker import tracing
 from txbroker.core.records import Message
 from txbroker.core.trace_context import TraceContext
@@ -105,13 +105,14 @@ class FailingAtTheEnd(Failing):
 async def test_a_provider_that_fails_harms_nothing_else(
     processor: SpanProcessor,
     broker: InMemoryBroker,
-    monkeypatch: pytest.MonkeyPatch,
+    set_provider: SetProvider,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tracing._complain.cache_clear()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(processor)
-    monkeypatch.setattr(opentelemetry.trace, "_TRACER_PROVIDER", provider)
+    set_provider(provider)
+    tracing.look_again()
     own = Message("payments", headers=(("traceparent", PARENT.encode()),))
     async with TransactionalProducer(
         broker.url, group="g", check=lambda _: Decision.COMMIT
@@ -125,12 +126,21 @@ async def test_a_provider_that_fails_harms_nothing_else(
     assert caplog.text.count("the tracer provider fails with RuntimeError") == 1
 
 
-def test_a_trace_is_not_begun_below_one_that_nobody_records(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(opentelemetry.trace, "_TRACER_PROVIDER", TracerProvider())
+def test_a_trace_is_not_begun_below_one_that_nobody_records(spans: Spans) -> None:
     unrecorded = TraceContext(PARENT[:-1] + "0")
     with tracing.continued("prepare", [Message("a")], {}, parent=unrecorded) as step:
         assert step is None
     with tracing.continued("prepare", [Message("a")], {}, parent=None) as step:
         assert step is None
+    with tracing.continued("prepare", [Message("a")], {}, parent=TraceContext(PARENT)) as step:
+        assert step is not None
+
+
+def test_a_provider_that_is_set_later_is_seen(
+    set_provider: SetProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracing.look_again()
+    assert not tracing.is_on()
+    set_provider(TracerProvider(shutdown_on_exit=False))
+    monkeypatch.setattr(tracing, "LOOK_S", 0.0)
+    assert tracing.is_on()
