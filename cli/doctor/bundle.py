@@ -75,7 +75,7 @@ def known_secrets(settings: Settings, token: str) -> list[str]:
                 found.append(read_secret(name, value))
             except TxbrokerError:
                 continue  # what cannot be read cannot get into the file either
-        elif _SECRET_NAME.search(name) and not isinstance(value, bool):
+        elif _is_secret(name, value):
             found.append(_plain(value))
     return [secret for secret in found if secret]
 
@@ -85,12 +85,18 @@ def settings_shown(settings: Settings) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for name in type(settings).model_fields:
         value = getattr(settings, name)
-        secret = bool(_SECRET_NAME.search(name)) and not isinstance(value, bool | Path)
-        if secret and value:
+        if _is_secret(name, value) and value:
             shown[name] = STRUCK_OUT
         else:
             shown[name] = value if isinstance(value, bool | int | float | None) else str(value)
     return shown
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    """Say whether a setting's value is a secret by itself; where a token is fetched is none."""
+    if isinstance(value, bool | Path) or name.endswith("_url"):
+        return False
+    return _SECRET_NAME.search(name) is not None
 
 
 class Redactor:
