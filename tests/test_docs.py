@@ -235,6 +235,25 @@ def test_every_cause_of_a_refusal_or_a_delay_has_an_advice() -> None:
 # --- pages -----------------------------------------------------------------------------------
 
 
+def links(page: Path) -> set[Path]:
+    """Return the pages of the docs that a page links to."""
+    targets = re.findall(r"\[[^\]]*\]\(([^)\s#]+)", page.read_text())
+    return {(page.parent / one).resolve() for one in targets if not re.match(r"[a-z]+:", one)}
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    seen: set[Path] = set()
+    ahead = {DOCS / "README.md"}
+    while ahead:
+        page = ahead.pop()
+        seen.add(page)
+        further = {one for one in links(page) if one.suffix == ".md" and one.exists()}
+        ahead |= {one for one in further if one.is_relative_to(DOCS)} - seen
+    assert {name_of(page) for page in committed("docs/*.md")} - {
+        name_of(page) for page in seen
+    } == set()
+
+
 def test_the_sections_that_links_name_are_there() -> None:
     broken = []
     for page in PAGES:
