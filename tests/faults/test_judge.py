@@ -118,6 +118,15 @@ def ask_too_often(run: Run) -> None:
     run.keep(9, "parked")
 
 
+def give_back_what_was_asked(run: Run) -> None:
+    """An answer that never came is taken for nobody reached."""
+    run.prepare(9, at_ms=16_000)
+    for number in range(1, 5):
+        run.check(9, 15_000 + number * 2000, number)
+        run.mark(9, "returned", 15_100 + number * 2000, round=1, number=number)
+    run.decide(9, "rollback", 30_000)
+
+
 def ask_twice_for_one_attempt(run: Run) -> None:
     run.history.asked.append(Asked(make_id(6), at(1090), "unknown", 1))
 
@@ -244,6 +253,7 @@ CRIMES: dict[str, tuple[Crime, str, int | None]] = {
     "decided before anybody said so": (decide_before_the_answer, "I7", 6),
     "parked and not kept": (unkeep_the_parked, "I7", 3),
     "one attempt too many": (ask_too_often, "I8", 9),
+    "what was asked is given back": (give_back_what_was_asked, "I8", 9),
     "asked twice for one attempt": (ask_twice_for_one_attempt, "I8", 6),
     "parked with an attempt left": (park_too_early, "I8", 9),
     "asked before its time": (ask_too_early, "I9", 9),

@@ -32,10 +32,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A check that the log accepts: its append time, and how many count with it."""
+    """A check that the log accepts: its append time, how many count with it, and its round."""
 
     at_ms: int
     count: int
+    round: int
 
 
 @dataclass
@@ -327,6 +328,6 @@ def _check(tx: Tx, marker: dict[str, Any], clock: int) -> bool:
         return False
     tx.number += 1
     tx.counted.append(clock)
-    tx.accepted.append(Attempt(clock, len(tx.counted)))
+    tx.accepted.append(Attempt(clock, len(tx.counted), tx.round))
     tx.last_check_ms, tx.last_counts, tx.not_before_ms = clock, True, 0
     return True

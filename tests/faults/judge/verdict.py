@@ -312,11 +312,16 @@ class Judge:
 
     def _attempts(self, tx: Tx) -> None:
         free = list(tx.accepted)
+        asked: Counter[int] = Counter()
         for each in sorted(self.asked.get(tx.id, ()), key=lambda each: each.at):
             by_then = each.at * 1000 + self.clock_apart_ms
             mine = [a for a in free if a.at_ms <= by_then and each.attempt in (0, a.count)]
             if mine:
                 free.remove(mine[0])
+                asked[mine[0].round] += each.answer != "not yet"
+                if asked[mine[0].round] > tx.attempts_max:
+                    self._violated("I8", tx.id, f"asked {tx.attempts_max + 1} times in one round")
+                    return
                 continue
             refused = any(at_ms <= by_then for at_ms in tx.early)
             self._violated(
