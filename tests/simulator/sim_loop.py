@@ -29,6 +29,37 @@ class Life(Enum):
     """As after SIGKILL: nothing of it runs any more, not even what cleans up."""
 
 
+class Handle:
+    """A callback that waits for its turn or its time: asyncio's own costs twice as much."""
+
+    __slots__ = ("_when", "args", "callback", "cancelled_", "context")
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        context: contextvars.Context,
+        when: float,
+    ) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.cancelled_ = False
+        self._when = when
+
+    def cancel(self) -> None:
+        """Let it not happen."""
+        self.cancelled_ = True
+
+    def cancelled(self) -> bool:
+        """Whether it will not happen."""
+        return self.cancelled_
+
+    def when(self) -> float:
+        """Return its time."""
+        return self._when
+
+
 class Process:
     """A simulated process: a proxy, the clients, the brokers.
 
@@ -47,7 +78,7 @@ class Process:
         self.fuse = -1
         """After so many more steps `at_fuse` is called, in the middle of whatever goes on."""
         self.at_fuse: Callable[[], None] = _nothing
-        self.backlog: deque[asyncio.Handle] = deque()
+        self.backlog: deque[Handle] = deque()
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
 
@@ -86,8 +117,8 @@ class SimLoop(asyncio.BaseEventLoop):
     def __init__(self, steps_max: int = 2_000_000) -> None:
         super().__init__()
         self._now_s = 0.0
-        self._queue: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._queue: deque[Handle] = deque()
+        self._timers: list[tuple[float, int, Handle]] = []
         self._numbers = itertools.count()
         self._steps_max = steps_max
         self._over = False
@@ -118,9 +149,9 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Any = None
-    ) -> asyncio.Handle:
+    ) -> Handle:
         """Run a callback as soon as its turn comes."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = Handle(callback, args, context or contextvars.copy_context(), self._now_s)
         if not self._over:
             self._queue.append(handle)
         return handle
@@ -129,21 +160,18 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
+    ) -> Handle:
         """Run a callback so many virtual seconds later."""
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
+    ) -> Handle:
         """Run a callback at a virtual time."""
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = Handle(callback, args, context or contextvars.copy_context(), when)
         if not self._over:
-            heapq.heappush(self._timers, (when, next(self._numbers), timer))
-        return timer
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is dropped when its time comes."""
+            heapq.heappush(self._timers, (when, next(self._numbers), handle))
+        return handle
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, function: Callable[..., Any], *args: Any
@@ -176,9 +204,9 @@ class SimLoop(asyncio.BaseEventLoop):
         if not self._queue:
             self._move_on()
         handle = self._queue.popleft()
-        if handle._cancelled:
+        if handle.cancelled_:
             return
-        process = handle._context[PROCESS]
+        process = handle.context[PROCESS]
         if process.life is not Life.RUNS:
             if process.life is Life.PAUSED:
                 process.backlog.append(handle)
@@ -194,19 +222,22 @@ class SimLoop(asyncio.BaseEventLoop):
                 return
         if self.steps > self._steps_max:
             raise Stuck(f"{self.steps} steps and no end")
-        handle._run()
+        try:
+            handle.context.run(handle.callback, *handle.args)
+        except Exception as error:
+            self.troubles.append(f"{handle.callback}: {error!r}")
 
     def _move_on(self) -> None:
         """Let time pass until something is to be done."""
         timers = self._timers
-        while timers and timers[0][2]._cancelled:
+        while timers and timers[0][2].cancelled_:
             heapq.heappop(timers)
         if not timers:
             raise Stuck("nobody waits for anything that could still happen")
         self._now_s = max(self._now_s, timers[0][0])
         while timers and timers[0][0] <= self._now_s:
             handle = heapq.heappop(timers)[2]
-            if not handle._cancelled:
+            if not handle.cancelled_:
                 self._queue.append(handle)
 
     def resume(self, process: Process) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 from aiokafka.errors import KafkaConnectionError, RequestTimedOutError
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.offset import OffsetRequest
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import EndTxnRequest
 from msgspec import Struct
 from sim_kafka import FIRST_PORT, Cluster
-from sim_loop import PROCESS, Life, Process, SimLoop
+from sim_loop import PROCESS, Handle, Life, Process, SimLoop
 
 
 class Weather(Struct):
@@ -46,6 +48,7 @@ class Network:
         self.weather = Weather()
         self.cuts: set[tuple[str, int]] = set()
         self.down: set[int] = set()
+        self.ghosts: dict[str, tuple[Connection, Any]] = {}
         self.note: Callable[[str], None] = lambda _: None
 
     def delay_s(self, process: Process) -> float:
@@ -90,7 +93,7 @@ class Connection:
         self._timeout_s = timeout_s
         self._up = True
         self._free_s = 0.0
-        self._waiting: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}
+        self._waiting: dict[asyncio.Future[Any], Handle] = {}
 
     def connected(self) -> bool:
         """Whether it is up, as far as this side knows."""
@@ -116,9 +119,7 @@ class Connection:
             self._network.note(f"{process.name}: {_word(request)} lost")
             return future
         if fate < weather.lost + weather.late:
-            self._network.note(f"{process.name}: {_word(request)} late")
-            later_s = random.random() * weather.late_s
-            self._loop.call_later(later_s, self._arrive, request, None, True, context=brokers)
+            self._delay(request)
             self._loop.call_later(random.random() * 0.01, self._break)
             return future
         answered = fate >= weather.lost + weather.late + weather.unanswered
@@ -126,6 +127,27 @@ class Connection:
         self._free_s = at_s
         self._loop.call_at(at_s, self._arrive, request, future, answered, context=brokers)
         return future
+
+    def _delay(self, request: Any) -> None:
+        """Let a request arrive long after its sender has given it up."""
+        network, random = self._network, self._process.random
+        network.note(f"{self._process.name}: {_word(request)} late")
+        if isinstance(request, EndTxnRequest) and random.random() < 0.7:
+            # It does most harm in the middle of what the same producer writes next.
+            network.ghosts[request._transactional_id] = (self, request)
+            return
+        later_s = random.random() * network.weather.late_s
+        brokers = network.cluster.process.context
+        self._loop.call_later(later_s, self._arrive, request, None, True, context=brokers)
+
+    def _wake_ghost(self, request: Any) -> None:
+        """Let an EndTxn that was held back arrive about when its producer writes again."""
+        network, random = self._network, self._process.random
+        ghost = network.ghosts.pop(request._transactional_id, None)
+        if ghost is not None:
+            network.note(f"the late EndTxn of {request._transactional_id} arrives")
+            connection, late = ghost
+            self._loop.call_later(random.random() * 0.002, connection._arrive, late, None, True)
 
     def _arrive(self, request: Any, future: asyncio.Future[Any] | None, answered: bool) -> None:
         """A request is at the broker."""
@@ -137,6 +159,8 @@ class Connection:
             return
         if not isinstance(request, FetchRequest | OffsetRequest):
             network.note(f"{process.name}: {_word(request)} is at broker {self._node}")
+        if network.ghosts and isinstance(request, ProduceRequest):
+            self._wake_ghost(request)
         answer = network.cluster.answer(self._node, request)
         if isinstance(answer, float):
             context = network.cluster.process.context

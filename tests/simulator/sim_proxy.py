@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,13 @@ class SimDoor(Door):
         await self._client.close()
 
 
+@cache
+def _settings(name: str, given: tuple[tuple[str, Any], ...]) -> Settings:
+    """Return a proxy's settings; making them takes longer than some runs."""
+    url = f"http://{name}"
+    return Settings(instance=name, advertise=url, data_dir=Path("unused"), **dict(given))
+
+
 class _Unheard:
     """Events and metrics that nobody reads."""
 
@@ -161,9 +169,7 @@ class SimProxy:
         self._group = group
         self._partitions = partitions
         self._finder = finder
-        self._settings = Settings(
-            instance=name, advertise=f"http://{name}", data_dir=Path("unused"), **settings
-        )
+        self._settings = _settings(name, tuple(settings.items()))
 
     @property
     def up(self) -> bool:

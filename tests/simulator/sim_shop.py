@@ -24,6 +24,7 @@ from txbroker.proxy.broker import Broker
 CALL_S = 5.0
 GIVE_UP_S = 25.0
 PAUSE_S = 0.4
+LONG_S = 60.0
 TOPICS = ("t", "u")
 
 Work = Callable[[Broker], Awaitable[Any]]
@@ -139,10 +140,11 @@ class Shop:
         id: str,
         work: Work,
         messages: tuple[Body, ...] | None = None,
+        give_up_s: float = GIVE_UP_S,
     ) -> Call:
         """Call until somebody answers for good, whoever the owner is."""
         random = self.process.random
-        until_s = self.loop.time() + GIVE_UP_S
+        until_s = self.loop.time() + give_up_s
         number = random.randrange(len(self.proxies))
         while True:
             proxy = self.proxies[number % len(self.proxies)]
@@ -289,19 +291,19 @@ class Lane:
         partitions: how many half partitions there are.
     """
 
-    def __init__(self, shop: Shop, name: str, partitions: int, transactions: int) -> None:
+    def __init__(self, shop: Shop, name: str, partitions: int, dedup_window_s: float) -> None:
         self._shop = shop
         self._name = name
         self._partitions = partitions
-        self._transactions = transactions
+        self._window_s = dedup_window_s
         self._random = shop.process.random
         self._ahead_ms = 0
 
-    async def run(self, hurry: float) -> None:
-        """Do them all; such a share of them beside those that come next."""
+    async def run(self, transactions: int, hurry: float) -> None:
+        """Do so many; such a share of them beside those that come next."""
         await self._learn_time()
         async with asyncio.TaskGroup() as group:
-            for number in range(self._transactions):
+            for number in range(transactions):
                 task = group.create_task(self._one(f"{self._name}/{number}"))
                 if self._random.random() < hurry:
                     await asyncio.sleep(self._random.random() * 0.02)
@@ -343,8 +345,9 @@ class Lane:
     def _request(self, token: str, messages: tuple[Message, ...]) -> PrepareRequest:
         random = self._random
         order = f"order {self._name}" if random.random() < 0.5 else None
-        if order is not None and random.random() < 0.4:
+        if order is not None and self._window_s > LONG_S and random.random() < 0.4:
             # Without an order key the dedup key would stand for it, and order be lost on purpose.
+            # And beyond the window, to which a stopped proxy can hold a request, it counts anew.
             return PrepareRequest("g", messages, dedup_key=token, order_key=order)
         hashed = order_hash(order, messages[0].topic, messages[0].key)
         wanted = random.randrange(self._partitions) if hashed is None else hashed % self._partitions
@@ -373,7 +376,10 @@ class Lane:
         async def work(broker: Broker) -> Standing:
             return await broker.prepare(request)
 
-        call = await self._shop.insist("prepare", token, request.id or "", work)
+        give_up_s = min(GIVE_UP_S, self._window_s / 2)
+        call = await self._shop.insist(
+            "prepare", token, request.id or "", work, give_up_s=give_up_s
+        )
         if call.result == "ok" and self._random.random() < 0.25:
             repeat = self._repeat(token, request.id or "", work)
             self._shop.loop.create_task(repeat)

@@ -4,6 +4,7 @@ everything comes to rest, and what the topics hold is judged."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,9 @@ from txbroker.proxy.owner import Owner
 
 QUIET_S = 150.0
 """How long everything may take to come to rest once all is healed, virtual seconds."""
-ALONG_S = 0.1
+COLLECT_EVERY = 10
+"""So many runs may leave behind what they do."""
+ALONG_S = 0.4
 WORK_S = 40.0
 """Clients are waited for so long before all is healed, virtual seconds."""
 OWN = ("half", "op", "checkpoint", "parked")
@@ -48,6 +51,8 @@ class Shape(Struct, frozen=True):
     kinds: tuple[str, ...]
     faults: int
     snapshot_records_min: int
+    dedup_window_s: float
+    settled_max: int
 
 
 KINDS = (
@@ -84,6 +89,8 @@ def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
         kinds=tuple(kind for kind in kinds if kind not in without),
         faults=draw.randint(2, 7),
         snapshot_records_min=draw.choice([4, 15, 10_000]),
+        dedup_window_s=(window_s := draw.choice([12.0, 120.0])),
+        settled_max=3 if window_s == 12.0 else 10_000,
     )
 
 
@@ -133,7 +140,13 @@ class World:
         return int((START_S + self.loop.time()) * 1000) + self.skew_ms[node]
 
     def _proxy(self, name: str, seed: int) -> SimProxy:
-        settings = {**SETTINGS, "snapshot_records_min": self.shape.snapshot_records_min}
+        shape = self.shape
+        settings = {
+            **SETTINGS,
+            "snapshot_records_min": shape.snapshot_records_min,
+            "dedup_window_s": shape.dedup_window_s,
+            "settled_max": shape.settled_max,
+        }
         return SimProxy(
             name,
             str(seed),
@@ -161,8 +174,8 @@ class World:
             proxy.start()
         lanes = [
             self.loop.create_task(
-                Lane(self.shop, f"lane-{number}", shape.partitions, shape.transactions).run(
-                    shape.hurry
+                Lane(self.shop, f"lane-{number}", shape.partitions, shape.dedup_window_s).run(
+                    shape.transactions, shape.hurry
                 ),
                 context=self.shop.process.context,
             )
@@ -488,7 +501,13 @@ class World:
         }
         rows = [id for id, what in self.shop.rows.items() if what == "row"]
         judge = Judge(
-            self.shop.history, topics, rows, states, clock_apart_ms=float(_apart(self.skew_ms))
+            self.shop.history,
+            topics,
+            rows,
+            states,
+            clock_apart_ms=float(_apart(self.skew_ms)),
+            settle_max_s=QUIET_S,
+            dedup_window_ms=round(self.shape.dedup_window_s * 1000),
         )
         found: list[Violation] = judge.judge()
         return [str(each) for each in found] + list(self._more(judge))
@@ -544,4 +563,6 @@ def run_seed(
     report.faults = world.faults
     report.steps = world.loop.steps
     report.virtual_s = world.loop.time()
+    if seed % COLLECT_EVERY == 0:
+        gc.collect()
     return report
