@@ -15,8 +15,12 @@ from txbroker.config import Settings
 Json = dict[str, Any]
 
 MADE_HERE = frozenset(
-    {"listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure"}
-)
+    {
+        "listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure",
+        "admin_listen", "admin_token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file",
+        "peers_ca_file",
+    }
+)  # fmt: skip
 """Settings that templates make from other values; so are all that begin with `kafka`."""
 
 TEXT: Json = {"type": "string"}
@@ -139,6 +143,7 @@ def proxies() -> dict[str, Json]:
             enabled=TRUTH,
             clients=LIST_OF_OBJECTS,
             prometheus=LIST_OF_OBJECTS,
+            operators=LIST_OF_OBJECTS,
             egress=LIST_OF_OBJECTS,
         ),
         "nameOverride": NAME_OR_NONE,
@@ -150,7 +155,11 @@ def watching() -> dict[str, Json]:
     """Return the schemas of the values that are about metrics, alerts and the dashboard."""
     return {
         "serviceMonitor": closed(
-            enabled=TRUTH, labels=TEXTS, interval=DURATION, scrapeTimeout=DURATION
+            enabled=TRUTH,
+            labels=TEXTS,
+            interval=DURATION,
+            scrapeTimeout=DURATION,
+            clientSecret=NAME_OR_NONE,
         ),
         "prometheusRule": closed(
             enabled=TRUTH, labels=TEXTS, runbooksUrl={"type": "string", "pattern": "/$"}
@@ -189,6 +198,17 @@ def schema() -> Json:
         kafka=kafka(),
         token=closed(existingSecret=NAME_OR_NONE, key=KEY),
         insecure=TRUTH,
+        tls=closed(
+            existingSecret=NAME_OR_NONE,
+            certKey=KEY,
+            keyKey=KEY,
+            caKey=KEY_OR_NONE,
+            clients=closed(caSecret=NAME_OR_NONE, caKey=KEY),
+        ),
+        admin=closed(
+            port={"anyOf": [{"const": 0}, count(1024, 65535)]},
+            token=closed(existingSecret=NAME_OR_NONE, key=KEY),
+        ),
         allowedHosts={"type": "array", "items": NAME},
         settings=settings(),
         **proxies(),

@@ -110,7 +110,7 @@ def settings_of(pod: Pod, objects: list[Object], root: Path) -> Settings:
     mounted(pod, objects, root)
     _, context = called(pod)
     given = {
-        name: value
+        name: value.replace(FOLDER, f"{root}{FOLDER}") if isinstance(value, str) else value
         for name, value in context.params.items()
         if name in Settings.model_fields and value not in (None, ())
     }

@@ -102,11 +102,34 @@ RENEWED: Values = {
     "tls": {},
 }
 PROJECTED: Values = {**TOKENS, "oauth": {"audience": "kafka", "expirationSeconds": 7200}}
+TLS: Values = {
+    "tls": {"existingSecret": "txbroker-tls"},
+    "serviceMonitor": {"enabled": True},
+}
+SECURED: Values = {
+    "tls": {
+        "existingSecret": "txbroker-tls",
+        "caKey": "ca.crt",
+        "clients": {"caSecret": "callers-ca", "caKey": "ca.pem"},
+    },
+    "admin": {"port": 8471, "token": {"existingSecret": "operators-token", "key": "bearer"}},
+    "service": {"type": "LoadBalancer"},
+    "networkPolicy": {
+        "enabled": True,
+        "clients": [{"namespaceSelector": {"matchLabels": {"kind": "shop"}}}],
+        "operators": [{"namespaceSelector": {"matchLabels": {"kind": "operators"}}}],
+        "prometheus": [{"namespaceSelector": {"matchLabels": {"kind": "monitoring"}}}],
+        "egress": [{"ports": [{"port": 9093, "protocol": "TCP"}]}],
+    },
+    "serviceMonitor": {"enabled": True, "clientSecret": "prometheus-tls"},
+}
 SETS: dict[str, Values] = {
     "defaults": {},
     "everything": EVERYTHING,
     "spare": SPARE,
     "password": PASSWORD_ONLY,
+    "tls": TLS,
+    "secured": SECURED,
     "fetched tokens": {"kafka": FETCHED, "audit": {"enabled": True}},
     "renewed token": {"kafka": RENEWED},
     "projected token": {"kafka": PROJECTED, "audit": {"enabled": True}},

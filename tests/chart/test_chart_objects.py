@@ -38,6 +38,8 @@ CHART = ROOT / "charts/txbroker"
 OPERATORS = {"ServiceMonitor", "PrometheusRule"}
 """Kinds of the Prometheus Operator, of which Kubernetes has no schema."""
 HANDING_OVER_S = 15
+FILES = {"TXBROKER_CA_FILE", "TXBROKER_CLIENT_CERT_FILE", "TXBROKER_CLIENT_KEY_FILE"}
+"""Variables of the commands that call a proxy."""
 OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
 
 Render = Callable[..., list[Object]]
@@ -174,7 +176,7 @@ def test_every_option_and_variable_is_txbrokers(render: Render, name: str) -> No
         command, context = called(pod)
         assert command in ("proxy", "topics apply", "audit run")
         context.close()
-        of_commands = {CONFIG_VARIABLE, REPOSITORY_SETTING, "TXBROKER_URL"}
+        of_commands = {CONFIG_VARIABLE, REPOSITORY_SETTING, "TXBROKER_URL", *FILES}
         known = {ENV_PREFIX + field.upper() for field in Settings.model_fields} | of_commands
         others = {"POD_NAME", "XDG_CACHE_HOME"}
         assert set(environment(pod)) - known <= others
@@ -219,9 +221,11 @@ def test_a_proxy_advertises_its_own_name_and_answers_to_it(
     settings = settings_of(pod, objects, tmp_path)
     own = f"{POD}.{peers['metadata']['name']}.pay.svc.cluster.local"
     assert settings.instance == POD
-    assert settings.advertise_url == f"http://{own}:8470"
+    scheme = "https" if "tls" in SETS[name] else "http"
+    assert settings.advertise_url == f"{scheme}://{own}:8470"
     assert settings.listen_address.port == 8470
-    guard = Guard(settings)
+    # No handshake comes with these requests, so no certificate.
+    guard = Guard(settings.model_copy(update={"tls_client_ca_file": None}))
     short = f"{POD}.{peers['metadata']['name']}"
     plain = service["metadata"]["name"]
     for host in (own, short, plain, f"{plain}.pay", f"{plain}.pay.svc", "10.1.2.3", "localhost"):
@@ -239,8 +243,11 @@ def test_commands_in_the_pod_find_the_proxy(render: Render, name: str, tmp_path:
     pod = pod_of(objects, "StatefulSet")
     # A socket on [::] takes no calls for 127.0.0.1.
     loopback = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-    address = settings_of(pod, objects, tmp_path).listen_address
+    settings = settings_of(pod, objects, tmp_path)
+    address = settings.admin_address or settings.listen_address
     wanted = f"http://{loopback[address.host]}:{address.port}"
+    if settings.secure:  # the certificate is for names
+        wanted = f"{settings.advertise.rpartition(':')[0]}:{address.port}"
     assert environment(pod)["TXBROKER_URL"] == wanted
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_values import EVERYTHING, FETCHED, LOGIN, SETS, TOKENS
+from chart_values import EVERYTHING, FETCHED, LOGIN, SECURED, SETS, TOKENS
 from command_lines import parsed
 
 from txbroker.config import SECRET_SETTINGS, Settings
@@ -25,6 +25,8 @@ SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 MADE_BY_TEMPLATES = {
     "listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure",
+    "admin_listen", "admin_token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file",
+    "peers_ca_file",
 }  # fmt: skip
 
 Object = dict[str, Any]
@@ -150,7 +152,25 @@ REFUSED: dict[str, tuple[Object, str]] = {
     ),
     "nobody asked": (
         {"token": {"existingSecret": ""}},
-        "set token.existingSecret, or insecure if the network is closed",
+        "set token.existingSecret or tls.clients.caSecret, or insecure if the network is closed",
+    ),
+    "callers' certificates without TLS": (
+        {"tls": {"clients": {"caSecret": "ca"}}},
+        "tls.clients.caSecret needs tls.existingSecret",
+    ),
+    "Prometheus without a certificate": (
+        {**SECURED, "serviceMonitor": {"enabled": True}},
+        "set serviceMonitor.clientSecret",
+    ),
+    "operators' token without a port": (
+        {"admin": {"token": {"existingSecret": "a"}}},
+        "admin.token.existingSecret needs admin.port",
+    ),
+    "one port for both": ({"admin": {"port": 8470}}, "admin.port must be another one than port"),
+    "a port of root's": ({"admin": {"port": 443}}, "admin.port"),
+    "a setting of TLS": (
+        {"settings": {"tls_cert_file": "/tmp/a"}},
+        "settings: Additional property tls_cert_file is not allowed",
     ),
     "no password": ({"kafka": WITHOUT_SECRET}, "SASL_SSL needs kafka.sasl.existingSecret"),
     "no user": ({"kafka": NO_NAME}, "needs kafka.sasl.username or kafka.sasl.usernameKey"),
@@ -252,8 +272,12 @@ def test_the_notes_name_commands_that_are_there(notes: Callable[[str], str], nam
     text = notes(name)
     service = "half" if name == "spare" else "shop-txbroker"
     assert f"rollout status statefulset/{service}\n" in text
-    assert f"port-forward service/{service} 8470" in text
-    assert f"http://{service}-0.{service}-peers.pay.svc.cluster.local:8470" in text
+    admin = name == "secured"
+    console = f"{service}-admin 8471" if admin else f"{service} 8470"
+    assert f"port-forward service/{console}\n" in text
+    scheme = "https" if name in ("tls", "secured") else "http"
+    assert f"console at {scheme}://127.0.0.1:{8471 if admin else 8470}/" in text
+    assert f"{scheme}://{service}-0.{service}-peers.pay.svc.cluster.local:8470" in text
     calls = re.findall(r"exec (\S+) -- txbroker (.*)$", text, re.M)
     assert [call for _, call in calls] == ["doctor", "tx list --state parked"]
     for pod, call in calls:

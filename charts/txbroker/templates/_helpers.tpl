@@ -74,12 +74,51 @@ app.kubernetes.io/component: proxy
 {{- if hasSuffix "SSL" .Values.kafka.securityProtocol }}yes{{ end -}}
 {{- end -}}
 
+{{- define "txbroker.scheme" -}}
+{{- if .Values.tls.existingSecret }}https{{ else }}http{{ end -}}
+{{- end -}}
+
+{{/* The name of the port at which operators call, and its number. */}}
+{{- define "txbroker.adminName" -}}
+{{- if .Values.admin.port }}admin{{ else }}{{ include "txbroker.scheme" . }}{{ end -}}
+{{- end -}}
+
+{{- define "txbroker.adminPort" -}}
+{{- .Values.admin.port | default .Values.port | int -}}
+{{- end -}}
+
+{{/* Where everything outside of a Pod finds a proxy by its own name. */}}
+{{- define "txbroker.ownHost" -}}
+$(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}
+{{- end -}}
+
+{{/* The token that operators need, as a dict of existingSecret and key. */}}
+{{- define "txbroker.adminToken" -}}
+{{- if .Values.admin.token.existingSecret -}}
+{{- toJson .Values.admin.token -}}
+{{- else -}}
+{{- toJson .Values.token -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What the schema cannot say: values that contradict one another. */}}
 {{- define "txbroker.validate" -}}
 {{- $kafka := .Values.kafka -}}
 {{- $sasl := $kafka.sasl -}}
-{{- if and (not .Values.token.existingSecret) (not .Values.insecure) -}}
-{{- fail "every Pod of the cluster could decide transactions: set token.existingSecret, or insecure if the network is closed" -}}
+{{- if not (or .Values.token.existingSecret .Values.tls.clients.caSecret .Values.insecure) -}}
+{{- fail "every Pod of the cluster could decide transactions: set token.existingSecret or tls.clients.caSecret, or insecure if the network is closed" -}}
+{{- end -}}
+{{- if and .Values.tls.clients.caSecret (not .Values.tls.existingSecret) -}}
+{{- fail "tls.clients.caSecret needs tls.existingSecret" -}}
+{{- end -}}
+{{- if and .Values.tls.clients.caSecret .Values.serviceMonitor.enabled (not .Values.serviceMonitor.clientSecret) -}}
+{{- fail "with tls.clients.caSecret Prometheus needs a certificate: set serviceMonitor.clientSecret" -}}
+{{- end -}}
+{{- if and .Values.admin.token.existingSecret (not .Values.admin.port) -}}
+{{- fail "admin.token.existingSecret needs admin.port: at one address there is one token" -}}
+{{- end -}}
+{{- if eq (int .Values.admin.port) (int .Values.port) -}}
+{{- fail "admin.port must be another one than port" -}}
 {{- end -}}
 {{- $oauth := $kafka.oauth -}}
 {{- if include "txbroker.usesTokens" . -}}
@@ -185,7 +224,7 @@ insecure = true
 {{- $hosts := list -}}
 {{- $service := include "txbroker.fullname" . -}}
 {{- $peers := include "txbroker.peers" . -}}
-{{- range $name := list $service $peers (printf "$(POD_NAME).%s" $peers) -}}
+{{- range $name := list $service $peers (printf "$(POD_NAME).%s" $peers) (printf "%s-admin" $service) -}}
 {{- $inside := printf "%s.%s.svc" $name $.Release.Namespace -}}
 {{- $hosts = concat $hosts (list $name (trimSuffix ".svc" $inside) $inside (printf "%s.%s" $inside $.Values.clusterDomain)) -}}
 {{- end -}}
