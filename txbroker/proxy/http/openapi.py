@@ -54,7 +54,11 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
                     "type": "http",
                     "scheme": "bearer",
                     "description": "Where the proxy has a `token_file`.",
-                }
+                },
+                "certificate": {
+                    "type": "mutualTLS",
+                    "description": "Where the proxy has a `tls_client_ca_file`.",
+                },
             },
         },
     }
@@ -67,6 +71,11 @@ def _operation(operation: Operation) -> dict[str, Any]:
         "parameters": [*_path_parameters(operation.path), *_query_parameters(operation)],
         "responses": _responses(operation),
     }
+    if operation.admin:
+        described["description"] = (
+            "One of operators' calls: where the proxy has an `admin_listen` address, it is taken "
+            "there alone."
+        )
     if operation.body is not None:
         described["requestBody"] = {
             "required": not operation.body_optional,

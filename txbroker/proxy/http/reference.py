@@ -81,6 +81,8 @@ def _call(operation: Operation, document: dict[str, Any]) -> list[str]:
         "",
         f"{operation.summary}.".replace("?.", "?"),
     ]
+    if "description" in described:
+        lines += ["", described["description"]]
     queries = [one for one in described["parameters"] if one["in"] == "query"]
     if queries:
         lines += ["", "| query | what |", "| --- | --- |"]
@@ -206,7 +208,7 @@ def _errors() -> str:
         "Over HTTP an error is `{\"error\": {\"code\", \"message\", …}}` with the status below; "
         "in a session it is a `Failure` with the code. Where the same call can be sent again as "
         "it is, the answer has `Retry-After`. A malformed frame gets a `Failure` for call 0 and "
-        "ends the session.",
+        "ends the session. Over HTTP the header `Txb-Error` names the code, too.",
         "",
         "| code | status | send again? | what |",
         "| --- | --- | --- | --- |",
