@@ -78,7 +78,7 @@ def test_probes_speak_what_the_port_speaks(render: Render, name: str, scheme: st
 def test_operators_have_a_port_that_no_load_balancer_shows(secured: list[Object]) -> None:
     by_name = {s["metadata"]["name"]: s["spec"] for s in of_kind(secured, "Service")}
     shown = {
-        name: (spec["type"] if "type" in spec else "", [port["name"] for port in spec["ports"]])
+        name: (spec.get("type", ""), [port["name"] for port in spec["ports"]])
         for name, spec in by_name.items()
     }
     assert shown == {
@@ -86,10 +86,17 @@ def test_operators_have_a_port_that_no_load_balancer_shows(secured: list[Object]
         "shop-txbroker-admin": ("ClusterIP", ["admin"]),
         "shop-txbroker-peers": ("", ["https", "admin"]),
     }
-    ports = {
-        p["name"]: p["containerPort"] for p in pod_of(secured, "StatefulSet").container["ports"]
-    }
+    listed = pod_of(secured, "StatefulSet").container["ports"]
+    ports = {port["name"]: port["containerPort"] for port in listed}
     assert ports == {"https": 8470, "admin": 8471}
+
+
+def test_the_service_for_operators_is_a_name_of_the_proxies(
+    secured: list[Object], tmp_path: Path
+) -> None:
+    settings = settings_of(pod_of(secured, "StatefulSet"), secured, tmp_path)
+    name = "shop-txbroker-admin"
+    assert {name, f"{name}.pay", f"{name}.pay.svc"} <= set(settings.allowed_hosts)
 
 
 def test_producers_do_not_reach_the_port_of_operators(secured: list[Object]) -> None:

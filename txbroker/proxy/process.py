@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
 
 import structlog
+from aiohttp import web
 from msgspec import Struct
 
 from txbroker import __version__
@@ -57,17 +58,10 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         KafkaUnavailable: Kafka does not answer.
         ConfigurationError: the configuration, the address or Kafka's topics cannot work.
     """
-    tls = _server_tls(settings)
+    tls, peers_tls = _server_tls(settings), _peers_tls(settings)
     async with AsyncExitStack() as stack:
         stack.callback(log.info, "stopped")
-        log.info(
-            "starting",
-            version=__version__,
-            instance=settings.instance,
-            kafka=settings.kafka,
-            topic_prefix=settings.topic_prefix,
-            listen=settings.listen,
-        )
+        _log_start(settings)
         stack.push_async_callback(door.close)
         await door.start()
         metrics = Metrics(settings.group_labels_max)
@@ -77,7 +71,6 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         bearer = _nothing if token is None else token.text
         checks = HttpChecks()
         stack.push_async_callback(checks.close)
-        peers_tls = _peers_tls(settings)
         elsewhere = PeerSessions(lambda: broker.url, bearer, peers_tls)
         stack.push_async_callback(elsewhere.close)
         runner = CheckRunner(
@@ -110,15 +103,8 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
             leases=leases,
             pages=console_pages,
         )
-        url = await stack.enter_async_context(serve(app, settings.listen, tls))
-        admin_url = ""
-        if settings.admin_listen:
-            admin = serve(make_admin_app(app), settings.admin_listen, tls, admin=True)
-            admin_url = await stack.enter_async_context(admin)
-            broker.admin_url = _callable(admin_url, settings.advertise or url)
-        # Known before anybody hears of us.
-        broker.url = settings.advertise or url
-        log.info("listening", url=url, advertise=broker.url)
+        # The URLs are known before anybody hears of us.
+        admin_url = await _listen(stack, app, settings, tls, broker)
         readiness = ReadinessLog(broker.readiness)
         broker.on_owners(readiness.look)
         roster = Roster(peers, elsewhere, lambda: _others(broker))
@@ -131,6 +117,37 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         stack.push_async_callback(readiness.close)
         readiness.start()
         yield Proxy(broker.url, admin_url, broker, cluster, groups, sessions, metrics, runner)
+
+
+def _log_start(settings: Settings) -> None:
+    log.info(
+        "starting",
+        version=__version__,
+        instance=settings.instance,
+        kafka=settings.kafka,
+        topic_prefix=settings.topic_prefix,
+        listen=settings.listen,
+    )
+
+
+async def _listen(
+    stack: AsyncExitStack,
+    app: web.Application,
+    settings: Settings,
+    tls: ServerTls | None,
+    broker: Broker,
+) -> str:
+    """Listen until the stack ends, and tell the broker its URLs; return that of the admin address,
+    "" where there is none."""
+    url = await stack.enter_async_context(serve(app, settings.listen, tls))
+    broker.url = settings.advertise or url
+    log.info("listening", url=url, advertise=broker.url)
+    if not settings.admin_listen:
+        return ""
+    admin = serve(make_admin_app(app), settings.admin_listen, tls, admin=True)
+    admin_url = await stack.enter_async_context(admin)
+    broker.admin_url = _callable(admin_url, broker.url)
+    return admin_url
 
 
 def _others(broker: Broker) -> list[str]:
