@@ -25,7 +25,8 @@ sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("cluster", "e2e", "faul
 
 from evidence import listed  # noqa: E402
 from fleet import Fleet, Web  # noqa: E402
-from judge import Judge, Topics, read_log  # noqa: E402
+from judge import Case, Judge, Seen, Topics, read_log, save  # noqa: E402
+from readers import Along  # noqa: E402
 from topic_reader import read_all  # noqa: E402
 from workload import Lane, LocalFailure, Recorder, Shop, answering  # noqa: E402
 from world import World, until  # noqa: E402
@@ -48,13 +49,17 @@ class Soak:
         shop: the business database.
         seconds: how long the load goes on.
         seed: of all random choices.
+        folder: what was seen is kept there, to be judged again; None: nowhere.
     """
 
-    def __init__(self, fleet: Fleet, shop: Shop, seconds: float, seed: int) -> None:
+    def __init__(
+        self, fleet: Fleet, shop: Shop, seconds: float, seed: int, folder: Path | None
+    ) -> None:
         self._fleet = fleet
         self._shop = shop
         self._seconds = seconds
         self._seed = seed
+        self._folder = folder
         self._end = 0.0
         self._recorder = Recorder()
         self._killed_at: list[float] = []
@@ -64,6 +69,7 @@ class Soak:
         """Run it and print what came of it; say whether everything adds up."""
         first = self._fleet.proxies[0]
         topics = [await first.topic(3), await first.topic(1)]
+        along = Along(first.bootstrap, topics)
         gone, back = await first.topic(), await first.topic()
         stuck = [*await self._committed_later(gone), *await self._committed_later(back)]
         await first.delete_topic(gone)
@@ -90,6 +96,9 @@ class Soak:
                 watching.cancel()
             await self._settle()
         read = await asyncio.to_thread(read_all, first.bootstrap, first.prefix, [*topics, back])
+        # Of the topic that came back nobody read along.
+        seen = await asyncio.to_thread(along.end)
+        read.along = [*seen, *(Seen(r, time.time()) for r in read.targets if r.topic == back)]
         lists = [await listed(proxy) for proxy in self._fleet.proxies]
         return self._report(read, lists)
 
@@ -234,6 +243,8 @@ class Soak:
         found = judge.judge()
         for violation in found[:10]:
             print(violation)
+        if self._folder is not None:
+            save(Case(self._recorder.history, read, self._shop.rows()), self._folder)
         same = all(each == judge.unsettled() for each in lists)
         print(
             "every proxy lists " + ("what" if same else "SOMETHING ELSE THAN") + " the topics hold"
@@ -274,14 +285,14 @@ def _resident_mib(proxy: World) -> int:
     return int(line.split()[1]) // 1024
 
 
-async def soak(minutes: float, seed: int) -> bool:
+async def soak(minutes: float, seed: int, kept: Path | None = None) -> bool:
     """Run on a Kafka of its own."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedKafka() as kafka:
         fleet = Fleet(kafka.bootstrap, 3, check_attempts_max=6, log_level="warning")
         shop = Shop(Path(folder) / "shop.db")
         try:
             await fleet.start()
-            return await Soak(fleet, shop, minutes * 60, seed).run()
+            return await Soak(fleet, shop, minutes * 60, seed, kept).run()
         finally:
             # It shows what the proxies logged; stdout is for the sums.
             with contextlib.redirect_stdout(sys.stderr):
@@ -293,8 +304,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
-    arguments = parser.parse_args()
-    return 0 if asyncio.run(soak(arguments.minutes, arguments.seed)) else 1
+    parser.add_argument("--folder", type=Path, help="keep what was seen there")
+    given = parser.parse_args()
+    return 0 if asyncio.run(soak(given.minutes, given.seed, given.folder)) else 1
 
 
 if __name__ == "__main__":

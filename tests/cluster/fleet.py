@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 from judge import Judge
+from readers import Along
 from topic_reader import read_all
 from workload import Recorder, Shop, answering, work
 from world import DEADLINE_S, World, error_of, unique, until
@@ -174,6 +175,7 @@ async def judged(fleet: Fleet, shop: Shop, disturb: Disturb, transactions: int) 
     print(f"{SEED_VARIABLE}={seed}")
     first = fleet.proxies[0]
     topics = [await first.topic(3), await first.topic(1)]
+    along = Along(first.bootstrap, topics)
     recorder = Recorder()
     check = answering(shop, recorder)
     limits = Limits(answer_timeout_s=3, heartbeat_s=3)
@@ -216,6 +218,7 @@ async def judged(fleet: Fleet, shop: Shop, disturb: Disturb, transactions: int) 
     lists = [sorted(t["id"] for t in await proxy.unsettled()) for proxy in fleet.proxies]
     assert all(found == lists[0] for found in lists)
     read = await asyncio.to_thread(read_all, first.bootstrap, first.prefix, topics)
+    read.along = await asyncio.to_thread(along.end)
     judge = Judge(recorder.history, read, shop.rows())
     found = judge.judge()
     assert not found, "\n".join(map(str, found[:5]))

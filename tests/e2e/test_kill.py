@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from judge import Judge
+from readers import Along
 from topic_reader import read_all
 from workload import Recorder, Shop, answering, work
 from world import HERE, World, until
@@ -76,6 +77,7 @@ async def judged(
     seed = int(os.environ.get(SEED_VARIABLE, random.randrange(1 << 32)))
     print(f"{SEED_VARIABLE}={seed}")
     topics = [await world.topic(3), await world.topic(1)]
+    along = Along(world.bootstrap, topics)
     recorder = Recorder()
     check = answering(shop, recorder)
     limits = Limits(answer_timeout_s=3, heartbeat_s=3)
@@ -96,6 +98,7 @@ async def judged(
             disturbing.cancel()
         await world.all_settled()
     read = await asyncio.to_thread(read_all, world.bootstrap, world.prefix, topics)
+    read.along = await asyncio.to_thread(along.end)
     found = Judge(recorder.history, read, shop.rows()).judge()
     assert not found, "\n".join(map(str, found[:5]))
     assert recorder.finished == transactions

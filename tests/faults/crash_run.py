@@ -178,6 +178,8 @@ async def run_pair(
             except Exception as error:
                 said = [line for proxy in pair.proxies for line in proxy.stderr[-15:]]
                 result.failed.append("\n".join([f"{case.name}: {error!r}", *said]))
+                if loud:
+                    print(result.failed[-1], file=sys.stderr, flush=True)
                 pair.mend()
             result.took[case.name] = time.monotonic() - began
             if loud:
@@ -195,11 +197,12 @@ async def _judge(pair: Pair, along: Along, folder: Path, result: Result) -> None
     seen = await asyncio.to_thread(along.end)
     read = await asyncio.to_thread(read_all, pair.bootstrap, pair.prefix, pair.topics)
     read.along = seen
-    options = {"settled": not result.failed}
+    settled = not result.failed
     lists = [] if result.failed else [await listed(proxy) for proxy in pair.proxies]
     states = lists[0] if lists else {}
-    judge.save(judge.Case(pair.history, read, pair.rows, states, options), folder / pair.prefix)
-    looking = judge.Judge(pair.history, read, pair.rows, states, **options)
+    saved = judge.Case(pair.history, read, pair.rows, states, {"settled": settled})
+    judge.save(saved, folder / pair.prefix)
+    looking = judge.Judge(pair.history, read, pair.rows, states, settled=settled)
     result.transactions = len(looking.log)
     result.failed += [str(violation) for violation in looking.judge()]
     for each in lists:
