@@ -56,6 +56,15 @@ test-long: $(VENV)/.dev ## Run the long tests too: other Kafka versions, mutants
 	@for version in 3.9.1 4.3.1; do \
 		TXBROKER_TEST_KAFKA_VERSION=$$version $(PYTEST) tests/contract tests/kafka; done
 
+.PHONY: test-faults
+test-faults: $(VENV)/.dev ## Crash proxies at every moment of a transaction, on a real Kafka
+	@$(BIN)/python tests/faults/crash_run.py
+
+SEEDS ?= 1000
+.PHONY: simulate
+simulate: $(VENV)/.dev ## Try SEEDS (1000) seeds of faults on simulated proxies, or one: SEED=n
+	@$(BIN)/python tests/simulator/simulate.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
 .PHONY: bench
 bench: $(VENV)/.dev ## Measure complete transactions per second
 	@$(BIN)/python benchmarks/rough.py
@@ -86,6 +95,7 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of
 	@$(BIN)/python -m txbroker.core.diagram > docs/reference/states.md
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
 	@$(BIN)/python -m txbroker.proxy.events > docs/reference/logs.md
+	@$(BIN)/python tests/faults/crash_cases.py > docs/reference/failpoints.md
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json
 	@$(BIN)/python charts/schema.py > charts/txbroker/values.schema.json
 
