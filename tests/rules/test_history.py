@@ -190,6 +190,13 @@ async def test_clocks_that_were_put_back_hide_nothing(whose: str, back_ms: int) 
     await all_found(past, 41)
 
 
+@pytest.mark.parametrize("step_ms", [WINDOW_MS // 4, 2 * WINDOW_MS, HOUR_MS])
+async def test_where_little_is_prepared_later_ones_do_not_mislead(step_ms: int) -> None:
+    past = Past()
+    past.run(200, step_ms=step_ms)
+    await all_found(past, 1)
+
+
 async def test_void_half_messages_do_not_mislead() -> None:
     past = Past()
     for number in range(400):

@@ -17,7 +17,7 @@ from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Un
 from txbroker.contract import DecideRequest, PrepareRequest, Standing
 from txbroker.core.ids import make_id
 from txbroker.core.placement import order_hash
-from txbroker.core.records import Decision, Message
+from txbroker.core.records import Decision, Message, Source
 from txbroker.errors import OwnerUnavailable, RequestError
 from txbroker.proxy.broker import Broker
 
@@ -54,6 +54,7 @@ class Shop:
         self.running: set[str] = set()
         self.tempers: dict[str, str] = {}
         self.asked_times: dict[str, int] = {}
+        self.repeats: list[asyncio.Task[None]] = []
         self.reachable = True
         self.trouble = True
         """While faults are made: services are slow and say what they like."""
@@ -155,6 +156,25 @@ class Shop:
             if call.code:
                 number += 1
             await asyncio.sleep(PAUSE_S * (0.5 + random.random()))
+
+    async def operate(self, what: str, id: str) -> None:
+        """Decide a parked transaction by hand, as the business database says, or revive it."""
+
+        async def revive(broker: Broker) -> Standing:
+            return await broker.revive(id, by="operator", reason="simulated")
+
+        if what == "revive":
+            await self.insist("revive", "", id, revive)
+            return
+        there = self.rows.setdefault(id, "barrier") == "row"
+        decision = Decision.COMMIT if there else Decision.ROLLBACK
+
+        async def decide(broker: Broker) -> Standing:
+            return await broker.decide(
+                DecideRequest(id=id, decision=decision, source=Source.OPERATOR, by="operator")
+            )
+
+        await self.insist(str(decision), "", id, decide)
 
     # --- being asked -----------------------------------------------------------------------------
 
@@ -382,7 +402,7 @@ class Lane:
         )
         if call.result == "ok" and self._random.random() < 0.25:
             repeat = self._repeat(token, request.id or "", work)
-            self._shop.loop.create_task(repeat)
+            self._shop.repeats.append(self._shop.loop.create_task(repeat))
         return call
 
     async def _repeat(self, token: str, id: str, work: Work) -> None:

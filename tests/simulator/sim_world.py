@@ -24,6 +24,25 @@ from txbroker.proxy.owner import Owner
 
 QUIET_S = 150.0
 """How long everything may take to come to rest once all is healed, virtual seconds."""
+REMEMBERED = (
+    "state",
+    "offset",
+    "prepared_at_ms",
+    "fingerprint",
+    "contents_fingerprint",
+    "places",
+    "order",
+    "decision",
+    "op_offset",
+    "decided_at_ms",
+    "round",
+    "number",
+    "counted_ms",
+    "not_before_ms",
+    "kept",
+)
+"""What of a transaction is a function of the log and of acknowledged turns."""
+TARGET_BYTES_MAX = 1 << 20
 COLLECT_EVERY = 10
 """So many runs may leave behind what they do."""
 ALONG_S = 0.4
@@ -53,6 +72,8 @@ class Shape(Struct, frozen=True):
     snapshot_records_min: int
     dedup_window_s: float
     settled_max: int
+    restart: bool
+    """Whether all proxies are begun anew in the end, to compare what they remember then."""
 
 
 KINDS = (
@@ -72,6 +93,7 @@ KINDS = (
     "services away",
     "slow markers",
     "stop all",
+    "target refuses",
 )
 
 
@@ -91,6 +113,7 @@ def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
         snapshot_records_min=draw.choice([4, 15, 10_000]),
         dedup_window_s=(window_s := draw.choice([12.0, 120.0])),
         settled_max=3 if window_s == 12.0 else 10_000,
+        restart=draw.random() < 0.4,
     )
 
 
@@ -163,7 +186,7 @@ class World:
                 f"txbroker.{name}", self.shape.partitions, append_time=True, bytes_max=8 << 20
             )
         for name, partitions in zip(TOPICS, (2, 1), strict=True):
-            self.cluster.create(name, partitions, append_time=False)
+            self.cluster.create(name, partitions, append_time=False, bytes_max=TARGET_BYTES_MAX)
 
     # --- the run ---------------------------------------------------------------------------------
 
@@ -186,13 +209,60 @@ class World:
         await asyncio.wait(lanes, timeout=WORK_S)
         faults.cancel()
         await self._heal()
-        await asyncio.wait(lanes)
-        for lane in lanes:
-            lane.result()
+        for task in [*lanes, *self.shop.repeats]:
+            await task
         rest = await self._come_to_rest()
+        if not rest:
+            rest = await self._operate() or await self._restart()
         await asyncio.sleep(ALONG_S)
         along.cancel()
         return rest or self._judge()
+
+    async def _operate(self) -> list[str]:
+        """Let an operator decide or revive some of what is parked, as the truth is by now."""
+        parked = sorted(
+            transaction.id
+            for proxy in self.proxies
+            if proxy.broker is not None
+            for _, transaction in proxy.broker.unsettled()
+            if transaction.state is State.PARKED
+        )
+        chosen = [id for id in parked if self.random.random() < 0.5]
+        if not chosen:
+            return []
+        for id in chosen:
+            what = "revive" if self.random.random() < 0.5 else "decide"
+            await self.loop.create_task(
+                self.shop.operate(what, id), context=self.shop.process.context
+            )
+        return await self._come_to_rest()
+
+    async def _restart(self) -> list[str]:
+        """Kill all proxies and begin anew: what is read back must be what was remembered."""
+        if not self.shape.restart:
+            return []
+        before = self._remembered()
+        for proxy in self.proxies:
+            proxy.kill()
+            proxy.start(self._wall_ahead_s())
+        rest = await self._come_to_rest()
+        if rest:
+            return rest
+        after = self._remembered()
+        return [
+            f"I14 {id}: remembered {sorted(was - now)}, read back {sorted(now - was)}"
+            for id in sorted(before.keys() | after.keys())
+            if (was := before.get(id, frozenset())) != (now := after.get(id, frozenset()))
+        ]
+
+    def _remembered(self) -> dict[str, frozenset[str]]:
+        """Return what owners know of all that is not settled."""
+        return {
+            each.id: frozenset(f"{name}={getattr(each, name)!r}" for name in REMEMBERED)
+            for proxy in self.proxies
+            if proxy.broker is not None
+            for _, each in proxy.broker.unsettled()
+        }
 
     async def _heal(self) -> None:
         self._healed = True
@@ -203,9 +273,11 @@ class World:
         self.shop.reachable = True
         self.shop.trouble = False
         self.cluster.marker_s = (0.001, 0.01)
-        for log in self.cluster.logs.values():
+        for (topic, _), log in self.cluster.logs.items():
             if log.leader < 0:
                 log.leader = 0
+            if topic in TOPICS:
+                log.bytes_max = TARGET_BYTES_MAX
         for id, node in self.cluster.coordinators.items():
             if node < 0:
                 self.cluster.coordinators[id] = 0
@@ -227,14 +299,17 @@ class World:
     async def _come_to_rest(self) -> list[str]:
         """Wait until nothing is left to do; say what is if that takes too long."""
         until_s = self.loop.time() + QUIET_S
+        quiet = False
         while True:
             left = self._unrest()
-            if not left:
+            if not left and quiet:
                 self._tell("quiet")
                 return []
+            # Twice: what was on its way at the first look has arrived at the second.
+            quiet = not left
             if self.loop.time() > until_s:
                 return [f"I12: {QUIET_S:g} s after all was healed: {each}" for each in left]
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.0)
 
     def _unrest(self) -> list[str]:
         left = []
@@ -454,6 +529,19 @@ class World:
         self._later(until_s, swift)
         return "markers"
 
+    def _target_refuses(self, until_s: float) -> str:
+        topic = self.random.choice(TOPICS)
+        logs = [log for (name, _), log in self.cluster.logs.items() if name == topic]
+        for log in logs:
+            log.bytes_max = self.random.choice([150, 200])
+
+        def take() -> None:
+            for log in logs:
+                log.bytes_max = TARGET_BYTES_MAX
+
+        self._later(until_s, take)
+        return topic
+
     # --- the judgement ---------------------------------------------------------------------------
 
     def topics(self) -> Topics:
@@ -517,10 +605,6 @@ class World:
         by_token: dict[str, list[Tx]] = {}
         for tx in judge.log.values():
             by_token.setdefault(tx.token, []).append(tx)
-            # Nobody revives here, so there is one round.
-            reached = [each for each in judge.asked.get(tx.id, ()) if each.answer != "not yet"]
-            if len(reached) > tx.attempts_max:
-                yield f"I8 {tx.id}: asked {len(reached)} times\n{judge.story(tx.id)}"
         for token, several in by_token.items():
             if len(several) > 1:
                 ids = ", ".join(tx.id for tx in several)

@@ -65,8 +65,10 @@ async def _prepared(half: Log, id: str, window_ms: int) -> tuple[Ledger, Transac
                 ledger.half_position = record.offset
                 before = [clock_ms, *[each.timestamp_ms for each in records[:place]]]
                 ledger.half_clock_ms = max(before)
-                if ledger.half_clock_ms < parts.time_ms - window_ms:
-                    # Far behind: a clock was put back, or it is void. The ids around it tell.
+                known_ms = max(ledger.half_clock_ms, record.timestamp_ms)
+                if known_ms < parts.time_ms - window_ms:
+                    # Far behind: a clock was put back, or it is void. The ids around it tell; of
+                    # one that is stored in time they tell nothing, they may be of days later.
                     around = records[max(0, place - NEIGHBOURS) : place + NEIGHBOURS]
                     ledger.half_clock_ms = median_low(_ids_ms(around))
                 if await _apply(ledger, half, record.offset, end, id):
