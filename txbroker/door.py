@@ -174,6 +174,14 @@ class PartitionDoor(Protocol):
         """
         ...
 
+    async def parked_before(self) -> bool:
+        """Say whether the parked topic has ever held a record.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        ...
+
     async def claim(self, claim: Claim) -> Claimed:
         """Fence every earlier owner, write the claim record, then read the progress.
 

@@ -270,6 +270,16 @@ async def test_what_a_turn_parks_is_read_back(door: Door) -> None:
     assert bare(await parked(partition)) == bare(records)
 
 
+async def test_whether_anything_was_ever_parked(door: Door) -> None:
+    partition, mine = door.partition(3), new_claim()
+    await partition.claim(mine)
+    assert not await partition.parked_before()
+    for records in ((Record(b"id/0", b"body"),), (Record(b"id/0", None),)):
+        await commit(partition, turn(mine, 1, parked=records))
+        assert await partition.parked_before()
+    assert not await door.partition(2).parked_before()
+
+
 async def test_a_closed_partition_writes_no_more(door: Door) -> None:
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)

@@ -101,6 +101,10 @@ class WatchedPartition:
         """Answer."""
         return await self.inner.claimed_before()
 
+    async def parked_before(self) -> bool:
+        """Answer as it is."""
+        return await self.inner.parked_before()
+
     async def claim(self, claim: Claim) -> Claimed:
         """Claim."""
         return await self.inner.claim(claim)

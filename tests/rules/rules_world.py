@@ -126,6 +126,10 @@ class ScriptedPartition:
         """Answer as it is."""
         return await self.inner.claimed_before()
 
+    async def parked_before(self) -> bool:
+        """Answer as it is."""
+        return await self.inner.parked_before()
+
     async def claim(self, claim: Claim) -> Claimed:
         """Claim as the script says, else as it is."""
         self.calls.append("claim")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from recovery_world import snapshot
-from rules_world import DAY_MS, World, commit, known, until
+from rules_world import DAY_MS, World, commit, known, message, until
 
-from txbroker.door import LogTruncated
+from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost
 from txbroker.proxy import snapshots as snapshots_module
+from txbroker.proxy.owner import Owner
 from txbroker.proxy.snapshots import SnapshotWriter
+from txbroker.testing.door import MemoryPartitionDoor
 
 LOGS = ["half", "op"]
 
@@ -162,3 +164,63 @@ async def test_two_first_owners_at_once_are_no_lost_checkpoint(world: World) -> 
     world.partition.claimed_before = while_the_other_begins  # type: ignore[method-assign]
     await two.open()
     assert asked == [False, True]
+
+
+# --- a parked topic made anew ----------------------------------------------------------------
+
+
+async def refused(world: World, owner: Owner) -> str:
+    """Commit a transaction that its target does not take."""
+    id = await world.prepared(owner, message("big" * 100))
+    world.kafka.set_message_bytes_max("t", 100)
+    await commit(owner, id)
+    await until(lambda: world.told.refusals == [id])
+    return id
+
+
+async def test_a_parked_topic_made_anew_stops_a_partition_that_has_refused(world: World) -> None:
+    """Only its copy says that it was not promoted."""
+    owner = await world.owner()
+    await refused(world, owner)
+    # Whatever later turns write, this stays known.
+    await world.committed(owner, message("other", topic="u"))
+    await until(lambda: world.visible("u") == ["other"])
+    await owner.close()
+    await (await world.owner()).close()
+    world.kafka.recreate_topic("txbroker.parked")
+    for _ in range(2):
+        with pytest.raises(LogTruncated, match="the parked topic has no record"):
+            await world.owner()
+
+
+async def test_a_parked_topic_that_had_no_refused_ones_may_be_made_anew(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, message("old"))
+    world.advance(8 * DAY_MS / 1000)
+    await until(lambda: len(world.parked()) == 1)
+    await owner.close()
+    world.kafka.recreate_topic("txbroker.parked")
+    again = await world.owner()
+    await commit(again, id)
+    await until(lambda: world.visible() == ["old"])
+
+
+async def test_a_lost_turn_has_set_nothing_aside(world: World) -> None:
+    """Or the next owner would miss a copy that there never was."""
+    owner = await world.owner()
+    id = await world.prepared(owner, message("big" * 100))
+    world.kafka.set_message_bytes_max("t", 100)
+
+    async def lost(inner: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+        # Meanwhile somebody mends the target.
+        world.kafka.set_message_bytes_max("t", 1 << 20)
+        world.door.targets.forget("t")
+        raise TurnLost
+
+    world.partition.writes.append(lost)
+    await commit(owner, id)
+    await until(lambda: id in world.told.promotions)
+    assert not world.progress().refused
+    await owner.close()
+    assert world.parked() == []
+    await world.owner()

@@ -78,6 +78,8 @@ class Ledger(Holdings):
         self._half_before: Anchor | None = None
         self._op_before: Anchor | None = None
         self.op_progress = 0
+        self.wrote_refused = False
+        """Whether a turn, committed or on its way, has set a refused one aside."""
         """The `op` of the newest progress, written or on its way: it never goes back."""
         self.to_keep: dict[str, Transaction] = {}
         """Whole bodies that are to be copied into the parked topic."""
@@ -378,6 +380,7 @@ class Ledger(Holdings):
         """
         self._take_copies({copy.half.id: copy for copy in kept})
         self.op_progress = 0 if progress is None else progress.op
+        self.wrote_refused = progress is not None and progress.refused
         done = [] if progress is None else self._done(progress)
         done = [transaction for transaction in done if transaction.id not in unseen]
         for transaction in done:

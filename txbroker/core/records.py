@@ -187,6 +187,10 @@ class Progress(Struct, frozen=True):
 
     A committed transaction is done if its deciding marker lies below `op` and its half message
     below `half`, and it is neither in `deferred` nor refused.
+
+    Attributes:
+        refused: whether this turn or any before it has set a refused one aside: then the parked
+            topic has had a record, unless it was made anew.
     """
 
     v: int
@@ -197,6 +201,7 @@ class Progress(Struct, frozen=True):
     half_anchor: Anchor | None = None
     deferred: tuple[str, ...] = ()
     snapshot: str | None = None
+    refused: bool = False
 
 
 class Cause(Struct, frozen=True, gc=False):

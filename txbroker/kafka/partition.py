@@ -97,6 +97,14 @@ class KafkaPartitionDoor(PartitionDoor):
         """
         return await self._checkpoint.end() > 0
 
+    async def parked_before(self) -> bool:
+        """Say whether the parked topic has ever held a record.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        return await self._parked.end() > 0
+
     async def claim(self, claim: Claim) -> Claimed:
         """Fence every earlier owner, write the claim record, then read the progress.
 

@@ -59,6 +59,10 @@ class GatedDoor:
         """As `PartitionDoor.claimed_before`: writes nothing."""
         return await self._inner.claimed_before()
 
+    async def parked_before(self) -> bool:
+        """As `PartitionDoor.parked_before`: writes nothing."""
+        return await self._inner.parked_before()
+
     async def claim(self, claim: Claim) -> Claimed:
         """Claim once the gate is open: whoever is out of touch would fence the rightful owner."""
         await self._gate.wait()

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Protocol
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
 from txbroker.core.ledger import Ledger
@@ -381,7 +381,11 @@ class Promoter:
             promoted.extend(_targets(transaction))
         for transaction in [*[each for each in plan.promote if each.kept], *flight.release]:
             parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
-        return Turn(tuple(promoted), tuple(parked), flight.progress)
+        # Not as of the plan: refused are also those whose messages turned out to be gone.
+        if plan.refuse and parked:
+            self._ledger.wrote_refused = True
+        progress = structs.replace(flight.progress, refused=self._ledger.wrote_refused)
+        return Turn(tuple(promoted), tuple(parked), progress)
 
     def _progress(self, plan: Plan) -> Progress:
         ledger = self._ledger

@@ -75,7 +75,7 @@ async def recover(
 
     Raises:
         Fenced: another owner claimed at the same time; nothing was changed.
-        LogTruncated: half, operation or checkpoint topic are not what they were.
+        LogTruncated: one of our topics is not what it was.
         InvariantBroken: the parked topic is damaged.
         NewerRecord: a newer version wrote what this one does not understand.
         KafkaUnavailable: Kafka does not answer, or retention deleted what was being read: begin
@@ -86,6 +86,7 @@ async def recover(
     claimed()
     ledger, progress = applier.ledger, found.progress
     copies = await read_copies(door)
+    await _check_parked(door, progress)
     hit("recover.copies")
     # The operation topic's end first: every marker below it has its half below half's end, or
     # had none when it was written.
@@ -127,6 +128,23 @@ async def _check_claimed(door: PartitionDoor) -> None:
         raise LogTruncated(
             "the checkpoint topic has no record, but half or op topic have had some: it was "
             "recreated, and nobody can tell any more what was promoted"
+        )
+
+
+async def _check_parked(door: PartitionDoor, progress: Progress | None) -> None:
+    """Check that the parked topic is the one in which refused ones were set aside.
+
+    Of these only their copies say that they were not promoted. Others that were copied are in the
+    half topic, or told to be lost.
+
+    Raises:
+        LogTruncated: it is another one.
+        KafkaUnavailable: Kafka does not answer.
+    """
+    if progress is not None and progress.refused and not await door.parked_before():
+        raise LogTruncated(
+            "the parked topic has no record, but a turn has set refused ones aside in it: it was "
+            "recreated, and nobody can tell any more what was refused"
         )
 
 

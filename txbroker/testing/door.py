@@ -279,6 +279,15 @@ class MemoryPartitionDoor:
         await self._kafka.reach()
         return self._kafka.partition(self._checkpoint, self.partition).end > 0
 
+    async def parked_before(self) -> bool:
+        """Say whether the parked topic has ever held a record.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
+        await self._kafka.reach()
+        return self._kafka.partition(self._parked, self.partition).end > 0
+
     async def claim(self, claim: Claim) -> Claimed:
         """Fence every earlier owner, write the claim record, then read the progress.
 
