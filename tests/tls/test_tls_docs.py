@@ -1,0 +1,87 @@
+"""What the page on securing the listener shows, done as it is written there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import parsed
+from memory_world import MemoryWorld
+from service_world import until
+from tls_world import curl, running
+
+from txbroker.config import Settings
+from txbroker.proxy.http.api import operations
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/secure-the-listener.md"
+pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
+
+
+def blocks(kind: str) -> list[str]:
+    """Return the page's fenced blocks of a kind."""
+    found = re.findall(r"^```([a-z]*)\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    return [text for name, text in found if name == kind]
+
+
+def settings_of(block: str) -> dict[str, Any]:
+    """Return the settings with which a block starts a proxy."""
+    line = block.replace("\\\n", " ").splitlines()[0]
+    _, context = parsed(shlex.split(line)[1:])
+    found = {
+        name: value
+        for name, value in context.params.items()
+        if name in Settings.model_fields and value not in (None, ())
+    }
+    context.close()
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which all that the page makes by openssl is there."""
+    monkeypatch.chdir(tmp_path)
+    for block in blocks("bash"):
+        subprocess.run(["bash", "-ec", block], check=True, capture_output=True, timeout=60)
+    (tmp_path / "admin-token").write_text("of-operators\n")
+    return tmp_path
+
+
+async def test_the_page_brings_a_transaction_to_its_end(world: MemoryWorld, folder: Path) -> None:
+    world.kafka.create_topic("payments", 1)
+    token = (folder / "token").read_text().strip()
+    program: dict[str, Any] = {}
+    exec("\n".join(blocks("python")), program)
+    proxies = [block for block in blocks("") if block.startswith("txbroker proxy ")]
+    assert len(proxies) == 2
+    for number, block in enumerate(proxies):
+        given = settings_of(block)
+        assert given.pop("advertise").startswith("https://")
+        given.pop("kafka")
+        given["listen"] = "127.0.0.1:0"
+        if given.pop("admin_listen", None):
+            given["admin_listen"] = "127.0.0.1:0"
+        async with running(world, f"docs-{number}", **given) as proxy:
+            await program["send"](proxy.url, token)
+            bearer = "of-operators" if proxy.admin_url else token
+            words = ["--cacert", "ca.crt", "-H", f"authorization: Bearer {bearer}"]
+            listed = await curl(f"{proxy.admin_url or proxy.url}/v1/transactions", *words)
+            assert listed.status == 200
+
+    async def seen() -> bool:
+        return len(world.kafka.visible("payments", 0)) == len(proxies)
+
+    await until(seen)
+
+
+def test_the_table_of_addresses_is_what_is_served() -> None:
+    text = PAGE.read_text()
+    rows = re.findall(r"^\| (.*?) ?\| (.*?) \|$", text.partition("## Operators apart")[2], re.M)
+    paths = {path for own, _ in rows for path in re.findall(r"`(/[a-z0-9/.]+)`", own)}
+    admin = {path for _, other in rows for path in re.findall(r"`(/[a-z0-9/.]+)`", other)}
+    at = {one.path: one.admin for one in operations()}
+    assert {at[path] for path in paths} == {False}
+    assert {at[path] for path in admin} == {True}
