@@ -80,6 +80,17 @@ def test_kinds_do_not_take_one_anothers_room() -> None:
     assert bounded.admitted("partition stopped", 1) == 1
 
 
+def test_each_partition_is_heard_once_whatever_the_others_say() -> None:
+    bounded = Bounded()
+    for _ in range(10):
+        for partition in range(64):
+            bounded.bounds.admit("log not read", partition)
+    bounded.time.advance(10.0)
+    assert bounded.told == [("log not read", 640 - 64)]
+    assert [bounded.bounds.admit("owned", partition) for partition in range(64)] == [True] * 64
+    assert not bounded.bounds.admit("owned", 0)
+
+
 def test_a_flood_goes_on_and_nothing_of_it_is_lost_from_the_counts() -> None:
     bounded = Bounded()
     written = 0

@@ -30,12 +30,25 @@ def _in_a_thread(delay_s: float, then: Callable[[], None]) -> Timer:
 
 
 class _Window:
-    __slots__ = ("admitted", "left_out", "since_s")
+    __slots__ = ("admitted", "left_out", "partitions", "since_s")
 
     def __init__(self, since_s: float) -> None:
         self.since_s = since_s
         self.admitted = 0
         self.left_out = 0
+        self.partitions: set[int] = set()
+
+    def takes(self, lines_max: int, partition: int | None) -> bool:
+        """Count a line; say whether there is room for it."""
+        takes = self.admitted < lines_max
+        if partition is not None and partition not in self.partitions:
+            self.partitions.add(partition)
+            takes = True
+        if takes:
+            self.admitted += 1
+        else:
+            self.left_out += 1
+        return takes
 
 
 class LineBounds:
@@ -69,8 +82,13 @@ class LineBounds:
         self._windows: dict[str, _Window] = {}
         self._waiting = False
 
-    def admit(self, kind: str) -> bool:
-        """Say whether a line of this kind is to be written."""
+    def admit(self, kind: str, partition: int | None = None) -> bool:
+        """Say whether a line of this kind is to be written.
+
+        Args:
+            partition: the half partition that it is about: the first line about each is written,
+                however many there are, as what happens to one says nothing of the others.
+        """
         now_s = self._now_s()
         begun: _Window | None = None
         with self._lock:
@@ -78,11 +96,7 @@ class LineBounds:
             if window is None or now_s - window.since_s >= self._window_s:
                 begun, window = window, _Window(now_s)
                 self._windows[kind] = window
-            admitted = window.admitted < self._lines_max
-            if admitted:
-                window.admitted += 1
-            else:
-                window.left_out += 1
+            admitted = window.takes(self._lines_max, partition)
             waits = not admitted and not self._waiting
             self._waiting = self._waiting or waits
         if begun is not None and begun.left_out:

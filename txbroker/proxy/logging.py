@@ -69,8 +69,10 @@ def _leave_out(_: Any, __: str, event: EventDict) -> EventDict:
     """Drop our lines of a kind of which there were too many of late."""
     kind = str(event["event"])
     # Those that tell of the others are few.
-    if kind != _LEFT_OUT and _bounds is not None and not _bounds.admit(kind):
-        raise structlog.DropEvent
+    if kind != _LEFT_OUT and _bounds is not None:
+        partition = event.get("partition")
+        if not _bounds.admit(kind, partition if isinstance(partition, int) else None):
+            raise structlog.DropEvent
     return event
 
 
