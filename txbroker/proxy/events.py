@@ -378,9 +378,9 @@ the least important level shown.
 ```
 
 - **Bounded.** Of one event at most {LINES_MAX} lines are written within {WINDOW_S:g} s, or one for
-  each half partition where there are more; of one library's logger likewise. The others are counted,
-  and `lines left out` tells how many there were: a hundred thousand transactions that park at once
-  write {LINES_MAX} lines and one.
+  each half partition where there are more; of one library's logger likewise. The others are
+  counted, and `lines left out` tells how many there were: a hundred thousand transactions that
+  park at once write {LINES_MAX} lines and one.
 - **No secrets, no messages.** A field whose name speaks of a secret is `***`. Of errors that nobody
   expected a line has the type and where they were raised, and the text only if txbroker or the
   operating system wrote it; tracebacks, of libraries say, have no values of variables.
