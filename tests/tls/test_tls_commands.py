@@ -1,0 +1,137 @@
+"""Commands and the doctor over TLS, in a process of their own as users call them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from memory_world import MemoryWorld
+from tls_world import ADMIN_TOKEN, Files, mutual, running, secured
+
+from txbroker.cli.doctor.proxies import HttpProxies, NotSeen
+from txbroker.tls import ClientTls, TlsFiles
+
+pytestmark = [pytest.mark.needs_tool("openssl")]
+
+
+TXBROKER = Path(sys.executable).with_name("txbroker")
+
+
+class Done(NamedTuple):
+    """How a command has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+async def command(*words: str | Path, home: Path, **environ: str | Path) -> Done:
+    """Call txbroker with this environment."""
+    variables = {f"TXBROKER_{name.upper()}": str(value) for name, value in environ.items()}
+    process = await asyncio.create_subprocess_exec(
+        TXBROKER, *map(str, words),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **variables},
+    )  # fmt: skip
+    out, err = await process.communicate()
+    return Done(process.returncode or 0, out.decode(), " ".join(err.decode().split()))
+
+
+async def test_commands_call_with_certificates_by_option_variable_and_context(
+    world: MemoryWorld, files: Files, tmp_path: Path
+) -> None:
+    settings = mutual(
+        files,
+        token_file=files.token,
+        admin_token_file=files.admin_token,
+        admin_listen="127.0.0.1:0",
+    )
+    own: dict[str, str | Path] = {
+        "ca_file": files.ours.cert,
+        "client_cert_file": files.client.cert,
+        "client_key_file": files.client.key,
+        "token_file": files.admin_token,
+    }
+    options: list[str | Path] = []
+    for name, value in own.items():
+        options += [f"--{name.replace('_', '-')}", value]
+    async with running(world, **settings) as proxy:
+        where = ("--url", proxy.admin_url)
+        listing = ("tx", "list", "-o", "json")
+        by_option, by_variable, made = await asyncio.gather(
+            command(*listing, *where, *options, home=tmp_path),
+            command(*listing, *where, home=tmp_path, **own),
+            command("context", "set", "x", *where, *options, "--use", home=tmp_path),
+        )
+        assert (by_option.code, by_option.out.strip()) == (0, "[]"), by_option
+        assert by_variable == by_option
+        assert made.code == 0
+        assert (await command(*listing, home=tmp_path)).out.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({}, "its authority's with --ca-file"),
+        ({"ca_file": "others"}, "its certificate is not trusted"),
+        ({"ca_file": "ours"}, "Name one with --client-cert-file"),
+        ({"ca_file": "missing"}, "--ca-file /nowhere/ca.crt: No such file or directory"),
+    ],
+    ids=["none", "other", "no certificate", "missing"],
+)
+async def test_a_command_says_why_and_what_to_do(
+    world: MemoryWorld, files: Files, tmp_path: Path, own: dict[str, str], says: str
+) -> None:
+    named = {
+        "others": files.others.cert,
+        "ours": files.ours.cert,
+        "missing": Path("/nowhere/ca.crt"),
+    }
+    async with running(world, **mutual(files)) as proxy:
+        done = await command(
+            "tx", "list", home=tmp_path, url=proxy.url,
+            **{name: named[value] for name, value in own.items()},
+        )  # fmt: skip
+        assert done.code != 0
+        assert says in done.err
+        assert "Traceback" not in done.err
+
+
+async def test_at_the_producers_address_a_command_is_told_where_to_go(
+    world: MemoryWorld, files: Files, tmp_path: Path
+) -> None:
+    settings = secured(files, admin_listen="127.0.0.1:0")
+    async with running(world, **settings) as proxy:
+        done = await command("tx", "list", home=tmp_path, url=proxy.url, ca_file=files.ours.cert)
+        assert done.code == 1
+        assert "(admin_only). Name that address with --url" in done.err
+
+
+async def test_the_doctor_sees_every_proxy_at_its_admin_address(
+    world: MemoryWorld, files: Files
+) -> None:
+    settings = mutual(
+        files,
+        token_file=files.token,
+        admin_token_file=files.admin_token,
+        admin_listen="127.0.0.1:0",
+    )
+    async with running(world, **settings) as proxy:
+        headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+        tls = ClientTls(TlsFiles(files.ours.cert, *files.client))
+        seen = HttpProxies([proxy.admin_url], headers, tls)
+        blind = HttpProxies([proxy.admin_url], headers)
+        try:
+            overview, _ = await seen.overview()
+            (told,) = overview.proxies
+            assert (await seen.ready(told.admin_url)).ready
+            assert "txbroker_" in await seen.metrics(told.admin_url)
+            with pytest.raises(NotSeen, match="--ca-file"):
+                await blind.overview()
+        finally:
+            seen.close()
+            blind.close()
