@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+PBES2, PBES1 = ("-v2", "aes-256-cbc"), ("-v1", "PBE-SHA1-3DES")
+
 
 class Authority:
     """Signs certificates; everything is kept as PEM in one folder."""
@@ -19,7 +21,13 @@ class Authority:
         )  # fmt: skip
 
     def certificate(
-        self, name: str, hosts: str = "", *, days: int = 2, password: str = ""
+        self,
+        name: str,
+        hosts: str = "",
+        *,
+        days: int = 2,
+        password: str = "",
+        cipher: tuple[str, str] = PBES2,
     ) -> tuple[Path, Path]:
         """Make a certificate and its key; return their files.
 
@@ -27,7 +35,7 @@ class Authority:
             name: what it is called, and its files.
             hosts: for whom it is, as in `IP:127.0.0.1`.
             days: how long it holds; negative: it has expired.
-            password: encrypts the key, as PBES2.
+            password: encrypts the key, if given, by `cipher`.
         """
         key, cert = _key(self._folder / f"{name}.key"), self._folder / f"{name}.pem"
         request, more = self._folder / f"{name}.csr", self._folder / f"{name}.ext"
@@ -40,7 +48,7 @@ class Authority:
         if password:
             plain = key.rename(key.with_suffix(".plain"))
             _openssl(
-                "pkcs8", "-topk8", "-v2", "aes-256-cbc", "-in", plain, "-out", key,
+                "pkcs8", "-topk8", *cipher, "-in", plain, "-out", key,
                 "-passout", f"pass:{password}",
             )  # fmt: skip
         return cert, key

@@ -36,13 +36,15 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **more}
 
 
-def call(words: Sequence[str], more: Mapping[str, str] | None = None) -> Ended:
+def call(
+    words: Sequence[str], more: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+) -> Ended:
     """Run a command of txbroker's to its end."""
     done = subprocess.run(
         [TXBROKER, *words],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
         env=environment(more or {}),
     )

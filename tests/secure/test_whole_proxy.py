@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 import aiohttp
 import pytest
@@ -35,7 +35,7 @@ GROUP = "orders"
 def spelled(secret: str) -> set[str]:
     """Return how a secret may be written."""
     escaped = {json.dumps(secret, ensure_ascii=plain)[1:-1] for plain in (True, False)}
-    return {secret, repr(secret)[1:-1], quote(secret, safe=""), *escaped}
+    return {secret, repr(secret)[1:-1], quote(secret, safe=""), quote_plus(secret), *escaped}
 
 
 def leaks(texts: dict[str, str], *more: str) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote_plus
 
 from aiohttp import web
 from issuer import Issuer
@@ -78,7 +78,7 @@ class TokenEndpoint:
             return web.Response(status=status, text=body)
         kind, _, pair = request.headers.get("authorization", "").partition(" ")
         name, _, secret = base64.b64decode(pair).decode().partition(":")
-        if (kind, unquote(name), unquote(secret)) != ("Basic", CLIENT_ID, CLIENT_SECRET):
+        if (kind, unquote_plus(name), unquote_plus(secret)) != ("Basic", CLIENT_ID, CLIENT_SECRET):
             return web.json_response({"error": "invalid_client"}, status=401)
         token = self._issuer.token(USER, self.life_s)
         return web.json_response({"access_token": token, "expires_in": self.life_s})

@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote_plus
 
 import aiohttp
 from aiokafka.abc import AbstractTokenProvider
@@ -184,7 +184,7 @@ def _token_of(url: str, status: int, body: bytes) -> tuple[str, float]:
 
 def _basic(credentials: Credentials) -> str:
     # Encoded as RFC 6749 2.3.1 wants it, so that a colon in an id does not end it.
-    pair = f"{quote(credentials.client_id, safe='')}:{quote(credentials.secret(), safe='')}"
+    pair = f"{quote_plus(credentials.client_id)}:{quote_plus(credentials.secret())}"
     return f"Basic {base64.b64encode(pair.encode()).decode()}"
 
 
