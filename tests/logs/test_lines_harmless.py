@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from txbroker.contract import Readiness
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import sentence, telling, where_raised
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.logging import configure_logging, get_logger, printable
 from txbroker.proxy.readiness import ReadinessLog
@@ -125,6 +125,8 @@ def test_only_texts_of_our_own_errors_are_told() -> None:
         "KeyError",
         "DecodeError",
     ]
+    assert [sentence(error) for error in errors] == [telling(error) for error in errors]
+    assert sentence(KafkaUnavailable("no answer")) == "no answer"
     assert where_raised(errors[0]).startswith("test_lines_harmless.py:")
     assert telling(KafkaUnavailable("no answer")) == "KafkaUnavailable: no answer"
     assert telling(OSError(111, "refused")) == "ConnectionRefusedError: [Errno 111] refused"

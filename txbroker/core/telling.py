@@ -16,6 +16,11 @@ def telling(error: BaseException) -> str:
     return f"{kind}: {error}"[:_TEXT_MAX] if told else kind
 
 
+def sentence(error: BaseException) -> str:
+    """Return an error's own sentence where we wrote it, else what `telling` says."""
+    return str(error) if isinstance(error, TxbrokerError) else telling(error)
+
+
 def where_raised(error: BaseException) -> str:
     """Return the innermost places of a traceback in one line."""
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES_SHOWN:]

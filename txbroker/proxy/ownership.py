@@ -14,7 +14,7 @@ import structlog
 from txbroker.config import Settings
 from txbroker.contract import PartitionState, Readiness
 from txbroker.core.records import RECORD_VERSION
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import sentence, telling, where_raised
 from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated
 from txbroker.errors import KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import hit
@@ -441,7 +441,7 @@ class Ownership:
             where=where_raised(error),
         )
         holding.candidate = holding.opening = None
-        holding.state, holding.why = _state_after(error), str(error)
+        holding.state, holding.why = _state_after(error), sentence(error)
 
     # --- beside the work ---------------------------------------------------------------------
 
