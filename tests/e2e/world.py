@@ -108,16 +108,7 @@ class World:
         assert self._process is None
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
         given = {f"TXBROKER_{k.upper()}": str(v) for k, v in self._settings.items()}
-        process = await asyncio.create_subprocess_exec(
-            *self.program,
-            self._command,
-            env={**inherited, **given, **self.environment},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=1 << 22,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-        )
+        process = await self._spawn({**inherited, **given, **self.environment})
         self._process = process
         assert process.stdout is not None
         assert process.stderr is not None
@@ -125,6 +116,18 @@ class World:
             asyncio.create_task(_collect(process.stdout, self.stdout)),
             asyncio.create_task(_collect(process.stderr, self.stderr)),
         ]
+
+    async def _spawn(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self.program,
+            self._command,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=1 << 22,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
 
     async def start(self) -> None:
         """Start the proxy and wait until it is ready."""

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import json
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from fleet import owned_by
+from forks import Forge
 from judge import Asked, Body, Call, History, Note
 from world import World, error_of, unique, until
 
 from txbroker.errors import RequestError
 
-HERE = Path(__file__).parent
 PARTITIONS = 2
 SESSION_S = 2.0
 CALL_S = 1.0
@@ -37,9 +36,13 @@ Json = dict[str, Any]
 class FailingProxy(World):
     """A proxy whose moments can be armed."""
 
-    def __init__(self, bootstrap: str, armed: Path, **settings: Any) -> None:
+    def __init__(self, bootstrap: str, forge: Forge, armed: Path, **settings: Any) -> None:
         super().__init__(bootstrap, **settings)
-        self.program = (sys.executable, str(HERE / "failing_proxy.py"), str(armed))
+        self._forge = forge
+        self._armed = armed
+
+    async def _spawn(self, environment: Mapping[str, str]) -> Any:
+        return await self._forge.fork([str(self._armed), "proxy"], environment)
 
     async def again(self) -> None:
         """Start it again; it has been killed, or is killed now."""
@@ -88,7 +91,7 @@ class Answers:
 class Pair:
     """Two proxies, the clients of both, and what these did."""
 
-    def __init__(self, bootstrap: str, folder: Path) -> None:
+    def __init__(self, bootstrap: str, forge: Forge, folder: Path) -> None:
         self.bootstrap = bootstrap
         self.prefix = unique("crash")
         self.armed = folder / f"{self.prefix}.armed"
@@ -101,6 +104,7 @@ class Pair:
         self.proxies = [
             FailingProxy(
                 bootstrap,
+                forge,
                 self.armed,
                 instance=f"proxy-{number}",
                 topic_prefix=self.prefix,

@@ -24,6 +24,7 @@ import judge
 from crash_cases import RESTARTED, Case, all_cases, chosen_cases
 from crash_pair import CALL_S, FINAL, HEAL_S, Client, FailingProxy, Pair
 from evidence import listed
+from forks import Forge
 from readers import Along
 from topic_reader import read_all
 from world import unique, until
@@ -162,11 +163,11 @@ class Result:
 
 
 async def run_pair(
-    bootstrap: str, cases: asyncio.Queue[Case], folder: Path, *, loud: bool = False
+    bootstrap: str, forge: Forge, cases: asyncio.Queue[Case], folder: Path, *, loud: bool = False
 ) -> Result:
     """Run cases on a pair of their own until there are none or one fails; judge them together."""
     result = Result()
-    pair = Pair(bootstrap, folder)
+    pair = Pair(bootstrap, forge, folder)
     try:
         await pair.start()
         along = Along(bootstrap, pair.topics)
@@ -221,9 +222,13 @@ async def run_cases(
 
     async def lane() -> None:
         while not queue.empty():
-            results.append(await run_pair(bootstrap, queue, folder, loud=loud))
+            results.append(await run_pair(bootstrap, forge, queue, folder, loud=loud))
 
-    await asyncio.gather(*[lane() for _ in range(min(pairs, len(cases)))])
+    forge = Forge(folder)
+    try:
+        await asyncio.gather(*[lane() for _ in range(min(pairs, len(cases)))])
+    finally:
+        forge.close()
     return results
 
 

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from txbroker import config, failpoints
 from txbroker.cli.main import main
@@ -95,8 +96,21 @@ def _lose(answer: str) -> None:
     time.sleep(LATE_S)
 
 
-if __name__ == "__main__":
-    failpoints.hook = Armed(Path(sys.argv[1]))
+def import_all() -> None:
+    """Import what a proxy needs, which is most of the work of starting one."""
+    import uvloop  # noqa: F401
+
+    import txbroker.cli.proxy  # noqa: F401
+
+
+def run(arguments: list[str]) -> NoReturn:
+    """Be a proxy: ARMED, then the command line of txbroker."""
+    failpoints.hook = Armed(Path(arguments[0]))
     config.SESSION_MIN_S = SESSION_MIN_S
-    sys.argv = ["txbroker", *sys.argv[2:]]
+    sys.argv = ["txbroker", *arguments[1:]]
     main()
+    raise AssertionError("the command line always ends the process")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
