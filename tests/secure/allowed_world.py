@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from secure_world import SecureKafka
 from txbroker.config import Settings
 from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.acls import Right
+from txbroker.kafka.connection import open_connection
 from txbroker.kafka.login import NoLogin, SettingsLogin
 
 _NUMBERS = itertools.count()
@@ -46,14 +47,14 @@ _RESOURCES = {
 class AllowedWorld(KafkaWorld):
     """Doors log in as a user of this test's; the test itself may do everything."""
 
-    def __init__(self, kafka: SecureKafka) -> None:
+    def __init__(self, kafka: SecureKafka, way: str = "CLEAR") -> None:
         super().__init__(kafka.inside)
         self.user = f"user-{next(_NUMBERS)}"
         kafka.add_user(self.user, _PASSWORD)
         password = kafka.folder / f"{self.user}.password"
         password.write_text(_PASSWORD)
         self.login: Settings = kafka.settings(
-            "CLEAR",
+            way,
             kafka_sasl_username=self.user,
             kafka_sasl_password_file=password,
             topic_prefix=self.prefix,
@@ -69,6 +70,12 @@ class AllowedWorld(KafkaWorld):
             "watermark_timeout_s": 5.0,
         }
         return super().settings(instance_id, **{**given, **changes})
+
+    def closed_door(
+        self, instance_id: str = "one", opener: Callable[..., Any] = open_connection, **changes: Any
+    ) -> KafkaDoor:
+        """A door that is not started yet, on our own connections."""
+        return super().closed_door(instance_id, opener, **changes)
 
     async def make_topics(self) -> None:
         """Make txbroker's topics, as somebody who may."""

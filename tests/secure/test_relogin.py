@@ -1,0 +1,50 @@
+"""A proxy whose logins end every two seconds works on as if they did not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from allowed_world import AllowedWorld
+from secure_world import REAUTH_MS, SecureKafka
+from service_world import Desk, Service, until
+
+from txbroker.core.records import Message
+from txbroker.kafka.acls import Role, rights_needed
+
+LOGINS = 5
+
+
+@pytest.mark.long
+async def test_no_turn_and_no_partition_is_lost_when_logins_end(
+    secure_kafka: SecureKafka,
+) -> None:
+    world = AllowedWorld(secure_kafka, "SHORT")
+    await world.make_topics()
+    target = await world.create_topic("target")
+    needed = rights_needed(world.settings(), [target])
+    await world.allow(right for right in needed if right.role is Role.PROXY)
+    async with Desk().serve() as desk:
+        service = Service(world, desk, partitions=1)
+        await service.start()
+        clock = asyncio.get_running_loop().time
+        over = clock() + LOGINS * REAUTH_MS / 1000
+        count = 0
+        try:
+            while clock() < over:
+                id = await service.prepare(Message(target, b"", b"%d" % count))
+                assert (await service.commit(id))["state"] == "promoted"
+                count += 1
+            assert await service.metric("fenced_total") == 0
+            assert await service.metric("kafka_errors_total") == 0
+
+            async def owned() -> bool:
+                return bool((await service.get("/readyz"))["ready"])
+
+            await until(owned)
+        finally:
+            await service.stop()
+    assert [record.value for record in await world.visible(target)] == [
+        b"%d" % number for number in range(count)
+    ]
+    await world.close()
