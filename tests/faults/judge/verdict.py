@@ -317,9 +317,10 @@ class Judge:
             by_then = each.at * 1000 + self.clock_apart_ms
             mine = [a for a in free if a.at_ms <= by_then and each.attempt in (0, a.count)]
             if mine:
-                free.remove(mine[0])
-                asked[mine[0].round] += each.answer != "not yet"
-                if asked[mine[0].round] > tx.attempts_max:
+                # The newest: one that was given back has left its count free for a later round.
+                free.remove(mine[-1])
+                asked[mine[-1].round] += each.answer != "not yet"
+                if asked[mine[-1].round] > tx.attempts_max:
                     self._violated("I8", tx.id, f"asked {tx.attempts_max + 1} times in one round")
                     return
                 continue
