@@ -253,6 +253,8 @@ class World:
             f"I14 {id}: remembered {sorted(was - now)}, read back {sorted(now - was)}"
             for id in sorted(before.keys() | after.keys())
             if (was := before.get(id, frozenset())) != (now := after.get(id, frozenset()))
+            # What a target refused is tried again, and may have come through.
+            and (now or "state=<State.REFUSED: 'refused'>" not in was)
         ]
 
     def _remembered(self) -> dict[str, frozenset[str]]:
