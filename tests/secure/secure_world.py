@@ -26,7 +26,7 @@ WRONG = "wrong-pass-word"
 CLIENT_ID, CLIENT_SECRET = "id:of client", "client+secret/%&="
 KEY_PASSWORD = "key-pass-word"
 SECRETS = (PASSWORD, WRONG, CLIENT_SECRET, KEY_PASSWORD)
-REAUTH_MS = 2000
+REAUTH_MS = 4000
 ADMIN_TIMEOUT_S = 60.0
 
 LISTENERS = {

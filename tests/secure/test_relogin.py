@@ -1,4 +1,4 @@
-"""A proxy whose logins end every two seconds works on as if they did not."""
+"""A proxy whose logins end every few seconds works on as if they did not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service_world import Desk, Service, until
 from txbroker.core.records import Message
 from txbroker.kafka.acls import Role, rights_needed
 
-LOGINS = 5
+LOGINS = 3
 
 
 @pytest.mark.long

@@ -124,8 +124,9 @@ def tls_context(settings: Settings) -> ssl.SSLContext:
     Raises:
         ConfigurationError: a file does not hold what it should; the sentence names its setting.
     """
-    context = ssl.create_default_context()
-    if settings.kafka_ssl_ca_file is not None:
+    if settings.kafka_ssl_ca_file is None:
+        context = ssl.create_default_context()
+    else:
         # Whoever names an authority wants that one, and not also all that the system trusts.
         context = _trusting("kafka_ssl_ca_file", settings.kafka_ssl_ca_file)
     if settings.kafka_ssl_cert_file is not None and settings.kafka_ssl_key_file is not None:
