@@ -50,7 +50,7 @@ def test_the_reference_is_current() -> None:
 def test_every_setting_is_an_option_of_the_proxy(call: Call) -> None:
     listed = call("proxy", "--help").out
     missing = [
-        name for name in Settings.model_fields if f"--{name.replace('_', '-')}" not in listed
+        name for name in Settings.model_fields if f"--{name.replace('_', '-')} " not in listed
     ]
     assert set(missing) == SECRET_SETTINGS
 
@@ -108,7 +108,7 @@ def test_help_imports_nothing_of_a_proxy() -> None:
         (["send", "t", "--file", "/dev/null", "--lines"], "there is no value to send"),
         (["dev", "--kafka", "x:1"], "No such option '--kafka'"),
         (["dev", "--listen", "nowhere"], "'nowhere' is not an address: expected host:port"),
-        (["proxy", "--listen", "0.0.0.0:1"], "set token_file, or insecure"),
+        (["proxy", "--listen", "0.0.0.0:1"], "set token_file or tls_client_ca_file"),
         (["proxy", "--partitions", "many"], "partitions (option --partitions)"),
         (["proxy", "--check-interval-s", "1e9"], "longer than half of half_retention_s"),
         (["proxy", "--config", "/no/such"], "the config file /no/such: No such file"),

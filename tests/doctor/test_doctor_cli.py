@@ -16,6 +16,7 @@ from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.errors import KafkaUnavailable
+from txbroker.tls import ClientTls
 
 Call = Callable[..., Result]
 
@@ -66,7 +67,7 @@ def call(
         async def __aexit__(self, *_: object) -> None:
             pass
 
-    def proxies(urls: list[str], headers: dict[str, str]) -> Any:
+    def proxies(urls: list[str], headers: dict[str, str], _: ClientTls) -> Any:
         given.urls, given.headers = tuple(urls), headers
         return world.proxies
 

@@ -48,7 +48,7 @@ async def test_operators_calls_are_refused_where_producers_call(
     async with running(world, **apart(files)) as proxy:
         for one in operations():
             words = [*trusting(files, token=TOKEN), "-X", one.method]
-            body = {} if one.changes else None
+            body: dict[str, Any] | None = {} if one.changes else None
             answer = await curl(proxy.url + filled(one.path), *words, body=body)
             refused = answer.status == 403 and answer.error == "admin_only"
             assert refused == one.admin, (one.name, answer)
