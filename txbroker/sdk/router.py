@@ -301,6 +301,13 @@ class Router:
             self._remember(error)
             self._notify()
             raise
+        except Exception as error:
+            # Whatever it is, it must neither be tried again without a pause nor go unseen.
+            link.failures += 1
+            self.last_trouble = OwnerUnavailable(f"{url}: {type(error).__name__}")
+            _log.exception("no session with %s", url)
+            self._notify()
+            raise CannotConnect(str(self.last_trouble)) from error
         await self._admit(session, way)
         if session.url != url and url not in self._seeds:
             link.failures += 1
