@@ -7,6 +7,7 @@ that fails is named, with what was violated. Ends with 0 where none failed, else
 from __future__ import annotations
 
 import argparse
+import hashlib
 import multiprocessing
 import os
 import sys
@@ -102,6 +103,16 @@ def replay(seed: int) -> int:
     return 1
 
 
+def digests(seeds: range) -> int:
+    """Print what stands for all events of each seed, to compare machines and versions of Python."""
+    for seed in seeds:
+        log: list[str] = []
+        with simulated_machine(log.append):
+            run_seed(seed, log=log)
+        print(seed, len(log), hashlib.sha256("\n".join(log).encode()).hexdigest())
+    return 0
+
+
 def main() -> int:
     """Try what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -110,10 +121,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--failures", type=int, default=3, help="stop after so many")
+    parser.add_argument("--digests", action="store_true", help="print one for each seed's events")
     given = parser.parse_args()
     if given.seed is not None:
         return replay(given.seed)
     seeds = range(given.first, given.first + given.seeds)
+    if given.digests:
+        return digests(seeds)
     return 1 if try_many(seeds, given.jobs, given.failures) else 0
 
 
