@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import tarfile
@@ -18,6 +19,7 @@ from confluent_kafka.cimpl import NewTopic
 from secret_proxy import RunningProxy, call, running_proxy, words_of
 from secure_world import (
     ADMIN_TIMEOUT_S,
+    CLIENT_ID,
     CLIENT_SECRET,
     KEY_PASSWORD,
     PASSWORD,
@@ -35,7 +37,10 @@ GROUP = "orders"
 def spelled(secret: str) -> set[str]:
     """Return how a secret may be written."""
     escaped = {json.dumps(secret, ensure_ascii=plain)[1:-1] for plain in (True, False)}
-    return {secret, repr(secret)[1:-1], quote(secret, safe=""), quote_plus(secret), *escaped}
+    urls = {quote(secret, safe=""), quote_plus(secret)}
+    bytes_ = {repr(text.encode())[2:-1] for text in (secret, *urls)}
+    pair = f"{quote_plus(CLIENT_ID)}:{quote_plus(secret)}".encode()
+    return {secret, repr(secret)[1:-1], base64.b64encode(pair).decode(), *urls, *bytes_, *escaped}
 
 
 def leaks(texts: dict[str, str], *more: str) -> list[tuple[str, str]]:
