@@ -69,6 +69,10 @@ simulate: $(VENV)/.dev ## Try SEEDS (1000) seeds of faults on simulated proxies,
 bench: $(VENV)/.dev ## Measure complete transactions per second
 	@$(BIN)/python benchmarks/rough.py
 
+.PHONY: bench-footprint
+bench-footprint: $(VENV)/.dev ## Measure what a transaction leaves in Kafka, and how many requests it takes
+	@$(BIN)/python benchmarks/footprint.py
+
 .PHONY: bench-recovery
 bench-recovery: $(VENV)/.dev ## Measure restarts, and what a million undecided transactions cost
 	@$(BIN)/python benchmarks/recovery.py

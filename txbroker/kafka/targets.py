@@ -35,6 +35,7 @@ class KafkaTargets(Targets):
         self._ttl_s = client.settings.facts_ttl_s
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
+        self._asking: dict[tuple[str, bool], asyncio.Task[TargetFacts | Cause]] = {}
         # Outlives the facts: a turn may be written just after they have expired.
         self._bytes_max: dict[str, int] = {}
 
@@ -56,15 +57,32 @@ class KafkaTargets(Targets):
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
         """Ask Kafka about a topic (never creating it by accident), and remember the answer.
 
-        With `create`, a missing topic is created through the admin API.
+        With `create`, a missing topic is created through the admin API. Whoever comes while a
+        topic is being asked about gets the same answer: else each of the prepares in flight would
+        ask when facts expire.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
+        asking = self._asking.get((topic, create))
+        if asking is None:
+            asking = asyncio.create_task(self._examine(topic, create=create))
+            self._asking[topic, create] = asking
+            asking.add_done_callback(lambda task: self._answered((topic, create), task))
+        return await asyncio.shield(asking)
+
+    def _answered(self, key: tuple[str, bool], task: asyncio.Task[TargetFacts | Cause]) -> None:
+        if self._asking.get(key) is task:
+            del self._asking[key]
+        if not task.cancelled():
+            task.exception()  # all who waited may have given up
+
+    async def _examine(self, topic: str, *, create: bool) -> TargetFacts | Cause:
         facts = await self._ask(topic)
         if create and isinstance(facts, Cause) and facts.code == "unknown_topic":
             facts = await self._create(topic) or await self._ask(topic)
-        self._remember(topic, facts)
+        if self._asking.get((topic, create)) is asyncio.current_task():
+            self._remember(topic, facts)
         return facts
 
     def _remember(self, topic: str, facts: TargetFacts | Cause) -> None:
@@ -99,6 +117,8 @@ class KafkaTargets(Targets):
     def forget(self, topic: str) -> None:
         """Drop a topic from the cache, after an error that says that its facts have changed."""
         self._known.pop(topic, None)
+        for create in (False, True):
+            self._asking.pop((topic, create), None)  # asked before the change, perhaps
 
     def note(self, cause: Cause) -> None:
         """Learn from a refusal: facts that did not foresee it are out of date, but a missing right
