@@ -9,13 +9,14 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from judge import End, Judge, Note, Rec, Seen, Topics, Tx, Violation, read_log
+from judge import End, Judge, Rec, Seen, Topics, Tx, Violation, read_log
 from msgspec import Struct, field
+from sim_faults import TARGET_BYTES_MAX, Faults, Shape, shape_of
 from sim_group import Group
 from sim_kafka import Cluster
 from sim_loop import Process, SimLoop, Stuck
 from sim_machine import START_S
-from sim_network import Network, Weather
+from sim_network import Network
 from sim_proxy import SimProxy
 from sim_shop import TOPICS, Asker, Lane, Shop
 
@@ -42,7 +43,6 @@ REMEMBERED = (
     "kept",
 )
 """What of a transaction is a function of the log and of acknowledged turns."""
-TARGET_BYTES_MAX = 1 << 20
 COLLECT_EVERY = 10
 """So many runs may leave behind what they do."""
 ALONG_S = 0.4
@@ -56,65 +56,6 @@ SETTINGS = {
     "check_timeout_s": 1.0,
     "stuck_after_s": 25.0,
 }
-
-
-class Shape(Struct, frozen=True):
-    """How large a run is, and which faults it has, drawn from its seed."""
-
-    proxies: int
-    partitions: int
-    lanes: int
-    transactions: int
-    hurry: float
-    """The share of transactions that a client does not wait for before it begins the next."""
-    kinds: tuple[str, ...]
-    faults: int
-    snapshot_records_min: int
-    dedup_window_s: float
-    settled_max: int
-    restart: bool
-    """Whether all proxies are begun anew in the end, to compare what they remember then."""
-
-
-KINDS = (
-    "kill",
-    "kill at a step",
-    "pause",
-    "pause at a step",
-    "cut",
-    "broker away",
-    "leader moves",
-    "leaderless",
-    "coordinator moves",
-    "weather",
-    "late",
-    "lost requests",
-    "wall clock",
-    "services away",
-    "slow markers",
-    "stop all",
-    "target refuses",
-)
-
-
-def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
-    """Draw a run's shape. Of all kinds of faults each run has only some: together they would hide
-    what a few do."""
-    draw = random.Random(f"shape {seed}")
-    kinds = tuple(kind for kind in KINDS if draw.random() < 0.35)
-    return Shape(
-        proxies=draw.choice([1, 2, 2, 2, 3]),
-        partitions=draw.choice([1, 1, 2]),
-        lanes=draw.choice([2, 3]),
-        transactions=draw.randint(2, 5),
-        hurry=draw.choice([0.0, 0.4, 0.9]),
-        kinds=tuple(kind for kind in kinds if kind not in without),
-        faults=draw.randint(2, 7),
-        snapshot_records_min=draw.choice([4, 15, 10_000]),
-        dedup_window_s=(window_s := draw.choice([12.0, 120.0])),
-        settled_max=3 if window_s == 12.0 else 10_000,
-        restart=draw.random() < 0.4,
-    )
 
 
 class Report(Struct):
@@ -150,13 +91,12 @@ class World:
             self.network.note = self.cluster.note = note
         self.group = Group(self.network, shape.partitions)
         self.main = Process("main", f"{seed}/main")
-        self.faults: list[str] = []
         self.along: list[Seen] = []
         self.proxies: list[SimProxy] = []
         self.shop = Shop(self.network, Process("shop", f"{seed}/shop"), self.proxies)
         for number in range(shape.proxies):
             self.proxies.append(self._proxy(f"proxy-{number}", seed))
-        self._healed = False
+        self.faults = Faults(shape, self.random, self.network, self.shop, self.proxies, self.main)
         self._create_topics()
 
     def _broker_ms(self, node: int) -> int:
@@ -204,11 +144,11 @@ class World:
             )
             for number in range(self.shape.lanes)
         ]
-        faults = asyncio.create_task(self._make_faults())
+        faults = asyncio.create_task(self.faults.make())
         along = asyncio.create_task(self._read_along())
         await asyncio.wait(lanes, timeout=WORK_S)
         faults.cancel()
-        await self._heal()
+        self.faults.heal()
         for task in [*lanes, *self.shop.repeats]:
             await task
         rest = await self._come_to_rest()
@@ -244,7 +184,7 @@ class World:
         before = self._remembered()
         for proxy in self.proxies:
             proxy.kill()
-            proxy.start(self._wall_ahead_s())
+            proxy.start(self.faults.wall_ahead_s())
         rest = await self._come_to_rest()
         if rest:
             return rest
@@ -266,38 +206,6 @@ class World:
             for _, each in proxy.broker.unsettled()
         }
 
-    async def _heal(self) -> None:
-        self._healed = True
-        self._tell("healed")
-        self.network.weather = Weather()
-        self.network.cuts.clear()
-        self.network.down.clear()
-        self.shop.reachable = True
-        self.shop.trouble = False
-        self.cluster.marker_s = (0.001, 0.01)
-        for (topic, _), log in self.cluster.logs.items():
-            if log.leader < 0:
-                log.leader = 0
-            if topic in TOPICS:
-                log.bytes_max = TARGET_BYTES_MAX
-        for id, node in self.cluster.coordinators.items():
-            if node < 0:
-                self.cluster.coordinators[id] = 0
-        for proxy in self.proxies:
-            self._let_live(proxy)
-            proxy.process.fuse = -1
-
-    def _let_live(self, proxy: SimProxy) -> None:
-        if proxy.up:
-            proxy.resume()
-        else:
-            proxy.start(self._wall_ahead_s())
-
-    def _wall_ahead_s(self) -> float:
-        if "wall clock" not in self.shape.kinds:
-            return 0.0
-        return self.random.choice([0.0, 3600.0, -3600.0, 7200.0, -1e9])
-
     async def _come_to_rest(self) -> list[str]:
         """Wait until nothing is left to do; say what is if that takes too long."""
         until_s = self.loop.time() + QUIET_S
@@ -305,7 +213,7 @@ class World:
         while True:
             left = self._unrest()
             if not left and quiet:
-                self._tell("quiet")
+                self.faults.tell("quiet")
                 return []
             # Twice: what was on its way at the first look has arrived at the second.
             quiet = not left
@@ -346,203 +254,6 @@ class World:
                 yield f"{transaction.id} is {transaction.state}"
         if ledger.to_keep or ledger.to_release:
             yield f"copies to be written {[*ledger.to_keep]}, to be removed {[*ledger.to_release]}"
-
-    # --- faults ----------------------------------------------------------------------------------
-
-    async def _make_faults(self) -> None:
-        draw = self.random
-        for _ in range(self.shape.faults if self.shape.kinds else 0):
-            await asyncio.sleep(draw.expovariate(1 / 1.5))
-            kind = draw.choice(self.shape.kinds)
-            until_s = draw.choice([0.3, 1.5, 4.0, 9.0]) * (0.5 + draw.random())
-            what = getattr(self, "_" + kind.replace(" ", "_"))(until_s)
-            if what:
-                self.faults.append(kind)
-                self._tell(kind, f"{what}, {until_s:.2f} s")
-
-    def _tell(self, what: str, who: str = "") -> None:
-        self.shop.history.notes.append(Note(self.shop.now_s(), what, who))
-        self.network.note(f"== {what}: {who}")
-
-    def _later(self, seconds: float, undo: Callable[..., None], *args: Any) -> None:
-        def unless_healed() -> None:
-            if not self._healed:
-                undo(*args)
-
-        self.loop.call_later(seconds, unless_healed)
-
-    def _some_proxy(self) -> SimProxy | None:
-        up = [proxy for proxy in self.proxies if proxy.up]
-        return self.random.choice(up) if up else None
-
-    def _kill(self, until_s: float) -> str:
-        proxy = self._some_proxy()
-        if proxy is None:
-            return ""
-        self._kill_it(proxy, until_s)
-        return proxy.name
-
-    def _kill_it(self, proxy: SimProxy, until_s: float) -> None:
-        proxy.kill()
-        self._later(until_s, self._let_live, proxy)
-
-    def _stop_all(self, until_s: float) -> str:
-        for proxy in self.proxies:
-            if proxy.up:
-                self._kill_it(proxy, until_s * (0.5 + self.random.random()))
-        return "all proxies killed"
-
-    def _kill_at_a_step(self, until_s: float) -> str:
-        return self._at_a_step(lambda proxy: self._kill_it(proxy, until_s))
-
-    def _pause_at_a_step(self, until_s: float) -> str:
-        return self._at_a_step(lambda proxy: self._pause_it(proxy, until_s))
-
-    def _at_a_step(self, act: Callable[[SimProxy], None]) -> str:
-        proxy = self._some_proxy()
-        if proxy is None:
-            return ""
-        process = proxy.process
-
-        def at_fuse() -> None:
-            # In the context of nobody: what follows is not the proxy's doing.
-            self.main.context.copy().run(act, proxy)
-
-        process.at_fuse = at_fuse
-        process.fuse = int(self.random.expovariate(1 / 120))
-        return f"{proxy.name} after {process.fuse} steps"
-
-    def _pause(self, until_s: float) -> str:
-        proxy = self._some_proxy()
-        if proxy is None:
-            return ""
-        self._pause_it(proxy, until_s)
-        return proxy.name
-
-    def _pause_it(self, proxy: SimProxy, until_s: float) -> None:
-        proxy.pause()
-        self._later(until_s, proxy.resume)
-
-    def _cut(self, until_s: float) -> str:
-        proxy = self.random.choice(self.proxies)
-        nodes = self.random.sample(range(3), self.random.choice([1, 1, 3]))
-        pairs = {(proxy.name, node) for node in nodes}
-        self.network.cuts |= pairs
-        self._later(until_s, self.network.cuts.difference_update, pairs)
-        return f"{sorted(pairs)}"
-
-    def _broker_away(self, until_s: float) -> str:
-        node = self.random.randrange(3)
-        self.network.down.add(node)
-        self._later(until_s, self.network.down.discard, node)
-        if self.random.random() < 0.5:
-            for log in self.cluster.logs.values():
-                if log.leader == node:
-                    log.leader = (node + 1) % 3
-            for id, at in self.cluster.coordinators.items():
-                if at == node:
-                    self.cluster.coordinators[id] = (node + 1) % 3
-        return f"broker {node}"
-
-    def _leader_moves(self, _: float) -> str:
-        name = self.random.choice(list(self.cluster.logs))
-        self.cluster.logs[name].leader = self.random.randrange(3)
-        return f"{name}"
-
-    def _leaderless(self, until_s: float) -> str:
-        name = self.random.choice(list(self.cluster.logs))
-        log = self.cluster.logs[name]
-        log.leader = -1
-
-        def lead() -> None:
-            log.leader = self.random.randrange(3)
-
-        self._later(until_s, lead)
-        return f"{name}"
-
-    def _coordinator_moves(self, until_s: float) -> str:
-        if not self.cluster.coordinators:
-            return ""
-        id = self.random.choice(sorted(self.cluster.coordinators))
-        self.cluster.coordinators[id] = -1
-
-        def coordinate() -> None:
-            self.cluster.coordinators[id] = self.random.randrange(3)
-
-        self._later(min(until_s, 2.0), coordinate)
-        return id
-
-    def _weather(self, until_s: float) -> str:
-        draw = self.random
-        self.network.weather = Weather(
-            delay_s=(0.0002, draw.choice([0.002, 0.02, 0.2])),
-            slow=draw.choice([0.0, 0.05, 0.2]),
-            lost=draw.choice([0.0, 0.02, 0.1]),
-            unanswered=draw.choice([0.0, 0.02, 0.1]),
-        )
-        return self._for_a_while(until_s)
-
-    def _lost_requests(self, until_s: float) -> str:
-        self.network.weather = Weather(
-            lost=self.random.choice([0.0, 0.3]),
-            unanswered=self.random.choice([0.1, 0.5]),
-            only=self.random.choice(["EndTxn", "EndTxn", "Produce", "AddPartitionsToTxn"]),
-        )
-        return self._for_a_while(until_s)
-
-    def _late(self, until_s: float) -> str:
-        only = self.random.choice(["", "EndTxn", "EndTxn", "Produce"])
-        late = self.random.choice([0.03, 0.1, 0.3]) * (2 if only else 1)
-        self.network.weather = Weather(
-            late=late, late_s=self.random.choice([0.05, 1.0, 8.0]), only=only
-        )
-        return self._for_a_while(until_s)
-
-    def _for_a_while(self, until_s: float) -> str:
-        weather = self.network.weather
-
-        def clear() -> None:
-            if self.network.weather is weather:
-                self.network.weather = Weather()
-
-        self._later(until_s, clear)
-        return f"{weather}"
-
-    def _wall_clock(self, _: float) -> str:
-        proxy = self.random.choice(self.proxies)
-        proxy.process.wall_ahead_s = self.random.choice([3600.0, -3600.0, 7200.0, 1e9])
-        return f"{proxy.name} {proxy.process.wall_ahead_s:+g} s"
-
-    def _services_away(self, until_s: float) -> str:
-        self.shop.reachable = False
-
-        def back() -> None:
-            self.shop.reachable = True
-
-        self._later(until_s, back)
-        return "services"
-
-    def _slow_markers(self, until_s: float) -> str:
-        self.cluster.marker_s = (0.05, self.random.choice([0.5, 3.0]))
-
-        def swift() -> None:
-            self.cluster.marker_s = (0.001, 0.01)
-
-        self._later(until_s, swift)
-        return "markers"
-
-    def _target_refuses(self, until_s: float) -> str:
-        topic = self.random.choice(TOPICS)
-        logs = [log for (name, _), log in self.cluster.logs.items() if name == topic]
-        for log in logs:
-            log.bytes_max = self.random.choice([150, 200])
-
-        def take() -> None:
-            for log in logs:
-                log.bytes_max = TARGET_BYTES_MAX
-
-        self._later(until_s, take)
-        return topic
 
     # --- the judgement ---------------------------------------------------------------------------
 
@@ -646,7 +357,7 @@ def run_seed(
     except Stuck as error:
         report.violations = [f"I12: {error}"]
     report.transactions = len(read_log(world.topics()))
-    report.faults = world.faults
+    report.faults = world.faults.made
     report.steps = world.loop.steps
     report.virtual_s = world.loop.time()
     if seed % COLLECT_EVERY == 0:

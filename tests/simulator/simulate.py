@@ -20,8 +20,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "faults")]
 
+from sim_faults import KINDS
 from sim_machine import simulated_machine
-from sim_world import KINDS, Report, run_seed
+from sim_world import Report, run_seed
 
 STORY_LINES = 60
 _CHUNK = 20

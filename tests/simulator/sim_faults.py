@@ -1,0 +1,337 @@
+"""What goes wrong in a run, and how large it is: all drawn from its seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+from judge import Note
+from msgspec import Struct
+from sim_kafka import Cluster
+from sim_loop import Process
+from sim_network import Network, Weather
+from sim_proxy import SimProxy
+from sim_shop import TOPICS, Shop
+
+TARGET_BYTES_MAX = 1 << 20
+
+
+class Shape(Struct, frozen=True):
+    """How large a run is, and which faults it has, drawn from its seed."""
+
+    proxies: int
+    partitions: int
+    lanes: int
+    transactions: int
+    hurry: float
+    """The share of transactions that a client does not wait for before it begins the next."""
+    kinds: tuple[str, ...]
+    faults: int
+    snapshot_records_min: int
+    dedup_window_s: float
+    settled_max: int
+    restart: bool
+    """Whether all proxies are begun anew in the end, to compare what they remember then."""
+
+
+KINDS = (
+    "kill",
+    "kill at a step",
+    "pause",
+    "pause at a step",
+    "cut",
+    "broker away",
+    "leader moves",
+    "leaderless",
+    "coordinator moves",
+    "weather",
+    "late",
+    "lost requests",
+    "wall clock",
+    "services away",
+    "slow markers",
+    "stop all",
+    "target refuses",
+)
+
+
+def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
+    """Draw a run's shape. Of all kinds of faults each run has only some: together they would hide
+    what a few do."""
+    draw = random.Random(f"shape {seed}")
+    kinds = tuple(kind for kind in KINDS if draw.random() < 0.35)
+    return Shape(
+        proxies=draw.choice([1, 2, 2, 2, 3]),
+        partitions=draw.choice([1, 1, 2]),
+        lanes=draw.choice([2, 3]),
+        transactions=draw.randint(2, 5),
+        hurry=draw.choice([0.0, 0.4, 0.9]),
+        kinds=tuple(kind for kind in kinds if kind not in without),
+        faults=draw.randint(2, 7),
+        snapshot_records_min=draw.choice([4, 15, 10_000]),
+        dedup_window_s=(window_s := draw.choice([12.0, 120.0])),
+        settled_max=3 if window_s == 12.0 else 10_000,
+        restart=draw.random() < 0.4,
+    )
+
+
+class Faults:
+    """Makes the faults of one run, each of which ends by itself or is healed with all others.
+
+    Args:
+        draw: the random numbers of the faults.
+        nobody: whose doing they are.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        draw: random.Random,
+        network: Network,
+        shop: Shop,
+        proxies: list[SimProxy],
+        nobody: Process,
+    ) -> None:
+        self.made: list[str] = []
+        self.healed = False
+        self._shape = shape
+        self._random = draw
+        self._network = network
+        self._cluster: Cluster = network.cluster
+        self._loop = network.loop
+        self._shop = shop
+        self._proxies = proxies
+        self._nobody = nobody
+
+    async def make(self) -> None:
+        """Make them, one after another."""
+        draw = self._random
+        for _ in range(self._shape.faults if self._shape.kinds else 0):
+            await asyncio.sleep(draw.expovariate(1 / 1.5))
+            kind = draw.choice(self._shape.kinds)
+            until_s = draw.choice([0.3, 1.5, 4.0, 9.0]) * (0.5 + draw.random())
+            what = getattr(self, "_" + kind.replace(" ", "_"))(until_s)
+            if what:
+                self.made.append(kind)
+                self.tell(kind, f"{what}, {until_s:.2f} s")
+
+    def tell(self, what: str, who: str = "") -> None:
+        """Write down what happened."""
+        self._shop.history.notes.append(Note(self._shop.now_s(), what, who))
+        self._network.note(f"== {what}: {who}")
+
+    def _later(self, seconds: float, undo: Callable[..., None], *args: Any) -> None:
+        def unless_healed() -> None:
+            if not self.healed:
+                undo(*args)
+
+        self._loop.call_later(seconds, unless_healed)
+
+    def _some_proxy(self) -> SimProxy | None:
+        up = [proxy for proxy in self._proxies if proxy.up]
+        return self._random.choice(up) if up else None
+
+    def _kill(self, until_s: float) -> str:
+        proxy = self._some_proxy()
+        if proxy is None:
+            return ""
+        self._kill_it(proxy, until_s)
+        return proxy.name
+
+    def _kill_it(self, proxy: SimProxy, until_s: float) -> None:
+        proxy.kill()
+        self._later(until_s, self._let_live, proxy)
+
+    def _stop_all(self, until_s: float) -> str:
+        for proxy in self._proxies:
+            if proxy.up:
+                self._kill_it(proxy, until_s * (0.5 + self._random.random()))
+        return "all proxies killed"
+
+    def _kill_at_a_step(self, until_s: float) -> str:
+        return self._at_a_step(lambda proxy: self._kill_it(proxy, until_s))
+
+    def _pause_at_a_step(self, until_s: float) -> str:
+        return self._at_a_step(lambda proxy: self._pause_it(proxy, until_s))
+
+    def _at_a_step(self, act: Callable[[SimProxy], None]) -> str:
+        proxy = self._some_proxy()
+        if proxy is None:
+            return ""
+        process = proxy.process
+
+        def at_fuse() -> None:
+            # In the context of nobody: what follows is not the proxy's doing.
+            self._nobody.context.copy().run(act, proxy)
+
+        process.at_fuse = at_fuse
+        process.fuse = int(self._random.expovariate(1 / 120))
+        return f"{proxy.name} after {process.fuse} steps"
+
+    def _pause(self, until_s: float) -> str:
+        proxy = self._some_proxy()
+        if proxy is None:
+            return ""
+        self._pause_it(proxy, until_s)
+        return proxy.name
+
+    def _pause_it(self, proxy: SimProxy, until_s: float) -> None:
+        proxy.pause()
+        self._later(until_s, proxy.resume)
+
+    def _cut(self, until_s: float) -> str:
+        proxy = self._random.choice(self._proxies)
+        nodes = self._random.sample(range(3), self._random.choice([1, 1, 3]))
+        pairs = {(proxy.name, node) for node in nodes}
+        self._network.cuts |= pairs
+        self._later(until_s, self._network.cuts.difference_update, pairs)
+        return f"{sorted(pairs)}"
+
+    def _broker_away(self, until_s: float) -> str:
+        node = self._random.randrange(3)
+        self._network.down.add(node)
+        self._later(until_s, self._network.down.discard, node)
+        if self._random.random() < 0.5:
+            for log in self._cluster.logs.values():
+                if log.leader == node:
+                    log.leader = (node + 1) % 3
+            for id, at in self._cluster.coordinators.items():
+                if at == node:
+                    self._cluster.coordinators[id] = (node + 1) % 3
+        return f"broker {node}"
+
+    def _leader_moves(self, _: float) -> str:
+        name = self._random.choice(list(self._cluster.logs))
+        self._cluster.logs[name].leader = self._random.randrange(3)
+        return f"{name}"
+
+    def _leaderless(self, until_s: float) -> str:
+        name = self._random.choice(list(self._cluster.logs))
+        log = self._cluster.logs[name]
+        log.leader = -1
+
+        def lead() -> None:
+            log.leader = self._random.randrange(3)
+
+        self._later(until_s, lead)
+        return f"{name}"
+
+    def _coordinator_moves(self, until_s: float) -> str:
+        if not self._cluster.coordinators:
+            return ""
+        id = self._random.choice(sorted(self._cluster.coordinators))
+        self._cluster.coordinators[id] = -1
+
+        def coordinate() -> None:
+            self._cluster.coordinators[id] = self._random.randrange(3)
+
+        self._later(min(until_s, 2.0), coordinate)
+        return id
+
+    def _weather(self, until_s: float) -> str:
+        draw = self._random
+        self._network.weather = Weather(
+            delay_s=(0.0002, draw.choice([0.002, 0.02, 0.2])),
+            slow=draw.choice([0.0, 0.05, 0.2]),
+            lost=draw.choice([0.0, 0.02, 0.1]),
+            unanswered=draw.choice([0.0, 0.02, 0.1]),
+        )
+        return self._for_a_while(until_s)
+
+    def _lost_requests(self, until_s: float) -> str:
+        self._network.weather = Weather(
+            lost=self._random.choice([0.0, 0.3]),
+            unanswered=self._random.choice([0.1, 0.5]),
+            only=self._random.choice(["EndTxn", "EndTxn", "Produce", "AddPartitionsToTxn"]),
+        )
+        return self._for_a_while(until_s)
+
+    def _late(self, until_s: float) -> str:
+        only = self._random.choice(["", "EndTxn", "EndTxn", "Produce"])
+        late = self._random.choice([0.03, 0.1, 0.3]) * (2 if only else 1)
+        self._network.weather = Weather(
+            late=late, late_s=self._random.choice([0.05, 1.0, 8.0]), only=only
+        )
+        return self._for_a_while(until_s)
+
+    def _for_a_while(self, until_s: float) -> str:
+        weather = self._network.weather
+
+        def clear() -> None:
+            if self._network.weather is weather:
+                self._network.weather = Weather()
+
+        self._later(until_s, clear)
+        return f"{weather}"
+
+    def _wall_clock(self, _: float) -> str:
+        proxy = self._random.choice(self._proxies)
+        proxy.process.wall_ahead_s = self._random.choice([3600.0, -3600.0, 7200.0, 1e9])
+        return f"{proxy.name} {proxy.process.wall_ahead_s:+g} s"
+
+    def _services_away(self, until_s: float) -> str:
+        self._shop.reachable = False
+
+        def back() -> None:
+            self._shop.reachable = True
+
+        self._later(until_s, back)
+        return "services"
+
+    def _slow_markers(self, until_s: float) -> str:
+        self._cluster.marker_s = (0.05, self._random.choice([0.5, 3.0]))
+
+        def swift() -> None:
+            self._cluster.marker_s = (0.001, 0.01)
+
+        self._later(until_s, swift)
+        return "markers"
+
+    def _target_refuses(self, until_s: float) -> str:
+        topic = self._random.choice(TOPICS)
+        logs = [log for (name, _), log in self._cluster.logs.items() if name == topic]
+        for log in logs:
+            log.bytes_max = self._random.choice([150, 200])
+
+        def take() -> None:
+            for log in logs:
+                log.bytes_max = TARGET_BYTES_MAX
+
+        self._later(until_s, take)
+        return topic
+
+    def heal(self) -> None:
+        """End them all."""
+        self.healed = True
+        self.tell("healed")
+        self._network.weather = Weather()
+        self._network.cuts.clear()
+        self._network.down.clear()
+        self._shop.reachable = True
+        self._shop.trouble = False
+        self._cluster.marker_s = (0.001, 0.01)
+        for (topic, _), log in self._cluster.logs.items():
+            if log.leader < 0:
+                log.leader = 0
+            if topic in TOPICS:
+                log.bytes_max = TARGET_BYTES_MAX
+        for id, node in self._cluster.coordinators.items():
+            if node < 0:
+                self._cluster.coordinators[id] = 0
+        for proxy in self._proxies:
+            self._let_live(proxy)
+            proxy.process.fuse = -1
+
+    def _let_live(self, proxy: SimProxy) -> None:
+        if proxy.up:
+            proxy.resume()
+        else:
+            proxy.start(self.wall_ahead_s())
+
+    def wall_ahead_s(self) -> float:
+        """Draw how far the wall clock of a new proxy is off."""
+        if "wall clock" not in self._shape.kinds:
+            return 0.0
+        return self._random.choice([0.0, 3600.0, -3600.0, 7200.0, -1e9])
