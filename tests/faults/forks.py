@@ -25,16 +25,23 @@ _REQUEST_BYTES_MAX = 1 << 20
 class Fork:
     """A fork, with what `asyncio.subprocess.Process` has and the tests need."""
 
-    def __init__(self, pid: int, ended: asyncio.StreamReader, *outputs: asyncio.StreamReader):
+    def __init__(
+        self,
+        pid: int,
+        line: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        *outputs: asyncio.StreamReader,
+    ) -> None:
         self.pid = pid
+        self._line = line  # kept, as the connection ends with it
         self.returncode: int | None = None
         self.stdout, self.stderr = outputs
-        self._watching = asyncio.create_task(self._watch(ended))
+        self._watching = asyncio.create_task(self._watch())
 
-    async def _watch(self, ended: asyncio.StreamReader) -> None:
-        line = await ended.readline()
+    async def _watch(self) -> None:
+        line = await self._line[0].readline()
         # Without a line the parent of all forks is gone, and this one with it.
         self.returncode = int(line) if line else -signal.SIGKILL
+        self._line[1].close()
 
     async def wait(self) -> int:
         """Wait until it ends; return its exit code, as subprocess has it."""
@@ -82,9 +89,9 @@ class Forge:
         socket.send_fds(asking, [request + b"\n"], [write for _, write in pipes])
         for _, write in pipes:
             os.close(write)
-        answers, _ = await asyncio.open_connection(sock=asking)
-        pid = int(await answers.readline())
-        return Fork(pid, answers, *[await _reading(read) for read, _ in pipes])
+        line = await asyncio.open_connection(sock=asking)
+        pid = int(await line[0].readline())
+        return Fork(pid, line, *[await _reading(read) for read, _ in pipes])
 
     async def _connected(self) -> socket.socket:
         while True:
