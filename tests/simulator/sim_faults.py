@@ -53,6 +53,7 @@ KINDS = (
     "services away",
     "slow markers",
     "stop all",
+    "rolling restart",
     "target refuses",
 )
 
@@ -96,6 +97,7 @@ class Faults:
     ) -> None:
         self.made: list[str] = []
         self.healed = False
+        self._closed: list[tuple[SimProxy, int]] = []
         self._shape = shape
         self._random = draw
         self._network = network
@@ -150,6 +152,23 @@ class Faults:
                 self._kill_it(proxy, until_s * (0.5 + self._random.random()))
         return "all proxies killed"
 
+    def _rolling_restart(self, until_s: float) -> str:
+        proxy = self._some_proxy()
+        if proxy is None or proxy.broker is None:
+            return ""
+        life = proxy.lives
+        self._loop.create_task(proxy.broker.close(), context=proxy.process.context)
+
+        def begin_anew() -> None:
+            if proxy.up and proxy.lives == life:
+                proxy.kill()
+            self._let_live(proxy)
+
+        # If it is not through by then, whoever stops it has no more patience.
+        self._later(until_s + 0.5, begin_anew)
+        self._closed.append((proxy, life))
+        return proxy.name
+
     def _kill_at_a_step(self, until_s: float) -> str:
         return self._at_a_step(lambda proxy: self._kill_it(proxy, until_s))
 
@@ -196,7 +215,7 @@ class Faults:
         if self._random.random() < 0.5:
             for log in self._cluster.logs.values():
                 if log.leader == node:
-                    log.leader = (node + 1) % 3
+                    self._cluster.lead(log, (node + 1) % 3, self._random.choice([0.0, 0.5]))
             for id, at in self._cluster.coordinators.items():
                 if at == node:
                     self._cluster.coordinators[id] = (node + 1) % 3
@@ -204,8 +223,9 @@ class Faults:
 
     def _leader_moves(self, _: float) -> str:
         name = self._random.choice(list(self._cluster.logs))
-        self._cluster.logs[name].leader = self._random.randrange(3)
-        return f"{name}"
+        learns_s = self._random.choice([0.0, 0.2, 2.0])
+        self._cluster.lead(self._cluster.logs[name], self._random.randrange(3), learns_s)
+        return f"{name}, knows its end after {learns_s:g} s"
 
     def _leaderless(self, until_s: float) -> str:
         name = self._random.choice(list(self._cluster.logs))
@@ -213,7 +233,7 @@ class Faults:
         log.leader = -1
 
         def lead() -> None:
-            log.leader = self._random.randrange(3)
+            self._cluster.lead(log, self._random.randrange(3), self._random.choice([0.0, 0.5]))
 
         self._later(until_s, lead)
         return f"{name}"
@@ -242,8 +262,8 @@ class Faults:
 
     def _lost_requests(self, until_s: float) -> str:
         self._network.weather = Weather(
-            lost=self._random.choice([0.0, 0.3]),
-            unanswered=self._random.choice([0.1, 0.5]),
+            lost=self._random.choice([0.1, 0.5]),
+            unanswered=self._random.choice([0.0, 0.3]),
             only=self._random.choice(["EndTxn", "EndTxn", "Produce", "AddPartitionsToTxn"]),
         )
         return self._for_a_while(until_s)
@@ -313,6 +333,7 @@ class Faults:
         self._shop.trouble = False
         self._cluster.marker_s = (0.001, 0.01)
         for (topic, _), log in self._cluster.logs.items():
+            log.learns = (0.0, 0)
             if log.leader < 0:
                 log.leader = 0
             if topic in TOPICS:
@@ -320,6 +341,9 @@ class Faults:
         for id, node in self._cluster.coordinators.items():
             if node < 0:
                 self._cluster.coordinators[id] = 0
+        for proxy, life in self._closed:
+            if proxy.up and proxy.lives == life:
+                proxy.kill()
         for proxy in self._proxies:
             self._let_live(proxy)
             proxy.process.fuse = -1

@@ -19,6 +19,7 @@ from sim_loop import Process, SimLoop
 
 NONE, OUT_OF_RANGE, UNKNOWN_TOPIC, NO_LEADER, NOT_LEADER = 0, 1, 3, 5, 6
 TOO_LARGE, NOT_COORDINATOR, OUT_OF_ORDER, DUPLICATE = 10, 16, 45, 46
+OFFSET_UNKNOWN = 78
 BAD_EPOCH, BAD_STATE, BAD_MAPPING, CONCURRENT = 47, 48, 49, 51
 
 _HEADER = struct.Struct(">qiibIhiqqqhii")
@@ -61,6 +62,8 @@ class Log:
         self.bytes_max = bytes_max
         self.begin = 0
         self.end = 0
+        self.learns = (0.0, 0)
+        """Until when a new leader does not know how far the log reaches, and what it shows till then."""
         self.batches: list[Batch] = []
         self._bases: list[int] = []
         self._producers: dict[int, _Sequences] = {}
@@ -132,11 +135,13 @@ class Log:
             Batch(base, base, _control(base, producer, epoch, now_ms, commit), producer, True)
         )
 
-    def fetch(self, position: int, bytes_max: int, *, committed: bool) -> tuple[int, Any, bytes]:
-        """Return (error code, aborted transactions, batches) from a position on."""
+    def fetch(
+        self, position: int, bytes_max: int, high: int, *, committed: bool
+    ) -> tuple[int, Any, bytes]:
+        """Return (error code, aborted transactions, batches) from a position on, below `high`."""
         if not self.begin <= position <= self.end:
             return OUT_OF_RANGE, [], b""
-        stop = self.stable_end if committed else self.end
+        stop = min(high, self.stable_end if committed else self.end)
         number = max(0, bisect_right(self._bases, position) - 1)
         found: list[bytes] = []
         size = 0
@@ -295,18 +300,30 @@ class Cluster:
         code, aborted, data = UNKNOWN_TOPIC, [], b""
         high, stable = -1, -1
         if log is not None:
-            high, stable = log.end, log.stable_end
+            high = self._high(log)
+            stable = min(high, log.stable_end)
             if log.leader != node:
                 code = NOT_LEADER
             else:
                 committed = request._isolation_level == _READ_COMMITTED
-                code, aborted, data = log.fetch(position, bytes_max, committed=committed)
+                code, aborted, data = log.fetch(position, bytes_max, high, committed=committed)
         if code == NONE and not data and request._max_wait_ms > 0:
             wait_s = request._max_wait_ms / 1000
             request._max_wait_ms = 0
             return wait_s
         found = (number, code, high, stable, 0, aborted, data)
         return SimpleNamespace(topics=[(topic, [found])], error_code=NONE)
+
+    def lead(self, log: Log, node: int, learns_s: float = 0.0) -> None:
+        """Make a broker the leader of a log; for a while it shows only a part of it."""
+        log.leader = node
+        shown = self.process.random.randint(log.begin, log.end)
+        log.learns = (self.loop.time() + learns_s, shown)
+
+    def _high(self, log: Log) -> int:
+        """Return how far a leader knows the log to be replicated."""
+        until_s, shown = log.learns
+        return shown if self.loop.time() < until_s else log.end
 
     def _offsets(self, node: int, request: Any) -> Any:
         topics = []
@@ -316,6 +333,9 @@ class Cluster:
                 log = self.logs.get((topic, number))
                 if log is None or log.leader != node:
                     found.append((number, UNKNOWN_TOPIC if log is None else NOT_LEADER, -1, -1))
+                    continue
+                if which != _EARLIEST and self._high(log) < log.end:
+                    found.append((number, OFFSET_UNKNOWN, -1, -1))
                     continue
                 stable = request._isolation_level == _READ_COMMITTED
                 end = log.stable_end if stable else log.end

@@ -428,7 +428,9 @@ class Lane:
         slow = random.random() < 0.15
         there = await shop.local_transaction(id, random.random() * (4.0 if slow else 0.05))
         if draw < 0.3:
-            # It ends before it says so.
+            # It ends before it says so, at most it asks to be asked.
+            if random.random() < 0.4:
+                await self._ask_for_check(token, id)
             return
         if draw < 0.4 and not there:
             return
@@ -439,6 +441,12 @@ class Lane:
         async with asyncio.TaskGroup() as group:
             for _ in range(times):
                 group.create_task(self._say(token, id, decision, replaced))
+
+    async def _ask_for_check(self, token: str, id: str) -> None:
+        async def work(broker: Broker) -> Standing:
+            return await broker.check(id, by="client")
+
+        await self._shop.insist("check", token, id, work)
 
     async def _say(
         self,
