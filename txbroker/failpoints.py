@@ -19,8 +19,8 @@ class Point(NamedTuple):
 
     Attributes:
         behind: what has just happened.
-        answer: whose answer, which has just come, can be lost here: of an `append`, of a
-            `produce`, of a `coordinator`, or of a `read`. "" where none has come.
+        answer: what can be lost here, the answer that has just come or the request that is about
+            to go: of an `append`, a `produce`, a `coordinator` or a `read`; "" where there is none.
         times: how often it is reached in one go.
     """
 
@@ -32,17 +32,17 @@ class Point(NamedTuple):
 POINTS: Mapping[str, Point] = MappingProxyType(
     {
         "prepare.received": Point("a prepare has arrived and is about to be queued"),
-        "half.sending": Point("a batch of half messages is about to be sent"),
+        "half.sending": Point("a batch of half messages is about to be sent", "append"),
         "half.stored": Point("Kafka has stored a batch of half messages", "append"),
         "prepare.applied": Point("the ledger holds a half message, its client knows nothing"),
         "decide.received": Point("a decision has arrived, and it is the first one"),
-        "op.sending": Point("a batch of markers is about to be sent"),
+        "op.sending": Point("a batch of markers is about to be sent", "append"),
         "op.stored": Point("Kafka has stored a batch of markers", "append"),
         "decide.applied": Point("the ledger has applied a decision, its client knows nothing"),
         "turn.planned": Point("a turn is planned, nothing of it is sent"),
         "turn.begun": Point("the coordinator knows a turn's partitions", "coordinator"),
         "turn.produced": Point("promoted records and progress are stored, uncommitted", "produce"),
-        "turn.ending": Point("a turn's commit is about to be sent"),
+        "turn.ending": Point("a turn's commit is about to be sent", "coordinator"),
         "turn.ended": Point("the coordinator has acknowledged a turn's commit", "coordinator"),
         "turn.committed": Point("the promoter knows that a turn is committed"),
         "turn.visible": Point("readers see a turn, the ledger does not know it"),
@@ -64,7 +64,7 @@ POINTS: Mapping[str, Point] = MappingProxyType(
         "reclaim.asked": Point("an owner in doubt has heard that the partition is its own", "read"),
         "reclaim.claimed": Point("it has claimed again and has read nothing yet", "read"),
         "reclaim.done": Point("it has taken over what was committed meanwhile"),
-        "snapshots.sending": Point("a part of a snapshot is about to be sent"),
+        "snapshots.sending": Point("a part of a snapshot is about to be sent", "append"),
         "snapshots.stored": Point("Kafka has stored a part of a snapshot", "append"),
         "handover.assigned": Point("the group has given this proxy a partition"),
         "handover.suspended": Point("touch with the group is lost, everything is suspended"),

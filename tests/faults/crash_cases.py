@@ -82,9 +82,10 @@ hook, and without it a moment costs one comparison.
 
 - **kill**: the process ends as by `kill -9`, and is started again;
 - **pause**: it stops, another proxy takes over, then it wakes up;
-- **timeout**: the answer that has just come is lost; where none has come, all is late.
+- **timeout**: the answer that has just come is lost, or the request that is about to go; where
+  there is none, all is late.
 
-| moment | what has just happened | whose answer can be lost |
+| moment | what has just happened | what can be lost |
 | --- | --- | --- |
 """
 

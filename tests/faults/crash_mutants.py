@@ -27,15 +27,17 @@ class Shown(NamedTuple):
 
 
 SHOWN = (
-    Shown("progress is left out of the turn", ("turn.visible:kill",), ("I1", "I3", "I11")),
-    Shown("one transactional id is taken alone", ("turn.ending:pause",), ("I3", "I11")),
-    Shown('"below progress" is read as skip', ("turn.visible:kill", "claim.read:kill"), ("I15",)),
+    Shown("progress is left out of the turn", ("turn.visible:kill",), ("I3", "I11")),
+    Shown("one transactional id is taken alone", (":pause:commit",), ("I3", "I11")),
+    Shown("n+1 is ended after n's abort", ("turn.ending:timeout",), ("I1",)),
     Shown("a transaction is not whole in its turn", ("turn.ended:kill",), ("I10",)),
-    Shown("read_uncommitted reader", ("turn.produced:kill",), ("I1",)),
-    Shown("an append without an answer is an ack", ("stored:timeout",), ("I5", "I15")),
+    Shown("read_uncommitted reader", ("turn.produced:kill", "turn.begun:kill"), ("I1",)),
+    Shown('"below progress" is read as skip', ("turn.visible:kill", "claim.read:kill"), ("I5",)),
+    Shown("an append without an answer is an ack", ("op.sending:timeout",), ("I15",)),
     Shown("what a lost turn did is not looked up", ("turn.ended:timeout",), ("I3",)),
     Shown("attempts without end", ("park.stored:kill",), ("I8",)),
-    Shown("an attempt before its time is accepted", ("check.stored:kill",), ("I8", "I9")),
+    Shown("called though the marker was not accepted", ("check.acquired:pause",), ("I8", "I9")),
+    Shown("the last marker wins", ("decide.applied:kill",), ("I5",)),
 )
 
 

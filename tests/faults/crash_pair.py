@@ -19,7 +19,7 @@ from forks import Forge
 from judge import Asked, Body, Call, History, Note
 from world import World, error_of, unique, until
 
-from txbroker.errors import RequestError
+from txbroker.errors import AlreadyDecided, RequestError
 
 PARTITIONS = 2
 SESSION_S = 2.0
@@ -238,6 +238,12 @@ class Client:
             body = {} if by_operator else {"group": "shop"}
             path = f"/v1/transactions/{self.id}/{self.outcome}"
             await self._ask(self.outcome, path, body)
+
+    async def contradict(self) -> None:
+        """Say the contrary of what was said before; nobody may take it."""
+        what = "rollback" if self.outcome == "commit" else "commit"
+        with contextlib.suppress(AlreadyDecided):
+            await self._ask(what, f"/v1/transactions/{self.id}/{what}", {"group": "shop"})
 
     async def ends(self, *states: str) -> None:
         """Wait until it is in one of these states, whoever is asked."""

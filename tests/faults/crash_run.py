@@ -98,6 +98,8 @@ class Crash:
         else:
             await client.prepare(*pair.topics, business=True)
             await client.decide()
+            if role == "neighbour-0":
+                await client.contradict()
         await client.ends(*FINAL)
 
     # --- trouble -------------------------------------------------------------------------

@@ -6,7 +6,8 @@ the file, writes a line to ARMED.fired, and does it:
 
 - kill: this process ends as by kill -9;
 - pause: it stops until somebody wakes it;
-- timeout: the answer that has just come is lost; where none has come, everything is late.
+- timeout: the answer that has just come is lost, or the request that is about to go; where there is
+  none, everything is late.
 """
 
 from __future__ import annotations
