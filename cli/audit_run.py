@@ -15,7 +15,7 @@ from msgspec import Struct
 from txbroker.addresses import read_secret
 from txbroker.cli import submit
 from txbroker.cli.run import Failed
-from txbroker.config import Settings
+from txbroker.config import ENV_PREFIX, SECRET_SETTINGS, Settings
 from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.spark.session import SparkSettings, spark_session
 
@@ -165,9 +165,18 @@ def journal_of(settings: Settings) -> "Journal":
 
 
 def send_to_cluster(spark: SparkSettings, settings: Settings, context: click.Context) -> int:
-    """Have the cluster run this very command, and return how that ended."""
+    """Have the cluster run this very command, and return how that ended.
+
+    Raises:
+        Failed: a secret is in the environment of this machine, which the cluster does not have.
+    """
     from txbroker.spark.cluster import submit as send
 
+    for secret in sorted(SECRET_SETTINGS & settings.model_fields_set):
+        raise Failed(
+            f"{ENV_PREFIX}{secret.upper()} does not go to the cluster with the audit: name a file "
+            f"that is there by --{secret.replace('_', '-')}-file"
+        )
     name = context.command.name or ""
     return send(spark, Path(submit.__file__), [name, *arguments_again(settings, context)])
 

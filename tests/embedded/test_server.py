@@ -251,8 +251,10 @@ def test_a_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_before_the_start_there_is_nothing_to_connect_to() -> None:
-    kafka = EmbeddedKafka()
+    kafka = EmbeddedKafka(listeners={"LOGIN": "SASL_PLAINTEXT"})
     assert not kafka.running
     with pytest.raises(EmbeddedKafkaError, match="call start"):
         _ = kafka.bootstrap
+    with pytest.raises(EmbeddedKafkaError, match="call start"):
+        kafka.address("LOGIN")
     kafka.stop()

@@ -191,3 +191,16 @@ def test_certificates_that_changed_are_read_again(authority: Authority, tmp_path
     after = login.arguments()["ssl_context"]
     assert after is not before
     assert login.arguments()["ssl_context"] is after
+
+
+def test_an_audit_on_a_cluster_takes_no_secret_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TXBROKER_KAFKA_SASL_PASSWORD", PASSWORD)
+    words = ["--kafka-security-protocol", "SASL_SSL", "--kafka-sasl-username", "me"]
+    words += ["--master", "yarn", "--deploy-mode", "cluster", "--out", "hdfs://x/audit"]
+    assert run(cli, ["audit", "run", *words]) == 1
+    said = capsys.readouterr().err
+    assert "TXBROKER_KAFKA_SASL_PASSWORD does not go to the cluster" in said
+    assert "--kafka-sasl-password-file" in said
+    assert PASSWORD not in said
