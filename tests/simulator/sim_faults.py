@@ -269,7 +269,7 @@ class Faults:
         return self._for_a_while(until_s)
 
     def _late(self, until_s: float) -> str:
-        only = self._random.choice(["", "EndTxn", "EndTxn", "Produce"])
+        only = self._random.choice(["", "EndTxn", "Produce", "Produce"])
         late = self._random.choice([0.03, 0.1, 0.3]) * (2 if only else 1)
         self._network.weather = Weather(
             late=late, late_s=self._random.choice([0.05, 1.0, 8.0]), only=only

@@ -63,7 +63,7 @@ class Log:
         self.begin = 0
         self.end = 0
         self.learns = (0.0, 0)
-        """Until when a new leader does not know how far the log reaches, and what it shows till then."""
+        """Until when a new leader does not know how far the log reaches; what it shows then."""
         self.batches: list[Batch] = []
         self._bases: list[int] = []
         self._producers: dict[int, _Sequences] = {}
