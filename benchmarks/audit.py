@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 _ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("spark", "e2e", "")]
+sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("spark", "faults", "e2e", "")]
 
 from planting import Planting  # noqa: E402
 

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -284,3 +285,10 @@ def committed(*patterns: str) -> list[Path]:
         check=True,
     )
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.name)
+def test_every_benchmark_still_starts(path: Path) -> None:
+    ended = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("usage: ")
