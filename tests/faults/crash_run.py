@@ -32,6 +32,8 @@ from world import unique, until
 from txbroker.embedded import EmbeddedKafka
 
 NEIGHBOURS = 4
+CROWD = 24
+"""Neighbours enough for a snapshot of each partition (`snapshot_records_min` of the pair)."""
 PAIRS = 3
 
 
@@ -76,8 +78,8 @@ class Crash:
         """One that decides by itself, one that is asked, and neighbours that are sure."""
         outcome = self._case.outcome
         roles = {"direct": outcome, "asked": outcome, "parked": outcome}
-        for number in range(NEIGHBOURS):
-            roles[f"neighbour-{number}"] = "rollback" if number == NEIGHBOURS - 1 else "commit"
+        for number in range(CROWD if self._case.step == "snapshots" else NEIGHBOURS):
+            roles[f"neighbour-{number}"] = "rollback" if number % 4 == 3 else "commit"
         return [
             Client(self._pair, http, f"{self._name}/{role}", ends) for role, ends in roles.items()
         ]
