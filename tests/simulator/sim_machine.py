@@ -140,9 +140,11 @@ def simulated_machine(heard: Callable[[str], None] | None = None) -> Iterator[No
     # What a run leaves behind is thrown away between runs: it is faster, and comes at no other
     # moment when the same run comes again.
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         if collects:
             gc.enable()
         for each in undo:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,7 +69,7 @@ class Report(Struct):
     faults: list[str] = field(default_factory=list)
     steps: int = 0
     virtual_s: float = 0.0
-    log: list[str] = field(default_factory=list)
+    cpu_s: float = 0.0
 
     @property
     def failed(self) -> bool:
@@ -350,6 +351,7 @@ def run_seed(
         assert log is not None
         log.append(f"{world.loop.time():10.4f} {line}")
 
+    began_s = time.process_time()
     world = World(seed, shape, None if log is None else note)
     report = Report(seed, shape)
     try:
@@ -362,4 +364,5 @@ def run_seed(
     report.virtual_s = world.loop.time()
     if seed % COLLECT_EVERY == 0:
         gc.collect()
+    report.cpu_s = time.process_time() - began_s
     return report

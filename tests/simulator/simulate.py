@@ -67,12 +67,15 @@ def try_many(seeds: range, jobs: int, failures_max: int) -> int:
     """Try seeds; return how many failed, after at most `failures_max` of them."""
     began_s = time.perf_counter()
     tried = failed = transactions = events = 0
+    virtual_s = cpu_s = 0.0
     faults: Counter[str] = Counter()
     with _reports(seeds, jobs) as reports:
         for report in reports:
             tried += 1
             transactions += report.transactions
             events += report.steps
+            virtual_s += report.virtual_s
+            cpu_s += report.cpu_s
             faults.update(report.faults)
             if report.failed:
                 failed += 1
@@ -82,8 +85,9 @@ def try_many(seeds: range, jobs: int, failures_max: int) -> int:
     took_s = time.perf_counter() - began_s
     print(
         f"{tried} seeds, {failed} failed; {transactions} transactions, {faults.total()} faults, "
-        f"{events} events in {took_s:.1f} s: {tried / took_s * 60:.0f} seeds a minute, "
-        f"{events / took_s:.0f} events a second on {jobs} processes"
+        f"{events} events and {virtual_s:.0f} virtual seconds in {took_s:.1f} s: "
+        f"{tried / took_s * 60:.0f} seeds a minute on {jobs} processes, "
+        f"{tried / cpu_s * 60:.0f} a minute of one core's time"
     )
     print(", ".join(f"{kind} {count}" for kind, count in faults.most_common()))
     return failed
