@@ -32,6 +32,7 @@ class Shape(Struct, frozen=True):
     snapshot_records_min: int
     dedup_window_s: float
     settled_max: int
+    half_retention_s: float
     restart: bool
     """Whether all proxies are begun anew in the end, to compare what they remember then."""
 
@@ -74,6 +75,7 @@ def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
         snapshot_records_min=draw.choice([4, 15, 10_000]),
         dedup_window_s=(window_s := draw.choice([12.0, 120.0])),
         settled_max=3 if window_s == 12.0 else 10_000,
+        half_retention_s=draw.choice([25.0, 3600.0]) if window_s == 12.0 else 3600.0,
         restart=draw.random() < 0.4,
     )
 

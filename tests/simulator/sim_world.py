@@ -110,6 +110,7 @@ class World:
             "snapshot_records_min": shape.snapshot_records_min,
             "dedup_window_s": shape.dedup_window_s,
             "settled_max": shape.settled_max,
+            "half_retention_s": shape.half_retention_s,
         }
         return SimProxy(
             name,
@@ -126,6 +127,7 @@ class World:
             self.cluster.create(
                 f"txbroker.{name}", self.shape.partitions, append_time=True, bytes_max=8 << 20
             )
+        self.cluster.retain("txbroker.half", self.shape.half_retention_s)
         for name, partitions in zip(TOPICS, (2, 1), strict=True):
             self.cluster.create(name, partitions, append_time=False, bytes_max=TARGET_BYTES_MAX)
 
