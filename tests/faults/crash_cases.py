@@ -8,7 +8,7 @@ from txbroker.failpoints import POINTS
 
 ACTIONS = ("kill", "pause", "timeout")
 OUTCOMES = ("commit", "rollback", "unknown")
-RESTARTED = ("claim", "recover", "snapshots")
+RESTARTED = ("claim", "recover")
 """Steps that an owner takes when it comes back."""
 
 

@@ -198,17 +198,17 @@ async def run_pair(
 
 
 async def _judge(pair: Pair, along: Along, folder: Path, result: Result) -> None:
-    """Judge all cases of a pair; where one failed, what is not settled is no violation."""
+    """Judge all cases of a pair. Where one failed nothing is at rest, and it is only kept."""
     seen = await asyncio.to_thread(along.end)
+    lists = [] if result.failed else [await listed(proxy) for proxy in pair.proxies]
     read = await asyncio.to_thread(read_all, pair.bootstrap, pair.prefix, pair.topics)
     read.along = seen
-    settled = not result.failed
-    lists = [] if result.failed else [await listed(proxy) for proxy in pair.proxies]
     states = lists[0] if lists else {}
-    saved = judge.Case(pair.history, read, pair.rows, states, {"settled": settled})
-    judge.save(saved, folder / pair.prefix)
-    looking = judge.Judge(pair.history, read, pair.rows, states, settled=settled)
+    judge.save(judge.Case(pair.history, read, pair.rows, states), folder / pair.prefix)
+    looking = judge.Judge(pair.history, read, pair.rows, states)
     result.transactions = len(looking.log)
+    if result.failed:
+        return
     result.failed += [str(violation) for violation in looking.judge()]
     for each in lists:
         if each != looking.unsettled():
