@@ -141,9 +141,14 @@ def simulated_machine(heard: Callable[[str], None] | None = None) -> Iterator[No
     # moment when the same run comes again.
     gc.disable()
     gc.freeze()
+    unraisable = sys.unraisablehook
+    # What is thrown away in the middle of its work may not like that.
+    sys.unraisablehook = _say_nothing
     try:
         yield
     finally:
+        gc.collect()
+        sys.unraisablehook = unraisable
         gc.unfreeze()
         if collects:
             gc.enable()
