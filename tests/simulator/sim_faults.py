@@ -9,7 +9,7 @@ from typing import Any
 
 from judge import Note
 from msgspec import Struct
-from sim_kafka import Cluster
+from sim_kafka import Cluster, Log
 from sim_loop import Process
 from sim_network import Network, Weather
 from sim_proxy import SimProxy
@@ -56,6 +56,7 @@ KINDS = (
     "stop all",
     "rolling restart",
     "target refuses",
+    "stranger hangs",
 )
 
 
@@ -100,6 +101,8 @@ class Faults:
         self.made: list[str] = []
         self.healed = False
         self._closed: list[tuple[SimProxy, int]] = []
+        self._hanging: list[tuple[Log, int]] = []
+        self._strangers = 0
         self._shape = shape
         self._random = draw
         self._network = network
@@ -324,6 +327,17 @@ class Faults:
         self._later(until_s, take)
         return topic
 
+    def _stranger_hangs(self, until_s: float) -> str:
+        logs = ("txbroker.half", "txbroker.op")
+        names = [name for name in self._cluster.logs if name[0] not in logs]
+        name = self._random.choice(names)
+        self._strangers += 1
+        log, stranger = self._cluster.logs[name], self._strangers
+        log.hang(stranger)
+        self._hanging.append((log, stranger))
+        self._later(until_s, log.unhang, stranger)
+        return f"in {name}"
+
     def heal(self) -> None:
         """End them all."""
         self.healed = True
@@ -343,6 +357,8 @@ class Faults:
         for id, node in self._cluster.coordinators.items():
             if node < 0:
                 self._cluster.coordinators[id] = 0
+        for log, stranger in self._hanging:
+            log.unhang(stranger)
         for proxy, life in self._closed:
             if proxy.up and proxy.lives == life:
                 proxy.kill()

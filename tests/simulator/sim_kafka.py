@@ -167,6 +167,14 @@ class Log:
             ]
         return NONE, aborted, b"".join(found)
 
+    def hang(self, stranger: int) -> None:
+        """Let somebody else's transaction be open from here on."""
+        self._open[-stranger] = self.end
+
+    def unhang(self, stranger: int) -> None:
+        """End it; it held nothing."""
+        self._open.pop(-stranger, None)
+
     def delete_older(self, before_ms: int) -> None:
         """Delete the batches at the start that were appended before a time."""
         for batch in self.batches[bisect_left(self._bases, self.begin) :]:
