@@ -205,6 +205,7 @@ class Small:
             self.limits,
             self.bodies,
             lambda: self.version,
+            self.half.catch_up,
         )
         self.checks = CheckBack(
             self.ledger,

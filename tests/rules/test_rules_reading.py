@@ -300,6 +300,32 @@ async def test_a_marker_before_its_half_waits_for_it(world: World) -> None:
     await until(lambda: world.visible() == ["late"])
 
 
+async def test_what_is_decided_later_waits_for_a_half_that_is_not_read_yet(world: World) -> None:
+    owner = await world.owner()
+    later = await world.prepared(owner, message("later"), order_key="k")
+    earlier = world.half(message("earlier"), order_key="k")
+    world.partition.half.bounds_gate.clear()
+    # An owner that does not know yet that it was fenced stores both, and acknowledges the commit.
+    world.zombie_half(earlier)
+    world.zombie_mark(MarkerKind.COMMIT, earlier.id, group=GROUP)
+    await commit(owner, later)
+    await settled()
+    assert world.told.effects() == [Effect.WAITING]
+    assert world.visible() == []
+    world.partition.half.bounds_gate.set()
+    await until(lambda: len(world.visible()) == 2)
+    assert world.visible() == ["earlier", "later"]
+
+
+async def test_a_commit_of_nothing_holds_nobody_up(world: World) -> None:
+    owner = await world.owner()
+    world.zombie_mark(MarkerKind.COMMIT, world.half().id, group=GROUP)
+    for number in range(3):
+        await world.committed(owner, message(str(number)))
+    await until(lambda: world.visible() == ["0", "1", "2"])
+    assert world.told.effects() == [Effect.WAITING]
+
+
 async def test_a_waiting_marker_is_kept_by_halfs_log_clock(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

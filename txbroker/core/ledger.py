@@ -89,6 +89,10 @@ class Ledger(Holdings):
         self._parts_offset = 0
         self.waiting: dict[str, list[Waiting]] = {}
         """Markers before their half message, by id."""
+        self.commits_waited = 0
+        """How many commit markers were read before their half message, since the beginning. Until
+        half is read to an end asked for after that, nobody knows whose place in the order they
+        have."""
         self._batch: _Batch | None = None
         self._waiting_max = WAITING_SWEEP_MIN
 
@@ -282,6 +286,7 @@ class Ledger(Holdings):
             # A half message of this id would be void by now, so nothing is worth waiting for.
             return Outcome(Effect.ILLEGAL, why=f"{marker.kind} for an unknown transaction")
         self.waiting.setdefault(marker.id, []).append(entry)
+        self.commits_waited += marker.kind is MarkerKind.COMMIT
         return Outcome(Effect.WAITING)
 
     def _marker(self, transaction: Transaction, entry: Waiting) -> Outcome:

@@ -199,6 +199,7 @@ class Owner:
             self._settings.turns,
             self.bodies,
             self._record_version,
+            self._half.catch_up,
         )
         self.checks = CheckBack(
             ledger,

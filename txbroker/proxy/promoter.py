@@ -118,6 +118,7 @@ class Promoter:
         limits: how much goes into one turn.
         bodies: has the messages of a turn in memory.
         record_version: the version of the records to write.
+        read_half: reads and applies the half topic to an end that is asked for now.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Promoter:
         limits: TurnLimits,
         bodies: Bodies,
         record_version: Callable[[], int],
+        read_half: Callable[[], Awaitable[None]],
     ) -> None:
         self._door = door
         self._ledger = ledger
@@ -143,6 +145,9 @@ class Promoter:
         self._limits = limits
         self._bodies = bodies
         self._record_version = record_version
+        self._read_half = read_half
+        # Of so many commits read before their half message that has been read for since.
+        self._half_read_for = 0
         self._trouble = Trouble(ledger, limits)
         self._wake = asyncio.Event()
         self._in_flight: set[str] = set()
@@ -188,6 +193,8 @@ class Promoter:
             Fenced: the partition has another owner.
         """
         self._trouble.retry_all()
+        # Recovery has asked for half's end after op's.
+        self._half_read_for = self._ledger.commits_waited
         try:
             while True:
                 await self._pause()
@@ -213,6 +220,9 @@ class Promoter:
         if self._lost:
             await self._recover()
         plan = await self._plan()
+        if self._ledger.commits_waited != self._half_read_for:
+            # Planned without what was decided earlier, and may be of the same order key.
+            return await self._read_ahead()
         # From here to the progress of this very plan nothing is awaited.
         self._note_deferred(plan)
         self._in_flight.update(transaction.id for transaction in plan.promote)
@@ -229,6 +239,19 @@ class Promoter:
             written = await self._load(flight) and await self._write(flight)
         self._bodies.trim()
         return written
+
+    async def _read_ahead(self) -> bool:
+        """Read the half messages of commits that were read before them; False where that cannot
+        be now. Somebody else wrote both: we write a marker only once its half was applied."""
+        waited = self._ledger.commits_waited
+        try:
+            await self._read_half()
+        except KafkaUnavailable as error:
+            log.warning("log not read", partition=self._door.partition, why=str(error))
+            self._trouble.note_deferred(waiting=True)
+            return False
+        self._half_read_for = waited
+        return True
 
     async def _load(self, flight: _Flight) -> bool:
         """Have the messages of a turn in memory; False where that cannot be now.
