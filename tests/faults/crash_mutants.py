@@ -29,7 +29,6 @@ class Shown(NamedTuple):
 SHOWN = (
     Shown("progress is left out of the turn", ("turn.visible:kill",), ("I3", "I11")),
     Shown("one transactional id is taken alone", (":pause:commit",), ("I3", "I11")),
-    Shown("n+1 is ended after n's abort", ("turn.ending:timeout",), ("I1",)),
     Shown("a transaction is not whole in its turn", ("turn.ended:kill",), ("I10",)),
     Shown("read_uncommitted reader", ("turn.produced:kill", "turn.begun:kill"), ("I1",)),
     Shown('"below progress" is read as skip', ("turn.visible:kill", "claim.read:kill"), ("I5",)),
