@@ -344,6 +344,11 @@ SDK_LINES: tuple[tuple[str, str, str], ...] = (
     ("info", "session with %s opened", "A session with one proxy stands."),
     ("warning", "no session: %s", "No proxy takes a session; it is tried again."),
     (
+        "exception",
+        "no session with %s",
+        "For a reason that nobody expected, which follows; it is tried again. Please report it.",
+    ),
+    (
         "warning",
         "spans are lost: the tracer provider fails with %s",
         "Said once, by a proxy too. Everything else goes on; see the provider's configuration.",
