@@ -94,7 +94,7 @@ async def test_all_that_match_are_rolled_back_and_no_others(
 ) -> None:
     group, other = unique("group"), unique("group")
     ids, left = await pending(service, 12, group), await pending(service, 2, other)
-    listed = await reader.open(f"/transactions?group={group}")
+    listed = await reader.open(f"/transactions?state=pending&group={group}")
     asked = await reader.open(listed.link("Roll back…"))
     assert asked.main.one("h1").text == "Roll back 12 transactions"
     assert len(set(asked.listed()) & set(ids)) == 10
@@ -108,17 +108,49 @@ async def test_all_that_match_are_rolled_back_and_no_others(
 async def test_what_comes_after_the_look_is_not_touched(service: Service, reader: Reader) -> None:
     group, topic = unique("group"), await topic_of(service)
     id = await service.prepare(Message(topic, b"k", b"v"), group=group)
-    asked = await reader.open(f"/actions/rollback?group={group}")
+    asked = await reader.open(f"/actions/rollback?state=pending&group={group}")
     form = asked.form("/actions/")
-    early_ms = (await service.show(id))["prepared_at_ms"]
-    late, late_ms = "", early_ms
-    # On a machine this fast both may be prepared within one millisecond.
-    while late_ms <= early_ms:
-        late = await service.prepare(Message(topic, b"k", b"v"), group=group)
-        late_ms = (await service.show(late))["prepared_at_ms"]
-    await reader.send(asked.url.path, {**form, "reason": "a test"})
+    late = await service.prepare(Message(topic, b"k", b"v"), group=group)
+    done = await reader.send(asked.url.path, {**form, "reason": "a test"})
     assert await service.state(id) == "rolled_back"
     assert await service.state(late) == "pending"
+    assert "Others match that you did not agree to" in done.text
+
+
+async def test_what_parks_after_the_look_is_not_touched(service: Service, reader: Reader) -> None:
+    knows_not = {"decision": "unknown"}
+    away = await service.group(503, attempts_max=1, timeout_s=0.1)
+    here = await service.group(knows_not, attempts_max=1, timeout_s=0.1)
+    topic = await topic_of(service)
+    # Prepared before the one that is looked at, so no time of preparing tells them apart.
+    late = await service.prepare(Message(topic, b"k", b"v"), group=away)
+    id = await service.prepare(Message(topic, b"k", b"v"), group=here)
+    await service.reaches(id, "parked")
+    asked = await reader.open(f"/actions/rollback?state=parked&topic={topic}")
+    assert asked.listed() == [id]
+    service.desk.answers[away] = [knows_not]
+    await service.reaches(late, "parked")
+    await reader.send(asked.url.path, {**asked.form("/actions/"), "reason": "a test"})
+    assert await service.state(id) == "rolled_back"
+    assert await service.state(late) == "parked"
+
+
+async def test_a_decision_for_many_leaves_pending_ones_to_their_producers(
+    service: Service, reader: Reader
+) -> None:
+    group = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
+    message = Message(await topic_of(service), b"k", b"v")
+    id = await service.prepare(message, group=group)
+    await service.reaches(id, "parked")
+    left = await service.prepare(message, group=group, check_after_s=3600)
+    asked = await reader.open(f"/actions/commit?group={group}")
+    assert asked.listed() == [id]
+    assert "Pending ones are left out" in asked.text
+    form = {**asked.form("/actions/"), "reason": "a test"}
+    # Nor does a form that leaves the state out.
+    await reader.send(asked.url.path, {**form, "state": ""})
+    assert await service.state(id) in ("committed", "promoted")
+    assert await service.state(left) == "pending"
 
 
 async def test_more_than_one_action_covers_take_several(
@@ -127,12 +159,12 @@ async def test_more_than_one_action_covers_take_several(
     monkeypatch.setattr(actions, "BULK_MAX", 3)
     group = unique("group")
     ids = await pending(service, 5, group)
-    asked = await reader.open(f"/actions/rollback?group={group}")
+    asked = await reader.open(f"/actions/rollback?state=pending&group={group}")
     assert asked.main.one("h1").text == "Roll back 3 transactions the first of more"
-    await reader.act(f"/actions/rollback?group={group}", reason="first")
+    await reader.act(f"/actions/rollback?state=pending&group={group}", reason="first")
     states = [await service.state(id) for id in ids]
     assert sorted(states) == ["pending"] * 2 + ["rolled_back"] * 3
-    done = await reader.act(f"/actions/rollback?group={group}", reason="rest")
+    done = await reader.act(f"/actions/rollback?state=pending&group={group}", reason="rest")
     assert done.main.one("h1").text == "Rolled back 2 transactions"
 
 
@@ -149,7 +181,7 @@ async def test_what_fails_is_named_and_the_rest_is_done(
         return await decide(request)
 
     monkeypatch.setattr(service.proxy.cluster, "decide", failing)
-    done = await reader.act(f"/actions/rollback?group={group}", reason="a test")
+    done = await reader.act(f"/actions/rollback?state=pending&group={group}", reason="a test")
     assert done.main.one("h1").text == "Rolled back 2 of 3 transactions"
     assert done.listed() == [ids[1]]
     assert "its owner is away" in done.text
@@ -162,7 +194,7 @@ async def test_what_takes_too_long_is_told(
     monkeypatch.setattr(actions, "BULK_S", 0.0)
     group = unique("group")
     ids = await pending(service, 2, group)
-    done = await reader.act(f"/actions/rollback?group={group}", reason="a test")
+    done = await reader.act(f"/actions/rollback?state=pending&group={group}", reason="a test")
     assert "2 transactions were not tried" in done.text
     assert {await service.state(id) for id in ids} == {"pending"}
 
@@ -174,7 +206,7 @@ async def test_any_proxy_acts_on_what_all_own(desk: Desk) -> None:
     topic, group = await topic_of(one), unique("group")
     ids = [await proxies.prepare_in(p, topic, one, group=group) for p in range(proxies.partitions)]
     async with reader_of(one.proxy.url) as reader:
-        asked = await reader.open(f"/actions/commit?group={group}")
+        asked = await reader.open(f"/actions/commit?state=pending&group={group}")
         assert set(asked.listed()) == set(ids)
         form = {**asked.form("/actions/"), "reason": "a test"}
         late = await proxies.prepare_in(0, topic, one, group=group)
@@ -241,7 +273,7 @@ async def test_nothing_but_a_form_is_taken(service: Service, reader: Reader) -> 
         kind = {"content-type": "application/x-www-form-urlencoded"}
         async with reader.http.post("/actions/commit", data=raw, headers=kind) as answer:
             assert answer.status in (400, 403, 413)
-    assert (await reader.send("/actions/commit", {**form, "until_ms": "soon"})).status == 400
+    assert (await reader.send("/actions/commit", {**form, "covered": "soon"})).status == 400
     assert (await reader.open("/actions/explode")).status == 400
     assert await service.state(id) == "pending"
 

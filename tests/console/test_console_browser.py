@@ -97,7 +97,7 @@ def test_a_parked_one_is_found_and_committed(broker: InMemoryBroker, window: Bro
 def test_the_same_goes_without_scripts(broker: InMemoryBroker, window: Browser) -> None:
     prepare(broker, "orders", count=3)
     window.scripts(on=False)
-    window.open("/transactions?group=orders")
+    window.open("/transactions?state=pending&group=orders")
     assert not window.find("#live").is_displayed()
     window.click("Roll back…")
     window.fill("#reason", "a test")
@@ -297,7 +297,7 @@ def test_a_form_on_another_site_does_nothing(chromium: Browser) -> None:
     log_in(chromium)
     form = (
         f'<form id="f" method="post" action="{chromium.url}/actions/commit">'
-        '<input name="reason" value="x"><input name="until_ms" value="9999999999999"></form>'
+        '<input name="reason" value="x"><input name="covered" value="AAAAAAAAAAA="></form>'
     )
     with site(form) as there:
         chromium.driver.get(there)

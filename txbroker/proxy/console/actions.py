@@ -1,10 +1,12 @@
 """What a person does to transactions: looked at first, then done, with who and why on record."""
 
 import asyncio
-import re
+import base64
+import binascii
+import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from aiohttp import web
@@ -29,8 +31,10 @@ PARALLEL = 64
 _PAGE = 1000
 SAMPLE = 10
 FAILED_SHOWN = 20
-UNTIL_FIELD = "until_ms"
-_UNTIL = re.compile(r"\d{1,6}:\d{1,15}(?: \d{1,6}:\d{1,15})*", re.ASCII)
+COVERED_FIELD = "covered"
+_MARK_BYTES = 8
+"""What a form carries of each id that it covers: all of them would be three times as long, and
+no two of `BULK_MAX` ids have the same."""
 _UNDECIDED = (State.PENDING, State.PARKED)
 
 
@@ -73,14 +77,12 @@ class Preview:
     by_state: Counter[State] = field(default_factory=Counter)
     sample: list[TransactionView] = field(default_factory=list)
     oldest_ms: int | None = None
-    newest_ms: dict[int, int] = field(default_factory=dict)
-    """When the last one of each half partition was prepared. Brokers' clocks differ, so one time
-    for all would let some in that came later."""
+    marks: bytearray = field(default_factory=bytearray)
+    """Of each one, so that what comes to match later is not taken for agreed to."""
 
     def add(self, view: TransactionView) -> None:
         """Count one."""
-        newest_ms = self.newest_ms.get(view.partition, 0)
-        self.newest_ms[view.partition] = max(newest_ms, view.prepared_at_ms)
+        self.marks += _mark(view.id)
         self.total += 1
         self.by_group[view.group] += 1
         self.by_state[view.state] += 1
@@ -110,14 +112,20 @@ class Outcome:
 # --- which -----------------------------------------------------------------------------------
 
 
-async def _matching(
-    shell: Shell, action: Action, chosen: Filter, until_ms: Mapping[int, int] | None = None
-) -> AsyncIterator[TransactionView]:
-    """Yield what an action can do something with.
+def _mark(id: str) -> bytes:
+    return hashlib.sha256(id.encode()).digest()[:_MARK_BYTES]
 
-    Args:
-        until_ms: for each half partition, when the last one was prepared that may be meant; None
-            for no such bound.
+
+def _meant(action: Action, chosen: Filter) -> Filter:
+    """Return what is meant by a filter: a decision for many is one of parked ones, unless another
+    state is said, as a pending one may be about to be decided by its own producer."""
+    if action.decides and not chosen.ids and chosen.state is None:
+        return replace(chosen, state=State.PARKED)
+    return chosen
+
+
+async def _matching(shell: Shell, action: Action, chosen: Filter) -> AsyncIterator[TransactionView]:
+    """Yield what an action can do something with.
 
     Raises:
         RequestError: an owner does not answer, or an id is none.
@@ -136,8 +144,7 @@ async def _matching(
             request = chosen.request(limit=_PAGE, cursor=cursor, state=state)
             page = await shell.service.list(request)
             for view in page.transactions:
-                if until_ms is None or view.prepared_at_ms <= until_ms.get(view.partition, -1):
-                    yield view
+                yield view
             cursor = page.next_cursor
             if cursor is None:
                 break
@@ -146,22 +153,23 @@ async def _matching(
 async def preview(ask: Ask) -> Page | Redirect:
     """Show what an action would cover, and ask for who and why."""
     action = _action(ask)
-    chosen = read_listing(ask.query).filter
+    given = read_listing(ask.query).filter
+    chosen = _meant(action, given)
     found = Preview()
     async for view in _matching(ask.shell, action, chosen):
         if found.total == BULK_MAX:
             found.more = True
             break
         found.add(view)
-    until = " ".join(f"{number}:{at_ms}" for number, at_ms in sorted(found.newest_ms.items()))
     values = {
         "action": action,
         "chosen": chosen,
         "found": found,
-        "until_field": UNTIL_FIELD,
-        "until": until,
+        "narrowed": chosen != given,
+        "covered_field": COVERED_FIELD,
+        "covered": base64.urlsafe_b64encode(found.marks).decode(),
         "name": ask.visitor.name,
-        "back": _back(chosen),
+        "back": _back(given),
     }
     return Page("preview.html", values)
 
@@ -178,19 +186,12 @@ def _back(chosen: Filter) -> str:
 async def act(ask: Ask) -> Page | Redirect:
     """Do it, and show what came of it."""
     action = _action(ask)
-    chosen = read_listing(ask.form).filter
+    chosen = _meant(action, read_listing(ask.form).filter)
     said = {name: ask.form.get(name, "").strip() for name in ("reason", "by")}
     record = convert(said, Record)
     if action.decides and not record.reason:
         raise BadRequest("say why: the reason is kept with the decision", path="reason")
-    until_ms = _until_ms(ask)
-    ids: list[str] = []
-    more = False
-    async for view in _matching(ask.shell, action, chosen, until_ms):
-        if len(ids) == BULK_MAX:
-            more = True
-            break
-        ids.append(view.id)
+    ids, more = await _agreed(ask.shell, action, chosen, _covered(ask))
     by = _by(record.by, ask.request.remote or "")
     outcome = await _do_all(ask.shell, action, ids, by, record.reason)
     log.info(
@@ -229,13 +230,31 @@ def _action(ask: Ask) -> Action:
     return action
 
 
-def _until_ms(ask: Ask) -> dict[int, int]:
-    """Return what the preview covered: what came later was not agreed to."""
-    text = ask.form.get(UNTIL_FIELD, "")
-    if not _UNTIL.fullmatch(text):
+def _covered(ask: Ask) -> set[bytes]:
+    """Return the marks of what the preview covered."""
+    try:
+        raw = base64.urlsafe_b64decode(ask.form.get(COVERED_FIELD, ""))
+    except (binascii.Error, ValueError):
+        raw = b""
+    if not raw or len(raw) % _MARK_BYTES:
         raise BadRequest("this form does not say what it covered: begin with the preview again")
-    pairs = [pair.split(":") for pair in text.split()]
-    return {int(number): int(at_ms) for number, at_ms in pairs}
+    return {raw[at : at + _MARK_BYTES] for at in range(0, len(raw), _MARK_BYTES)}
+
+
+async def _agreed(
+    shell: Shell, action: Action, chosen: Filter, covered: set[bytes]
+) -> tuple[list[str], bool]:
+    """Return what still matches of what was looked at, and whether others match, too."""
+    ids: list[str] = []
+    more = False
+    async for view in _matching(shell, action, chosen):
+        if _mark(view.id) in covered:
+            ids.append(view.id)
+        else:
+            more = True
+        if more and len(ids) == len(covered):
+            break
+    return ids, more
 
 
 def _by(name: str, remote: str) -> str:
