@@ -32,10 +32,8 @@ SHOWN = (
     Shown("a transaction is not whole in its turn", ("turn.ended:kill",), ("I10",)),
     Shown("read_uncommitted reader", ("turn.produced:kill", "turn.begun:kill"), ("I1",)),
     Shown('"below progress" is read as skip', ("turn.visible:kill", "claim.read:kill"), ("I5",)),
-    Shown("an append without an answer is an ack", ("op.sending:timeout",), ("I15",)),
+    Shown("an append without an answer is an ack", ("op.sending:timeout",), ("I5", "I15")),
     Shown("what a lost turn did is not looked up", ("turn.ended:timeout",), ("I3",)),
-    Shown("attempts without end", ("park.stored:kill",), ("I8",)),
-    Shown("called though the marker was not accepted", ("check.acquired:pause",), ("I8", "I9")),
     Shown("the last marker wins", ("decide.applied:kill",), ("I5",)),
 )
 

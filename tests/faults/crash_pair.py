@@ -100,6 +100,7 @@ class Pair:
         self.answers = Answers(self.history)
         self.rows: list[str] = []
         self.topics: list[str] = []
+        self.gave_up: list[str] = []
         self._arms = itertools.count()
         self.proxies = [
             FailingProxy(

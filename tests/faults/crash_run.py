@@ -30,6 +30,7 @@ from topic_reader import read_all
 from world import unique, until
 
 from txbroker.embedded import EmbeddedKafka
+from txbroker.errors import RequestError
 
 NEIGHBOURS = 4
 CROWD = 24
@@ -85,6 +86,13 @@ class Crash:
         ]
 
     async def _work(self, client: Client) -> None:
+        try:
+            await self._live(client)
+        except RequestError as error:
+            # Nobody else can bring it to its end; the judge says what is wrong with that.
+            self._pair.gave_up.append(f"{client.token} {client.id}: {error!r}")
+
+    async def _live(self, client: Client) -> None:
         pair = self._pair
         role = client.token.rpartition("/")[2]
         if role == "parked":
@@ -210,6 +218,7 @@ async def _judge(pair: Pair, along: Along, folder: Path, result: Result) -> None
     if result.failed:
         return
     result.failed += [str(violation) for violation in looking.judge()]
+    result.failed += pair.gave_up
     for each in lists:
         if each != looking.unsettled():
             result.failed.append(f"{pair.prefix}: a proxy lists {each}, not {looking.unsettled()}")
