@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
-from http_api import Api
+from http_api import Api, running_api
 
 from txbroker.checkers import groups
 from txbroker.checkers.groups import GroupPolicy
@@ -61,6 +64,36 @@ async def test_policy_that_cannot_work_is_refused(
     assert word in answer["error"]["message"]
     assert "hunter2" not in answer["error"]["message"]
     assert api.store.stored == {}
+
+
+async def test_a_secret_of_the_proxys_own_signs_no_groups_calls(tmp_path: Path) -> None:
+    names = ("token", "password", "orders", "link")
+    token, password, orders, link = (tmp_path / name for name in names)
+    for file in (token, password, orders):
+        file.write_text(file.name)
+    link.symlink_to(password)
+    own = [token, password, link, "/proc/self/environ"]
+    settings: dict[str, Any] = {
+        "token_file": token,
+        "kafka_security_protocol": "SASL_PLAINTEXT",
+        "kafka_sasl_username": "proxy",
+        "kafka_sasl_password_file": password,
+    }
+    async with running_api(**settings) as api:
+
+        async def register(ref: str) -> tuple[int, str]:
+            bearer = f"Bearer {token.read_text()}"
+            status, answer = await api.call(
+                "PUT", "/v1/groups/orders", {"secret_ref": ref}, authorization=bearer
+            )
+            return status, answer.get("error", {}).get("message", "")
+
+        for ref in ["env:TXBROKER_KAFKA_SASL_PASSWORD", *(f"file:{place}" for place in own)]:
+            status, why = await register(ref)
+            assert (status, "the proxy itself" in why) == (400, True), ref
+        assert api.store.stored == {}
+        for ref in ("env:ORDERS_SECRET", f"file:{orders}", f"file:{tmp_path}/not-yet"):
+            assert await register(ref) == (200, "")
 
 
 @pytest.mark.parametrize("name", ["%00", "x" * 250, "a%0Ab"])

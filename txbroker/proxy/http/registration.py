@@ -1,5 +1,8 @@
 """The calls on producer groups."""
 
+import asyncio
+import os
+from pathlib import Path
 from typing import cast
 
 from msgspec import structs
@@ -7,6 +10,7 @@ from msgspec import structs
 from txbroker.checkers.groups import GroupPolicy, PolicyError
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.trial import try_group
+from txbroker.config import Settings
 from txbroker.errors import BadRequest, KafkaDown, UnknownGroup
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
 from txbroker.proxy.http.operations import Call, Operation, Reply
@@ -15,18 +19,48 @@ from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
 
+_OWN_VARIABLES = "env:TXBROKER_"
+
 
 async def put_group(call: Call) -> Reply:
     """Register a group, or replace what is registered."""
     group = call.path["group"]
     check_group(group)
     policy = GroupPolicy(**structs.asdict(cast(GroupBody, call.body)))
+    if await asyncio.to_thread(_is_own, policy.secret_ref or "", call.shell.settings):
+        raise BadRequest(
+            "secret_ref names what the proxy itself uses; a group has a secret of its own"
+        )
     try:
         await call.shell.groups.put(group, policy)
     except PolicyError as error:
         raise BadRequest(str(error)) from None
     log.info("group registered", group=group, remote=call.remote)
     return Reply(200, _shown(call, group, policy))
+
+
+def _is_own(secret_ref: str, settings: Settings) -> bool:
+    """Say whether a reference leads to a secret of the proxy's own, such as Kafka's password.
+
+    Whoever may register a group is called with signatures that the secret makes, so could try
+    passwords against them for as long as he likes.
+    """
+    if secret_ref.startswith(_OWN_VARIABLES):
+        return True
+    kind, _, place = secret_ref.partition(":")
+    if kind != "file":
+        return False
+    if os.path.realpath(place).startswith("/proc/"):
+        return True  # its environment is there, too
+    values = (getattr(settings, name) for name in type(settings).model_fields)
+    return any(_same_file(place, value) for value in values if isinstance(value, Path))
+
+
+def _same_file(place: str, own: Path) -> bool:
+    try:
+        return os.path.samefile(place, own)
+    except (OSError, ValueError):
+        return False  # one of them is not there
 
 
 async def get_group(call: Call) -> Reply:
