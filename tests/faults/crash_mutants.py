@@ -34,7 +34,7 @@ SHOWN = (
     Shown('"below progress" is read as skip', ("turn.visible:kill:commit",), ("I5", "I12")),
     Shown("an append without an answer is an ack", ("op.sending:timeout",), ("I5", "I15")),
     Shown("what a lost turn did is not looked up", ("turn.ended:timeout",), ("I3",)),
-    Shown("the last marker wins", ("decide.applied:kill",), ("I5",)),
+    Shown("called though the marker was not accepted", ("check.acquired:pause",), ("I8", "I9")),
 )
 
 
