@@ -144,7 +144,9 @@ async def test_a_list_is_filtered(service: Service, reader: Reader) -> None:
     assert [o.text for o in chosen] == ["pending"]
 
 
-@pytest.mark.parametrize("query", ["state=lost", "older=soon", "limit=0", "cursor=x", "group=%00"])
+@pytest.mark.parametrize(
+    "query", ["state=lost", "older=soon", "limit=0", "cursor=x", "group=%00", "older_than_s=600"]
+)
 async def test_what_no_list_can_be_is_said_on_a_page(reader: Reader, query: str) -> None:
     seen = await reader.open(f"/transactions?{query}")
     assert seen.status == 400
