@@ -392,7 +392,17 @@ class Broker:
             if bodies:
                 await owner.bodies.show(transaction)
             self._ownership.check_in_touch(id)
-            return view(transaction, bodies=bodies)
+            found = view(transaction, bodies=bodies)
+            return structs.replace(found, waiting=self._waiting(found, owner.now_ms()))
+
+    def _waiting(self, found: TransactionView, now_ms: int) -> str:
+        """Return why a check that is due is not made, "" where it is none or will be made."""
+        seconds = self._around.unreachable_for_s().get(found.group)
+        if seconds is None or found.next_check_at_ms is None or found.next_check_at_ms > now_ms:
+            return ""
+        why = self._around.unreachable().get(found.group, "")
+        asked = f"Nobody of its group can be asked for {round(seconds)} s{': ' if why else ''}{why}"
+        return f"{asked}. No attempt is used up meanwhile."
 
     async def list(self, request: ListRequest) -> Page:
         """Return transactions of `request.partitions` (None: of all), oldest first.
