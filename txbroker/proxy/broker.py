@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median_low
 
-import structlog
 from msgspec import structs
 
 from txbroker import tracing
@@ -47,6 +46,7 @@ from txbroker.proxy.forwarding import (
     partition_of,
 )
 from txbroker.proxy.listing import page_of
+from txbroker.proxy.logging import get_logger
 from txbroker.proxy.overview import Surroundings, local_overview
 from txbroker.proxy.owner import Owner, OwnerEvents, standing
 from txbroker.proxy.ownership import Ownership
@@ -63,7 +63,7 @@ KAFKA_TOPICS = frozenset(
 )
 """What Kafka keeps for itself."""
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class Broker:
