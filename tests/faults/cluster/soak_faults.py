@@ -1,0 +1,388 @@
+"""Load on three proxies and a Kafka of three nodes while all of it breaks; the judge at the end.
+
+Run as `python tests/faults/cluster/soak_faults.py --minutes 10 --seed 1`. It prints how often each
+fault was met, how many transactions there were and what the judge found, and adds a line of JSON to
+the file of `--results`. The seed fixes which faults come when and on what; what happens in between
+is up to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).parents[2]
+sys.path[:0] = [
+    str(_TESTS / name) for name in ("faults/cluster", "faults", "cluster", "e2e", "")
+]
+
+import aiohttp  # noqa: E402
+from evidence import listed  # noqa: E402
+from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks  # noqa: E402
+from fleet import PARTITIONS, Fleet, Web, owned_by  # noqa: E402
+from judge import Case, Judge, Topics, save  # noqa: E402
+from nemesis import FAULTS, Field, Nemesis  # noqa: E402
+from readers import Along  # noqa: E402
+from rough_clients import CALL_S, SMALL_BYTES, Caller, Rough  # noqa: E402
+from three_nodes import ThreeNodes  # noqa: E402
+from topic_reader import read_all  # noqa: E402
+from workload import Lane, Recorder, Shop, answering  # noqa: E402
+from world import World, unique  # noqa: E402
+
+from txbroker.embedded.server import DEFAULT_VERSION  # noqa: E402
+from txbroker.errors import RequestError  # noqa: E402
+from txbroker.sdk import Decision, Limits, TransactionalProducer  # noqa: E402
+
+PROXIES = 3
+WEB_LANES, ROUGH_LANES, EVIL_LANES = 3, 3, 3
+REST_S = 300.0
+"""So long it is waited for rest; whether that was too long is for the judge to say."""
+SAY_EVERY_S = 20.0
+DISK_MB, DISK_MB_A_MINUTE = 512, 80
+
+
+class LinkedFleet(Fleet):
+    """Proxies that reach Kafka through links of their own."""
+
+    def __init__(self, kafka: ThreeNodes, names: list[str]) -> None:
+        prefix = unique("faults")
+        self.proxies = [
+            World(
+                kafka.bootstrap_of(name),
+                instance=name,
+                topic_prefix=prefix,
+                partitions=PARTITIONS,
+                session_timeout_s=6.0,
+                check_after_s=1.0,
+                check_interval_s=1.0,
+                check_attempts_max=6,
+                snapshot_records_min=2000,
+                log_level="warning",
+            )
+            for name in names
+        ]
+
+
+@dataclass
+class Verdict:
+    """What came of a run."""
+
+    seed: int
+    minutes: float
+    kafka: str
+    faults: dict[str, int] = field(default_factory=dict)
+    transactions: int = 0
+    states: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    rest_s: float = 0.0
+    violations: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Soak:
+    """One run.
+
+    Args:
+        folder: what was seen is kept there.
+    """
+
+    def __init__(
+        self, kafka: ThreeNodes, fleet: Fleet, folder: Path, given: argparse.Namespace
+    ) -> None:
+        self._kafka = kafka
+        self._fleet = fleet
+        self._folder = folder
+        self._given = given
+        self._seed: int = given.seed
+        self._shop = Shop(folder / "shop.db")
+        self._recorder = Recorder()
+        self._over = asyncio.Event()
+        self._evil = EvilChecks(self._recorder)
+        self._counts: Counter[str] = Counter()
+        self.verdict = Verdict(given.seed, given.minutes, given.kafka)
+
+    async def run(self) -> None:
+        """Run it; the verdict says what came of it."""
+        create = self._kafka.create
+        topics = [
+            await asyncio.to_thread(create, f"target-{number}", parts)
+            for number, parts in enumerate((3, 1))
+        ]
+        small = await asyncio.to_thread(
+            create, "small", 1, max_message_bytes=str(SMALL_BYTES), retention_ms="-1"
+        )
+        targets = [*topics, small]
+        await self._kafka.whole()
+        along = Along(self._kafka.bootstrap, targets)
+        await self._evil.start()
+        field = Field(self._kafka, self._fleet, self._recorder, along, topics)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                await self._under_load(stack, field, topics, small)
+                await self._rest()
+        finally:
+            await self._evil.close()
+        seen = await asyncio.to_thread(along.end)
+        read = await asyncio.to_thread(
+            read_all, self._kafka.bootstrap, self._fleet.proxies[0].prefix, targets
+        )
+        read.along = seen
+        _with_deleted(read, field.deleted)
+        await self._judge(read)
+
+    async def _under_load(
+        self, stack: contextlib.AsyncExitStack, field: Field, topics: list[str], small: str
+    ) -> None:
+        producers = [
+            await stack.enter_async_context(self._producer(number, group))
+            for number, group in enumerate(("orders", "orders", "bills"))
+        ]
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=timeout, connector=connector)
+        )
+        await self._register()
+        nemesis = Nemesis(field, self._seed, self._given.only or list(FAULTS))
+        self._counts = nemesis.counts
+        watching = asyncio.create_task(self._watch())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for n in range(self._given.lanes):
+                    group.create_task(self._lane(n, producers[n % len(producers)], topics))
+                for n in range(WEB_LANES):
+                    group.create_task(self._web(n, topics[1]))
+                for n in range(ROUGH_LANES):
+                    name = unique("rough")
+                    rough = Rough(
+                        name, self._caller(http, name), (topics[0], small), self._fate(name)
+                    )
+                    group.create_task(rough.run(self._over))
+                for n in range(EVIL_LANES):
+                    name = unique("evil")
+                    caller = self._caller(http, name)
+                    group.create_task(leave_to_checks(caller, name, topics[0], self._over))
+                await nemesis.run(time.monotonic() + self._given.minutes * 60)
+                self._recorder.note("healed")
+                self._over.set()
+                self._evil.good = True
+        finally:
+            watching.cancel()
+            self.verdict.faults = dict(sorted(nemesis.counts.items()))
+
+    # --- load ------------------------------------------------------------------------------
+
+    def _fate(self, name: str) -> random.Random:
+        return random.Random(f"{self._seed}/{name}")
+
+    def _caller(self, http: aiohttp.ClientSession, name: str) -> Caller:
+        return Caller(http, self._fleet.urls, self._recorder, self._fate(f"{name}/caller"))
+
+    def _producer(self, number: int, group: str) -> TransactionalProducer:
+        urls = self._fleet.urls
+        return TransactionalProducer(
+            [*urls[number:], *urls[:number]],
+            group=group,
+            check=answering(self._shop, self._recorder),
+            limits=Limits(answer_timeout_s=3, heartbeat_s=3),
+        )
+
+    async def _register(self) -> None:
+        for kind in KINDS:
+            group = group_of(kind)
+            body = {"check_url": f"{self._evil.url}/{kind}"}
+            await self._fleet.proxies[0].call("PUT", f"/v1/groups/{group}", body)
+
+    async def _lane(self, number: int, producer: TransactionalProducer, topics: list[str]) -> None:
+        fate = self._fate(f"lane-{number}")
+        lane = Lane(f"lane-{number}", producer, self._shop, self._recorder, topics, fate)
+        while not self._over.is_set():
+            await lane.run(1)
+            await asyncio.sleep(fate.uniform(0, 2 * self._given.pause_s))
+
+    async def _web(self, number: int, topic: str) -> None:
+        fate = self._fate(f"web-{number}")
+        round_ = 0
+        while not self._over.is_set():
+            round_ += 1
+            name = f"web-{number}-{round_}"
+            await Web(name, self._fleet.urls, topic, self._recorder).run(5, fate)
+            await asyncio.sleep(fate.uniform(0, 0.5))
+
+    async def _watch(self) -> None:
+        """Say how it goes."""
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(SAY_EVERY_S)
+            calls = self._recorder.history.calls
+            answered = sum(call.result == "ok" for call in calls)
+            newest = [note.what for note in self._recorder.history.notes[-3:]]
+            say(
+                f"{time.monotonic() - began:5.0f} s: {answered} of {len(calls)} calls answered, "
+                f"{sum(self._counts.values())} faults, last: {', '.join(newest)}"
+            )
+
+    # --- rest ------------------------------------------------------------------------------
+
+    async def _rest(self) -> None:
+        """Wait until all is whole and at rest."""
+        began = time.monotonic()
+        first = self._fleet.proxies[0]
+        try:
+            async with asyncio.timeout(REST_S):
+                await self._kafka.whole(REST_S)
+                say(f"Kafka is whole {time.monotonic() - began:.1f} s after the last fault")
+                while not await self._owned():
+                    await asyncio.sleep(0.2)
+                say(f"the proxies are whole {time.monotonic() - began:.1f} s after it")
+                while not await self._settled(first):
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            self.verdict.wrong.append(f"no rest within {REST_S:.0f} s")
+        self._recorder.note("quiet")
+        self.verdict.rest_s = round(time.monotonic() - began, 1)
+
+    async def _owned(self) -> bool:
+        """Whether every partition has one owner, and all proxies are ready."""
+        proxies = self._fleet.proxies
+        if not all([await proxy.is_ready() for proxy in proxies]):
+            return False
+        owned = [number for proxy in proxies for number in await owned_by(proxy)]
+        return sorted(owned) == list(range(PARTITIONS))
+
+    async def _settled(self, first: World) -> bool:
+        """Whether nothing is under way. What was stored without an answer is nobody's: no client
+        knows its id, so it is rolled back here."""
+        with contextlib.suppress(RequestError, aiohttp.ClientError, TimeoutError):
+            pending = await _in_state(first, "pending")
+            for left in pending:
+                if left["group"] in ("web", "rough"):
+                    await first.tell(left["id"], "rollback")
+            return not pending and not await _in_state(first, "committed")
+        return False
+
+    # --- what came of it -------------------------------------------------------------------
+
+    async def _judge(self, read: Topics) -> None:
+        lists = [await listed(proxy) for proxy in self._fleet.proxies]
+        rows = self._shop.rows()
+        history = self._recorder.history
+        judge = Judge(history, read, rows)
+        found = judge.judge()
+        held = judge.unsettled()
+        for proxy, each in zip(self._fleet.proxies, lists, strict=True):
+            if each != held:
+                apart = sorted(set(each.items()) ^ set(held.items()))[:5]
+                self.verdict.wrong.append(f"{proxy.url} lists something else: {apart}")
+        self.verdict.transactions = len(judge.log)
+        self.verdict.states = dict(Counter(tx.state for tx in judge.log.values()))
+        self.verdict.calls = dict(
+            sorted(Counter(f"{call.what} {call.result}" for call in history.calls).items())
+        )
+        self.verdict.violations = [f"{v.invariant} {v.id}: {v.why}" for v in found]
+        for violation in found[:5]:
+            print(violation)
+        if self._given.folder or found:
+            save(Case(history, read, rows, lists[0]), self._folder / "history")
+            say(f"kept in {self._folder / 'history'}")
+
+
+async def _in_state(proxy: World, state: str) -> list[dict[str, Any]]:
+    path = f"/v1/transactions?state={state}&limit=1000"
+    return list((await proxy.call("GET", path))["transactions"])
+
+
+def _with_deleted(read: Topics, deleted: dict[tuple[str, int], int]) -> None:
+    """Add what the reader along has seen of what was deleted since."""
+    there = {(r.topic, r.partition, r.offset) for r in read.targets}
+    for seen in read.along or ():
+        record = seen.record
+        gone = record.offset < deleted.get((record.topic, record.partition), 0)
+        if gone and (record.topic, record.partition, record.offset) not in there:
+            read.targets.append(record)
+
+
+def say(text: str) -> None:
+    """Tell whoever waits; stdout is for what came of it."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def report(verdict: Verdict, results: Path) -> bool:
+    """Print it and add it to the results; return whether all is well."""
+    print("| fault | times |\n| --- | --- |")
+    for kind, times in verdict.faults.items():
+        print(f"| {kind} | {times} |")
+    total = sum(verdict.faults.values())
+    print(f"| {len(verdict.faults)} kinds | {total} |\n")
+    print("calls: " + ", ".join(f"{name} {n}" for name, n in verdict.calls.items()))
+    print("transactions: " + ", ".join(f"{name} {n}" for name, n in verdict.states.items()))
+    for wrong in verdict.wrong:
+        print(f"WRONG: {wrong}")
+    print(
+        f"seed {verdict.seed}, {verdict.minutes:g} min, Kafka {verdict.kafka}: "
+        f"{verdict.transactions} transactions, {total} faults of {len(verdict.faults)} kinds, "
+        f"rest after {verdict.rest_s} s, {len(verdict.violations)} violations"
+    )
+    line = asdict(verdict)
+    line["violations"] = len(verdict.violations)
+    line["broken"] = dict(Counter(text.split()[0] for text in verdict.violations))
+    with results.open("a") as file:
+        file.write(json.dumps({"at": time.strftime("%Y-%m-%d %H:%M"), **line}) + "\n")
+    return not verdict.violations and not verdict.wrong and verdict.transactions > 0
+
+
+async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
+    """Run on a Kafka of its own."""
+    names = [f"proxy-{number}" for number in range(PROXIES)]
+    size_mb = round(DISK_MB + DISK_MB_A_MINUTE * given.minutes)
+    with tempfile.TemporaryDirectory(prefix="txbroker-faults-") as temporary:
+        kafka = ThreeNodes(
+            Path(temporary), names, seed=given.seed, disk_mb=size_mb, version=given.kafka
+        )
+        try:
+            await kafka.start()
+            say("Kafka is there")
+            fleet = LinkedFleet(kafka, names)
+            try:
+                await fleet.start()
+                run = Soak(kafka, fleet, folder, given)
+                await run.run()
+            finally:
+                with contextlib.redirect_stdout(sys.stderr):
+                    await fleet.close()
+        finally:
+            await kafka.close()
+    return run.verdict
+
+
+def main() -> int:
+    """Run, print the sums, and fail if anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--kafka", default=DEFAULT_VERSION, help="Kafka's version")
+    parser.add_argument("--lanes", type=int, default=24, help="of the SDK's load")
+    parser.add_argument("--pause-s", type=float, default=0.1, help="of a lane, on average")
+    parser.add_argument("--only", nargs="*", choices=list(FAULTS), help="only these faults")
+    parser.add_argument("--folder", type=Path, help="keep what was seen there")
+    parser.add_argument("--results", type=Path, default=Path("faults-results.jsonl"))
+    given = parser.parse_args()
+    print(f"seed {given.seed}")
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="txbroker-history-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    verdict = asyncio.run(soak(folder, given))
+    return 0 if report(verdict, given.results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
