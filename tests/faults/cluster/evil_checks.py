@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -59,8 +60,9 @@ async def _huge(checks: EvilChecks, request: web.Request, asked: Json) -> web.St
     checks.note(asked, "unknown")
     response = web.StreamResponse()
     await response.prepare(request)
-    for _ in range(HUGE_BYTES // len(_BLOCK)):
-        await response.write(_BLOCK)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(HUGE_BYTES // len(_BLOCK)):
+            await response.write(_BLOCK)
     return response
 
 
@@ -72,6 +74,12 @@ async def _cut_off(checks: EvilChecks, request: web.Request, asked: Json) -> web
     assert request.transport is not None
     request.transport.close()
     return response
+
+
+async def _not_handled(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
+    """By contract the attempt is given back, as after a deliberate "not yet"."""
+    checks.note(asked, "not yet")
+    return web.Response(status=503)
 
 
 async def _unknown(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
@@ -94,7 +102,7 @@ KINDS: dict[str, Answer] = {
     "hanging": _hanging,
     "500": _status(500),
     "404": _status(404),
-    "503": _status(503),
+    "503": _not_handled,
     "redirect": _status(302, location="http://127.0.0.1:1/elsewhere"),
     "garbage": _text(b"\xff\x00{]"),
     "other-decision": _text(b'{"decision": "maybe"}'),
@@ -170,13 +178,18 @@ async def leave_to_checks(caller: Caller, name: str, topic: str, over: asyncio.E
         id = await caller.prepare(token, group, topic, check_after_s=0.5)
         if id and fate.random() < 0.3:
             decision = fate.choice(["commit", "rollback"])
-            late.add(asyncio.create_task(_decide_late(caller, fate, decision, token, id, group)))
+            deciding = _decide_late(caller, over, fate.uniform(0, 20), decision, token, id, group)
+            late.add(asyncio.create_task(deciding))
         await asyncio.sleep(fate.uniform(0.1, 0.6))
     await asyncio.gather(*late)
 
 
 async def _decide_late(
-    caller: Caller, fate: random.Random, decision: str, token: str, id: str, group: str
+    caller: Caller,
+    over: asyncio.Event,
+    after_s: float,
+    *decided: str,
 ) -> None:
-    await asyncio.sleep(fate.uniform(0, 20))
-    await caller.decide(decision, token, id, group)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(over.wait(), after_s)
+    await caller.decide(*decided)

@@ -1,4 +1,4 @@
-"""Relays between clients and brokers, and between brokers, in which every link can be broken alone."""
+"""Relays to brokers, from clients and from other brokers, in which every link breaks alone."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ class Link:
         """Wait until an answer gets through."""
         await self._pass(self._answers)
 
-    async def _pass(self, open: asyncio.Event) -> None:
-        await open.wait()
+    async def _pass(self, whole: asyncio.Event) -> None:
+        await whole.wait()
         if self.delay_s:
             await asyncio.sleep(self._fate.uniform(0, 2 * self.delay_s))
-            await open.wait()
+            await whole.wait()
 
     def fate_of_end(self) -> Ends:
         """Draw what becomes of one end; some pass, so that later transactions are under way when a

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from confluent_kafka import KafkaException
 from fleet import Fleet
 from links import Ends, Link
+from mortal_producer import MortalProducer
 from readers import Along
 from three_nodes import NODES, ThreeNodes
 from workload import Recorder
@@ -31,6 +32,7 @@ class Field:
 
     Args:
         topics: targets of which records may be deleted.
+        mortals: producers that may be killed.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class Field:
         recorder: Recorder,
         along: Along,
         topics: Sequence[str],
+        mortals: Sequence[MortalProducer],
     ) -> None:
         self.kafka = kafka
         self.fleet = fleet
         self.recorder = recorder
         self.along = along
         self.topics = list(topics)
+        self.mortals = list(mortals)
         self.deleted: dict[tuple[str, int], int] = {}
         """Up to where records were deleted, by target partition."""
 
@@ -323,7 +327,13 @@ def _brokers_link_cut(field: Field, fate: random.Random) -> Fault:
     return _links([links[str(one), other], links[str(other), one]], Link.cut)
 
 
-# --- records ----------------------------------------------------------------------------------
+# --- producers, records -----------------------------------------------------------------------
+
+
+def _producer_killed(field: Field, fate: random.Random) -> Fault:
+    """Between its local commit and its decision, or wherever it just is."""
+    mortal = fate.choice(field.mortals)
+    return Fault(mortal.name, frozenset([mortal.name]), mortal.kill, mortal.launch)
 
 
 def _records_deleted(field: Field, fate: random.Random) -> Fault:
@@ -370,6 +380,7 @@ FAULTS: dict[str, Draw] = {
     "broker cut off from brokers": _broker_cut_off,
     "broker not reached by brokers": _broker_not_reached,
     "two brokers cut off from each other": _brokers_link_cut,
+    "producer killed": _producer_killed,
     "target records deleted": _records_deleted,
 }
 

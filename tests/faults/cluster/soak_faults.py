@@ -22,15 +22,14 @@ from pathlib import Path
 from typing import Any
 
 _TESTS = Path(__file__).parents[2]
-sys.path[:0] = [
-    str(_TESTS / name) for name in ("faults/cluster", "faults", "cluster", "e2e", "")
-]
+sys.path[:0] = [str(_TESTS / name) for name in ("faults/cluster", "faults", "cluster", "e2e", "")]
 
 import aiohttp  # noqa: E402
 from evidence import listed  # noqa: E402
 from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks  # noqa: E402
 from fleet import PARTITIONS, Fleet, Web, owned_by  # noqa: E402
 from judge import Case, Judge, Topics, save  # noqa: E402
+from mortal_producer import MortalProducer, add  # noqa: E402
 from nemesis import FAULTS, Field, Nemesis  # noqa: E402
 from readers import Along  # noqa: E402
 from rough_clients import CALL_S, SMALL_BYTES, Caller, Rough  # noqa: E402
@@ -41,13 +40,14 @@ from world import World, unique  # noqa: E402
 
 from txbroker.embedded.server import DEFAULT_VERSION  # noqa: E402
 from txbroker.errors import RequestError  # noqa: E402
-from txbroker.sdk import Decision, Limits, TransactionalProducer  # noqa: E402
+from txbroker.sdk import Limits, TransactionalProducer  # noqa: E402
 
 PROXIES = 3
-WEB_LANES, ROUGH_LANES, EVIL_LANES = 3, 3, 3
+WEB_LANES, ROUGH_LANES, EVIL_LANES, MORTALS = 3, 3, 3, 2
 REST_S = 300.0
 """So long it is waited for rest; whether that was too long is for the judge to say."""
 SAY_EVERY_S = 20.0
+SHOWN_MAX = 10
 DISK_MB, DISK_MB_A_MINUTE = 512, 80
 
 
@@ -125,12 +125,23 @@ class Soak:
         await self._kafka.whole()
         along = Along(self._kafka.bootstrap, targets)
         await self._evil.start()
-        field = Field(self._kafka, self._fleet, self._recorder, along, topics)
+        mortals = [
+            MortalProducer(
+                f"mortal-{n}", self._fleet.urls, topics, self._folder / "shop.db", self._folder
+            )
+            for n in range(MORTALS)
+        ]
+        field = Field(self._kafka, self._fleet, self._recorder, along, topics, mortals)
         try:
+            for mortal in mortals:
+                await mortal.launch()
             async with contextlib.AsyncExitStack() as stack:
                 await self._under_load(stack, field, topics, small)
                 await self._rest()
         finally:
+            for mortal in mortals:
+                await mortal.kill()
+                add(self._recorder.history, mortal.history())
             await self._evil.close()
         seen = await asyncio.to_thread(along.end)
         read = await asyncio.to_thread(
@@ -163,18 +174,20 @@ class Soak:
                 for n in range(WEB_LANES):
                     group.create_task(self._web(n, topics[1]))
                 for n in range(ROUGH_LANES):
-                    name = unique("rough")
+                    name = f"rough-{n}"
                     rough = Rough(
                         name, self._caller(http, name), (topics[0], small), self._fate(name)
                     )
                     group.create_task(rough.run(self._over))
                 for n in range(EVIL_LANES):
-                    name = unique("evil")
+                    name = f"evil-{n}"
                     caller = self._caller(http, name)
                     group.create_task(leave_to_checks(caller, name, topics[0], self._over))
                 await nemesis.run(time.monotonic() + self._given.minutes * 60)
                 self._recorder.note("healed")
                 self._over.set()
+                for mortal in field.mortals:
+                    mortal.no_more()
                 self._evil.good = True
         finally:
             watching.cancel()
@@ -290,11 +303,11 @@ class Soak:
             sorted(Counter(f"{call.what} {call.result}" for call in history.calls).items())
         )
         self.verdict.violations = [f"{v.invariant} {v.id}: {v.why}" for v in found]
-        for violation in found[:5]:
-            print(violation)
-        if self._given.folder or found:
-            save(Case(history, read, rows, lists[0]), self._folder / "history")
-            say(f"kept in {self._folder / 'history'}")
+        if self._given.folder or found or self.verdict.wrong:
+            kept = self._folder / "history"
+            save(Case(history, read, rows, lists[0]), kept)
+            (kept / "violations.txt").write_text("\n".join(map(str, found)))
+            say(f"kept in {kept}")
 
 
 async def _in_state(proxy: World, state: str) -> list[dict[str, Any]]:
@@ -326,6 +339,8 @@ def report(verdict: Verdict, results: Path) -> bool:
     print(f"| {len(verdict.faults)} kinds | {total} |\n")
     print("calls: " + ", ".join(f"{name} {n}" for name, n in verdict.calls.items()))
     print("transactions: " + ", ".join(f"{name} {n}" for name, n in verdict.states.items()))
+    for violation in verdict.violations[:SHOWN_MAX]:
+        print(f"BROKEN: {violation}")
     for wrong in verdict.wrong:
         print(f"WRONG: {wrong}")
     print(
