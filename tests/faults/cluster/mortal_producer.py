@@ -63,14 +63,17 @@ class WrittenDown(Recorder):
     def call(self, what: str, token: str, id: str = "") -> Iterator[Call]:
         """See `Recorder`."""
         number = next(self._numbers)
-        begun = Call(what, token, time.time(), id)
-        self._write_call(number, begun)
+        calls: list[Call] = []
         try:
             with super().call(what, token, id) as call:
+                calls.append(call)
+                self.history.calls.clear()
+                self._write_call(number, call)
                 yield call
         finally:
-            done = self.history.calls.pop()
-            self._write_call(number, done, answer_only=True)
+            # How it ended is known only here.
+            for call in calls:
+                self._write_call(number, call, answer_only=True)
 
     def asked(self, request: CheckRequest, answer: Decision | NotYet) -> None:
         """See `Recorder`."""

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -357,7 +358,10 @@ def report(verdict: Verdict, results: Path) -> bool:
 
 
 async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
-    """Run on a Kafka of its own."""
+    """Run on a Kafka of its own; SIGTERM ends it in order."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     names = [f"proxy-{number}" for number in range(PROXIES)]
     size_mb = round(DISK_MB + DISK_MB_A_MINUTE * given.minutes)
     with tempfile.TemporaryDirectory(prefix="txbroker-faults-") as temporary:
