@@ -67,6 +67,10 @@ class Link:
         self.delay_s = 0.0
         self.ends = Ends.PASS
 
+    def state(self) -> tuple[bool, bool, float, Ends]:
+        """What gets through: requests, answers, how late, and what becomes of ends."""
+        return self._requests.is_set(), self._answers.is_set(), self.delay_s, self.ends
+
     def reset(self) -> None:
         """Break the connections that there are; what they held is lost."""
         for connection in tuple(self._connections):

@@ -404,7 +404,7 @@ class Nemesis:
     async def run(self, end: float) -> None:
         """Break and heal until then, by the monotonic clock; leaves everything healed."""
         while (left := end - time.monotonic()) > HOLD_S[0]:
-            faults = self._draw()
+            faults = self.draw()
             hold_s = min(left, self._fate.uniform(*HOLD_S))
             try:
                 for kind, fault in faults:
@@ -417,7 +417,8 @@ class Nemesis:
                 for kind, fault in faults:
                     self._field.recorder.note(f"over: {kind}", fault.who)
 
-    def _draw(self) -> list[tuple[str, Fault]]:
+    def draw(self) -> list[tuple[str, Fault]]:
+        """Draw what breaks next, by kind; often nothing."""
         if self._fate.random() < NONE_SHARE:
             return []
         drawn: list[tuple[str, Fault]] = []

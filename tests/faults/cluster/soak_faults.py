@@ -82,6 +82,8 @@ class Verdict:
     minutes: float
     kafka: str
     faults: dict[str, int] = field(default_factory=dict)
+    late_ends: int = 0
+    """Requests to end a Kafka transaction that came late or were not answered."""
     transactions: int = 0
     states: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
@@ -192,6 +194,7 @@ class Soak:
                 self._evil.good = True
         finally:
             watching.cancel()
+            self.verdict.late_ends = sum(link.ghosts for link in self._kafka.links.values())
             self.verdict.faults = dict(sorted(nemesis.counts.items()))
 
     # --- load ------------------------------------------------------------------------------
@@ -339,6 +342,7 @@ def report(verdict: Verdict, results: Path) -> bool:
     total = sum(verdict.faults.values())
     print(f"| {len(verdict.faults)} kinds | {total} |\n")
     print("calls: " + ", ".join(f"{name} {n}" for name, n in verdict.calls.items()))
+    print(f"ends of turns that were late or unanswered: {verdict.late_ends}")
     print("transactions: " + ", ".join(f"{name} {n}" for name, n in verdict.states.items()))
     for violation in verdict.violations[:SHOWN_MAX]:
         print(f"BROKEN: {violation}")
