@@ -1,7 +1,7 @@
 """A service that is killed now and then, whatever it is doing, and starts again.
 
-`mortal_producer.py URLS TOPICS DATABASE HISTORY NAME` works until it is killed, or until a line
-comes on its stdin, and writes down all that it does before it does it. `MortalProducer` is the
+`mortal_producer.py URLS TOPICS DATABASE HISTORY NAME` works until it is killed, or is told to end by
+a line on its stdin, and writes down all that it does before it does it. `MortalProducer` is the
 other end.
 """
 
@@ -39,6 +39,7 @@ from txbroker.sdk import (  # noqa: E402
 GROUP = "mortal"
 LANES = 4
 _PAUSE_S = 0.1
+_END_S = 120.0
 
 
 class WrittenDown(Recorder):
@@ -117,8 +118,6 @@ async def _work(urls: str, topics: str, database: str, history: str, name: str) 
                 await asyncio.sleep(fate.uniform(0, 2 * _PAUSE_S))
 
         await asyncio.gather(*[lane(number) for number in range(LANES)])
-        # It stays to be asked for what others, or its former lives, have left behind.
-        await asyncio.Event().wait()
 
 
 class MortalProducer:
@@ -159,9 +158,15 @@ class MortalProducer:
             await process.wait()
 
     def no_more(self) -> None:
-        """Let it begin nothing new; it still answers checks."""
+        """Let it begin nothing new, and end."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(b"\n")
+
+    async def ended(self) -> None:
+        """Wait until it has ended by itself, in order."""
+        assert self._process is not None
+        code = await asyncio.wait_for(self._process.wait(), _END_S)
+        assert code == 0, f"{self.name} ended with {code}"
 
     def history(self) -> History:
         """What it did. A line that was being written when it was killed is none."""

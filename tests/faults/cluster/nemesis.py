@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaException
-from fleet import Fleet
+from linked_fleet import LinkedFleet
 from links import Ends, Link
 from mortal_producer import MortalProducer
 from readers import Along
@@ -22,6 +22,8 @@ from world import World
 
 HOLD_S = (5.0, 30.0)
 NONE_SHARE = 0.25
+OVER = "over: "
+"""What the note begins with that a fault is over."""
 AT_ONCE_MAX = 3
 SLOW_S = 0.15
 _DISK_PATIENCE_S = 5.0
@@ -38,7 +40,7 @@ class Field:
     def __init__(
         self,
         kafka: ThreeNodes,
-        fleet: Fleet,
+        fleet: LinkedFleet,
         recorder: Recorder,
         along: Along,
         topics: Sequence[str],
@@ -52,6 +54,8 @@ class Field:
         self.mortals = list(mortals)
         self.deleted: dict[tuple[str, int], int] = {}
         """Up to where records were deleted, by target partition."""
+        self.wrong: list[str] = []
+        """What went wrong that nobody broke."""
 
     def name(self, proxy: World) -> str:
         """What a proxy, and the source of its links, is called."""
@@ -116,7 +120,24 @@ def _proxies_two_hang(field: Field, fate: random.Random) -> Fault:
 
 
 def _proxy_stopped(field: Field, fate: random.Random) -> Fault:
-    return _proxies(field, [fate.choice(field.fleet.proxies)], "stop", "launch")
+    proxy = fate.choice(field.fleet.proxies)
+    return Fault(
+        field.name(proxy),
+        frozenset([field.name(proxy)]),
+        lambda: _stop(field, proxy),
+        proxy.launch,
+    )
+
+
+async def _stop(field: Field, proxy: World) -> None:
+    """Ask a proxy to end, which it must do whatever else is broken."""
+    began = time.monotonic()
+    code: int | None = None
+    with contextlib.suppress(TimeoutError):
+        code = await proxy.stop()
+    if code != 0:
+        took_s = time.monotonic() - began
+        field.wrong.append(f"{field.name(proxy)} was asked to end: {code} after {took_s:.0f} s")
 
 
 def _proxy_bounced(field: Field, fate: random.Random) -> Fault:
@@ -138,7 +159,7 @@ def _proxy_bounced(field: Field, fate: random.Random) -> Fault:
 def _rolling_restart(field: Field, fate: random.Random) -> Fault:
     async def roll() -> None:
         for proxy in field.fleet.proxies:
-            await proxy.stop()
+            await _stop(field, proxy)
             await proxy.launch()
             await asyncio.sleep(1)
 
@@ -336,6 +357,16 @@ def _producer_killed(field: Field, fate: random.Random) -> Fault:
     return Fault(mortal.name, frozenset([mortal.name]), mortal.kill, mortal.launch)
 
 
+def _leaders_moved(field: Field, fate: random.Random) -> Fault:
+    """Back to where they belong, in order, as balancing does after somebody was down."""
+
+    async def elect() -> None:
+        with contextlib.suppress(KafkaException):
+            await asyncio.to_thread(field.kafka.elect_leaders)
+
+    return Fault("all partitions", frozenset(["leaders"]), elect)
+
+
 def _records_deleted(field: Field, fate: random.Random) -> Fault:
     """As a target's retention does it, up to what consumers have read."""
     topic = fate.choice(field.topics)
@@ -380,6 +411,7 @@ FAULTS: dict[str, Draw] = {
     "broker cut off from brokers": _broker_cut_off,
     "broker not reached by brokers": _broker_not_reached,
     "two brokers cut off from each other": _brokers_link_cut,
+    "leaders moved": _leaders_moved,
     "producer killed": _producer_killed,
     "target records deleted": _records_deleted,
 }
@@ -415,7 +447,22 @@ class Nemesis:
             finally:
                 await asyncio.gather(*[fault.heal() for _, fault in faults])
                 for kind, fault in faults:
-                    self._field.recorder.note(f"over: {kind}", fault.who)
+                    self._field.recorder.note(OVER + kind, fault.who)
+            await self._nobody_died()
+
+    async def _nobody_died(self) -> None:
+        """Whoever has ended though nobody ended it is told of, and started again."""
+        field = self._field
+        for proxy in field.fleet.placed:
+            if (code := proxy.died) is not None:
+                field.wrong.append(f"{field.name(proxy)} ended by itself: {code}")
+                await proxy.kill()
+                await proxy.launch()
+        for number, node in field.kafka.nodes.items():
+            if not node.running:
+                field.wrong.append(f"node-{number} ended by itself: {node.said()[-300:]}")
+                await node.launch()
+                await node.ready()
 
     def draw(self) -> list[tuple[str, Fault]]:
         """Draw what breaks next, by kind; often nothing."""

@@ -17,7 +17,10 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,16 +31,17 @@ sys.path[:0] = [str(_TESTS / name) for name in ("faults/cluster", "faults", "clu
 import aiohttp  # noqa: E402
 from evidence import listed  # noqa: E402
 from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks  # noqa: E402
-from fleet import PARTITIONS, Fleet, Web, owned_by  # noqa: E402
-from judge import Case, Judge, Topics, save  # noqa: E402
-from mortal_producer import MortalProducer, add  # noqa: E402
-from nemesis import FAULTS, Field, Nemesis  # noqa: E402
+from fleet import PARTITIONS, Web, owned_by  # noqa: E402
+from judge import Case, History, Judge, Topics, save  # noqa: E402
+from linked_fleet import LinkedFleet  # noqa: E402
+from mortal_producer import GROUP, MortalProducer, add  # noqa: E402
+from nemesis import FAULTS, OVER, Field, Nemesis  # noqa: E402
 from readers import Along  # noqa: E402
 from rough_clients import CALL_S, SMALL_BYTES, Caller, Rough  # noqa: E402
 from three_nodes import ThreeNodes  # noqa: E402
 from topic_reader import read_all  # noqa: E402
 from workload import Lane, Recorder, Shop, answering  # noqa: E402
-from world import World, unique  # noqa: E402
+from world import World  # noqa: E402
 
 from txbroker.embedded.server import DEFAULT_VERSION  # noqa: E402
 from txbroker.errors import RequestError  # noqa: E402
@@ -48,30 +52,8 @@ WEB_LANES, ROUGH_LANES, EVIL_LANES, MORTALS = 3, 3, 3, 2
 REST_S = 300.0
 """So long it is waited for rest; whether that was too long is for the judge to say."""
 SAY_EVERY_S = 20.0
-SHOWN_MAX = 10
+SHOWN_MAX, STORIES_MAX = 10, 20
 DISK_MB, DISK_MB_A_MINUTE = 512, 80
-
-
-class LinkedFleet(Fleet):
-    """Proxies that reach Kafka through links of their own."""
-
-    def __init__(self, kafka: ThreeNodes, names: list[str]) -> None:
-        prefix = unique("faults")
-        self.proxies = [
-            World(
-                kafka.bootstrap_of(name),
-                instance=name,
-                topic_prefix=prefix,
-                partitions=PARTITIONS,
-                session_timeout_s=6.0,
-                check_after_s=1.0,
-                check_interval_s=1.0,
-                check_attempts_max=6,
-                snapshot_records_min=2000,
-                log_level="warning",
-            )
-            for name in names
-        ]
 
 
 @dataclass
@@ -85,6 +67,9 @@ class Verdict:
     late_ends: int = 0
     """Requests to end a Kafka transaction that came late or were not answered."""
     transactions: int = 0
+    during: dict[str, int] = field(default_factory=dict)
+    """Transactions that were prepared while a fault of a kind lasted."""
+    groups: dict[str, int] = field(default_factory=dict)
     states: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     rest_s: float = 0.0
@@ -100,7 +85,7 @@ class Soak:
     """
 
     def __init__(
-        self, kafka: ThreeNodes, fleet: Fleet, folder: Path, given: argparse.Namespace
+        self, kafka: ThreeNodes, fleet: LinkedFleet, folder: Path, given: argparse.Namespace
     ) -> None:
         self._kafka = kafka
         self._fleet = fleet
@@ -140,12 +125,17 @@ class Soak:
                 await mortal.launch()
             async with contextlib.AsyncExitStack() as stack:
                 await self._under_load(stack, field, topics, small)
+                await self._mortals_over(stack, mortals)
                 await self._rest()
+        except Exception as error:
+            traceback.print_exception(error)
+            self.verdict.wrong.append(f"broke off: {error!r}")
         finally:
             for mortal in mortals:
                 await mortal.kill()
                 add(self._recorder.history, mortal.history())
             await self._evil.close()
+            self.verdict.wrong += field.wrong
         seen = await asyncio.to_thread(along.end)
         read = await asyncio.to_thread(
             read_all, self._kafka.bootstrap, self._fleet.proxies[0].prefix, targets
@@ -249,6 +239,15 @@ class Soak:
                 f"{sum(self._counts.values())} faults, last: {', '.join(newest)}"
             )
 
+    async def _mortals_over(
+        self, stack: contextlib.AsyncExitStack, mortals: Sequence[MortalProducer]
+    ) -> None:
+        """Wait until those that may be killed have ended by themselves; somebody else of their
+        group answers for what they left behind."""
+        await stack.enter_async_context(self._producer(0, GROUP))
+        for mortal in mortals:
+            await mortal.ended()
+
     # --- rest ------------------------------------------------------------------------------
 
     async def _rest(self) -> None:
@@ -302,6 +301,8 @@ class Soak:
                 apart = sorted(set(each.items()) ^ set(held.items()))[:5]
                 self.verdict.wrong.append(f"{proxy.url} lists something else: {apart}")
         self.verdict.transactions = len(judge.log)
+        self.verdict.during = during(history)
+        self.verdict.groups = dict(sorted(Counter(tx.group for tx in judge.log.values()).items()))
         self.verdict.states = dict(Counter(tx.state for tx in judge.log.values()))
         self.verdict.calls = dict(
             sorted(Counter(f"{call.what} {call.result}" for call in history.calls).items())
@@ -310,7 +311,9 @@ class Soak:
         if self._given.folder or found or self.verdict.wrong:
             kept = self._folder / "history"
             save(Case(history, read, rows, lists[0]), kept)
-            (kept / "violations.txt").write_text("\n".join(map(str, found)))
+            (kept / "violations.txt").write_text(
+                "\n".join(map(str, found[:STORIES_MAX]))
+            )
             say(f"kept in {kept}")
 
 
@@ -329,6 +332,22 @@ def _with_deleted(read: Topics, deleted: dict[tuple[str, int], int]) -> None:
             read.targets.append(record)
 
 
+def during(history: History) -> dict[str, int]:
+    """Count the transactions that were prepared while a fault lasted, by its kind."""
+    prepared = sorted(
+        call.began for call in history.calls if call.what == "prepare" and call.result == "ok"
+    )
+    counts: Counter[str] = Counter()
+    began: dict[tuple[str, str], float] = {}
+    for note in history.notes:
+        kind = note.what.removeprefix(OVER)
+        if kind == note.what:
+            began[kind, note.who] = note.at
+        elif (since := began.pop((kind, note.who), None)) is not None:
+            counts[kind] += bisect_left(prepared, note.at) - bisect_left(prepared, since)
+    return dict(sorted(counts.items()))
+
+
 def say(text: str) -> None:
     """Tell whoever waits; stdout is for what came of it."""
     print(text, file=sys.stderr, flush=True)
@@ -336,11 +355,12 @@ def say(text: str) -> None:
 
 def report(verdict: Verdict, results: Path) -> bool:
     """Print it and add it to the results; return whether all is well."""
-    print("| fault | times |\n| --- | --- |")
+    print("| fault | times | prepared meanwhile |\n| --- | --: | --: |")
     for kind, times in verdict.faults.items():
-        print(f"| {kind} | {times} |")
+        print(f"| {kind} | {times} | {verdict.during.get(kind, 0)} |")
     total = sum(verdict.faults.values())
-    print(f"| {len(verdict.faults)} kinds | {total} |\n")
+    print(f"| {len(verdict.faults)} kinds | {total} | |\n")
+    print("groups: " + ", ".join(f"{name} {n}" for name, n in verdict.groups.items()))
     print("calls: " + ", ".join(f"{name} {n}" for name, n in verdict.calls.items()))
     print(f"ends of turns that were late or unanswered: {verdict.late_ends}")
     print("transactions: " + ", ".join(f"{name} {n}" for name, n in verdict.states.items()))
@@ -376,13 +396,12 @@ async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
             await kafka.start()
             say("Kafka is there")
             fleet = LinkedFleet(kafka, names)
+            run = Soak(kafka, fleet, folder, given)
             try:
                 await fleet.start()
-                run = Soak(kafka, fleet, folder, given)
                 await run.run()
             finally:
-                with contextlib.redirect_stdout(sys.stderr):
-                    await fleet.close()
+                run.verdict.wrong += await fleet.end()
         finally:
             await kafka.close()
     return run.verdict

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import ElectionType, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from links import Link, Relay
@@ -37,6 +37,8 @@ START_S = 120.0
 STOP_S = 40.0
 _POLL_S = 0.2
 _HOST = "127.0.0.1"
+_PORTS = (20_000, 32_000)
+_given: set[int] = set()
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -313,9 +315,13 @@ class ThreeNodes:
         self._admin.create_topics([new])[name].result(30)
         return name
 
-    def delete(self, name: str) -> None:
-        """Delete a topic."""
-        self._admin.delete_topics([name])[name].result(30)
+    def elect_leaders(self) -> None:
+        """Give each partition back to its preferred leader, as balancing does.
+
+        Raises:
+            KafkaException: somebody could not.
+        """
+        self._admin.elect_leaders(ElectionType.PREFERRED, request_timeout=10).result(15)
 
     def delete_records(self, before: Mapping[tuple[str, int], int]) -> None:
         """Delete what lies before these offsets.
@@ -371,12 +377,21 @@ class ThreeNodes:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many ports that nobody listens on."""
+    """Return so many ports that nobody listens on, and that the system gives to no connection: who
+    keeps trying to reach a port that is down would else come to be connected with itself, and the
+    port be taken when its owner is back."""
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((_HOST, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        while len(found) < count:
+            probe = stack.enter_context(socket.socket())
+            port = random.randrange(*_PORTS)
+            with contextlib.suppress(OSError):
+                probe.bind((_HOST, port))
+                # Whoever got one before may not listen on it yet.
+                if port not in _given:
+                    found.append(port)
+                    _given.add(port)
+    return found
 
 
 def _die_with_parent() -> None:
