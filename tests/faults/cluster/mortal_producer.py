@@ -14,20 +14,19 @@ import json
 import os
 import random
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-_TESTS = Path(__file__).parents[2]
 if __name__ == "__main__":
+    _TESTS = Path(__file__).parents[2]
     sys.path[:0] = [str(_TESTS / name) for name in ("faults", "cluster", "e2e", "")]
 
-from judge import Call, History  # noqa: E402
-from judge.history import lines_of, read_lines  # noqa: E402
-from workload import Lane, Recorder, Shop, answering  # noqa: E402
+from judge import Call, History
+from judge.history import lines_of, read_lines
+from workload import Lane, Recorder, Shop, answering
 
-from txbroker.sdk import (  # noqa: E402
+from txbroker.sdk import (
     CheckRequest,
     Decision,
     Limits,
@@ -46,13 +45,13 @@ class WrittenDown(Recorder):
     """Writes every event into a file at once: what is killed says nothing later.
 
     Args:
-        file: is appended to; numbers of calls go on from `first_call`.
+        file: is made.
     """
 
-    def __init__(self, file: Path, first_call: int) -> None:
+    def __init__(self, file: Path) -> None:
         super().__init__()
         self._out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._numbers = itertools.count(first_call)
+        self._numbers = itertools.count()
 
     def means(self, token: str, messages: Sequence[Message], *, business: bool) -> None:
         """See `Recorder`."""
@@ -92,7 +91,7 @@ class WrittenDown(Recorder):
 
 
 async def _work(urls: str, topics: str, database: str, history: str, name: str) -> None:
-    recorder = WrittenDown(Path(history), time.time_ns())
+    recorder = WrittenDown(Path(history))
     shop = Shop(Path(database))
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -124,7 +123,7 @@ class MortalProducer:
     """One such service: its process, and what all its lives did.
 
     Args:
-        folder: for its history.
+        folder: for its histories.
     """
 
     _lives = itertools.count()
@@ -134,17 +133,19 @@ class MortalProducer:
     ) -> None:
         self.name = name
         self._arguments = [",".join(urls), ",".join(topics), str(database)]
-        self._history = folder / f"{name}.jsonl"
+        self._folder = folder
+        self._histories: list[Path] = []
         self._process: asyncio.subprocess.Process | None = None
 
     async def launch(self) -> None:
         """Start it."""
         life = f"{self.name}-{next(self._lives)}"
+        self._histories.append(self._folder / f"{life}.jsonl")
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             __file__,
             *self._arguments,
-            str(self._history),
+            str(self._histories[-1]),
             life,
             stdin=asyncio.subprocess.PIPE,
         )
@@ -169,11 +170,18 @@ class MortalProducer:
         assert code == 0, f"{self.name} ended with {code}"
 
     def history(self) -> History:
-        """What it did. A line that was being written when it was killed is none."""
-        if not self._history.exists():
-            return History()
-        text = self._history.read_text()
-        return read_lines(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
+        """What it did in all its lives."""
+        return written(self._histories)
+
+
+def written(files: Iterable[Path]) -> History:
+    """Read what was written down, one file for each life. A line that was being written when its
+    writer was killed is none."""
+    history = History()
+    for file in files:
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        add(history, read_lines(line for line in lines if line.endswith("\n")))
+    return history
 
 
 def add(history: History, other: History) -> None:

@@ -23,10 +23,10 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         for kind, count in run["faults"].items():
             times[kind] += count
             in_runs[kind] += 1
-            transactions[kind] += run["transactions"]
+            transactions[kind] += run["during"].get(kind, 0)
             violations[kind] += run["violations"]
     lines = [
-        "| fault | times | runs | transactions in these | violations in these |",
+        "| fault | times | runs | prepared meanwhile | violations in these runs |",
         "| --- | --: | --: | --: | --: |",
     ]
     lines += [

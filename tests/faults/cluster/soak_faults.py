@@ -25,27 +25,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_TESTS = Path(__file__).parents[2]
-sys.path[:0] = [str(_TESTS / name) for name in ("faults/cluster", "faults", "cluster", "e2e", "")]
+if __name__ == "__main__":
+    _TESTS = Path(__file__).parents[2]
+    _FOLDERS = ("faults/cluster", "faults", "cluster", "e2e", "")
+    sys.path[:0] = [str(_TESTS / name) for name in _FOLDERS]
 
-import aiohttp  # noqa: E402
-from evidence import listed  # noqa: E402
-from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks  # noqa: E402
-from fleet import PARTITIONS, Web, owned_by  # noqa: E402
-from judge import Case, History, Judge, Topics, save  # noqa: E402
-from linked_fleet import LinkedFleet  # noqa: E402
-from mortal_producer import GROUP, MortalProducer, add  # noqa: E402
-from nemesis import FAULTS, OVER, Field, Nemesis  # noqa: E402
-from readers import Along  # noqa: E402
-from rough_clients import CALL_S, SMALL_BYTES, Caller, Rough  # noqa: E402
-from three_nodes import ThreeNodes  # noqa: E402
-from topic_reader import read_all  # noqa: E402
-from workload import Lane, Recorder, Shop, answering  # noqa: E402
-from world import World  # noqa: E402
+import aiohttp
+from evidence import listed
+from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks
+from fleet import PARTITIONS, Web, owned_by
+from judge import Case, History, Judge, Topics, save
+from linked_fleet import LinkedFleet
+from mortal_producer import GROUP, MortalProducer, add
+from nemesis import FAULTS, OVER, Field, Nemesis
+from readers import Along
+from rough_clients import CALL_S, SMALL_BYTES, Caller, Rough
+from three_nodes import ThreeNodes
+from topic_reader import read_all
+from workload import Lane, Recorder, Shop, answering
+from world import World
 
-from txbroker.embedded.server import DEFAULT_VERSION  # noqa: E402
-from txbroker.errors import RequestError  # noqa: E402
-from txbroker.sdk import Limits, TransactionalProducer  # noqa: E402
+from txbroker.embedded.server import DEFAULT_VERSION
+from txbroker.errors import RequestError
+from txbroker.sdk import Limits, TransactionalProducer
 
 PROXIES = 3
 WEB_LANES, ROUGH_LANES, EVIL_LANES, MORTALS = 3, 3, 3, 2
@@ -128,8 +130,7 @@ class Soak:
                 await self._mortals_over(stack, mortals)
                 await self._rest()
         except Exception as error:
-            traceback.print_exception(error)
-            self.verdict.wrong.append(f"broke off: {error!r}")
+            self.broke_off(error)
         finally:
             for mortal in mortals:
                 await mortal.kill()
@@ -141,8 +142,13 @@ class Soak:
             read_all, self._kafka.bootstrap, self._fleet.proxies[0].prefix, targets
         )
         read.along = seen
-        _with_deleted(read, field.deleted)
+        with_deleted(read, field.deleted)
         await self._judge(read)
+
+    def broke_off(self, error: Exception) -> None:
+        """Write down that it did not come to its end."""
+        traceback.print_exception(error)
+        self.verdict.wrong.append(f"broke off: {error!r}")
 
     async def _under_load(
         self, stack: contextlib.AsyncExitStack, field: Field, topics: list[str], small: str
@@ -322,7 +328,7 @@ async def _in_state(proxy: World, state: str) -> list[dict[str, Any]]:
     return list((await proxy.call("GET", path))["transactions"])
 
 
-def _with_deleted(read: Topics, deleted: dict[tuple[str, int], int]) -> None:
+def with_deleted(read: Topics, deleted: dict[tuple[str, int], int]) -> None:
     """Add what the reader along has seen of what was deleted since."""
     there = {(r.topic, r.partition, r.offset) for r in read.targets}
     for seen in read.along or ():
@@ -400,6 +406,8 @@ async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
             try:
                 await fleet.start()
                 await run.run()
+            except Exception as error:
+                run.broke_off(error)
             finally:
                 run.verdict.wrong += await fleet.end()
         finally:
@@ -422,6 +430,8 @@ def main() -> int:
     print(f"seed {given.seed}")
     folder = given.folder or Path(tempfile.mkdtemp(prefix="txbroker-history-"))
     folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        parser.error(f"{folder} is not empty: an older run would be judged with this one")
     verdict = asyncio.run(soak(folder, given))
     return 0 if report(verdict, given.results) else 1
 
