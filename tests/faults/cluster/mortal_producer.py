@@ -1,7 +1,8 @@
 """A service that is killed now and then, whatever it is doing, and starts again.
 
-`mortal_producer.py URLS TOPICS DATABASE HISTORY NAME` works until it is killed, or told to end by a line
-on its stdin, and writes down all that it does before it does it. `MortalProducer` is the other end.
+`mortal_producer.py URLS TOPICS DATABASE HISTORY NAME` works until it is killed, or told to end by
+a line on its stdin, and writes down all that it does before it does it. `MortalProducer` is the
+other end.
 """
 
 from __future__ import annotations

@@ -317,9 +317,7 @@ class Soak:
         if self._given.folder or found or self.verdict.wrong:
             kept = self._folder / "history"
             save(Case(history, read, rows, lists[0]), kept)
-            (kept / "violations.txt").write_text(
-                "\n".join(map(str, found[:STORIES_MAX]))
-            )
+            (kept / "violations.txt").write_text("\n".join(map(str, found[:STORIES_MAX])))
             say(f"kept in {kept}")
 
 

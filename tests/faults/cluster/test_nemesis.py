@@ -37,7 +37,7 @@ class Kafka:
 
 def field() -> Field:
     """Return all that a draw looks at."""
-    proxies = [SimpleNamespace(prefix="txbroker") for _ in range(3)]
+    proxies = [SimpleNamespace(prefix="txbroker", launch=None) for _ in range(3)]
     made = SimpleNamespace(
         kafka=Kafka(),
         fleet=SimpleNamespace(proxies=proxies),
