@@ -357,16 +357,6 @@ def _producer_killed(field: Field, fate: random.Random) -> Fault:
     return Fault(mortal.name, frozenset([mortal.name]), mortal.kill, mortal.launch)
 
 
-def _leaders_moved(field: Field, fate: random.Random) -> Fault:
-    """Back to where they belong, in order, as balancing does after somebody was down."""
-
-    async def elect() -> None:
-        with contextlib.suppress(KafkaException):
-            await asyncio.to_thread(field.kafka.elect_leaders)
-
-    return Fault("all partitions", frozenset(["leaders"]), elect)
-
-
 def _records_deleted(field: Field, fate: random.Random) -> Fault:
     """As a target's retention does it, up to what consumers have read."""
     topic = fate.choice(field.topics)
@@ -411,7 +401,6 @@ FAULTS: dict[str, Draw] = {
     "broker cut off from brokers": _broker_cut_off,
     "broker not reached by brokers": _broker_not_reached,
     "two brokers cut off from each other": _brokers_link_cut,
-    "leaders moved": _leaders_moved,
     "producer killed": _producer_killed,
     "target records deleted": _records_deleted,
 }

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from confluent_kafka import ElectionType, KafkaException, TopicPartition
+from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from links import Link, Relay
@@ -314,14 +314,6 @@ class ThreeNodes:
         new = NewTopic(name, partitions, REPLICATION, config=config)
         self._admin.create_topics([new])[name].result(30)
         return name
-
-    def elect_leaders(self) -> None:
-        """Give each partition back to its preferred leader, as balancing does.
-
-        Raises:
-            KafkaException: somebody could not.
-        """
-        self._admin.elect_leaders(ElectionType.PREFERRED, request_timeout=10).result(15)
 
     def delete_records(self, before: Mapping[tuple[str, int], int]) -> None:
         """Delete what lies before these offsets.
