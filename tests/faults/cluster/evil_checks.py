@@ -169,19 +169,17 @@ async def leave_to_checks(caller: Caller, name: str, topic: str, over: asyncio.E
     """Prepare one transaction after the other and leave it to its group's endpoint; some clients
     say what they want after all, when the check has answered or the transaction is parked."""
     fate = random.Random(name)
-    late: set[asyncio.Task[None]] = set()
-    for number in itertools.count():
-        if over.is_set():
-            break
-        group = group_of(fate.choice(list(KINDS)))
-        token = f"{name}/{number}"
-        id = await caller.prepare(token, group, topic, check_after_s=0.5)
-        if id and fate.random() < 0.3:
-            decision = fate.choice(["commit", "rollback"])
-            deciding = _decide_late(caller, over, fate.uniform(0, 20), decision, token, id, group)
-            late.add(asyncio.create_task(deciding))
-        await asyncio.sleep(fate.uniform(0.1, 0.6))
-    await asyncio.gather(*late)
+    async with asyncio.TaskGroup() as late:
+        for number in itertools.count():
+            if over.is_set():
+                return
+            group = group_of(fate.choice(list(KINDS)))
+            token = f"{name}/{number}"
+            id = await caller.prepare(token, group, topic, check_after_s=0.5)
+            if id and fate.random() < 0.3:
+                after_s, decision = fate.uniform(0, 20), fate.choice(["commit", "rollback"])
+                late.create_task(_decide_late(caller, over, after_s, decision, token, id, group))
+            await asyncio.sleep(fate.uniform(0.1, 0.6))
 
 
 async def _decide_late(
