@@ -60,6 +60,10 @@ test-long: $(VENV)/.dev ## Run the long tests too: other Kafka versions, mutants
 test-faults: $(VENV)/.dev ## Crash proxies at every moment of a transaction, on a real Kafka
 	@$(BIN)/python tests/faults/crash_run.py
 
+.PHONY: soak-faults
+soak-faults: $(VENV)/.dev ## Break brokers, proxies and links under load, for MINUTES (10)
+	@$(BIN)/python tests/faults/cluster/soak_faults.py --minutes $(MINUTES)
+
 SEEDS ?= 1000
 .PHONY: simulate
 simulate: $(VENV)/.dev ## Try SEEDS (1000) seeds of faults on simulated proxies, or one: SEED=n

@@ -35,6 +35,14 @@ class Along:
             elif error.fatal():
                 self._wrong.append(str(error))
 
+    def read_to(self) -> dict[tuple[str, int], int]:
+        """Return what was read of each partition so far: the offset behind the last record."""
+        found: dict[tuple[str, int], int] = {}
+        for seen in tuple(self._seen):
+            record = seen.record
+            found[record.topic, record.partition] = record.offset + 1
+        return found
+
     def end(self) -> list[Seen]:
         """Stop; return what was seen."""
         self._over.set()

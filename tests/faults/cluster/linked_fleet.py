@@ -1,0 +1,61 @@
+"""Proxies in processes of their own, each of which reaches Kafka through links of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from fleet import PARTITIONS, Fleet
+from three_nodes import ThreeNodes, free_ports
+from world import World, unique
+
+
+class PlacedProxy(World):
+    """A proxy on a port that is its own, also while it is down."""
+
+    def __init__(self, bootstrap: str, port: int, **settings: Any) -> None:
+        super().__init__(bootstrap, listen=f"127.0.0.1:{port}", **settings)
+        self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def died(self) -> int | None:
+        """The exit code of a proxy that has ended though nobody ended it; else None."""
+        return None if self._process is None else self._process.returncode
+
+
+class LinkedFleet(Fleet):
+    """Proxies that reach Kafka through links of their own."""
+
+    def __init__(self, kafka: ThreeNodes, names: Sequence[str]) -> None:
+        prefix = unique("faults")
+        self.placed = [
+            PlacedProxy(
+                kafka.bootstrap_of(name),
+                port,
+                instance=name,
+                topic_prefix=prefix,
+                partitions=PARTITIONS,
+                session_timeout_s=6.0,
+                check_after_s=1.0,
+                check_interval_s=1.0,
+                check_attempts_max=6,
+                snapshot_records_min=2000,
+                log_level="warning",
+            )
+            for name, port in zip(names, free_ports(len(names)), strict=True)
+        ]
+        self.proxies = list(self.placed)
+
+    async def end(self) -> list[str]:
+        """End all of them; return what was wrong with it."""
+        wrong = []
+        for number, proxy in enumerate(self.proxies):
+            try:
+                # It prints what the proxy logged; stdout is for the sums.
+                with contextlib.redirect_stdout(sys.stderr):
+                    await proxy.close()
+            except (AssertionError, TimeoutError) as error:
+                wrong.append(f"proxy-{number} did not end well: {str(error)[:200]}")
+        return wrong

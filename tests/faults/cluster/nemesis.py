@@ -1,0 +1,468 @@
+"""Breaks brokers, proxies and the links between them: several things at once, drawn from a seed,
+drawn again every 5 to 30 s, and for a quarter of the time nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from confluent_kafka import KafkaException
+from linked_fleet import LinkedFleet
+from links import Ends, Link
+from mortal_producer import MortalProducer
+from readers import Along
+from three_nodes import NODES, ThreeNodes
+from workload import Recorder
+from world import World
+
+HOLD_S = (5.0, 30.0)
+NONE_SHARE = 0.25
+OVER = "over: "
+"""What the note begins with that a fault is over."""
+AT_ONCE_MAX = 3
+SLOW_S = 0.15
+_DISK_PATIENCE_S = 5.0
+
+
+class Field:
+    """All that can be broken.
+
+    Args:
+        topics: targets of which records may be deleted.
+        mortals: producers that may be killed.
+    """
+
+    def __init__(
+        self,
+        kafka: ThreeNodes,
+        fleet: LinkedFleet,
+        recorder: Recorder,
+        along: Along,
+        topics: Sequence[str],
+        mortals: Sequence[MortalProducer],
+    ) -> None:
+        self.kafka = kafka
+        self.fleet = fleet
+        self.recorder = recorder
+        self.along = along
+        self.topics = list(topics)
+        self.mortals = list(mortals)
+        self.deleted: dict[tuple[str, int], int] = {}
+        """Up to where records were deleted, by target partition."""
+        self.wrong: list[str] = []
+        """What went wrong that nobody broke."""
+
+    def name(self, proxy: World) -> str:
+        """What a proxy, and the source of its links, is called."""
+        return f"proxy-{self.fleet.proxies.index(proxy)}"
+
+
+async def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that breaks.
+
+    Attributes:
+        who: what it breaks, for the history.
+        needs: what nobody else may break meanwhile.
+    """
+
+    who: str
+    needs: frozenset[str]
+    inject: Callable[[], Awaitable[None]]
+    heal: Callable[[], Awaitable[None]] = _nothing
+
+
+Draw = Callable[[Field, random.Random], Fault | None]
+
+
+# --- proxies ----------------------------------------------------------------------------------
+
+
+def _proxies(field: Field, proxies: Sequence[World], inject: str, heal: str) -> Fault:
+    """What is done to proxies: each time the names of two methods, the second may be none."""
+
+    async def all_of_them(what: str) -> None:
+        for proxy in proxies if what else ():
+            done = getattr(proxy, what)()
+            if done is not None:
+                await done
+
+    names = [field.name(proxy) for proxy in proxies]
+    return Fault(
+        " ".join(names), frozenset(names), lambda: all_of_them(inject), lambda: all_of_them(heal)
+    )
+
+
+def _proxy_killed(field: Field, fate: random.Random) -> Fault:
+    return _proxies(field, [fate.choice(field.fleet.proxies)], "kill", "launch")
+
+
+def _proxies_all_killed(field: Field, fate: random.Random) -> Fault:
+    return _proxies(field, field.fleet.proxies, "kill", "launch")
+
+
+def _proxy_hangs(field: Field, fate: random.Random) -> Fault:
+    """It wakes up when another one has its place: a zombie owner."""
+    return _proxies(field, [fate.choice(field.fleet.proxies)], "pause", "resume")
+
+
+def _proxies_two_hang(field: Field, fate: random.Random) -> Fault:
+    return _proxies(field, fate.sample(field.fleet.proxies, 2), "pause", "resume")
+
+
+def _proxy_stopped(field: Field, fate: random.Random) -> Fault:
+    proxy = fate.choice(field.fleet.proxies)
+    return Fault(
+        field.name(proxy),
+        frozenset([field.name(proxy)]),
+        lambda: _stop(field, proxy),
+        proxy.launch,
+    )
+
+
+async def _stop(field: Field, proxy: World) -> None:
+    """Ask a proxy to end, which it must do whatever else is broken."""
+    began = time.monotonic()
+    code: int | None = None
+    with contextlib.suppress(TimeoutError):
+        code = await proxy.stop()
+    if code != 0:
+        took_s = time.monotonic() - began
+        field.wrong.append(f"{field.name(proxy)} was asked to end: {code} after {took_s:.0f} s")
+
+
+def _proxy_bounced(field: Field, fate: random.Random) -> Fault:
+    """It is killed and there again at once, several times."""
+    proxy = fate.choice(field.fleet.proxies)
+    times = fate.randint(1, 3)
+    pause_s = fate.uniform(0, 4)
+
+    async def bounce() -> None:
+        for _ in range(times):
+            await proxy.kill()
+            await proxy.launch()
+            await asyncio.sleep(pause_s)
+
+    name = field.name(proxy)
+    return Fault(name, frozenset([name]), bounce)
+
+
+def _rolling_restart(field: Field, fate: random.Random) -> Fault:
+    async def roll() -> None:
+        for proxy in field.fleet.proxies:
+            await _stop(field, proxy)
+            await proxy.launch()
+            await asyncio.sleep(1)
+
+    names = [field.name(proxy) for proxy in field.fleet.proxies]
+    return Fault("all proxies", frozenset(names), roll)
+
+
+# --- brokers ----------------------------------------------------------------------------------
+
+
+def _nodes(field: Field, numbers: Sequence[int], inject: str, heal: str) -> Fault:
+    nodes = [field.kafka.nodes[number] for number in numbers]
+
+    async def broken() -> None:
+        for node in nodes:
+            done = getattr(node, inject)()
+            if done is not None:
+                await done
+
+    async def healed() -> None:
+        for node in nodes:
+            done = getattr(node, heal)()
+            if done is not None:
+                await done
+        for node in nodes:
+            await node.ready()
+
+    names = [f"node-{number}" for number in numbers]
+    return Fault(" ".join(names), frozenset(names), broken, healed)
+
+
+def _broker_killed(field: Field, fate: random.Random) -> Fault:
+    return _nodes(field, [fate.choice(NODES)], "kill", "launch")
+
+
+def _brokers_two_killed(field: Field, fate: random.Random) -> Fault:
+    return _nodes(field, fate.sample(NODES, 2), "kill", "launch")
+
+
+def _brokers_all_killed(field: Field, fate: random.Random) -> Fault:
+    return _nodes(field, NODES, "kill", "launch")
+
+
+def _broker_hangs(field: Field, fate: random.Random) -> Fault:
+    return _nodes(field, [fate.choice(NODES)], "pause", "resume")
+
+
+def _broker_stopped(field: Field, fate: random.Random) -> Fault:
+    return _nodes(field, [fate.choice(NODES)], "stop", "launch")
+
+
+def _disk_full(field: Field, fate: random.Random) -> Fault | None:
+    kafka, number = field.kafka, NODES[-1]
+    if not kafka.disk.mounted:
+        return None
+    node = kafka.nodes[number]
+
+    async def fill() -> None:
+        await asyncio.to_thread(kafka.disk.fill)
+
+    async def empty() -> None:
+        kafka.disk.empty()
+        # A broker that has met the full disk ends; it may just be about to.
+        if await node.ended(_DISK_PATIENCE_S):
+            await node.launch()
+        await node.ready()
+
+    return Fault(f"node-{number}", frozenset([f"node-{number}"]), fill, empty)
+
+
+def _coordinator_killed(field: Field, fate: random.Random) -> Fault:
+    """The broker that leads what the proxies' transactions or the last half depend on."""
+    topic, partition = fate.choice(
+        [
+            ("__transaction_state", fate.randrange(4)),
+            ("__consumer_offsets", fate.randrange(4)),
+            (f"{field.fleet.proxies[0].prefix}.half", fate.randrange(4)),
+            (f"{field.fleet.proxies[0].prefix}.op", fate.randrange(4)),
+            (field.topics[0], 0),
+        ]
+    )
+
+    async def kill() -> None:
+        with contextlib.suppress(KafkaException, KeyError):
+            found = await asyncio.to_thread(field.kafka.leader, topic, partition)
+            if found in field.kafka.nodes:
+                await field.kafka.nodes[found].kill()
+
+    async def launch() -> None:
+        for node in field.kafka.nodes.values():
+            if not node.running:
+                await node.launch()
+        for node in field.kafka.nodes.values():
+            await node.ready()
+
+    needs = frozenset(f"node-{number}" for number in NODES)
+    return Fault(f"leader of {topic}-{partition}", needs, kill, launch)
+
+
+# --- links ------------------------------------------------------------------------------------
+
+
+def _links(links: Sequence[Link], breaks: Callable[[Link], None]) -> Fault:
+    async def broken() -> None:
+        for link in links:
+            breaks(link)
+
+    async def healed() -> None:
+        for link in links:
+            link.heal()
+
+    names = [link.name for link in links]
+    return Fault(" ".join(names), frozenset(names), broken, healed)
+
+
+def _one_link(field: Field, fate: random.Random) -> list[Link]:
+    """From one proxy to one broker."""
+    proxy = field.name(fate.choice(field.fleet.proxies))
+    return [fate.choice(field.kafka.links_of(proxy))]
+
+
+def _all_links(field: Field, fate: random.Random) -> list[Link]:
+    """From one proxy to all brokers."""
+    return field.kafka.links_of(field.name(fate.choice(field.fleet.proxies)))
+
+
+def _some_links(field: Field, fate: random.Random) -> list[Link]:
+    return fate.choice([_one_link, _all_links])(field, fate)
+
+
+def _link_cut(field: Field, fate: random.Random) -> Fault:
+    return _links(_one_link(field, fate), Link.cut)
+
+
+def _proxy_cut_off(field: Field, fate: random.Random) -> Fault:
+    return _links(_all_links(field, fate), Link.cut)
+
+
+def _requests_lost(field: Field, fate: random.Random) -> Fault:
+    return _links(_some_links(field, fate), lambda link: link.cut(answers=False))
+
+
+def _answers_lost(field: Field, fate: random.Random) -> Fault:
+    return _links(_some_links(field, fate), lambda link: link.cut(requests=False))
+
+
+def _link_slow(field: Field, fate: random.Random) -> Fault:
+    def slow(link: Link) -> None:
+        link.delay_s = SLOW_S
+
+    return _links(_some_links(field, fate), slow)
+
+
+def _connections_reset(field: Field, fate: random.Random) -> Fault:
+    return _links(_some_links(field, fate), Link.reset)
+
+
+def _ends(how: Ends) -> Draw:
+    def draw(field: Field, fate: random.Random) -> Fault:
+        def meet(link: Link) -> None:
+            link.ends = how
+
+        return _links(_all_links(field, fate), meet)
+
+    return draw
+
+
+def _broker_cut_off(field: Field, fate: random.Random) -> Fault:
+    """From the majority, not from the proxies."""
+    number = fate.choice(NODES)
+    return _links(
+        [*field.kafka.links_of(str(number)), *field.kafka.links_to(number)],
+        Link.cut,
+    )
+
+
+def _broker_not_reached(field: Field, fate: random.Random) -> Fault:
+    """It reaches the others; none reaches it."""
+    return _links(field.kafka.links_to(fate.choice(NODES)), Link.cut)
+
+
+def _brokers_link_cut(field: Field, fate: random.Random) -> Fault:
+    """Two cannot see each other, the third sees both."""
+    one, other = fate.sample(NODES, 2)
+    links = field.kafka.links
+    return _links([links[str(one), other], links[str(other), one]], Link.cut)
+
+
+# --- producers, records -----------------------------------------------------------------------
+
+
+def _producer_killed(field: Field, fate: random.Random) -> Fault:
+    """Between its local commit and its decision, or wherever it just is."""
+    mortal = fate.choice(field.mortals)
+    return Fault(mortal.name, frozenset([mortal.name]), mortal.kill, mortal.launch)
+
+
+def _records_deleted(field: Field, fate: random.Random) -> Fault:
+    """As a target's retention does it, up to what consumers have read."""
+    topic = fate.choice(field.topics)
+
+    async def delete() -> None:
+        read_to = {
+            place: int(to * 0.8) for place, to in field.along.read_to().items() if place[0] == topic
+        }
+        with contextlib.suppress(KafkaException):
+            # Who knows whether it was done where nobody answered: the judge is told it was.
+            for place, to in read_to.items():
+                field.deleted[place] = max(to, field.deleted.get(place, 0))
+            await asyncio.to_thread(field.kafka.delete_records, read_to)
+
+    return Fault(topic, frozenset([topic]), delete)
+
+
+FAULTS: dict[str, Draw] = {
+    "proxy killed": _proxy_killed,
+    "all proxies killed": _proxies_all_killed,
+    "proxy hangs": _proxy_hangs,
+    "two proxies hang": _proxies_two_hang,
+    "proxy stopped": _proxy_stopped,
+    "proxy bounced": _proxy_bounced,
+    "rolling restart": _rolling_restart,
+    "broker killed": _broker_killed,
+    "two brokers killed": _brokers_two_killed,
+    "all brokers killed": _brokers_all_killed,
+    "coordinator or leader killed": _coordinator_killed,
+    "broker hangs": _broker_hangs,
+    "broker stopped": _broker_stopped,
+    "disk full": _disk_full,
+    "link cut": _link_cut,
+    "proxy cut off": _proxy_cut_off,
+    "requests held back": _requests_lost,
+    "answers held back": _answers_lost,
+    "link slow": _link_slow,
+    "connections reset": _connections_reset,
+    "end of a turn late": _ends(Ends.LATE),
+    "end of a turn late, connection reset": _ends(Ends.LATE_AND_RESET),
+    "end of a turn unanswered": _ends(Ends.UNANSWERED),
+    "broker cut off from brokers": _broker_cut_off,
+    "broker not reached by brokers": _broker_not_reached,
+    "two brokers cut off from each other": _brokers_link_cut,
+    "producer killed": _producer_killed,
+    "target records deleted": _records_deleted,
+}
+
+
+class Nemesis:
+    """Draws and carries out.
+
+    Args:
+        kinds: names in `FAULTS`.
+
+    Attributes:
+        counts: how often each kind was injected.
+    """
+
+    def __init__(self, field: Field, seed: int, kinds: Sequence[str]) -> None:
+        self._field = field
+        self._fate = random.Random(f"{seed}/nemesis")
+        self._kinds = list(kinds)
+        self.counts: Counter[str] = Counter()
+
+    async def run(self, end: float) -> None:
+        """Break and heal until then, by the monotonic clock; leaves everything healed."""
+        while (left := end - time.monotonic()) > HOLD_S[0]:
+            faults = self.draw()
+            hold_s = min(left, self._fate.uniform(*HOLD_S))
+            try:
+                for kind, fault in faults:
+                    self.counts[kind] += 1
+                    self._field.recorder.note(kind, fault.who)
+                await asyncio.gather(*[fault.inject() for _, fault in faults])
+                await asyncio.sleep(hold_s)
+            finally:
+                await asyncio.gather(*[fault.heal() for _, fault in faults])
+                for kind, fault in faults:
+                    self._field.recorder.note(OVER + kind, fault.who)
+            await self._nobody_died()
+
+    async def _nobody_died(self) -> None:
+        """Whoever has ended though nobody ended it is told of, and started again."""
+        field = self._field
+        for proxy in field.fleet.placed:
+            if (code := proxy.died) is not None:
+                field.wrong.append(f"{field.name(proxy)} ended by itself: {code}")
+                await proxy.kill()
+                await proxy.launch()
+        for number, node in field.kafka.nodes.items():
+            if not node.running:
+                field.wrong.append(f"node-{number} ended by itself: {node.said()[-300:]}")
+                await node.launch()
+                await node.ready()
+
+    def draw(self) -> list[tuple[str, Fault]]:
+        """Draw what breaks next, by kind; often nothing."""
+        if self._fate.random() < NONE_SHARE:
+            return []
+        drawn: list[tuple[str, Fault]] = []
+        taken: set[str] = set()
+        count = self._fate.randint(1, AT_ONCE_MAX)
+        for kind in self._fate.sample(self._kinds, min(count, len(self._kinds))):
+            fault = FAULTS[kind](self._field, self._fate)
+            if fault is not None and not taken & fault.needs:
+                taken |= fault.needs
+                drawn.append((kind, fault))
+        return drawn

@@ -1,0 +1,438 @@
+"""Load on three proxies and a Kafka of three nodes while all of it breaks; the judge at the end.
+
+Run as `python tests/faults/cluster/soak_faults.py --minutes 10 --seed 1`. It prints how often each
+fault was met, how many transactions there were and what the judge found, and adds a line of JSON to
+the file of `--results`. The seed fixes which faults come when and on what; what happens in between
+is up to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    _TESTS = Path(__file__).parents[2]
+    _FOLDERS = ("faults/cluster", "faults", "cluster", "e2e", "")
+    sys.path[:0] = [str(_TESTS / name) for name in _FOLDERS]
+
+import aiohttp
+from evidence import listed
+from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks
+from fleet import PARTITIONS, Web, owned_by
+from judge import Case, History, Judge, Topics, save
+from linked_fleet import LinkedFleet
+from mortal_producer import GROUP, MortalProducer, add
+from nemesis import FAULTS, OVER, Field, Nemesis
+from readers import Along
+from rough_clients import CALL_S, SMALL_BYTES, Caller, Rough
+from three_nodes import ThreeNodes
+from topic_reader import read_all
+from workload import Lane, Recorder, Shop, answering
+from world import World
+
+from txbroker.embedded.server import DEFAULT_VERSION
+from txbroker.errors import RequestError
+from txbroker.sdk import Limits, TransactionalProducer
+
+PROXIES = 3
+WEB_LANES, ROUGH_LANES, EVIL_LANES, MORTALS = 3, 3, 3, 2
+REST_S = 300.0
+"""So long it is waited for rest; whether that was too long is for the judge to say."""
+SAY_EVERY_S = 20.0
+SHOWN_MAX, STORIES_MAX = 10, 20
+DISK_MB, DISK_MB_A_MINUTE = 512, 80
+
+
+@dataclass
+class Verdict:
+    """What came of a run."""
+
+    seed: int
+    minutes: float
+    kafka: str
+    faults: dict[str, int] = field(default_factory=dict)
+    late_ends: int = 0
+    """Requests to end a Kafka transaction that came late or were not answered."""
+    transactions: int = 0
+    during: dict[str, int] = field(default_factory=dict)
+    """Transactions that were prepared while a fault of a kind lasted."""
+    groups: dict[str, int] = field(default_factory=dict)
+    states: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    rest_s: float = 0.0
+    violations: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Soak:
+    """One run.
+
+    Args:
+        folder: what was seen is kept there.
+    """
+
+    def __init__(
+        self, kafka: ThreeNodes, fleet: LinkedFleet, folder: Path, given: argparse.Namespace
+    ) -> None:
+        self._kafka = kafka
+        self._fleet = fleet
+        self._folder = folder
+        self._given = given
+        self._seed: int = given.seed
+        self._shop = Shop(folder / "shop.db")
+        self._recorder = Recorder()
+        self._over = asyncio.Event()
+        self._evil = EvilChecks(self._recorder)
+        self._counts: Counter[str] = Counter()
+        self.verdict = Verdict(given.seed, given.minutes, given.kafka)
+
+    async def run(self) -> None:
+        """Run it; the verdict says what came of it."""
+        create = self._kafka.create
+        topics = [
+            await asyncio.to_thread(create, f"target-{number}", parts)
+            for number, parts in enumerate((3, 1))
+        ]
+        small = await asyncio.to_thread(
+            create, "small", 1, max_message_bytes=str(SMALL_BYTES), retention_ms="-1"
+        )
+        targets = [*topics, small]
+        await self._kafka.whole()
+        along = Along(self._kafka.bootstrap, targets)
+        await self._evil.start()
+        mortals = [
+            MortalProducer(
+                f"mortal-{n}", self._fleet.urls, topics, self._folder / "shop.db", self._folder
+            )
+            for n in range(MORTALS)
+        ]
+        field = Field(self._kafka, self._fleet, self._recorder, along, topics, mortals)
+        try:
+            for mortal in mortals:
+                await mortal.launch()
+            async with contextlib.AsyncExitStack() as stack:
+                await self._under_load(stack, field, topics, small)
+                await self._mortals_over(stack, mortals)
+                await self._rest()
+        except Exception as error:
+            self.broke_off(error)
+        finally:
+            for mortal in mortals:
+                await mortal.kill()
+                add(self._recorder.history, mortal.history())
+            await self._evil.close()
+            self.verdict.wrong += field.wrong
+        seen = await asyncio.to_thread(along.end)
+        read = await asyncio.to_thread(
+            read_all, self._kafka.bootstrap, self._fleet.proxies[0].prefix, targets
+        )
+        read.along = seen
+        with_deleted(read, field.deleted)
+        await self._judge(read)
+
+    def broke_off(self, error: Exception) -> None:
+        """Write down that it did not come to its end."""
+        traceback.print_exception(error)
+        self.verdict.wrong.append(f"broke off: {error!r}")
+
+    async def _under_load(
+        self, stack: contextlib.AsyncExitStack, field: Field, topics: list[str], small: str
+    ) -> None:
+        producers = [
+            await stack.enter_async_context(self._producer(number, group))
+            for number, group in enumerate(("orders", "orders", "bills"))
+        ]
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=timeout, connector=connector)
+        )
+        await self._register()
+        nemesis = Nemesis(field, self._seed, self._given.only or list(FAULTS))
+        self._counts = nemesis.counts
+        watching = asyncio.create_task(self._watch())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for n in range(self._given.lanes):
+                    group.create_task(self._lane(n, producers[n % len(producers)], topics))
+                for n in range(WEB_LANES):
+                    group.create_task(self._web(n, topics[1]))
+                for n in range(ROUGH_LANES):
+                    name = f"rough-{n}"
+                    rough = Rough(
+                        name, self._caller(http, name), (topics[0], small), self._fate(name)
+                    )
+                    group.create_task(rough.run(self._over))
+                for n in range(EVIL_LANES):
+                    name = f"evil-{n}"
+                    caller = self._caller(http, name)
+                    group.create_task(leave_to_checks(caller, name, topics[0], self._over))
+                await nemesis.run(time.monotonic() + self._given.minutes * 60)
+                self._recorder.note("healed")
+                self._over.set()
+                for mortal in field.mortals:
+                    mortal.no_more()
+                self._evil.good = True
+        finally:
+            watching.cancel()
+            self.verdict.late_ends = sum(link.ghosts for link in self._kafka.links.values())
+            self.verdict.faults = dict(sorted(nemesis.counts.items()))
+
+    # --- load ------------------------------------------------------------------------------
+
+    def _fate(self, name: str) -> random.Random:
+        return random.Random(f"{self._seed}/{name}")
+
+    def _caller(self, http: aiohttp.ClientSession, name: str) -> Caller:
+        return Caller(http, self._fleet.urls, self._recorder, self._fate(f"{name}/caller"))
+
+    def _producer(self, number: int, group: str) -> TransactionalProducer:
+        urls = self._fleet.urls
+        return TransactionalProducer(
+            [*urls[number:], *urls[:number]],
+            group=group,
+            check=answering(self._shop, self._recorder),
+            limits=Limits(answer_timeout_s=3, heartbeat_s=3),
+        )
+
+    async def _register(self) -> None:
+        for kind in KINDS:
+            group = group_of(kind)
+            body = {"check_url": f"{self._evil.url}/{kind}"}
+            await self._fleet.proxies[0].call("PUT", f"/v1/groups/{group}", body)
+
+    async def _lane(self, number: int, producer: TransactionalProducer, topics: list[str]) -> None:
+        fate = self._fate(f"lane-{number}")
+        lane = Lane(f"lane-{number}", producer, self._shop, self._recorder, topics, fate)
+        while not self._over.is_set():
+            await lane.run(1)
+            await asyncio.sleep(fate.uniform(0, 2 * self._given.pause_s))
+
+    async def _web(self, number: int, topic: str) -> None:
+        fate = self._fate(f"web-{number}")
+        round_ = 0
+        while not self._over.is_set():
+            round_ += 1
+            name = f"web-{number}-{round_}"
+            await Web(name, self._fleet.urls, topic, self._recorder).run(5, fate)
+            await asyncio.sleep(fate.uniform(0, 0.5))
+
+    async def _watch(self) -> None:
+        """Say how it goes."""
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(SAY_EVERY_S)
+            calls = self._recorder.history.calls
+            answered = sum(call.result == "ok" for call in calls)
+            newest = [note.what for note in self._recorder.history.notes[-3:]]
+            say(
+                f"{time.monotonic() - began:5.0f} s: {answered} of {len(calls)} calls answered, "
+                f"{sum(self._counts.values())} faults, last: {', '.join(newest)}"
+            )
+
+    async def _mortals_over(
+        self, stack: contextlib.AsyncExitStack, mortals: Sequence[MortalProducer]
+    ) -> None:
+        """Wait until those that may be killed have ended by themselves; somebody else of their
+        group answers for what they left behind."""
+        await stack.enter_async_context(self._producer(0, GROUP))
+        for mortal in mortals:
+            await mortal.ended()
+
+    # --- rest ------------------------------------------------------------------------------
+
+    async def _rest(self) -> None:
+        """Wait until all is whole and at rest."""
+        began = time.monotonic()
+        first = self._fleet.proxies[0]
+        try:
+            async with asyncio.timeout(REST_S):
+                await self._kafka.whole(REST_S)
+                say(f"Kafka is whole {time.monotonic() - began:.1f} s after the last fault")
+                while not await self._owned():
+                    await asyncio.sleep(0.2)
+                say(f"the proxies are whole {time.monotonic() - began:.1f} s after it")
+                while not await self._settled(first):
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            self.verdict.wrong.append(f"no rest within {REST_S:.0f} s")
+        self._recorder.note("quiet")
+        self.verdict.rest_s = round(time.monotonic() - began, 1)
+
+    async def _owned(self) -> bool:
+        """Whether every partition has one owner, and all proxies are ready."""
+        proxies = self._fleet.proxies
+        if not all([await proxy.is_ready() for proxy in proxies]):
+            return False
+        owned = [number for proxy in proxies for number in await owned_by(proxy)]
+        return sorted(owned) == list(range(PARTITIONS))
+
+    async def _settled(self, first: World) -> bool:
+        """Whether nothing is under way. What was stored without an answer is nobody's: no client
+        knows its id, so it is rolled back here."""
+        with contextlib.suppress(RequestError, aiohttp.ClientError, TimeoutError):
+            pending = await _in_state(first, "pending")
+            for left in pending:
+                if left["group"] in ("web", "rough"):
+                    await first.tell(left["id"], "rollback")
+            return not pending and not await _in_state(first, "committed")
+        return False
+
+    # --- what came of it -------------------------------------------------------------------
+
+    async def _judge(self, read: Topics) -> None:
+        lists = [await listed(proxy) for proxy in self._fleet.proxies]
+        rows = self._shop.rows()
+        history = self._recorder.history
+        judge = Judge(history, read, rows)
+        found = judge.judge()
+        held = judge.unsettled()
+        for proxy, each in zip(self._fleet.proxies, lists, strict=True):
+            if each != held:
+                apart = sorted(set(each.items()) ^ set(held.items()))[:5]
+                self.verdict.wrong.append(f"{proxy.url} lists something else: {apart}")
+        self.verdict.transactions = len(judge.log)
+        self.verdict.during = during(history)
+        self.verdict.groups = dict(sorted(Counter(tx.group for tx in judge.log.values()).items()))
+        self.verdict.states = dict(Counter(tx.state for tx in judge.log.values()))
+        self.verdict.calls = dict(
+            sorted(Counter(f"{call.what} {call.result}" for call in history.calls).items())
+        )
+        self.verdict.violations = [f"{v.invariant} {v.id}: {v.why}" for v in found]
+        if self._given.folder or found or self.verdict.wrong:
+            kept = self._folder / "history"
+            save(Case(history, read, rows, lists[0]), kept)
+            (kept / "violations.txt").write_text("\n".join(map(str, found[:STORIES_MAX])))
+            say(f"kept in {kept}")
+
+
+async def _in_state(proxy: World, state: str) -> list[dict[str, Any]]:
+    path = f"/v1/transactions?state={state}&limit=1000"
+    return list((await proxy.call("GET", path))["transactions"])
+
+
+def with_deleted(read: Topics, deleted: dict[tuple[str, int], int]) -> None:
+    """Add what the reader along has seen of what was deleted since."""
+    there = {(r.topic, r.partition, r.offset) for r in read.targets}
+    for seen in read.along or ():
+        record = seen.record
+        gone = record.offset < deleted.get((record.topic, record.partition), 0)
+        if gone and (record.topic, record.partition, record.offset) not in there:
+            read.targets.append(record)
+
+
+def during(history: History) -> dict[str, int]:
+    """Count the transactions that were prepared while a fault lasted, by its kind."""
+    prepared = sorted(
+        call.began for call in history.calls if call.what == "prepare" and call.result == "ok"
+    )
+    counts: Counter[str] = Counter()
+    began: dict[tuple[str, str], float] = {}
+    for note in history.notes:
+        kind = note.what.removeprefix(OVER)
+        if kind == note.what:
+            began[kind, note.who] = note.at
+        elif (since := began.pop((kind, note.who), None)) is not None:
+            counts[kind] += bisect_left(prepared, note.at) - bisect_left(prepared, since)
+    return dict(sorted(counts.items()))
+
+
+def say(text: str) -> None:
+    """Tell whoever waits; stdout is for what came of it."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def report(verdict: Verdict, results: Path) -> bool:
+    """Print it and add it to the results; return whether all is well."""
+    print("| fault | times | prepared meanwhile |\n| --- | --: | --: |")
+    for kind, times in verdict.faults.items():
+        print(f"| {kind} | {times} | {verdict.during.get(kind, 0)} |")
+    total = sum(verdict.faults.values())
+    print(f"| {len(verdict.faults)} kinds | {total} | |\n")
+    print("groups: " + ", ".join(f"{name} {n}" for name, n in verdict.groups.items()))
+    print("calls: " + ", ".join(f"{name} {n}" for name, n in verdict.calls.items()))
+    print(f"ends of turns that were late or unanswered: {verdict.late_ends}")
+    print("transactions: " + ", ".join(f"{name} {n}" for name, n in verdict.states.items()))
+    for violation in verdict.violations[:SHOWN_MAX]:
+        print(f"BROKEN: {violation}")
+    for wrong in verdict.wrong:
+        print(f"WRONG: {wrong}")
+    print(
+        f"seed {verdict.seed}, {verdict.minutes:g} min, Kafka {verdict.kafka}: "
+        f"{verdict.transactions} transactions, {total} faults of {len(verdict.faults)} kinds, "
+        f"rest after {verdict.rest_s} s, {len(verdict.violations)} violations"
+    )
+    line = asdict(verdict)
+    line["violations"] = len(verdict.violations)
+    line["broken"] = dict(Counter(text.split()[0] for text in verdict.violations))
+    with results.open("a") as file:
+        file.write(json.dumps({"at": time.strftime("%Y-%m-%d %H:%M"), **line}) + "\n")
+    return not verdict.violations and not verdict.wrong and verdict.transactions > 0
+
+
+async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
+    """Run on a Kafka of its own; SIGTERM ends it in order."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    names = [f"proxy-{number}" for number in range(PROXIES)]
+    size_mb = round(DISK_MB + DISK_MB_A_MINUTE * given.minutes)
+    with tempfile.TemporaryDirectory(prefix="txbroker-faults-") as temporary:
+        kafka = ThreeNodes(
+            Path(temporary), names, seed=given.seed, disk_mb=size_mb, version=given.kafka
+        )
+        try:
+            await kafka.start()
+            say("Kafka is there")
+            fleet = LinkedFleet(kafka, names)
+            run = Soak(kafka, fleet, folder, given)
+            try:
+                await fleet.start()
+                await run.run()
+            except Exception as error:
+                run.broke_off(error)
+            finally:
+                run.verdict.wrong += await fleet.end()
+        finally:
+            await kafka.close()
+    return run.verdict
+
+
+def main() -> int:
+    """Run, print the sums, and fail if anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--kafka", default=DEFAULT_VERSION, help="Kafka's version")
+    parser.add_argument("--lanes", type=int, default=24, help="of the SDK's load")
+    parser.add_argument("--pause-s", type=float, default=0.1, help="of a lane, on average")
+    parser.add_argument("--only", nargs="*", choices=list(FAULTS), help="only these faults")
+    parser.add_argument("--folder", type=Path, help="keep what was seen there")
+    parser.add_argument("--results", type=Path, default=Path("faults-results.jsonl"))
+    given = parser.parse_args()
+    print(f"seed {given.seed}")
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="txbroker-history-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        parser.error(f"{folder} is not empty: an older run would be judged with this one")
+    verdict = asyncio.run(soak(folder, given))
+    return 0 if report(verdict, given.results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

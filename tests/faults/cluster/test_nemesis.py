@@ -1,0 +1,105 @@
+"""What the fault runs break is drawn as it should be: from a seed, several things at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import cast
+
+from links import Link
+from nemesis import FAULTS, NONE_SHARE, Fault, Field, Nemesis
+from three_nodes import NODES
+
+_DRAWS = 3000
+
+
+class Kafka:
+    """Three nodes that are only names."""
+
+    def __init__(self) -> None:
+        self.disk = SimpleNamespace(mounted=True)
+        self.nodes = {number: SimpleNamespace(number=number) for number in NODES}
+        sources = ["proxy-0", "proxy-1", "proxy-2", *map(str, NODES)]
+        self.links = {
+            (source, number): Link(f"{source}>{number}", random.Random(1))
+            for source in sources
+            for number in NODES
+        }
+
+    def links_of(self, source: str) -> list[Link]:
+        return [self.links[source, number] for number in NODES if str(number) != source]
+
+    def links_to(self, number: int) -> list[Link]:
+        return [self.links[str(other), number] for other in NODES if other != number]
+
+
+def field() -> Field:
+    """Return all that a draw looks at."""
+    proxies = [SimpleNamespace(prefix="txbroker", launch=None) for _ in range(3)]
+    made = SimpleNamespace(
+        kafka=Kafka(),
+        fleet=SimpleNamespace(proxies=proxies),
+        topics=["one", "two"],
+        mortals=[SimpleNamespace(name="mortal-0", kill=None, launch=None)],
+    )
+    made.name = lambda proxy: f"proxy-{proxies.index(proxy)}"
+    return cast(Field, made)
+
+
+def draws(seed: int) -> list[list[tuple[str, Fault]]]:
+    """Return many draws from one seed."""
+    nemesis = Nemesis(field(), seed, list(FAULTS))
+    return [nemesis.draw() for _ in range(_DRAWS)]
+
+
+def test_a_seed_draws_the_same_again() -> None:
+    one, again, other = (
+        [[(kind, fault.who) for kind, fault in drawn] for drawn in draws(seed)]
+        for seed in (1, 1, 2)
+    )
+    assert one == again
+    assert one != other
+
+
+def test_nothing_is_broken_twice_at_once() -> None:
+    for drawn in draws(1):
+        needs = [need for _, fault in drawn for need in fault.needs]
+        assert len(needs) == len(set(needs))
+
+
+def test_every_kind_comes_and_often_several_and_often_none() -> None:
+    found = draws(1)
+    kinds = Counter(kind for drawn in found for kind, _ in drawn)
+    assert set(kinds) == set(FAULTS)
+    assert len(FAULTS) >= 15
+    counts = Counter(len(drawn) for drawn in found)
+    assert abs(counts[0] / _DRAWS - NONE_SHARE) < 0.05
+    assert counts[2] + counts[3] > _DRAWS / 4
+
+
+def test_a_full_disk_is_drawn_only_where_there_is_a_small_one() -> None:
+    bare = field()
+    bare.kafka.disk.mounted = False
+    nemesis = Nemesis(bare, 1, ["disk full"])
+    assert not any(nemesis.draw() for _ in range(50))
+
+
+async def test_links_are_whole_again_when_healed() -> None:
+    over = field()
+    for kind in ("link cut", "broker cut off from brokers", "end of a turn late", "link slow"):
+        fault = FAULTS[kind](over, random.Random(1))
+        assert fault is not None
+        broken = [link for link in over.kafka.links.values() if link.name in fault.needs]
+        await fault.inject()
+        assert broken
+        assert not any(_whole(link) for link in broken), kind
+        await fault.heal()
+        assert all(_whole(link) for link in broken), kind
+        await asyncio.wait_for(broken[0].requests_pass(), 10)
+
+
+def _whole(link: Link) -> bool:
+    fresh = Link("", random.Random(1))
+    return link.state() == fresh.state()

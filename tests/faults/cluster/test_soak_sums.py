@@ -1,0 +1,106 @@
+"""What the fault runs say of themselves is counted right."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import runs_table
+from judge import Asked, Call, History, Note, Rec, Seen, Topics
+from mortal_producer import WrittenDown, add, written
+from nemesis import OVER
+from soak_faults import Verdict, during, report, with_deleted
+from three_nodes import free_ports
+
+from txbroker.errors import AlreadyDecided, OwnerUnavailable
+from txbroker.sdk import Message
+
+_MESSAGE = Message("topic", None, b"\xff", (("token", b"t"),))
+
+
+def _record(offset: int, partition: int = 0) -> Rec:
+    return Rec("topic", partition, offset, 1000, None, b"v", ())
+
+
+def test_counts_what_was_prepared_while_a_fault_lasted() -> None:
+    calls = [Call("prepare", str(at), at, result="ok") for at in (1.0, 2.0, 3.0, 4.0)]
+    calls += [Call("prepare", "5", 2.5, result="unknown"), Call("commit", "1", 2.5, result="ok")]
+    notes = [
+        Note(1.5, "link cut", "a"),
+        Note(2.5, "disk full", "b"),
+        Note(3.5, OVER + "disk full", "b"),
+        Note(3.5, OVER + "link cut", "a"),
+        Note(3.8, "link cut", "b"),
+        Note(4.5, OVER + "link cut", "b"),
+        Note(4.6, "healed"),
+    ]
+    counted = during(History(calls=calls, notes=notes))
+    assert counted == {"disk full": 1, "link cut": 3}
+
+
+def test_what_was_deleted_is_known_from_the_reader_along_and_nothing_else_is() -> None:
+    read = Topics(targets=[_record(2), _record(3)])
+    read.along = [Seen(_record(offset), 1.0) for offset in (0, 1, 2, 3, 4)]
+    read.along.append(Seen(_record(0, partition=1), 1.0))
+    with_deleted(read, {("topic", 0): 3})
+    assert sorted(record.offset for record in read.targets) == [0, 1, 2, 3]
+    assert all(record.partition == 0 for record in read.targets)
+
+
+def test_a_run_with_violations_or_without_transactions_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results.jsonl"
+    good = Verdict(1, 2.0, "4", {"disk full": 2}, transactions=10, during={"disk full": 4})
+    bad = Verdict(2, 2.0, "4", {"link cut": 1}, transactions=10, violations=["I1 x: lost"])
+    assert report(good, results)
+    assert not report(bad, results)
+    assert not report(Verdict(3, 2.0, "4"), results)
+    assert not report(Verdict(4, 2.0, "4", transactions=1, wrong=["broke off"]), results)
+    assert "BROKEN: I1 x: lost" in capsys.readouterr().out
+    runs = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [run["violations"] for run in runs] == [0, 1, 0, 0]
+    table = runs_table.table(runs)
+    assert "| disk full | 2 | 1 | 4 | 0 |" in table
+    assert "| **2 kinds** | 3 | 4 | 21 | 1 |" in table
+
+
+def test_a_killed_producer_has_written_down_what_it_did(tmp_path: Path) -> None:
+    file = tmp_path / "mortal.jsonl"
+    recorder = WrittenDown(file)
+    recorder.means("t", [_MESSAGE], business=True)
+    with recorder.call("prepare", "t") as prepared:
+        # Another call begins and ends meanwhile.
+        with pytest.raises(AlreadyDecided), recorder.call("commit", "u", "U"):
+            raise AlreadyDecided("no", decision="rollback")
+        prepared.id = "T"
+    with pytest.raises(OwnerUnavailable), recorder.call("commit", "t", "T"):
+        raise OwnerUnavailable("away")
+    pending = recorder.call("rollback", "v", "V")
+    pending.__enter__()
+    with file.open("a") as torn:
+        torn.write('{"event": "inv')
+    history = History(asked=[Asked("T", 1.0, "commit")])
+    add(history, written([file, tmp_path / "of-a-life-that-did-nothing.jsonl"]))
+    found = [(call.what, call.id, call.result, call.code) for call in history.calls]
+    assert found == [
+        ("prepare", "T", "ok", ""),
+        ("commit", "U", "fail", "already_decided"),
+        ("commit", "T", "unknown", "owner_unavailable"),
+        ("rollback", "V", "invoke", ""),
+    ]
+    assert history.calls[1].decision == "rollback"
+    assert history.sent["t"][0].value == b"\xff"
+    assert history.business == {"t"}
+    assert len(history.asked) == 1
+
+
+def test_ports_are_given_once_and_none_that_the_system_gives_away() -> None:
+    ports = list(itertools.chain.from_iterable(free_ports(7) for _ in range(20)))
+    assert len(set(ports)) == len(ports)
+    if sys.platform == "linux":
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        assert max(ports) < lowest

@@ -1,0 +1,390 @@
+"""A Kafka of three nodes (KRaft, broker and controller in one) on this machine, whose every link
+goes through a relay: from each client to each broker, and from each broker to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from links import Link, Relay
+
+from txbroker.embedded.datadir import new_cluster_id
+from txbroker.embedded.jars import ensure_jars
+from txbroker.embedded.java import find_java
+from txbroker.embedded.probe import is_ready
+from txbroker.embedded.server import DEFAULT_VERSION
+from txbroker.embedded.settings import java_flags, server_properties
+
+NODES = (1, 2, 3)
+REPLICATION, MIN_ISR = 3, 2
+HEAP_MB = 256
+START_S = 120.0
+STOP_S = 40.0
+_POLL_S = 0.2
+_HOST = "127.0.0.1"
+_PORTS = (20_000, 32_000)
+_given: set[int] = set()
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+_CLUSTER = {
+    "default.replication.factor": str(REPLICATION),
+    "min.insync.replicas": str(MIN_ISR),
+    "offsets.topic.replication.factor": str(REPLICATION),
+    "transaction.state.log.replication.factor": str(REPLICATION),
+    "transaction.state.log.min.isr": str(MIN_ISR),
+    "share.coordinator.state.topic.replication.factor": str(REPLICATION),
+    "share.coordinator.state.topic.min.isr": str(MIN_ISR),
+    "unclean.leader.election.enable": "false",
+    # Two cores are shared by all: nobody is thought dead only because it had to wait for one.
+    "broker.session.timeout.ms": "6000",
+    "broker.heartbeat.interval.ms": "1000",
+    "controller.quorum.fetch.timeout.ms": "4000",
+    "controller.quorum.election.timeout.ms": "2000",
+    "num.network.threads": "1",
+    "num.io.threads": "2",
+}
+
+
+class Node:
+    """One of the three.
+
+    Args:
+        folder: for what it says, and its settings.
+        data: for its data; may be a small disk.
+    """
+
+    def __init__(self, number: int, folder: Path, data: Path, command: Sequence[str]) -> None:
+        self.number = number
+        self.data = data
+        self.port = 0
+        self._folder = folder
+        self._command = list(command)
+        self._cluster_id = ""
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is there, even if it hangs."""
+        return self._process is not None and self._process.returncode is None
+
+    async def format(self, cluster_id: str, properties: str) -> None:
+        """Make its settings and its data."""
+        self._cluster_id = cluster_id
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "server.properties").write_text(properties, encoding="ascii")
+        tool = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", "server.properties"]
+        process = await self._spawn(tool)
+        assert await process.wait() == 0, self.said()
+
+    async def launch(self) -> None:
+        """Start it, without waiting for anything."""
+        assert not self.running
+        self._process = await self._spawn(["kafka.Kafka", "server.properties"])
+
+    async def ready(self) -> None:
+        """Wait until it is in service."""
+        end = time.monotonic() + START_S
+        while not await asyncio.to_thread(is_ready, self.port, self._cluster_id, 2.0):
+            assert self.running, self.said()
+            assert time.monotonic() < end, f"node {self.number} does not start\n{self.said()}"
+            await asyncio.sleep(_POLL_S)
+
+    async def kill(self) -> None:
+        """End it as kill -9 does."""
+        await self._end(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Let it end in order; by force after a while."""
+        await self._end(signal.SIGTERM)
+
+    def pause(self) -> None:
+        """Let it hang."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    async def ended(self, timeout_s: float) -> bool:
+        """Wait until it has ended by itself; return whether it has."""
+        assert self._process is not None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), timeout_s)
+        return not self.running
+
+    def said(self) -> str:
+        """The last that it said."""
+        lines = (self._folder / "kafka.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-20:])
+
+    def _signal(self, how: signal.Signals) -> None:
+        if self._process is not None and self.running:
+            self._process.send_signal(how)
+
+    async def _end(self, how: signal.Signals) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(how)
+        process.send_signal(signal.SIGCONT)
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    async def _spawn(self, arguments: Sequence[str]) -> asyncio.subprocess.Process:
+        with (self._folder / "kafka.log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                *arguments,
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+
+
+class SmallDisk:
+    """A file system of its own in memory, which can be filled. Only root can have one."""
+
+    def __init__(self, folder: Path, size_mb: int) -> None:
+        self.folder = folder
+        self._filler = folder / "filler"
+        folder.mkdir(parents=True)
+        options = ["-t", "tmpfs", "-o", f"size={size_mb}m", "txbroker-test", str(folder)]
+        self.mounted = (
+            os.geteuid() == 0
+            and subprocess.run(["mount", *options], capture_output=True, check=False).returncode
+            == 0
+        )
+
+    def fill(self) -> None:
+        """Leave no room."""
+        block = bytes(1 << 20)
+        with contextlib.suppress(OSError), self._filler.open("wb", buffering=0) as file:
+            while True:
+                if file.write(block) < len(block):
+                    block = bytes(1 << 12)
+
+    def empty(self) -> None:
+        """Give the room back."""
+        self._filler.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Take it away."""
+        if self.mounted:
+            subprocess.run(["umount", "-l", str(self.folder)], check=False)
+
+
+class ThreeNodes:
+    """The whole.
+
+    Args:
+        folder: for everything; node 3 has a small disk in it where root allows one.
+        clients: the names of those who reach the brokers through links of their own.
+        seed: of the links' random choices.
+        disk_mb: how large the small disk is.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        clients: Sequence[str],
+        *,
+        seed: int = 0,
+        disk_mb: int = 1024,
+        version: str = DEFAULT_VERSION,
+    ) -> None:
+        self._folder = folder
+        self._clients = list(clients)
+        jars = ensure_jars(version)
+        command = [str(find_java().path), "-cp", os.pathsep.join(map(str, jars))]
+        command += java_flags(HEAP_MB)
+        self.disk = SmallDisk(folder / "small", disk_mb)
+        data = {number: folder / f"data-{number}" for number in NODES}
+        if self.disk.mounted:
+            data[NODES[-1]] = self.disk.folder / "data"
+        self.nodes = {
+            number: Node(number, folder / f"node-{number}", data[number], command)
+            for number in NODES
+        }
+        self.links = {
+            (source, number): Link(f"{source}>{number}", random.Random(f"{seed}/{source}/{number}"))
+            for source in (*self._clients, *map(str, NODES), "0")
+            for number in NODES
+        }
+        self._relays: dict[tuple[int, str], Relay] = {}
+
+    # --- life ----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Format and start all, and wait until they are in service."""
+        for number in NODES:
+            for name in ("INTERNAL", "CONTROLLER", *self._listeners):
+                relay = Relay(functools.partial(self._link_of, number, name))
+                await relay.start()
+                self._relays[number, name] = relay
+        cluster_id = new_cluster_id()
+        async with asyncio.TaskGroup() as group:
+            for number, node in self.nodes.items():
+                group.create_task(node.format(cluster_id, self._properties(number)))
+        for node in self.nodes.values():
+            await node.launch()
+        for node in self.nodes.values():
+            await node.ready()
+
+    async def close(self) -> None:
+        """End everything; the data are left to whoever owns the folder."""
+        for node in self.nodes.values():
+            await node.kill()
+        for relay in self._relays.values():
+            await relay.close()
+        self.disk.close()
+        for node in self.nodes.values():
+            shutil.rmtree(node.data, ignore_errors=True)
+
+    async def whole(self, timeout_s: float = START_S) -> None:
+        """Wait until every partition has all its replicas in step."""
+        end = time.monotonic() + timeout_s
+        while behind := await asyncio.to_thread(self.behind):
+            assert time.monotonic() < end, f"not in step: {behind[:5]}"
+            await asyncio.sleep(_POLL_S)
+
+    def behind(self) -> list[str]:
+        """Return the partitions that have not all replicas in step; "?" where nobody answers."""
+        try:
+            found = self._admin.list_topics(timeout=5)
+        except KafkaException:
+            return ["?"]
+        return [
+            f"{name}-{number}"
+            for name, topic in found.topics.items()
+            for number, part in topic.partitions.items()
+            if len(part.isrs) < REPLICATION or part.leader < 0
+        ]
+
+    # --- places --------------------------------------------------------------------------
+
+    @property
+    def bootstrap(self) -> str:
+        """For the test itself: past all relays."""
+        return ",".join(f"{_HOST}:{node.port}" for node in self.nodes.values())
+
+    def bootstrap_of(self, client: str) -> str:
+        """For a client: through its own links."""
+        name = self._listener(client)
+        return ",".join(f"{_HOST}:{self._relays[number, name].port}" for number in NODES)
+
+    def links_of(self, source: str) -> list[Link]:
+        """From a client, or a node by its number, to all brokers but itself."""
+        return [self.links[source, number] for number in NODES if str(number) != source]
+
+    def links_to(self, number: int) -> list[Link]:
+        """From the other nodes to this one."""
+        return [self.links[str(other), number] for other in NODES if other != number]
+
+    # --- topics: these block, and need the relays to go on meanwhile ----------------------
+
+    def leader(self, topic: str, partition: int) -> int:
+        """The node that leads a partition; -1: none."""
+        return int(self._admin.list_topics(topic, 5).topics[topic].partitions[partition].leader)
+
+    def create(self, name: str, partitions: int = 1, **configs: str) -> str:
+        """Create a topic with all replicas; in configs `_` stands for `.`."""
+        config = {key.replace("_", "."): value for key, value in configs.items()}
+        config.setdefault("retention.ms", "-1")
+        new = NewTopic(name, partitions, REPLICATION, config=config)
+        self._admin.create_topics([new])[name].result(30)
+        return name
+
+    def delete_records(self, before: Mapping[tuple[str, int], int]) -> None:
+        """Delete what lies before these offsets.
+
+        Raises:
+            KafkaException: somebody could not.
+        """
+        parts = [TopicPartition(topic, number, to) for (topic, number), to in before.items()]
+        for done in self._admin.delete_records(parts, request_timeout=10).values():
+            done.result(15)
+
+    @functools.cached_property
+    def _admin(self) -> AdminClient:
+        # Results are lost with the client that they come to.
+        return AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
+
+    # --- settings ------------------------------------------------------------------------
+
+    @property
+    def _listeners(self) -> list[str]:
+        return [self._listener(client) for client in self._clients]
+
+    def _listener(self, client: str) -> str:
+        return f"VIA{self._clients.index(client)}"
+
+    def _link_of(self, number: int, listener: str, source: int) -> Link:
+        if listener.startswith("VIA"):
+            return self.links[self._clients[int(listener.removeprefix("VIA"))], number]
+        return self.links[str(source if source in NODES else 0), number]
+
+    def _properties(self, number: int) -> str:
+        names = ["PLAINTEXT", "INTERNAL", "CONTROLLER", *self._listeners]
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.nodes[number].port = ports["PLAINTEXT"]
+        reached = {"PLAINTEXT": ports["PLAINTEXT"]}
+        for name in names[1:]:
+            relay = self._relays[number, name]
+            relay.target_port = ports[name]
+            reached[name] = relay.port
+        del reached["CONTROLLER"]
+        voters = [f"{n}@{_HOST}:{self._relays[n, 'CONTROLLER'].port}" for n in NODES]
+        extra = {
+            **_CLUSTER,
+            "node.id": str(number),
+            "listeners": ",".join(f"{name}://{_HOST}:{port}" for name, port in ports.items()),
+            "advertised.listeners": ",".join(f"{n}://{_HOST}:{p}" for n, p in reached.items()),
+            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in names),
+            "inter.broker.listener.name": "INTERNAL",
+            "controller.quorum.voters": ",".join(voters),
+        }
+        data = str(self.nodes[number].data)
+        return server_properties(data, ports["PLAINTEXT"], ports["CONTROLLER"], extra)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return so many ports that nobody listens on, and that the system gives to no connection: who
+    keeps trying to reach a port that is down would else come to be connected with itself, and the
+    port be taken when its owner is back."""
+    found: list[int] = []
+    with contextlib.ExitStack() as stack:
+        while len(found) < count:
+            probe = stack.enter_context(socket.socket())
+            port = random.randrange(*_PORTS)
+            with contextlib.suppress(OSError):
+                probe.bind((_HOST, port))
+                # Whoever got one before may not listen on it yet.
+                if port not in _given:
+                    found.append(port)
+                    _given.add(port)
+    return found
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
