@@ -19,6 +19,7 @@ from txbroker.cli.contexts import (
 from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
 
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _TLS = (
     Column("CA FILE", lambda row: row["ca_file"], wide=True),
     Column("CLIENT CERT FILE", lambda row: row["client_cert_file"], wide=True),
@@ -95,25 +96,25 @@ def use_command(name: str) -> None:
 @click.option("--url", required=True, metavar="URL", help="Where a proxy is.")
 @click.option(
     "--token-file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=_FILE,
     metavar="FILE",
     help="The file that holds the proxy's token. Only its path is stored.",
 )
 @click.option(
     "--ca-file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=_FILE,
     metavar="FILE",
     help="Certificates of the authorities that may sign the proxy's (PEM).",
 )
 @click.option(
     "--client-cert-file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=_FILE,
     metavar="FILE",
     help="The certificate to show where the proxy asks for one (PEM).",
 )
 @click.option(
     "--client-key-file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=_FILE,
     metavar="FILE",
     help="Its private key (PEM), unless it is in the same file.",
 )

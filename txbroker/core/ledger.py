@@ -78,9 +78,9 @@ class Ledger(Holdings):
         self._half_before: Anchor | None = None
         self._op_before: Anchor | None = None
         self.op_progress = 0
+        """The `op` of the newest progress, written or on its way: it never goes back."""
         self.wrote_refused = False
         """Whether a turn, committed or on its way, has set a refused one aside."""
-        """The `op` of the newest progress, written or on its way: it never goes back."""
         self.to_keep: dict[str, Transaction] = {}
         """Whole bodies that are to be copied into the parked topic."""
         self.to_release: dict[str, Transaction] = {}
