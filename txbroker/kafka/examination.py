@@ -17,7 +17,7 @@ from txbroker.kafka import topics as own
 from txbroker.kafka.admin import Admin
 from txbroker.kafka.client import Client, KafkaRefused, Patience, may_pass
 from txbroker.kafka.codes import COORDINATOR_MOVED, Code
-from txbroker.kafka.examination_wire import (
+from txbroker.kafka.wire import (
     NO_RIGHTS_TOLD,
     DescribeTransactionsRequest,
     ListTransactionsRequest,

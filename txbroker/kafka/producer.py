@@ -10,12 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from aiokafka.protocol.produce import ProduceRequest
-from aiokafka.protocol.transaction import (
-    AddPartitionsToTxnRequest,
-    EndTxnRequest,
-    InitProducerIdRequest,
-)
+from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.core.records import Record
 from txbroker.errors import KafkaUnavailable, TxbrokerError
@@ -30,11 +25,11 @@ from txbroker.kafka.client import (
     may_pass,
 )
 from txbroker.kafka.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
+from txbroker.kafka.transactions import FIRST, Question, chosen
 
 Partition: TypeAlias = tuple[str, int]
 """A topic and the number of one of its partitions."""
 
-_ACKS_ALL = -1
 _SEQUENCE_MASK = (1 << 31) - 1
 # A topic made just now is known everywhere within this; one that was deleted never is, and what
 # is for other topics must not wait for it.
@@ -92,6 +87,7 @@ class Producer:
         self._lane = lane
         # Any, because the library's types do not know that Kafka takes null.
         self._id: Any = transactional_id
+        self._protocol = FIRST
         self._producer_id = -1
         self._epoch = -1
         self._sequences: dict[Partition, int] = {}
@@ -101,6 +97,11 @@ class Producer:
     def started(self) -> bool:
         """Whether it has a producer id."""
         return self._producer_id >= 0
+
+    @property
+    def protocol(self) -> int:
+        """The version of Kafka's transaction protocol that it speaks."""
+        return self._protocol.number
 
     # --- beginning ---------------------------------------------------------------------------
 
@@ -112,10 +113,11 @@ class Producer:
             KafkaUnavailable: no answer, or none that helps, until patience is over.
         """
         timeout_ms = round(self._settings.transaction_timeout_s * 1000)
-        request = InitProducerIdRequest(self._id, timeout_ms)
         while True:
             try:
-                answer = await self._ask_coordinator(request)
+                if self._id is not None:
+                    await self._choose()
+                answer = await self._ask_coordinator(self._protocol.begin(self._id, timeout_ms))
             except KafkaUnavailable as error:
                 # Asking again after silence is safe: it only raises the epoch once more.
                 if not may_pass(error) or not await patience.pause():
@@ -130,6 +132,17 @@ class Producer:
                 raise KafkaRefused(
                     answer.error_code, f"no producer id: {describe(answer.error_code)}"
                 )
+
+    async def _choose(self) -> None:
+        """Learn which version of the transaction protocol this Kafka takes now."""
+        try:
+            answer = await self._ask_coordinator(Question())
+        except KafkaRefused as error:
+            if error.code != Code.UNSUPPORTED_VERSION:
+                raise
+            self._protocol = FIRST  # so old that it has no features
+        else:
+            self._protocol = chosen(answer, self._settings.transactions)
 
     async def _ask_coordinator(self, request: Any) -> Any:
         """Ask the transaction coordinator; without a transactional id, any broker."""
@@ -165,6 +178,7 @@ class Producer:
         unsure: set[Partition] = set()
         stored: dict[Partition, Stored] = {}
         reason = ""
+        missing_until_s = patience.left_s - _MISSING_S
         while waiting:
             for result in await self._send(waiting):
                 partition, code, where, message = result
@@ -177,7 +191,12 @@ class Producer:
                     raise ProducerFenced
                 if code == Code.UNKNOWN:
                     unsure.add(partition)
-                elif code not in RETRIABLE:
+                elif code not in RETRIABLE or (
+                    # Where partitions are put into the transaction beforehand, that says so.
+                    code == Code.UNKNOWN_TOPIC_OR_PARTITION
+                    and not self._protocol.adds
+                    and patience.left_s < missing_until_s
+                ):
                     if partition in unsure:
                         raise BatchUnknown(partition, f"{partition[0]}-{partition[1]}: {reason}")
                     raise BatchRefused(partition, code, message)
@@ -227,7 +246,7 @@ class Producer:
         for (topic, number), batch in batches.items():
             topics.setdefault(topic, []).append((number, batch))
         timeout_ms = round(self._settings.request_timeout_s * 1000)
-        request = ProduceRequest(self._id, _ACKS_ALL, timeout_ms, list(topics.items()))
+        request = self._protocol.write(self._id, timeout_ms, list(topics.items()))
         try:
             answer = await self._client.ask(leader, request, self._lane)
         except (NotSent, Unanswered) as error:
@@ -236,18 +255,17 @@ class Producer:
                 self._client.forget_leader(*partition)
             return [_Result(partition, code, _NOWHERE, str(error)) for partition in batches]
         results = []
-        for topic, partitions in answer.topics:
-            for number, code, offset, timestamp, *rest in partitions:
-                if code in LEADER_MOVED:
-                    self._client.forget_leader(topic, number)
-                message = rest[-1] if rest and isinstance(rest[-1], str) else None
-                results.append(_Result((topic, number), code, Stored(offset, timestamp), message))
+        for topic, number, code, offset, timestamp, message in self._protocol.written(answer):
+            if code in LEADER_MOVED:
+                self._client.forget_leader(topic, number)
+            results.append(_Result((topic, number), code, Stored(offset, timestamp), message))
         return results
 
     # --- transactions ------------------------------------------------------------------------
 
     async def add(self, partitions: Sequence[Partition], patience: Patience) -> None:
-        """Put partitions into the open transaction, beginning it with the first.
+        """Put partitions into the open transaction, beginning it with the first. Under the second
+        version of the protocol there is nothing to do: `produce` does it.
 
         Raises:
             BatchRefused: a partition cannot be added.
@@ -255,6 +273,8 @@ class Producer:
             Unanswered: the coordinator's answer never came; this producer must not be used again.
             KafkaUnavailable: nothing was added.
         """
+        if not self._protocol.adds:
+            return
         new = [partition for partition in partitions if partition not in self._added]
         topics: dict[str, list[int]] = {}
         for topic, number in new:
@@ -298,8 +318,10 @@ class Producer:
     async def end(self, *, commit: bool, patience: Patience) -> None:
         """Commit or abort the open transaction.
 
-        Only an answer counts. Without one the request may be carried out at any later time, even
-        in the middle of this producer's next transaction, which it would then end.
+        Only an answer counts. Without one, under the first version of the protocol, the request
+        may be carried out at any later time, even in the middle of this producer's next
+        transaction, which it would then end. Under the second it names the epoch of this
+        transaction alone, so it is asked for again until there is an answer.
 
         Raises:
             ProducerFenced
@@ -307,23 +329,32 @@ class Producer:
             KafkaUnavailable: the transaction is still open, or the coordinator says that it is
                 not; this producer must not be used again.
         """
-        request = EndTxnRequest(self._id, self._producer_id, self._epoch, commit)
+        request = self._protocol.end(self._id, self._producer_id, self._epoch, commit=commit)
         while True:
             try:
                 answer = await self._ask_coordinator(request)
             except Unanswered:
-                raise
+                if not self._protocol.ends_again or not await patience.pause():
+                    raise
+                continue
             except KafkaUnavailable as error:
                 if not may_pass(error) or not await patience.pause():
                     raise
                 continue
             if answer.error_code == Code.NONE:
                 self._added.clear()
+                self._go_on(self._protocol.next(answer))
                 return
             if answer.error_code in FENCED:
                 raise ProducerFenced
             if answer.error_code not in RETRIABLE or not await patience.pause():
                 raise KafkaRefused(answer.error_code)
+
+    def _go_on(self, next_one: tuple[int, int] | None) -> None:
+        """Take the producer id and epoch of the next transaction; sequences begin anew."""
+        if next_one is not None:
+            self._producer_id, self._epoch = next_one
+            self._sequences.clear()
 
 
 class _Result(NamedTuple):
