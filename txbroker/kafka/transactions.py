@@ -26,6 +26,7 @@ ACKS_ALL = -1
 _FEATURE = "transaction.version"
 _SECOND_FROM = 2
 """The level of the feature from which on brokers speak the second version to clients."""
+_NEEDED = {request.API_KEY: request.VERSION for request in (BeginRequest, EndRequest, WriteRequest)}
 
 Batches = Sequence[tuple[str, Sequence[tuple[int, bytes]]]]
 """Of each topic, the numbers of partitions and what is to be written to each."""
@@ -125,5 +126,8 @@ def chosen(answer: Any, newest: int) -> First:
         answer: to a `Question`.
         newest: the newest version that may be spoken.
     """
-    level = finalized_features(answer).get(_FEATURE, 0)
-    return SECOND if level >= _SECOND_FROM and newest >= SECOND.number else FIRST
+    if newest < SECOND.number or finalized_features(answer).get(_FEATURE, 0) < _SECOND_FROM:
+        return FIRST
+    known = {key: last for key, _first, last, _tags in answer.api_versions}
+    understood = all(known.get(key, -1) >= version for key, version in _NEEDED.items())
+    return SECOND if understood else FIRST

@@ -424,6 +424,7 @@ class BeginRequest(Request[_BeginStruct]):
     """InitProducerId: a producer id that fences every earlier user of the transactional id."""
 
     API_KEY: ClassVar[int] = 22
+    VERSION: ClassVar[int] = _BeginStruct.API_VERSION
 
     def __init__(self, transactional_id: str, transaction_timeout_ms: int) -> None:
         self._transactional_id = transactional_id
@@ -457,6 +458,7 @@ class EndRequest(Request[_EndStruct]):
     """EndTxn whose answer says with which producer id and epoch the next transaction goes on."""
 
     API_KEY: ClassVar[int] = 26
+    VERSION: ClassVar[int] = _EndStruct.API_VERSION
 
     def __init__(
         self, transactional_id: str, producer_id: int, producer_epoch: int, committed: bool
@@ -531,6 +533,7 @@ class WriteRequest(Request[_WriteStruct]):
     """Produce that also puts the partitions into the transaction, and begins it where needed."""
 
     API_KEY: ClassVar[int] = 0
+    VERSION: ClassVar[int] = _WriteStruct.API_VERSION
 
     def __init__(
         self,

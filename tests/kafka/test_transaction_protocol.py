@@ -1,0 +1,285 @@
+"""Both versions of Kafka's transaction protocol: which is spoken, and late requests in the second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from features import level, set_level
+from kafka_world import KafkaWorld
+from relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import Fenced, Target, Turn, TurnHandle, TurnLost
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.partition import KafkaPartitionDoor
+from txbroker.kafka.producer import Producer
+
+MakeRelay = Callable[..., Relay]
+FENCED_CODES = (47, 90)
+EPOCH_MAX = (1 << 15) - 1
+second_protocol = pytest.mark.second_protocol
+
+
+def claim(name: str) -> Claim:
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+
+
+async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
+    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b"", (), 1))
+    return await partition.write(Turn((target,), (), Progress(RECORD_VERSION, name, op, op)))
+
+
+async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:
+    return [record.key for record in await world.visible(topic)]
+
+
+class Counted:
+    """Lets every request pass and counts them by kind."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[int] = Counter()
+
+    def __call__(self, key: int) -> Fate:
+        self.seen[key] += 1
+        return Fate.PASS
+
+
+def hold_ends(key: int) -> Fate:
+    return Fate.HOLD if key == END_TXN else Fate.PASS
+
+
+@pytest.fixture
+async def client(world: KafkaWorld) -> AsyncIterator[Client]:
+    """Connections of the test itself."""
+    made = Client(world.settings("itself"))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def spoken(client: Client) -> int:
+    """The newest version of the protocol that this Kafka takes."""
+    return 2 if await level(client) >= 2 else 1
+
+
+def producer(client: Client, world: KafkaWorld) -> Producer:
+    return Producer(client, "mine", world.name("id"))
+
+
+# --- which version ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+async def test_a_turn_takes_as_few_requests_as_this_kafka_allows(
+    world: KafkaWorld, make_relay: MakeRelay, spoken: int, newest: int
+) -> None:
+    topic = await world.create_topic("target")
+    counted = Counted()
+    relay = make_relay(counted)
+    partition = (await world.door("one", relay.open, transactions=newest)).partition(0)
+    await partition.claim(claim("first"))
+    await (await write(partition, "first", 1, topic)).committed()
+    counted.seen.clear()
+    for op in (2, 3, 4):
+        await (await write(partition, "first", op, topic)).committed()
+    adds = 3 if min(spoken, newest) == 1 else 0
+    assert {key: counted.seen[key] for key in (ADD_PARTITIONS, PRODUCE, END_TXN)} == {
+        ADD_PARTITIONS: adds,
+        PRODUCE: 3,
+        END_TXN: 3,
+    }
+    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+
+
+@second_protocol
+async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
+    world: KafkaWorld, client: Client
+) -> None:
+    topic = await world.create_topic("target")
+    own = producer(client, world)
+    partition = (await world.door("one")).partition(0)
+    await partition.claim(claim("first"))
+    written = []
+
+    async def write_some(name: str) -> None:
+        for op in range(len(written) + 1, len(written) + 4):
+            await (await write(partition, name, op, topic)).visible()
+            written.append(b"%s-%d" % (name.encode(), op))
+
+    await write_some("first")
+    try:
+        for number, wanted in enumerate((1, 2), 2):
+            open_turn = await write(partition, f"open{number}", len(written) + 1, topic)
+            written.append(b"open%d-%d" % (number, len(written) + 1))
+            await set_level(client, wanted)
+            await open_turn.committed()
+            await own.start(Patience(10, 0.01))
+            assert own.protocol == wanted
+            # Whoever has begun with the other version goes on with it until the next claim.
+            await write_some(f"other{number}")
+            taken = await partition.claim(claim(f"claim{number}"))
+            assert taken.progress is not None
+            assert taken.progress.op_offset == len(written)
+            await write_some(f"claim{number}")
+    finally:
+        if await level(client) != 2:
+            await set_level(client, 2)
+    assert await keys(world, topic) == written
+
+
+# --- the second version ----------------------------------------------------------------------
+
+
+@second_protocol
+async def test_every_end_raises_the_epoch_and_sequences_begin_anew(
+    world: KafkaWorld, client: Client
+) -> None:
+    topic = await world.create_topic("target")
+    own = producer(client, world)
+    patience = Patience(20, 0.001)
+    await own.start(patience)
+    begun = own._producer_id, own._epoch
+    for number, commit in enumerate((True, False, True), 1):
+        for part in range(2):
+            await own.produce({(topic, 0): [Record(b"%d-%d" % (number, part), b"")]}, patience)
+        await own.end(commit=commit, patience=patience)
+        assert (own._producer_id, own._epoch) == (begun[0], begun[1] + number)
+    later = producer(client, world)
+    await later.start(patience)
+    assert (later._producer_id, later._epoch) == (begun[0], begun[1] + 4)
+    assert await keys(world, topic) == [b"1-0", b"1-1", b"3-0", b"3-1"]
+
+
+@second_protocol
+@pytest.mark.parametrize(
+    ("fate", "changes"),
+    [(Fate.HOLD_AND_RESET, {}), (Fate.HOLD, {"request_timeout_s": 0.4})],
+    ids=["reset", "timeout"],
+)
+async def test_an_unanswered_commit_is_asked_for_again_and_its_ghost_ends_no_later_turn(
+    world: KafkaWorld, make_relay: MakeRelay, fate: Fate, changes: dict[str, Any]
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open, **changes)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(END_TXN, fate)
+    first = await write(partition, "first", 1, topic)
+    ghost = await relay.caught()
+    await first.visible()
+    await (await write(partition, "first", 2, topic)).visible()
+    # The next turn of the ghost's own producer is written, and not yet ended.
+    relay.decide = hold_ends
+    third = await write(partition, "first", 3, topic)
+    await relay.caught(2)
+    assert await ghost.release() in FENCED_CODES
+    assert await keys(world, topic) == [b"first-1", b"first-2"]
+    relay.decide = fates(-1)
+    relay.held[-1].reset()
+    await third.visible()
+    await (await write(partition, "first", 4, topic)).visible()
+    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+
+
+@second_protocol
+async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    for op in (1, 2, 3, 4):
+        relay.decide = fates(END_TXN, Fate.LOSE_ANSWER, Fate.LOSE_ANSWER)
+        await (await write(partition, "first", op, topic)).visible()
+    assert (await partition.claim(claim("second"))).progress == Progress(1, "first", 4, 4)
+    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+
+
+@second_protocol
+async def test_a_commit_that_is_never_answered_is_lost(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    times = {"request_timeout_s": 0.3, "transaction_timeout_s": 1.0}
+    partition = (await world.door("one", relay.open, **times)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = hold_ends
+    handle = await write(partition, "first", 1, topic)
+    await relay.caught(2)
+    with pytest.raises((TurnLost, Fenced)):
+        await handle.committed()
+    relay.decide = fates(-1)
+    assert (await partition.claim(claim("second"))).progress is None
+    for ghost in relay.held:
+        assert await ghost.release() in FENCED_CODES
+    await (await write(partition, "second", 1, topic)).visible()
+    assert await keys(world, topic) == [b"second-1"]
+
+
+@second_protocol
+async def test_a_write_that_arrives_after_its_turn_was_aborted_is_refused(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open, request_timeout_s=0.4)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = lambda key: Fate.HOLD if key == PRODUCE else Fate.PASS
+    with pytest.raises(TurnLost):
+        await write(partition, "first", 1, topic)
+    relay.decide = fates(-1)
+    assert (await partition.claim(claim("second"))).progress is None
+    for ghost in relay.held:
+        await ghost.release()
+    # What was late began no transaction that nobody ends.
+    await (await write(partition, "second", 1, topic)).visible()
+    assert await keys(world, topic) == [b"second-1"]
+
+
+@second_protocol
+async def test_a_turn_without_an_answer_holds_back_the_end_of_the_next(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = hold_ends
+    first = await write(partition, "first", 1, topic)
+    ghost = await relay.caught()
+    second = await write(partition, "first", 2, topic)
+    relay.decide = fates(-1)
+    ghost.reset()
+    await asyncio.gather(first.visible(), second.visible())
+    assert await ghost.release() in (0, *FENCED_CODES)
+    assert len(relay.held) == 1
+    assert await keys(world, topic) == [b"first-1", b"first-2"]
+
+
+@second_protocol
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_a_producer_whose_epochs_are_used_up_goes_on_with_a_new_id(
+    world: KafkaWorld, client: Client
+) -> None:
+    topic = await world.create_topic("target")
+    own = producer(client, world)
+    patience = Patience(600, 0.001, 0.005)
+    await own.start(patience)
+    first_id, written = own._producer_id, []
+    while own._epoch < EPOCH_MAX - 4:
+        await own.start(patience)
+    assert own._producer_id == first_id
+    for number in range(8):
+        await own.produce({(topic, 0): [Record(b"%d" % number, b"")]}, patience)
+        await own.end(commit=True, patience=patience)
+        written.append(b"%d" % number)
+    assert own._producer_id != first_id
+    assert own._epoch < 8
+    assert await keys(world, topic) == written
