@@ -29,7 +29,7 @@ def claim(name: str) -> Claim:
 
 
 async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
-    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b"", (), 1))
+    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
     return await partition.write(Turn((target,), (), Progress(RECORD_VERSION, name, op, op)))
 
 
