@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from aiokafka.protocol.api import Request
@@ -35,6 +35,7 @@ class Side:
         self.version = version
         self.requests: Counter[str] = Counter()
         self.targets = [f"v{version}.target{number}" for number in range(targets)]
+        self.answers_s: defaultdict[str, list[float]] = defaultdict(list)
         self.apart_s: list[float] = []
         self.together_s: list[float] = []
         self._turns = 0
@@ -55,9 +56,15 @@ class Side:
         connection = await open_connection(*address, **arguments)
         send = connection.send
 
+        async def timed(name: str, answer: Any, began_s: float) -> Any:
+            told = await answer
+            self.answers_s[name].append(time.perf_counter() - began_s)
+            return told
+
         def counted(request: Request[Any], expect_response: bool = True) -> Any:
-            self.requests[type(request).__name__] += 1
-            return send(request, expect_response)
+            name = type(request).__name__
+            self.requests[name] += 1
+            return timed(name, send(request, expect_response), time.perf_counter())
 
         connection.send = counted  # type: ignore[method-assign]
         return connection
@@ -74,6 +81,7 @@ class Side:
         for _ in range(_WARM_UP):
             await (await self._write()).committed()
         self.requests.clear()
+        self.answers_s.clear()
         self._turns = 0
 
     async def _write(self) -> TurnHandle:
@@ -101,6 +109,7 @@ class Side:
         turns = self._turns
         return {
             "requests": sum(self.requests.values()) / turns,
+            "mean_ms": statistics.mean(self.apart_s) * 1000,
             "p50_ms": statistics.median(self.apart_s) * 1000,
             "p99_ms": statistics.quantiles(self.apart_s, n=100)[98] * 1000,
             "overlapping_ms": statistics.median(self.together_s) * 1000,
@@ -121,7 +130,10 @@ async def run(bootstrap: str, turns: int, rounds: int, targets: int) -> None:
         one, two = told[0][name], told[1][name]
         print(f"{name:16}{one:10.2f}{two:10.2f}{two / one:10.2f}")
     for side in sides:
-        print(f"version {side.version}: {dict(side.requests)}")
+        for name, answers_s in side.answers_s.items():
+            if len(answers_s) > 1:
+                middle, tail = (statistics.quantiles(answers_s, n=100)[n] * 1000 for n in (49, 98))
+                print(f"{side.version} {name:28}{len(answers_s):8}{middle:8.2f} ms{tail:8.2f} ms")
         await side.door.close()
 
 

@@ -115,7 +115,7 @@ class Producer:
         timeout_ms = round(self._settings.transaction_timeout_s * 1000)
         while True:
             try:
-                if self._id is not None:
+                if self._id is not None and self._settings.transactions > FIRST.number:
                     await self._choose()
                 answer = await self._ask_coordinator(self._protocol.begin(self._id, timeout_ms))
             except KafkaUnavailable as error:
@@ -142,7 +142,7 @@ class Producer:
                 raise
             self._protocol = FIRST  # so old that it has no features
         else:
-            self._protocol = chosen(answer, self._settings.transactions)
+            self._protocol = chosen(answer)
 
     async def _ask_coordinator(self, request: Any) -> Any:
         """Ask the transaction coordinator; without a transactional id, any broker."""
@@ -264,16 +264,20 @@ class Producer:
     # --- transactions ------------------------------------------------------------------------
 
     async def add(self, partitions: Sequence[Partition], patience: Patience) -> None:
-        """Put partitions into the open transaction, beginning it with the first. Under the second
-        version of the protocol there is nothing to do: `produce` does it.
+        """Put partitions into the open transaction, beginning it with the first.
+
+        Under the second version of the protocol `produce` does it, unless several brokers are to
+        be written to. Each of them would ask the coordinator, which takes one change at a time,
+        and whoever is turned away waits for `add.partitions.to.txn.retry.backoff.ms`.
 
         Raises:
             BatchRefused: a partition cannot be added.
             ProducerFenced
             Unanswered: the coordinator's answer never came; this producer must not be used again.
+                Not under the second version: what is late names an epoch that is over.
             KafkaUnavailable: nothing was added.
         """
-        if not self._protocol.adds:
+        if not self._protocol.adds and await self._led_by_one(partitions):
             return
         new = [partition for partition in partitions if partition not in self._added]
         topics: dict[str, list[int]] = {}
@@ -299,10 +303,22 @@ class Producer:
                 continue
             raise BatchRefused(partition, code, None)
 
+    async def _led_by_one(self, partitions: Sequence[Partition]) -> bool:
+        """Say whether one broker leads them all, as far as is known; False where one has none."""
+        try:
+            leaders = {await self._client.leader(*partition) for partition in partitions}
+        except KafkaUnavailable:
+            return False
+        return len(leaders) == 1
+
     async def _add_once(self, request: Any, first: Partition) -> tuple[int, Partition]:
         try:
             answer = await self._ask_coordinator(request)
         except NotSent:
+            return Code.COORDINATOR_NOT_AVAILABLE, first
+        except Unanswered:
+            if not self._protocol.asks_again:
+                raise
             return Code.COORDINATOR_NOT_AVAILABLE, first
         except KafkaRefused as error:
             return error.code, first
@@ -334,7 +350,7 @@ class Producer:
             try:
                 answer = await self._ask_coordinator(request)
             except Unanswered:
-                if not self._protocol.ends_again or not await patience.pause():
+                if not self._protocol.asks_again or not await patience.pause():
                     raise
                 continue
             except KafkaUnavailable as error:

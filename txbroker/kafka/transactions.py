@@ -49,12 +49,12 @@ class First:
     Attributes:
         number: of the version.
         adds: whether partitions have to be put into the transaction beforehand.
-        ends_again: whether an end without an answer may be asked for again.
+        asks_again: whether a request to the coordinator without an answer may be sent again.
     """
 
     number = 1
     adds = True
-    ends_again = False
+    asks_again = False
 
     def begin(self, transactional_id: Any, timeout_ms: int) -> Any:
         """Return the request for a producer id; `transactional_id` is None for one without."""
@@ -85,7 +85,7 @@ class Second(First):
 
     number = 2
     adds = False
-    ends_again = True
+    asks_again = True
 
     def begin(self, transactional_id: Any, timeout_ms: int) -> Any:
         """Return the request for a producer id."""
@@ -116,17 +116,13 @@ Question = FeaturesRequest
 """Asks a broker which version the cluster takes; `chosen` reads its answer."""
 
 
-def chosen(answer: Any, newest: int) -> First:
-    """Return the version to speak.
+def chosen(answer: Any) -> First:
+    """Return the newest version that a broker takes, from its answer to a `Question`.
 
     A feature is finalized only while all brokers have it, so one broker's word is enough; and it
     can be taken back while a cluster runs, so it is asked for at every claim.
-
-    Args:
-        answer: to a `Question`.
-        newest: the newest version that may be spoken.
     """
-    if newest < SECOND.number or finalized_features(answer).get(_FEATURE, 0) < _SECOND_FROM:
+    if finalized_features(answer).get(_FEATURE, 0) < _SECOND_FROM:
         return FIRST
     known = {key: last for key, _first, last, _tags in answer.api_versions}
     understood = all(known.get(key, -1) >= version for key, version in _NEEDED.items())

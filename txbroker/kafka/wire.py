@@ -463,10 +463,14 @@ class EndRequest(Request[_EndStruct]):
     def __init__(
         self, transactional_id: str, producer_id: int, producer_epoch: int, committed: bool
     ) -> None:
-        self._fields = (transactional_id, producer_id, producer_epoch, committed, {})
+        self._transactional_id = transactional_id
+        self._producer_id = producer_id
+        self._producer_epoch = producer_epoch
+        self._committed = committed
 
     def build(self, request_struct_class: type[_EndStruct]) -> _EndStruct:
-        return request_struct_class(*self._fields)
+        producer = self._producer_id, self._producer_epoch
+        return request_struct_class(self._transactional_id, *producer, self._committed, {})
 
 
 class _WriteResponse(Response):
@@ -540,13 +544,17 @@ class WriteRequest(Request[_WriteStruct]):
         transactional_id: str,
         required_acks: int,
         timeout_ms: int,
-        topics: Iterable[tuple[str, Sequence[tuple[int, bytes]]]],
+        topics: Sequence[tuple[str, Sequence[tuple[int, bytes]]]],
     ) -> None:
-        flexible: list[Any] = [
-            (topic, [(number, batch, {}) for number, batch in batches], {})
-            for topic, batches in topics
-        ]
-        self._fields = (transactional_id, required_acks, timeout_ms, flexible, {})
+        self._transactional_id = transactional_id
+        self._required_acks = required_acks
+        self._timeout_ms = timeout_ms
+        self._topics = topics
 
     def build(self, request_struct_class: type[_WriteStruct]) -> _WriteStruct:
-        return request_struct_class(*self._fields)
+        topics: list[Any] = [
+            (topic, [(number, batch, {}) for number, batch in batches], {})
+            for topic, batches in self._topics
+        ]
+        how = self._required_acks, self._timeout_ms
+        return request_struct_class(self._transactional_id, *how, topics, {})
