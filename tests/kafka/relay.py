@@ -48,14 +48,18 @@ class Held:
     async def release(self) -> int:
         """Let the broker have it; returns the error code of its answer to a request of the
         transaction coordinator."""
-        self._upstream.write(self._frame)
-        await self._upstream.drain()
-        async with asyncio.timeout(10):
-            body = await self.answer
+        body = await self.deliver()
         key, version, _correlation = _HEADER.unpack_from(self._frame, _SIZE.size)
         # Correlation id, throttle time, error code.
         tagged = version >= _FLEXIBLE_FROM.get(key, version + 1)
         return int(struct.unpack_from(">ixih" if tagged else ">iih", body)[2])
+
+    async def deliver(self) -> bytes:
+        """Let the broker have it; returns its answer."""
+        self._upstream.write(self._frame)
+        await self._upstream.drain()
+        async with asyncio.timeout(10):
+            return await self.answer
 
 
 class Relay:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import Fenced, Target, Turn, TurnHandle, TurnLost
-from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.producer import Producer
+from txbroker.kafka.producer import BatchRefused, Producer
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.turns import translated
 
 MakeRelay = Callable[..., Relay]
 FENCED_CODES = (47, 90)
@@ -95,6 +98,135 @@ async def test_a_turn_takes_as_few_requests_as_this_kafka_allows(
     assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
 
 
+# What brokers tell: nothing, an empty list of features, and `transaction.version` at these levels.
+NO_FEATURES, LEVEL_1, LEVEL_2 = (
+    b"\x01",
+    b"\x02\x14transaction.version\x00\x01\x00\x01\x00",
+    b"\x02\x14transaction.version\x00\x02\x00\x02\x00",
+)
+SPOKEN = {0: 12, 22: 5, 26: 5}
+
+
+class Brokers:
+    """Stands for a client: answers what a producer asks, and remembers it."""
+
+    settings = KafkaSettings(bootstrap_servers=("x:1",), instance_id="one")
+
+    def __init__(self, features: Any = LEVEL_2, spoken: dict[int, int] | None = None) -> None:
+        versions = [(key, 0, last, {}) for key, last in (spoken or SPOKEN).items()]
+        tags = {} if features is None else {2: features}
+        self.told: Any = SimpleNamespace(error_code=0, api_versions=versions, tags=tags)
+        self.asked: list[str] = []
+        self.silent: list[str] = []
+        self.leaders: dict[str, int] = {}
+
+    async def transaction_coordinator(self, _: str) -> int:
+        return 1
+
+    def forget_transaction_coordinator(self, _: str) -> None:
+        self.asked.append("forgotten")
+
+    async def leader(self, topic: str, _: int) -> int:
+        if topic not in self.leaders:
+            raise KafkaRefused(3)
+        return self.leaders[topic]
+
+    async def ask(self, _: int, request: Any, __: str) -> Any:
+        name = type(request).__name__
+        self.asked.append(name)
+        if name in self.silent:
+            self.silent.remove(name)
+            raise Unanswered("silence")
+        if name == "FeaturesRequest":
+            if isinstance(self.told, Exception):
+                raise self.told
+            return self.told
+        if name == "AddPartitionsToTxnRequest":
+            errors = [(topic, [(p, 0) for p in parts]) for topic, parts in request._topics]
+            return SimpleNamespace(errors=errors)
+        return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=1)
+
+
+async def begun(brokers: Brokers) -> Producer:
+    made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
+    await made.start(Patience(1, 0.001))
+    brokers.asked.clear()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("brokers", "version"),
+    [
+        (Brokers(LEVEL_2), 2),
+        (Brokers(LEVEL_1), 1),
+        (Brokers(NO_FEATURES), 1),
+        (Brokers(None), 1),
+        # As Kafka 3.9 with the feature switched on before its time.
+        (Brokers(LEVEL_2, {0: 11, 22: 5, 26: 4}), 1),
+        (Brokers(LEVEL_2, {0: 12, 22: 5}), 1),
+    ],
+)
+async def test_the_version_is_chosen_by_what_brokers_offer(brokers: Brokers, version: int) -> None:
+    assert (await begun(brokers)).protocol == version
+
+
+async def test_a_kafka_that_knows_no_features_gets_the_first_version() -> None:
+    brokers = Brokers()
+    brokers.told = KafkaRefused(35)
+    assert (await begun(brokers)).protocol == 1
+
+
+async def test_without_an_answer_no_version_is_guessed() -> None:
+    brokers = Brokers()
+    brokers.told = NotSent("nobody there")
+    made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
+    with pytest.raises(NotSent):
+        await made.start(Patience(0.05, 0.01))
+    assert not made.started
+
+
+@pytest.mark.parametrize(
+    ("leaders", "adds"),
+    [({"a": 1, "b": 1}, 0), ({"a": 1, "b": 2}, 1), ({"a": 1}, 1)],
+    ids=["one", "several", "unknown"],
+)
+async def test_one_request_puts_partitions_of_several_brokers_in(
+    leaders: dict[str, int], adds: int
+) -> None:
+    brokers = Brokers()
+    brokers.leaders = leaders
+    own = await begun(brokers)
+    await own.add([("a", 0), ("b", 0)], Patience(1, 0.001))
+    assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
+
+
+@pytest.mark.parametrize("features", [LEVEL_1, LEVEL_2])
+async def test_only_the_second_version_asks_again_without_an_answer(features: bytes) -> None:
+    brokers = Brokers(features)
+    brokers.leaders = {"a": 1, "b": 2}
+    own = await begun(brokers)
+    brokers.silent = ["AddPartitionsToTxnRequest", "EndTxnRequest", "EndRequest"]
+    patience = Patience(1, 0.001)
+    if features == LEVEL_1:
+        with pytest.raises(Unanswered):
+            await own.add([("a", 0), ("b", 0)], patience)
+        with pytest.raises(Unanswered):
+            await own.end(commit=True, patience=patience)
+        assert brokers.asked.count("AddPartitionsToTxnRequest") == 1
+        assert brokers.asked.count("EndTxnRequest") == 1
+        return
+    await own.add([("a", 0), ("b", 0)], patience)
+    await own.end(commit=True, patience=patience)
+    assert brokers.asked.count("AddPartitionsToTxnRequest") == 2
+    assert brokers.asked.count("EndRequest") == 2
+
+
+@pytest.mark.parametrize("code", [35, 48, 120])
+def test_a_producer_that_must_not_go_on_leads_to_a_claim(code: int) -> None:
+    with pytest.raises(TurnLost), translated():
+        raise BatchRefused(("a", 0), code, None)
+
+
 @second_protocol
 async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
     world: KafkaWorld, client: Client
@@ -154,6 +286,18 @@ async def test_every_end_raises_the_epoch_and_sequences_begin_anew(
     assert await keys(world, topic) == [b"1-0", b"1-1", b"3-0", b"3-1"]
 
 
+@pytest.fixture(params=[False, True], ids=["one-leader", "several"])
+def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether partitions count as led by several brokers, where there is but one."""
+    if request.param:
+
+        async def not_led_by_one(*_: object) -> bool:
+            return False
+
+        monkeypatch.setattr(Producer, "_led_by_one", not_led_by_one)
+    return bool(request.param)
+
+
 @second_protocol
 @pytest.mark.parametrize(
     ("fate", "changes"),
@@ -161,7 +305,11 @@ async def test_every_end_raises_the_epoch_and_sequences_begin_anew(
     ids=["reset", "timeout"],
 )
 async def test_an_unanswered_commit_is_asked_for_again_and_its_ghost_ends_no_later_turn(
-    world: KafkaWorld, make_relay: MakeRelay, fate: Fate, changes: dict[str, Any]
+    world: KafkaWorld,
+    make_relay: MakeRelay,
+    several: bool,
+    fate: Fate,
+    changes: dict[str, Any],
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -171,7 +319,9 @@ async def test_an_unanswered_commit_is_asked_for_again_and_its_ghost_ends_no_lat
     first = await write(partition, "first", 1, topic)
     ghost = await relay.caught()
     await first.visible()
+    relay.decide = counted = Counted()
     await (await write(partition, "first", 2, topic)).visible()
+    assert counted.seen[ADD_PARTITIONS] == several
     # The next turn of the ghost's own producer is written, and not yet ended.
     relay.decide = hold_ends
     third = await write(partition, "first", 3, topic)
@@ -186,6 +336,7 @@ async def test_an_unanswered_commit_is_asked_for_again_and_its_ghost_ends_no_lat
 
 
 @second_protocol
+@pytest.mark.usefixtures("several")
 async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
     world: KafkaWorld, make_relay: MakeRelay
 ) -> None:
@@ -197,6 +348,26 @@ async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
         relay.decide = fates(END_TXN, Fate.LOSE_ANSWER, Fate.LOSE_ANSWER)
         await (await write(partition, "first", op, topic)).visible()
     assert (await partition.claim(claim("second"))).progress == Progress(1, "first", 4, 4)
+    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+
+
+@second_protocol
+@pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
+async def test_an_unanswered_add_is_sent_again(
+    world: KafkaWorld, make_relay: MakeRelay, several: bool, fate: Fate
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(ADD_PARTITIONS, fate)
+    for op in (1, 2, 3):
+        await (await write(partition, "first", op, topic)).visible()
+    for ghost in relay.held:
+        # What is late would begin a transaction that nobody ends.
+        await ghost.deliver()
+    await (await write(partition, "first", 4, topic)).visible()
+    assert len(relay.held) == (several and fate is Fate.HOLD_AND_RESET)
     assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
 
 
@@ -235,8 +406,9 @@ async def test_a_write_that_arrives_after_its_turn_was_aborted_is_refused(
         await write(partition, "first", 1, topic)
     relay.decide = fates(-1)
     assert (await partition.claim(claim("second"))).progress is None
+    assert relay.held
     for ghost in relay.held:
-        await ghost.release()
+        await ghost.deliver()
     # What was late began no transaction that nobody ends.
     await (await write(partition, "second", 1, topic)).visible()
     assert await keys(world, topic) == [b"second-1"]
