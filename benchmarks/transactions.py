@@ -2,7 +2,7 @@
 
     python benchmarks/transactions.py --turns 400 --rounds 6 --targets 3
 
-Both write to the same embedded Kafka in turn, round by round, so that what else the machine does
+Both write to the same Kafka, an embedded one or that of `--bootstrap`, in turn, round by round, so that what else the machine does
 meets both alike. A turn is one record to each of `--targets` topics and the progress.
 """
 
@@ -34,18 +34,19 @@ class Side:
     def __init__(self, bootstrap: str, version: int, targets: int) -> None:
         self.version = version
         self.requests: Counter[str] = Counter()
-        self.targets = [f"v{version}.target{number}" for number in range(targets)]
+        prefix = f"{time.time_ns()}.v{version}"
+        self.targets = [f"{prefix}.target{number}" for number in range(targets)]
         self.answers_s: defaultdict[str, list[float]] = defaultdict(list)
         self.apart_s: list[float] = []
         self.together_s: list[float] = []
         self._turns = 0
         names = ("half", "op", "checkpoint", "parked", "groups", "audit")
-        topics: dict[str, Any] = {f"{name}_topic": f"v{version}.{name}" for name in names}
+        topics: dict[str, Any] = {f"{name}_topic": f"{prefix}.{name}" for name in names}
         self.settings = KafkaSettings(
             bootstrap_servers=(bootstrap,),
             instance_id=f"v{version}",
-            group_id=f"v{version}",
-            drift_topic=f"v{version}.drift",
+            group_id=prefix,
+            drift_topic=f"{prefix}.drift",
             partitions=1,
             transactions=version,
             **topics,
@@ -73,7 +74,7 @@ class Side:
         """Make the topics, claim, and write some turns that do not count."""
         client = Client(self.settings)
         await client.refresh(())
-        await Admin(client).create([NewTopic(name, 1, 1, {}) for name in self.targets])
+        await Admin(client).create([NewTopic(name, 1, -1, {}) for name in self.targets])
         await client.close()
         await self.door.start()
         self.partition = self.door.partition(0)
@@ -144,7 +145,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--targets", type=int, default=3, help="topics that a turn writes to")
     parser.add_argument("--kafka", default=DEFAULT_VERSION, help="version of the embedded Kafka")
+    parser.add_argument("--bootstrap", default="", help="HOST:PORT of a Kafka that runs already")
     given = parser.parse_args()
+    if given.bootstrap:
+        asyncio.run(run(given.bootstrap, given.turns, given.rounds, given.targets))
+        return
     with EmbeddedKafka(version=given.kafka) as kafka:
         asyncio.run(run(kafka.bootstrap, given.turns, given.rounds, given.targets))
 

@@ -1,4 +1,4 @@
-"""Both versions of Kafka's transaction protocol: which is spoken, and late requests in the second."""
+"""Both versions of Kafka's transaction protocol: which one is spoken, and late requests."""
 
 from __future__ import annotations
 
