@@ -26,7 +26,11 @@ ACKS_ALL = -1
 _FEATURE = "transaction.version"
 _SECOND_FROM = 2
 """The level of the feature from which on brokers speak the second version to clients."""
-_NEEDED = {request.API_KEY: request.VERSION for request in (BeginRequest, EndRequest, WriteRequest)}
+_NEEDED = {
+    BeginRequest.API_KEY: BeginRequest.VERSION,
+    EndRequest.API_KEY: EndRequest.VERSION,
+    WriteRequest.API_KEY: WriteRequest.VERSION,
+}
 
 Batches = Sequence[tuple[str, Sequence[tuple[int, bytes]]]]
 """Of each topic, the numbers of partitions and what is to be written to each."""
