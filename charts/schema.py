@@ -209,6 +209,7 @@ def schema() -> Json:
             port={"anyOf": [{"const": 0}, count(1024, 65535)]},
             token=closed(existingSecret=NAME_OR_NONE, key=KEY),
         ),
+        groups=closed(existingSecret=NAME_OR_NONE),
         allowedHosts={"type": "array", "items": NAME},
         settings=settings(),
         **proxies(),

@@ -139,6 +139,7 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
     master = settings.master or settings.conf.get("spark.master") or "local[*]"
     log = folder / "jvm.log"
     conf = _conf(settings, master, folder)
+    artifacts = _Artifacts()
     environment = launch_environment(master)
     with connector.first_download(), _variables(environment), log.open("wb") as errors:
         output = {} if settings.verbose else {"stdout": errors, "stderr": subprocess.STDOUT}
@@ -163,6 +164,21 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
             yield spark
     finally:
         _end(gateway)
+        artifacts.remove()
+
+
+class _Artifacts:
+    """The empty folder that Spark 4 makes, and leaves, where it is called."""
+
+    def __init__(self) -> None:
+        self._folder = Path("artifacts").absolute()
+        self._was_there = self._folder.exists()
+
+    def remove(self) -> None:
+        """Remove it, if it was not there before and nothing is in it."""
+        if not self._was_there:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
 
 
 def _known_to(gateway: Any, conf: Mapping[str, str]) -> Any:

@@ -240,4 +240,6 @@ def _refused(url: str, path: str, reply: Reply) -> str:
         why = f"{error['message']} ({error['code']})"
     except (msgspec.MsgspecError, KeyError, TypeError):
         why = "is it a txbroker proxy, and of this version?"
+    if reply.status == http.HTTPStatus.UNAUTHORIZED:
+        why += "; give the doctor its token with --token-file"
     return f"{url} answered {path} with {reply.status}: {why}"

@@ -95,7 +95,7 @@ def mounted(pod: Pod, objects: list[Object], root: Path) -> None:
             for source in volume["projected"]["sources"]:
                 (folder / source["serviceAccountToken"]["path"]).write_text("secret")
         else:
-            for item in volume["secret"]["items"]:
+            for item in volume["secret"].get("items", []):
                 (folder / item["path"]).write_text("secret")
 
 

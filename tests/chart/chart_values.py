@@ -19,6 +19,7 @@ LOGIN: Values = {
 EVERYTHING: Values = {
     "kafka": LOGIN,
     "token": {"existingSecret": "our-token", "key": "bearer"},
+    "groups": {"existingSecret": "group-secrets"},
     "allowedHosts": ["txbroker.example.org"],
     "settings": {
         "partitions": 8,

@@ -27,6 +27,7 @@ from chart_pods import (
 from chart_values import EVERYTHING, SETS
 
 import txbroker
+from txbroker.checkers.groups import GroupPolicy
 from txbroker.config import CONFIG_VARIABLE, ENV_PREFIX, Settings
 from txbroker.embedded.jars import REPOSITORY_SETTING
 from txbroker.errors import Forbidden
@@ -143,7 +144,7 @@ def test_secrets_are_only_referred_to(render: Render, name: str) -> None:
         for volume in pod.spec["volumes"]:
             if "secret" in volume:
                 assert volume["secret"]["defaultMode"] == 0o440
-                assert volume["secret"]["items"]
+                assert ("items" in volume["secret"]) is (volume["name"] != "groups")
 
 
 def test_only_proxies_are_given_the_token(everything: list[Object]) -> None:
@@ -154,6 +155,22 @@ def test_only_proxies_are_given_the_token(everything: list[Object]) -> None:
         if volume.get("secret", {}).get("secretName") == "our-token"
     ]
     assert with_token == ["StatefulSet"]
+
+
+def test_only_proxies_find_the_secrets_of_groups(everything: list[Object]) -> None:
+    mounts = [
+        (pod.owner["kind"], mount["mountPath"])
+        for pod in pods(everything)
+        for volume in pod.spec["volumes"]
+        for mount in pod.container["volumeMounts"]
+        if volume.get("secret", {}).get("secretName") == "group-secrets"
+        and mount["name"] == volume["name"]
+    ]
+    ((kind, path),) = mounts
+    assert kind == "StatefulSet"
+    operators = (ROOT / "docs/operate/kubernetes.md").read_text()
+    assert f"--secret-ref file:{path}/KEY" in operators
+    GroupPolicy(check_url="http://orders/check", secret_ref=f"file:{path}/orders").validate()
 
 
 def test_everything_that_is_written_has_a_volume(everything: list[Object]) -> None:

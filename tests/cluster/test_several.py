@@ -17,7 +17,7 @@ from world import until
 from txbroker.embedded import EmbeddedKafka
 
 TRANSACTIONS = 1000
-HANDOVER_S = 2.0
+HANDOVER_S = SESSION_S * 2 / 3
 """Half a second was measured while other tests kept both cores busy."""
 
 

@@ -219,6 +219,17 @@ async def test_any_proxy_acts_on_what_all_own(desk: Desk) -> None:
     await world.close()
 
 
+async def test_a_filter_that_is_none_widens_no_action(service: Service, reader: Reader) -> None:
+    group = unique("group")
+    (id,) = await pending(service, 1, group)
+    path = f"/actions/rollback?state=pending&group={group}"
+    assert (await reader.open(f"{path}&older_than_s=600")).status == 400
+    done = await reader.act(path, reason="a test", older_than_s="600")
+    assert done.status == 400
+    assert "older_than_s" in done.text
+    assert await service.state(id) == "pending"
+
+
 # --- refused ---------------------------------------------------------------------------------
 
 

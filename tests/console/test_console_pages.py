@@ -144,7 +144,9 @@ async def test_a_list_is_filtered(service: Service, reader: Reader) -> None:
     assert [o.text for o in chosen] == ["pending"]
 
 
-@pytest.mark.parametrize("query", ["state=lost", "older=soon", "limit=0", "cursor=x", "group=%00"])
+@pytest.mark.parametrize(
+    "query", ["state=lost", "older=soon", "limit=0", "cursor=x", "group=%00", "older_than_s=600"]
+)
 async def test_what_no_list_can_be_is_said_on_a_page(reader: Reader, query: str) -> None:
     seen = await reader.open(f"/transactions?{query}")
     assert seen.status == 400
@@ -220,6 +222,31 @@ async def test_groups_tell_how_they_are_asked(service: Service, reader: Reader) 
         assert [row.one("th").text for row in narrowed.main.one("tbody").all("tr")] == [away]
         checked = await reader.open(narrowed.link("Check now…"))
         assert checked.listed() == [id]
+        waiting = await reader.open(f"/transactions/{id}")
+        assert "Nobody of its group can be asked for" in waiting.text
+        assert "503" in waiting.text
+
+
+async def test_a_group_that_can_be_asked_is_no_reason_to_wait(
+    service: Service, reader: Reader
+) -> None:
+    group = await service.group({"decision": "unknown"}, check_after_s=0, check_interval_s=3600)
+    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+
+    async def asked() -> bool:
+        return (await service.show(id))["attempts"] == 1
+
+    await until(asked)
+    assert "can be asked" not in (await reader.open(f"/transactions/{id}")).text
+
+
+async def test_a_token_in_a_check_url_is_not_shown(service: Service, reader: Reader) -> None:
+    group = unique("group")
+    url = {"check_url": "https://orders.example/check?token=hunter2"}
+    await service.call("PUT", f"/v1/groups/{group}", url)
+    seen = await reader.open(f"/groups?name={group}")
+    assert "https://orders.example/check?…" in seen.text
+    assert "hunter2" not in seen.html
 
 
 # --- what is hostile, and what holds on every page --------------------------------------------

@@ -35,7 +35,7 @@ async def test_the_token_goes_along(tmp_path_factory: pytest.TempPathFactory) ->
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text("t0ken")
     async with running_api(token_file=token) as api:
-        with pytest.raises(NotSeen, match=r"401: .* \(unauthorized\)"):
+        with pytest.raises(NotSeen, match=r"401: .* \(unauthorized\); .* --token-file"):
             await HttpProxies([api.url], {}).overview()
         overview, _ = await HttpProxies([api.url], {"authorization": "Bearer t0ken"}).overview()
         assert overview == await api.service.overview()

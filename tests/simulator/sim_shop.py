@@ -54,6 +54,8 @@ class Shop:
         self.running: set[str] = set()
         self.tempers: dict[str, str] = {}
         self.asked_times: dict[str, int] = {}
+        self.served: dict[asyncio.Future[Any], tuple[SimProxy, int]] = {}
+        """The calls that proxies work on, each with the proxy and which of its lives."""
         self.repeats: list[asyncio.Task[None]] = []
         self.reachable = True
         self.trouble = True
@@ -88,12 +90,14 @@ class Shop:
 
     async def _serve(self, proxy: SimProxy, work: Work, future: asyncio.Future[Any]) -> None:
         result: Any
+        self.served[future] = (proxy, proxy.lives)
         try:
             if proxy.broker is None:
                 raise OwnerUnavailable("it has only just been started")
             result = await work(proxy.broker)
         except RequestError as error:
             result = error
+        del self.served[future]
         weather, random = self.network.weather, PROCESS.get().random
         if random.random() < weather.unanswered:
             return

@@ -240,6 +240,11 @@ class World:
             for owner in proxy.broker.ledgers():
                 left.extend(f"{proxy.name}: {each}" for each in self._unrest_of(owner))
         left.extend(
+            f"{proxy.name} works on a call"
+            for proxy, life in self.shop.served.values()
+            if proxy.up and proxy.lives == life
+        )
+        left.extend(
             f"{name[0]}-{name[1]}: a transaction is open at {log.stable_end}"
             for name, log in self.cluster.logs.items()
             if log.stable_end < log.end

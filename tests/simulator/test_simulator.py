@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SEEDS = 240
-"""About 20 s on two cores."""
+SEEDS = 200
+"""About 10 s on two cores that have nothing else to do."""
 TIMEOUT_S = 400
 QUICK_MUTANTS = ("called though the marker was not accepted", "`returned` on a timeout")
 REGRESSIONS = tomllib.loads((HERE / "seeds.toml").read_text())["seed"]

@@ -53,10 +53,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def audit(planting: Planting, data_dir: Path, *options: str, **more: str) -> Ended:
-    """Audit what was planted, and wait for the end."""
+    """Audit what was planted, called in the data folder, and wait for the end."""
     done = subprocess.run(
         command(planting, data_dir, *options),
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment(**more),
+        cwd=data_dir,
     )  # fmt: skip
     assert "Traceback" not in done.stderr
     return Ended(done.returncode, done.stdout, done.stderr)

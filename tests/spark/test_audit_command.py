@@ -40,6 +40,7 @@ def test_a_run_tells_everybody_what_it_found(planted: Planting, tmp_path: Path) 
     assert report.read_text().startswith("<!doctype html>")
     assert Journal(tmp_path / JOURNAL_FILE).last() == summary
     assert not list(tmp_path.glob("txbroker-spark-*"))
+    assert not (tmp_path / "artifacts").exists()  # Spark's own
     (told,) = read_topics(planted.bootstrap, [planted.names.audit])
     news = decode_news(told.value or b"")
     assert (news.run, news.transactions) == (summary.run, summary.transactions)

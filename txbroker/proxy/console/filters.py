@@ -18,6 +18,9 @@ PAGE_ROWS = 50
 PAGE_ROWS_MAX = 250
 """A page is rendered in one go, while others wait."""
 _TAKEN = ("state", "group", "topic", "limit", "cursor")
+_KNOWN = frozenset({*_TAKEN, "older", "id", "find", "reason", "by", "covered"})
+"""What links and forms may say. Anything else may be meant for a filter, as the API's
+`older_than_s`, and without it an action would be for more than was meant."""
 _OLDER = re.compile(r"(\d{1,10}(?:\.\d{1,3})?)\s*([smhd]?)", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _SAID = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<field>.*)`)?$", re.DOTALL)
@@ -100,6 +103,9 @@ def read_listing(asked: Mapping[str, str]) -> Listing:
     Raises:
         BadRequest, BadId: says what is wrong.
     """
+    unknown = sorted(set(asked) - _KNOWN)
+    if unknown:
+        raise BadRequest(f"there is no filter {unknown[0][:40]!r} here", path=unknown[0][:40])
     given = {name: text.strip() for name, text in asked.items() if text.strip()}
     fields: dict[str, object] = {name: given[name] for name in _TAKEN if name in given}
     fields.update(_older(given.get("older")))

@@ -84,6 +84,12 @@ def with_query(path: str, query: Mapping[str, object], **more: object) -> str:
     return link(path, **{**query, **more})
 
 
+def without_query(url: str) -> str:
+    """Return a check URL as it may be shown to whoever looks on: tokens are put into the query."""
+    shown, query, _ = url.partition("?")
+    return f"{shown}?…" if query else shown
+
+
 def text_of(raw: bytes | None) -> str:
     """Return bytes as a person reads them: text where it is text, else hexadecimal."""
     if raw is None:
@@ -136,6 +142,7 @@ FILTERS = {
     "rate": rate,
     "time_of": time_of,
     "machine_time": machine_time,
+    "without_query": without_query,
     "text_of": text_of,
     "kind_of": kind_of,
     "parts_of": parts_of,
