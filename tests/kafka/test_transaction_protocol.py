@@ -17,7 +17,7 @@ from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import Fenced, Target, Turn, TurnHandle, TurnLost
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.producer import BatchRefused, Producer
+from txbroker.kafka.producer import BatchRefused, Producer, ProducerFenced
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.turns import translated
 
@@ -119,6 +119,9 @@ class Brokers:
         self.asked: list[str] = []
         self.silent: list[str] = []
         self.leaders: dict[str, int] = {}
+        self.epoch = 1
+        self.taken = False
+        """Whether somebody else has taken the transactional id meanwhile."""
 
     async def transaction_coordinator(self, _: str) -> int:
         return 1
@@ -144,7 +147,19 @@ class Brokers:
         if name == "AddPartitionsToTxnRequest":
             errors = [(topic, [(p, 0) for p in parts]) for topic, parts in request._topics]
             return SimpleNamespace(errors=errors)
-        return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=1)
+        if name == "BeginRequest":
+            return self._begin(request._producer_id, request._producer_epoch)
+        return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=self.epoch + 1)
+
+    def _begin(self, producer: int, epoch: int) -> Any:
+        if producer < 0:
+            return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=self.epoch)
+        if (producer, epoch) != (7, self.epoch) or self.taken:
+            return SimpleNamespace(error_code=90, producer_id=-1, producer_epoch=-1)
+        if epoch >= EPOCH_MAX - 1:
+            return SimpleNamespace(error_code=0, producer_id=8, producer_epoch=0)
+        self.epoch += 1
+        return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=self.epoch)
 
 
 async def begun(brokers: Brokers) -> Producer:
@@ -219,6 +234,26 @@ async def test_only_the_second_version_asks_again_without_an_answer(features: by
     await own.end(commit=True, patience=patience)
     assert brokers.asked.count("AddPartitionsToTxnRequest") == 2
     assert brokers.asked.count("EndRequest") == 2
+
+
+@pytest.mark.parametrize(("epoch", "renewals"), [(EPOCH_MAX - 4, 0), (EPOCH_MAX - 3, 3)])
+async def test_no_transaction_is_opened_in_the_last_epochs(epoch: int, renewals: int) -> None:
+    brokers = Brokers()
+    brokers.epoch = epoch
+    brokers.leaders = {"a": 1}
+    own = await begun(brokers)
+    await own.add([("a", 0)], Patience(1, 0.001))
+    assert brokers.asked == ["BeginRequest"] * renewals
+    assert (own._producer_id, own._epoch) == ((8, 0) if renewals else (7, epoch))
+
+
+async def test_who_has_lost_the_transactional_id_does_not_renew_it() -> None:
+    brokers = Brokers()
+    brokers.epoch = EPOCH_MAX - 2
+    own = await begun(brokers)
+    brokers.taken = True
+    with pytest.raises(ProducerFenced):
+        await own.add([("a", 0)], Patience(1, 0.001))
 
 
 @pytest.mark.parametrize("code", [35, 48, 120])
@@ -445,10 +480,12 @@ async def test_a_producer_whose_epochs_are_used_up_goes_on_with_a_new_id(
     patience = Patience(600, 0.001, 0.005)
     await own.start(patience)
     first_id, written = own._producer_id, []
-    while own._epoch < EPOCH_MAX - 4:
+    while own._epoch < EPOCH_MAX - 6:
         await own.start(patience)
     assert own._producer_id == first_id
     for number in range(8):
+        await own.add([(topic, 0)], patience)
+        assert own._epoch < EPOCH_MAX - 3
         await own.produce({(topic, 0): [Record(b"%d" % number, b"")]}, patience)
         await own.end(commit=True, patience=patience)
         written.append(b"%d" % number)

@@ -25,7 +25,7 @@ from txbroker.kafka.client import (
     may_pass,
 )
 from txbroker.kafka.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
-from txbroker.kafka.transactions import FIRST, Question, chosen
+from txbroker.kafka.transactions import FIRST, NOBODY, Current, Question, chosen
 
 Partition: TypeAlias = tuple[str, int]
 """A topic and the number of one of its partitions."""
@@ -112,12 +112,16 @@ class Producer:
             ProducerFenced: another producer began at the same time.
             KafkaUnavailable: no answer, or none that helps, until patience is over.
         """
+        await self._begin(patience, NOBODY)
+
+    async def _begin(self, patience: Patience, current: Current) -> None:
         timeout_ms = round(self._settings.transaction_timeout_s * 1000)
         while True:
             try:
-                if self._id is not None and self._settings.transactions > FIRST.number:
+                if current == NOBODY:
                     await self._choose()
-                answer = await self._ask_coordinator(self._protocol.begin(self._id, timeout_ms))
+                request = self._protocol.begin(self._id, timeout_ms, current)
+                answer = await self._ask_coordinator(request)
             except KafkaUnavailable as error:
                 # Asking again after silence is safe: it only raises the epoch once more.
                 if not may_pass(error) or not await patience.pause():
@@ -126,7 +130,7 @@ class Producer:
             if answer.error_code in FENCED:
                 raise ProducerFenced
             if answer.error_code == Code.NONE:
-                self._producer_id, self._epoch = answer.producer_id, answer.producer_epoch
+                self._go_on((answer.producer_id, answer.producer_epoch))
                 return
             if answer.error_code not in RETRIABLE or not await patience.pause():
                 raise KafkaRefused(
@@ -135,6 +139,8 @@ class Producer:
 
     async def _choose(self) -> None:
         """Learn which version of the transaction protocol this Kafka takes now."""
+        if self._id is None or self._settings.transactions == FIRST.number:
+            return
         try:
             answer = await self._ask_coordinator(Question())
         except KafkaRefused as error:
@@ -277,6 +283,8 @@ class Producer:
                 Not under the second version: what is late names an epoch that is over.
             KafkaUnavailable: nothing was added.
         """
+        while self._epoch >= self._protocol.renews_from:
+            await self._begin(patience, (self._producer_id, self._epoch))
         if not self._protocol.adds and await self._led_by_one(partitions):
             return
         new = [partition for partition in partitions if partition not in self._added]
@@ -366,7 +374,7 @@ class Producer:
             if answer.error_code not in RETRIABLE or not await patience.pause():
                 raise KafkaRefused(answer.error_code)
 
-    def _go_on(self, next_one: tuple[int, int] | None) -> None:
+    def _go_on(self, next_one: Current | None) -> None:
         """Take the producer id and epoch of the next transaction; sequences begin anew."""
         if next_one is not None:
             self._producer_id, self._epoch = next_one

@@ -31,9 +31,14 @@ _NEEDED = {
     EndRequest.API_KEY: EndRequest.VERSION,
     WriteRequest.API_KEY: WriteRequest.VERSION,
 }
+_EPOCH_MAX = (1 << 15) - 1
 
 Batches = Sequence[tuple[str, Sequence[tuple[int, bytes]]]]
 """Of each topic, the numbers of partitions and what is to be written to each."""
+
+Current = tuple[int, int]
+"""A producer id and its epoch."""
+NOBODY: Current = (-1, -1)
 
 
 class Answered(NamedTuple):
@@ -54,13 +59,15 @@ class First:
         number: of the version.
         adds: whether partitions have to be put into the transaction beforehand.
         asks_again: whether a request to the coordinator without an answer may be sent again.
+        renews_from: the first epoch in which no transaction is to be opened.
     """
 
     number = 1
     adds = True
     asks_again = False
+    renews_from = _EPOCH_MAX + 1
 
-    def begin(self, transactional_id: Any, timeout_ms: int) -> Any:
+    def begin(self, transactional_id: Any, timeout_ms: int, current: Current = NOBODY) -> Any:
         """Return the request for a producer id; `transactional_id` is None for one without."""
         return InitProducerIdRequest(transactional_id, timeout_ms)
 
@@ -79,7 +86,7 @@ class First:
         """Return the request that ends a transaction."""
         return EndTxnRequest(transactional_id, producer_id, epoch, commit)
 
-    def next(self, answer: Any) -> tuple[int, int] | None:
+    def next(self, answer: Any) -> Current | None:
         """Return the producer id and epoch of the next transaction where an end changes them."""
         return None
 
@@ -90,10 +97,15 @@ class Second(First):
     number = 2
     adds = False
     asks_again = True
+    # Epochs go by quickly here, and brokers that have to abort a transaction in the last of them
+    # can get stuck (KAFKA-19367, KAFKA-20090).
+    renews_from = _EPOCH_MAX - 3
 
-    def begin(self, transactional_id: Any, timeout_ms: int) -> Any:
-        """Return the request for a producer id."""
-        return BeginRequest(transactional_id, timeout_ms)
+    def begin(self, transactional_id: Any, timeout_ms: int, current: Current = NOBODY) -> Any:
+        """Return the request for a producer id; with `current` for the epoch behind it, or a new
+        producer id behind the last epoch: that is refused, and fences nobody, where somebody else
+        has taken the transactional id."""
+        return BeginRequest(transactional_id, timeout_ms, *current)
 
     def write(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> Any:
         """Return the request that writes and puts the partitions into the transaction."""
@@ -109,7 +121,7 @@ class Second(First):
         """Return the request that ends a transaction and raises the epoch."""
         return EndRequest(transactional_id, producer_id, epoch, commit)
 
-    def next(self, answer: Any) -> tuple[int, int] | None:
+    def next(self, answer: Any) -> Current | None:
         """Return the producer id and epoch of the next transaction."""
         return answer.producer_id, answer.producer_epoch
 

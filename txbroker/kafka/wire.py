@@ -421,17 +421,27 @@ class _BeginStruct(RequestStruct):
 
 
 class BeginRequest(Request[_BeginStruct]):
-    """InitProducerId: a producer id that fences every earlier user of the transactional id."""
+    """InitProducerId: a producer id that fences every earlier user of the transactional id; with
+    a producer id and epoch, only if these are still its user's."""
 
     API_KEY: ClassVar[int] = 22
     VERSION: ClassVar[int] = _BeginStruct.API_VERSION
 
-    def __init__(self, transactional_id: str, transaction_timeout_ms: int) -> None:
+    def __init__(
+        self,
+        transactional_id: str,
+        transaction_timeout_ms: int,
+        producer_id: int = -1,
+        producer_epoch: int = -1,
+    ) -> None:
         self._transactional_id = transactional_id
         self._timeout_ms = transaction_timeout_ms
+        self._producer_id = producer_id
+        self._producer_epoch = producer_epoch
 
     def build(self, request_struct_class: type[_BeginStruct]) -> _BeginStruct:
-        return request_struct_class(self._transactional_id, self._timeout_ms, -1, -1, {})
+        producer = self._producer_id, self._producer_epoch
+        return request_struct_class(self._transactional_id, self._timeout_ms, *producer, {})
 
 
 class _EndResponse(Response):
