@@ -261,10 +261,11 @@ class Producer:
                 self._client.forget_leader(*partition)
             return [_Result(partition, code, _NOWHERE, str(error)) for partition in batches]
         results = []
-        for topic, number, code, offset, timestamp, message in self._protocol.written(answer):
-            if code in LEADER_MOVED:
-                self._client.forget_leader(topic, number)
-            results.append(_Result((topic, number), code, Stored(offset, timestamp), message))
+        for each in self._protocol.written(answer):
+            if each.code in LEADER_MOVED:
+                self._client.forget_leader(each.topic, each.partition)
+            where = Stored(each.base_offset, each.timestamp_ms)
+            results.append(_Result((each.topic, each.partition), each.code, where, each.message))
         return results
 
     # --- transactions ------------------------------------------------------------------------

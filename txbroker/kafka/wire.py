@@ -342,9 +342,7 @@ class _FeaturesResponse(Response):
         ("error_code", Int16),
         (
             "api_versions",
-            CompactArray(
-                ("api_key", Int16), ("min_version", Int16), ("max_version", Int16), _TAGS
-            ),
+            CompactArray(("api_key", Int16), ("min_version", Int16), ("max_version", Int16), _TAGS),
         ),
         ("throttle_time_ms", Int32),
         _TAGS,
