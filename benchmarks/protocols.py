@@ -3,7 +3,8 @@
     python benchmarks/protocols.py --turns 400 --rounds 6 --targets 3
 
 Both write to the same Kafka, an embedded one or that of `--bootstrap`, in turn, round by round, so
-that what else the machine does meets both alike. A turn is one record to each of `--targets` topics and the progress.
+that what else the machine does meets both alike. A turn is one record to each of `--targets` topics
+and the progress.
 """
 
 from __future__ import annotations
