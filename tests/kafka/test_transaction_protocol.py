@@ -87,15 +87,15 @@ async def test_a_turn_takes_as_few_requests_as_this_kafka_allows(
     await partition.claim(claim("first"))
     await (await write(partition, "first", 1, topic)).committed()
     counted.seen.clear()
-    for op in (2, 3, 4):
-        await (await write(partition, "first", op, topic)).committed()
-    adds = 3 if min(spoken, newest) == 1 else 0
+    # The first turn of the other producer, so that nothing of it can still be under way.
+    await (await write(partition, "first", 2, topic)).committed()
+    adds = 1 if min(spoken, newest) == 1 else 0
     assert {key: counted.seen[key] for key in (ADD_PARTITIONS, PRODUCE, END_TXN)} == {
         ADD_PARTITIONS: adds,
-        PRODUCE: 3,
-        END_TXN: 3,
+        PRODUCE: 1,
+        END_TXN: 1,
     }
-    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+    assert await keys(world, topic) == [b"first-1", b"first-2"]
 
 
 # What brokers tell: nothing, an empty list of features, and `transaction.version` at these levels.
@@ -213,6 +213,23 @@ async def test_one_request_puts_partitions_of_several_brokers_in(
     own = await begun(brokers)
     await own.add([("a", 0), ("b", 0)], Patience(1, 0.001))
     assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
+
+
+async def test_right_behind_an_end_the_coordinator_is_asked_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    brokers = Brokers()
+    brokers.leaders = {"a": 1}
+    own = await begun(brokers)
+    patience = Patience(1, 0.001)
+    monkeypatch.setattr("txbroker.kafka.producer._SETTLED_S", 60)
+    for _ in range(2):
+        await own.add([("a", 0)], patience)
+        await own.end(commit=True, patience=patience)
+    assert brokers.asked == ["EndRequest", "AddPartitionsToTxnRequest", "EndRequest"]
+    monkeypatch.setattr("txbroker.kafka.producer._SETTLED_S", -1)
+    await own.add([("a", 0)], patience)
+    assert brokers.asked[3:] == []
 
 
 @pytest.mark.parametrize("features", [LEVEL_1, LEVEL_2])

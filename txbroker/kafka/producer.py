@@ -34,6 +34,9 @@ _SEQUENCE_MASK = (1 << 31) - 1
 # A topic made just now is known everywhere within this; one that was deleted never is, and what
 # is for other topics must not wait for it.
 _MISSING_S = 0.3
+_SETTLED_S = 0.02
+"""Behind an end for so long its markers may be on their way. So long brokers wait, too, before they
+ask the coordinator again (`add.partitions.to.txn.retry.backoff.ms`)."""
 _REQUEST_BYTES_MAX = 32 << 20  # brokers take 100 MiB; less keeps one request from being long
 
 
@@ -92,6 +95,7 @@ class Producer:
         self._epoch = -1
         self._sequences: dict[Partition, int] = {}
         self._added: set[Partition] = set()
+        self._ended_s = float("-inf")
 
     @property
     def started(self) -> bool:
@@ -273,9 +277,10 @@ class Producer:
     async def add(self, partitions: Sequence[Partition], patience: Patience) -> None:
         """Put partitions into the open transaction, beginning it with the first.
 
-        Under the second version of the protocol `produce` does it, unless several brokers are to
-        be written to. Each of them would ask the coordinator, which takes one change at a time,
-        and whoever is turned away waits for `add.partitions.to.txn.retry.backoff.ms`.
+        Under the second version of the protocol `produce` does it, through the brokers, unless the
+        coordinator may turn one of them away: they wait long before they ask again. It takes one
+        change at a time, so that several brokers are in each other's way, and none while it still
+        writes the markers of the transaction before.
 
         Raises:
             BatchRefused: a partition cannot be added.
@@ -286,7 +291,7 @@ class Producer:
         """
         while self._epoch >= self._protocol.renews_from:
             await self._begin(patience, (self._producer_id, self._epoch))
-        if not self._protocol.adds and await self._led_by_one(partitions):
+        if not self._protocol.adds and self._settled and await self._led_by_one(partitions):
             return
         new = [partition for partition in partitions if partition not in self._added]
         topics: dict[str, list[int]] = {}
@@ -311,6 +316,11 @@ class Producer:
             if code in RETRIABLE and await patience.pause():
                 continue
             raise BatchRefused(partition, code, None)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether the markers of the transaction before are written, as far as one can tell."""
+        return asyncio.get_running_loop().time() - self._ended_s > _SETTLED_S
 
     async def _led_by_one(self, partitions: Sequence[Partition]) -> bool:
         """Say whether one broker leads them all, as far as is known; False where one has none."""
@@ -368,6 +378,7 @@ class Producer:
                 continue
             if answer.error_code == Code.NONE:
                 self._added.clear()
+                self._ended_s = asyncio.get_running_loop().time()
                 self._go_on(self._protocol.next(answer))
                 return
             if answer.error_code in FENCED:
