@@ -94,12 +94,15 @@ class Side:
         progress = Progress(RECORD_VERSION, "c", self._turns, self._turns)
         return await self.partition.write(Turn(promoted, (), progress))
 
-    async def round(self, turns: int) -> None:
-        """Write turns one after the other, then as many of which two overlap."""
+    async def round(self, turns: int, pause_s: float) -> None:
+        """Write turns one after the other, with pauses, then as many of which two overlap."""
         for _ in range(turns):
+            await asyncio.sleep(pause_s)
             began_s = time.perf_counter()
             await (await self._write()).committed()
             self.apart_s.append(time.perf_counter() - began_s)
+        if pause_s:
+            return
         began_s = time.perf_counter()
         for _ in range(turns):
             last = await self._write()
@@ -114,23 +117,23 @@ class Side:
             "mean_ms": statistics.mean(self.apart_s) * 1000,
             "p50_ms": statistics.median(self.apart_s) * 1000,
             "p99_ms": statistics.quantiles(self.apart_s, n=100)[98] * 1000,
-            "overlapping_ms": statistics.median(self.together_s) * 1000,
+            "overlapping_ms": statistics.median(self.together_s or [0]) * 1000,
         }
 
 
-async def run(bootstrap: str, turns: int, rounds: int, targets: int) -> None:
+async def run(bootstrap: str, turns: int, rounds: int, targets: int, pause_s: float) -> None:
     """Measure both, and print them and their ratio."""
     sides = [Side(bootstrap, version, targets) for version in (1, 2)]
     for side in sides:
         await side.start()
     for number in range(rounds):
         for side in sides if number % 2 else sides[::-1]:
-            await side.round(turns)
+            await side.round(turns, pause_s)
     told = [side.told() for side in sides]
     print(f"{'':16}{'first':>10}{'second':>10}{'ratio':>10}")
     for name in told[0]:
         one, two = told[0][name], told[1][name]
-        print(f"{name:16}{one:10.2f}{two:10.2f}{two / one:10.2f}")
+        print(f"{name:16}{one:10.2f}{two:10.2f}{two / one if one else 1:10.2f}")
     for side in sides:
         for name, answers_s in side.answers_s.items():
             if len(answers_s) > 1:
@@ -147,12 +150,16 @@ def main() -> None:
     parser.add_argument("--targets", type=int, default=3, help="topics that a turn writes to")
     parser.add_argument("--kafka", default=DEFAULT_VERSION, help="version of the embedded Kafka")
     parser.add_argument("--bootstrap", default="", help="HOST:PORT of a Kafka that runs already")
+    parser.add_argument(
+        "--pause-ms", type=float, default=0, help="before a turn; none overlap then"
+    )
     given = parser.parse_args()
+    how = (given.turns, given.rounds, given.targets, given.pause_ms / 1000)
     if given.bootstrap:
-        asyncio.run(run(given.bootstrap, given.turns, given.rounds, given.targets))
+        asyncio.run(run(given.bootstrap, *how))
         return
     with EmbeddedKafka(version=given.kafka) as kafka:
-        asyncio.run(run(kafka.bootstrap, given.turns, given.rounds, given.targets))
+        asyncio.run(run(kafka.bootstrap, *how))
 
 
 if __name__ == "__main__":
