@@ -1,6 +1,7 @@
 """Registered producer groups: their check URL, their secret's place and their check policy."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from msgspec import Struct, structs
 from txbroker.core.records import CheckPolicy
 from txbroker.door import GroupStore
 
-log = structlog.get_logger()
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 POLICY_VERSION = 1
 GROUP_NAME_CHARS_MAX = 249

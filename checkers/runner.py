@@ -7,6 +7,7 @@ check are in `CheckRunner._check`; their order is what keeps the number of attem
 import asyncio
 import heapq
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +32,7 @@ from txbroker.core.telling import telling, where_raised
 from txbroker.errors import TxbrokerError
 from txbroker.failpoints import hit
 
-log = structlog.get_logger()
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 QUEUE_MAX = 100_000
 """Checks waiting in one group's queue; the owners' schedules keep the others. An entry is small

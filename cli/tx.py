@@ -325,6 +325,7 @@ def _story(row: Row) -> Iterable[str]:
         "dedup key": row.get("dedup_key"),
         "attempts": f"{row['attempts']} of {row['attempts_max']}, round {row['round']}",
         "next check": clock(row.get("next_check_at_ms")),
+        "waiting": row.get("waiting"),
         "half": f"partition {row['partition']}, offset {row['half_offset']}",
         "cause": (row.get("cause") or {}).get("message"),
     }

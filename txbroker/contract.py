@@ -91,7 +91,10 @@ class Event(Struct, frozen=True):
 
 
 class TransactionView(Struct, frozen=True):
-    """All that is known of one transaction."""
+    """All that is known of one transaction.
+
+    `waiting` says why a check that is due is not made; "" where nothing keeps it from being made.
+    """
 
     id: str
     group: str
@@ -114,6 +117,7 @@ class TransactionView(Struct, frozen=True):
     cause: Cause | None = None
     checks: tuple[Attempt, ...] = ()
     timeline: tuple[Event, ...] = ()
+    waiting: str = ""
 
 
 LIST_LIMIT_MAX = 1000

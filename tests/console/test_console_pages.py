@@ -225,6 +225,7 @@ async def test_groups_tell_how_they_are_asked(service: Service, reader: Reader) 
         waiting = await reader.open(f"/transactions/{id}")
         assert "Nobody of its group can be asked for" in waiting.text
         assert "503" in waiting.text
+        assert (await service.show(id))["waiting"] in waiting.text
 
 
 async def test_a_group_that_can_be_asked_is_no_reason_to_wait(
@@ -238,6 +239,7 @@ async def test_a_group_that_can_be_asked_is_no_reason_to_wait(
 
     await until(asked)
     assert "can be asked" not in (await reader.open(f"/transactions/{id}")).text
+    assert "waiting" not in await service.show(id)
 
 
 async def test_a_token_in_a_check_url_is_not_shown(service: Service, reader: Reader) -> None:

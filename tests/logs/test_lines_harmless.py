@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -166,3 +168,14 @@ async def test_a_proxy_that_stops_says_nothing_of_not_being_ready() -> None:
         found = Readiness(False, {0: "elsewhere"}, ("going away",))
         told.look()
     assert [line["event"] for line in lines] == ["ready"]
+
+
+def test_a_broker_in_a_service_s_own_tests_says_nothing_on_stdout() -> None:
+    code = (
+        "from txbroker.testing.broker import InMemoryBroker\n"
+        "with InMemoryBroker() as broker:\n"
+        "    broker.create_topic('orders')\n"
+        "print('the end')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 
 import structlog
@@ -23,7 +24,7 @@ from txbroker.kafka.client import Client, KafkaRefused
 from txbroker.kafka.codes import Code, describe
 from txbroker.kafka.member import Joined, Member
 
-log = structlog.get_logger()
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _BEATS_A_SESSION = 10
 _BEAT_MAX_S = 0.3  # how late the others hear that one has left

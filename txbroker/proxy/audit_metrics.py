@@ -1,12 +1,11 @@
 """What the audits tell, as metrics of every proxy: an alarm needs nothing but a scrape."""
 
-import structlog
-
 from txbroker.core.audit import BATCH_KEY, STREAM_KEY, AuditNews, decode_news
 from txbroker.core.codec import Malformed, NewerVersion
+from txbroker.proxy.logging import get_logger
 from txbroker.proxy.metrics import Gauges, Metrics
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class AuditMetrics:

@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager, contextmanager
 from itertools import islice
 
-import structlog
-
 from txbroker.core.codec import (
     HalfPart,
     KeptPart,
@@ -28,6 +26,7 @@ from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 from txbroker.door import LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
+from txbroker.proxy.logging import get_logger
 
 BATCH_MAX = 1000
 BATCH_BYTES_MAX = 4 * 1024 * 1024
@@ -41,7 +40,7 @@ IDS_SHOWN = 10
 BODY_LOST = "body_lost"
 """The code of the cause for which a transaction whose messages are gone is refused."""
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 def lost_cause(transaction: Transaction) -> Cause:

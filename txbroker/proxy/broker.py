@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median_low
 
-import structlog
 from msgspec import structs
 
 from txbroker import tracing
@@ -47,6 +46,7 @@ from txbroker.proxy.forwarding import (
     partition_of,
 )
 from txbroker.proxy.listing import page_of
+from txbroker.proxy.logging import get_logger
 from txbroker.proxy.overview import Surroundings, local_overview
 from txbroker.proxy.owner import Owner, OwnerEvents, standing
 from txbroker.proxy.ownership import Ownership
@@ -63,7 +63,7 @@ KAFKA_TOPICS = frozenset(
 )
 """What Kafka keeps for itself."""
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class Broker:
@@ -392,7 +392,17 @@ class Broker:
             if bodies:
                 await owner.bodies.show(transaction)
             self._ownership.check_in_touch(id)
-            return view(transaction, bodies=bodies)
+            found = view(transaction, bodies=bodies)
+            return structs.replace(found, waiting=self._waiting(found, owner.now_ms()))
+
+    def _waiting(self, found: TransactionView, now_ms: int) -> str:
+        """Return why a check that is due is not made, "" where it is none or will be made."""
+        seconds = self._around.unreachable_for_s().get(found.group)
+        if seconds is None or found.next_check_at_ms is None or found.next_check_at_ms > now_ms:
+            return ""
+        why = self._around.unreachable().get(found.group, "")
+        asked = f"Nobody of its group can be asked for {round(seconds)} s{': ' if why else ''}{why}"
+        return f"{asked}. No attempt is used up meanwhile."
 
     async def list(self, request: ListRequest) -> Page:
         """Return transactions of `request.partitions` (None: of all), oldest first.

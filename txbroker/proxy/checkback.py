@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-import structlog
-
 from txbroker import tracing
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached
 from txbroker.contract import DecideRequest, Standing
@@ -36,6 +34,7 @@ from txbroker.errors import NotPending, RequestError
 from txbroker.failpoints import hit
 from txbroker.proxy.appender import Appender
 from txbroker.proxy.bodies import Bodies
+from txbroker.proxy.logging import get_logger
 
 AGAIN_MS = 1000
 """What could not be done now is tried again after this."""
@@ -44,7 +43,7 @@ HANDED_OUT_MS = 60_000
 HAND_OUT_MAX = 500
 """Checks that are handed out without a pause for everything else."""
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class Runner(Protocol):

@@ -3,16 +3,15 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import structlog
-
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor
 from txbroker.core.transaction import Transaction
 from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.proxy.bodies import BATCH_MAX, Bodies
+from txbroker.proxy.logging import get_logger
 from txbroker.proxy.pace import Pace
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class Edges:

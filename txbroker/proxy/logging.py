@@ -21,8 +21,6 @@ _MARGIN = "    | "
 _LEFT_OUT = "lines left out"
 _bounds: LineBounds | None = None
 
-log = structlog.get_logger()
-
 EventDict = structlog.typing.EventDict
 
 
@@ -167,6 +165,13 @@ def _for_machines() -> list[structlog.typing.Processor]:
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """Return the logger of a module; its lines carry the module's name."""
-    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    """Return the logger of a module; its lines carry the module's name.
+
+    Where nobody has configured logging, as in a service's own tests with a broker in memory, lines
+    go to Python's loggers: structlog itself would print them among the output of the program.
+    """
+    logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(logging.getLogger(name))
     return logger
+
+
+log = get_logger(__name__)

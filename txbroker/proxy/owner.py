@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-import structlog
 from msgspec import Struct
 
 from txbroker.contract import DecideRequest, PartitionState, Standing
@@ -28,6 +27,7 @@ from txbroker.proxy.clock import LogTime
 from txbroker.proxy.copies import read_copies
 from txbroker.proxy.edges import Edges
 from txbroker.proxy.gate import GatedDoor
+from txbroker.proxy.logging import get_logger
 from txbroker.proxy.pace import Pace
 from txbroker.proxy.promoter import Promoter
 from txbroker.proxy.recovery import Recovered, recover
@@ -44,7 +44,7 @@ CLAIM_PAUSE_S = 0.2
 CLAIM_PAUSE_MAX_S = 2.0
 """Pauses between claims are random and grow to this."""
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class OwnerSettings(Struct, frozen=True):

@@ -9,8 +9,6 @@ import random
 import time
 from collections.abc import Callable, Mapping
 
-import structlog
-
 from txbroker.config import Settings
 from txbroker.contract import PartitionState, Readiness
 from txbroker.core.records import RECORD_VERSION
@@ -19,6 +17,7 @@ from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated
 from txbroker.errors import KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import hit
 from txbroker.proxy.checkback import Runner
+from txbroker.proxy.logging import get_logger
 from txbroker.proxy.owner import Owner, OwnerEvents, OwnerSettings
 
 REOPEN_S = 1.0
@@ -35,7 +34,7 @@ LEAVE_AGAIN_MAX_S = 600.0
 their other partitions: so each time they wait twice as long, up to this."""
 TOPICS_LOOK_S = 60.0
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class Holding:

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
 
-import structlog
 from aiohttp import web
 from msgspec import Struct
 
@@ -24,6 +23,7 @@ from txbroker.proxy.cluster import Cluster
 from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, serve
 from txbroker.proxy.http.guards import Token
+from txbroker.proxy.logging import get_logger
 from txbroker.proxy.metrics import Metrics
 from txbroker.proxy.observers import Observer
 from txbroker.proxy.overview import Surroundings
@@ -32,7 +32,7 @@ from txbroker.proxy.readiness import ReadinessLog
 from txbroker.proxy.roster import Roster
 from txbroker.tls import ClientTls, ServerTls, TlsFiles
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class Proxy(Struct, frozen=True):

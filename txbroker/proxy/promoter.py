@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 from typing import Protocol
 
-import structlog
 from msgspec import Struct, field, structs
 
 from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
@@ -44,6 +43,7 @@ from txbroker.door import (
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.proxy.bodies import BODY_LOST, Bodies, lost_cause
+from txbroker.proxy.logging import get_logger
 from txbroker.proxy.targets import takes
 from txbroker.proxy.tracing import TracedTurn, traced_turn, turn_ended
 from txbroker.proxy.trouble import Trouble
@@ -52,7 +52,7 @@ COPIES_MAX = 100
 """Whole transactions that one turn copies into the parked topic, or removes from it, beside those
 that it refuses. Parking comes in waves; a turn stays small."""
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class PromotionEvents(Protocol):

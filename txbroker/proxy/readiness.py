@@ -4,16 +4,15 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-import structlog
-
 from txbroker.contract import PartitionState, Readiness
+from txbroker.proxy.logging import get_logger
 
 LOOK_S = 1.0
 """How often to look, in case that nobody tells of a change."""
 PROBLEMS_SHOWN = 5
 """Problems that a line names: with many partitions they are much the same."""
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class ReadinessLog:

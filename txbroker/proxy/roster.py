@@ -4,10 +4,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import structlog
-
 from txbroker.checkers.leases import PeerSessions
 from txbroker.errors import RequestError
+from txbroker.proxy.logging import get_logger
 from txbroker.proxy.peers import Peers
 
 LOOK_EVERY_S = 1.0
@@ -16,7 +15,7 @@ appears there waits for its checks."""
 SILENT_LOOKS = 3
 """Looks without an answer before it is said: one that comes or goes misses one or two."""
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class Roster:

@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-import structlog
-
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Record
 from txbroker.core.snapshot import (
@@ -24,6 +22,7 @@ from txbroker.core.snapshot import (
 )
 from txbroker.door import AppendRefused, PartitionDoor
 from txbroker.errors import KafkaUnavailable
+from txbroker.proxy.logging import get_logger
 
 LOOK_S = 1.0
 """How often it is seen whether a snapshot is due, seconds."""
@@ -42,7 +41,7 @@ FIRST_RECORDS = 1
 """Enough for the first one of a partition: without any, nobody could tell that records which the
 partition began with were deleted."""
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class SnapshotEvents(Protocol):

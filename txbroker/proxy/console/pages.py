@@ -97,13 +97,11 @@ async def transaction(ask: Ask) -> Page | Redirect:
     id = plain_id(ask.request.match_info["id"])
     bodies = ask.query.get("bodies", "") in ("1", "true")
     view = await ask.shell.service.find(id, bodies=bodies)
-    next_check_s = _in_s(view, ask.shell.service.now_ms())
     values = {
         "view": view,
         "bodies": bodies,
         "actions": [action for action in Action if view.state in action.states],
-        "next_check_s": next_check_s,
-        "unasked": await _unasked(ask, view.group) if next_check_s == 0 else None,
+        "next_check_s": _in_s(view, ask.shell.service.now_ms()),
         "done": ask.query.get("done", "")[:20],
     }
     return Page("transaction.html", values)
@@ -114,14 +112,6 @@ def _in_s(view: TransactionView, now_ms: int) -> float | None:
     if view.state is not State.PENDING or view.next_check_at_ms is None:
         return None
     return max(0, view.next_check_at_ms - now_ms) / 1000
-
-
-async def _unasked(ask: Ask, group: str) -> GroupOverview | None:
-    """Return a group of which nobody can be asked, which is why a check that is due is not done."""
-    found = await ask.shell.service.overview()
-    return next(
-        (g for g in found.groups if g.group == group and g.unreachable_since_ms is not None), None
-    )
 
 
 @dataclass(frozen=True)

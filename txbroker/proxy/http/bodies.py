@@ -298,6 +298,9 @@ class TransactionBody(Answer, frozen=True):
     cause: Cause | None = None
     checks: tuple[Attempt, ...] = ()
     timeline: tuple[Event, ...] = ()
+    waiting: Annotated[
+        str, Meta(description="Why a check that is due is not made. Told of one transaction only.")
+    ] = ""
 
 
 class PageBody(Answer, frozen=True):
