@@ -77,6 +77,10 @@ bench: $(VENV)/.dev ## Measure complete transactions per second
 bench-footprint: $(VENV)/.dev ## Measure what a transaction leaves in Kafka, and how many requests it takes
 	@$(BIN)/python benchmarks/footprint.py
 
+.PHONY: bench-protocols
+bench-protocols: $(VENV)/.dev ## Compare both versions of Kafka's transaction protocol
+	@$(BIN)/python benchmarks/protocols.py
+
 .PHONY: bench-recovery
 bench-recovery: $(VENV)/.dev ## Measure restarts, and what a million undecided transactions cost
 	@$(BIN)/python benchmarks/recovery.py

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 from kafka_world import KafkaWorld
 from relay import Relay
 
-from txbroker.embedded import EmbeddedKafka
+from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker."""
+    config.addinivalue_line(
+        "markers", "second_protocol: of what Kafka has had since 4.0; left to newer Kafkas"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what an older Kafka does not have to newer ones."""
+    version = os.environ.get("TXBROKER_TEST_KAFKA_VERSION", DEFAULT_VERSION)
+    if int(version.partition(".")[0]) >= 4:
+        return
+    newer = [item for item in items if item.get_closest_marker("second_protocol")]
+    items[:] = [item for item in items if item not in newer]
+    config.hook.pytest_deselected(items=newer)
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from aiokafka.conn import create_conn
 PRODUCE, INIT_PRODUCER_ID, ADD_PARTITIONS, END_TXN = 0, 22, 24, 26
 _SIZE = struct.Struct(">i")
 _HEADER = struct.Struct(">hhi")
+_FLEXIBLE_FROM = {INIT_PRODUCER_ID: 2, ADD_PARTITIONS: 3, END_TXN: 3}
+"""From which version on the header of an answer ends in a count of tagged fields, here none."""
 
 
 class Fate(Enum):
@@ -46,12 +48,18 @@ class Held:
     async def release(self) -> int:
         """Let the broker have it; returns the error code of its answer to a request of the
         transaction coordinator."""
+        body = await self.deliver()
+        key, version, _correlation = _HEADER.unpack_from(self._frame, _SIZE.size)
+        # Correlation id, throttle time, error code.
+        tagged = version >= _FLEXIBLE_FROM.get(key, version + 1)
+        return int(struct.unpack_from(">ixih" if tagged else ">iih", body)[2])
+
+    async def deliver(self) -> bytes:
+        """Let the broker have it; returns its answer."""
         self._upstream.write(self._frame)
         await self._upstream.drain()
         async with asyncio.timeout(10):
-            body = await self.answer
-        # Correlation id, throttle time, error code.
-        return int(struct.unpack_from(">iih", body)[2])
+            return await self.answer
 
 
 class Relay:

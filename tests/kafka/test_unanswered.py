@@ -19,6 +19,8 @@ FENCED_CODES = (47, 90)
 # Zero, or "concurrent transactions": a commit is visible a moment before its coordinator has
 # written it down as complete, and until then whoever asks is told to ask again.
 TAKEN_CODES = (0, 51)
+FIRST = {"transactions": 1}
+"""The first version of the transaction protocol, also where brokers take the second."""
 
 
 def claim(name: str) -> Claim:
@@ -26,7 +28,7 @@ def claim(name: str) -> Claim:
 
 
 async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
-    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b"", (), 1))
+    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
     return await partition.write(Turn((target,), (), Progress(RECORD_VERSION, name, op, op)))
 
 
@@ -36,7 +38,7 @@ async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:
 
 @pytest.mark.parametrize(
     ("fate", "changes"),
-    [(Fate.HOLD_AND_RESET, {}), (Fate.HOLD, {"request_timeout_s": 0.4})],
+    [(Fate.HOLD_AND_RESET, FIRST), (Fate.HOLD, {"request_timeout_s": 0.4, **FIRST})],
     ids=["reset", "timeout"],
 )
 async def test_an_unanswered_commit_is_lost_and_its_ghost_ends_no_later_turn(
@@ -55,7 +57,7 @@ async def test_an_unanswered_commit_is_lost_and_its_ghost_ends_no_later_turn(
         await write(partition, "first", 2, topic)
     # The next turn on the ghost's own transactional id is written, and not yet ended.
     second = make_relay(fates(-1))
-    later = (await world.door("two", second.open)).partition(0)
+    later = (await world.door("two", second.open, **FIRST)).partition(0)
     assert (await later.claim(claim("second"))).progress is None
     second.decide = fates(END_TXN, Fate.HOLD)
     handle = await write(later, "second", 1, topic)
@@ -72,7 +74,7 @@ async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
-    partition = (await world.door("one", relay.open)).partition(0)
+    partition = (await world.door("one", relay.open, **FIRST)).partition(0)
     await partition.claim(claim("first"))
     relay.decide = fates(END_TXN, Fate.LOSE_ANSWER)
     handle = await write(partition, "first", 1, topic)
@@ -87,7 +89,7 @@ async def test_a_turn_behind_one_with_unknown_outcome_is_aborted(
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
-    partition = (await world.door("one", relay.open)).partition(0)
+    partition = (await world.door("one", relay.open, **FIRST)).partition(0)
     await partition.claim(claim("first"))
     relay.decide = fates(END_TXN, Fate.HOLD)
     first = await write(partition, "first", 1, topic)
@@ -129,7 +131,7 @@ async def test_an_unanswered_begin_is_lost(
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
-    partition = (await world.door("one", relay.open)).partition(0)
+    partition = (await world.door("one", relay.open, **FIRST)).partition(0)
     await partition.claim(claim("first"))
     relay.decide = fates(ADD_PARTITIONS, fate)
     with pytest.raises(TurnLost):
@@ -168,7 +170,7 @@ async def test_a_write_that_is_given_up_breaks_the_writer(
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
-    partition = (await world.door("one", relay.open)).partition(0)
+    partition = (await world.door("one", relay.open, **FIRST)).partition(0)
     await partition.claim(claim("first"))
     relay.decide = fates(ADD_PARTITIONS, Fate.HOLD)
     writing = asyncio.create_task(write(partition, "first", 1, topic))

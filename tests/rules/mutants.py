@@ -38,7 +38,10 @@ class Mutant(NamedTuple):
     @property
     def real_kafka(self) -> bool:
         """Whether its test starts a Kafka."""
-        files = ("test_unanswered", "test_forgotten", "test_partition", "test_member.py")
+        files = (
+            *("test_unanswered", "test_transaction_protocol", "test_forgotten"),
+            *("test_partition", "test_member.py"),
+        )
         return "[kafka" in self.test or any(name in self.test for name in files)
 
 

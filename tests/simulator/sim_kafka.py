@@ -2,7 +2,8 @@
 idempotent and transactional producers, a transaction coordinator whose markers take their time.
 
 It follows Kafka's transaction protocol in its first version, the one in which a delayed EndTxn can
-end a later transaction. What is acknowledged is kept: no broker loses its disk here.
+end a later transaction, or in its second (KIP-890), in which every end raises the epoch. What is
+acknowledged is kept: no broker loses its disk here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from aiokafka.record.util import calc_crc32c
 from sim_loop import Process, SimLoop
 
 NONE, OUT_OF_RANGE, UNKNOWN_TOPIC, NO_LEADER, NOT_LEADER = 0, 1, 3, 5, 6
-TOO_LARGE, NOT_COORDINATOR, OUT_OF_ORDER, DUPLICATE = 10, 16, 45, 46
+TOO_LARGE, NO_COORDINATOR, NOT_COORDINATOR, OUT_OF_ORDER, DUPLICATE = 10, 15, 16, 45, 46
 OFFSET_UNKNOWN = 78
 BAD_EPOCH, BAD_STATE, BAD_MAPPING, CONCURRENT = 47, 48, 49, 51
 
@@ -229,6 +230,8 @@ class TransactionalId:
         self.partitions: set[Name] = set()
         self.number = 0
         """Grows with each transaction, so that an old timeout ends no later one."""
+        self.raised = False
+        """Whether the last end raised the epoch."""
 
 
 class Cluster:
@@ -253,6 +256,8 @@ class Cluster:
         self.coordinators: dict[str, int] = {}
         self.marker_s = (0.001, 0.01)
         """How long the coordinator takes at least and at most to write the markers."""
+        self.second = False
+        """Whether it takes the second version of the transaction protocol."""
         self.note: Callable[[str], None] = lambda _: None
         self._producers = 0
         self._handlers = {
@@ -264,6 +269,10 @@ class Cluster:
             "InitProducerIdRequest": self._init,
             "AddPartitionsToTxnRequest": self._add,
             "EndTxnRequest": self._end,
+            "FeaturesRequest": self._features,
+            "BeginRequest": self._init,
+            "WriteRequest": self._write,
+            "EndRequest": self._end_and_raise,
         }
 
     def create(
@@ -314,6 +323,37 @@ class Cluster:
         found = log.append(data, self.now_ms(node), in_transaction=in_transaction)
         self.note(f"append {name[0]}-{name[1]} at {found[1]} code {found[0]}")
         return found  # type: ignore[no-any-return]
+
+    def _write(self, node: int, request: Any) -> Any:
+        """A write that puts its partitions into the transaction, as far as they are led here."""
+        topics = []
+        for topic, parts in request._topics:
+            stored = []
+            for number, data in parts:
+                name, code = (topic, number), NONE
+                if name in self.logs and self.logs[name].leader == node:
+                    code = self._put_in(request._transactional_id, name, data)
+                found = (code, -1, -1)
+                if code == NONE:
+                    found = self._append(node, name, data, request)
+                stored.append((number, *found, 0, [], None, {}))
+            topics.append((topic, stored, {}))
+        return SimpleNamespace(topics=topics)
+
+    def _put_in(self, id: str, name: Name, data: bytes) -> int:
+        """What the coordinator answers a broker that is to write a batch."""
+        producer, epoch = _HEADER.unpack_from(data)[9:11]
+        known = self.ids.get(id)
+        if self.coordinator(id) < 0:
+            return NO_COORDINATOR
+        if known is None or known.producer != producer:
+            return BAD_MAPPING
+        if known.epoch != epoch:
+            return BAD_EPOCH
+        if known.state.startswith("prepare"):
+            return CONCURRENT
+        self._open(id, known, [name])
+        return NONE
 
     def _fetch(self, node: int, request: Any) -> Any:
         ((topic, ((number, position, bytes_max),)),) = request._topics
@@ -397,7 +437,7 @@ class Cluster:
             known = self.ids[id] = TransactionalId(self._new_producer())
         if known.state == "ongoing":
             # The next epoch is used up for the abort, so that its producer is fenced at once.
-            known.epoch += 1
+            self._raise(known)
             self._prepare(id, known, commit=False)
             return self._begun(-1, -1, CONCURRENT)
         if known.state.startswith("prepare"):
@@ -449,7 +489,7 @@ class Cluster:
     def _expire(self, id: str, number: int) -> None:
         known = self.ids[id]
         if known.state == "ongoing" and known.number == number:
-            known.epoch += 1
+            self._raise(known)
             self._prepare(id, known, commit=False)
 
     def _end(self, node: int, request: Any) -> Any:
@@ -465,6 +505,48 @@ class Cluster:
                 code = BAD_STATE
         self.note(f"end {request._transactional_id} {request._transaction_result} code {code}")
         return SimpleNamespace(error_code=code)
+
+    def _features(self, _: int, __: Any) -> Any:
+        """The feature as brokers tell it, with the requests that belong to it."""
+        level = b"\x02\x14transaction.version\x00\x02\x00\x02\x00" if self.second else b"\x01"
+        versions = [(key, 0, last, {}) for key, last in ((0, 12), (22, 5), (26, 5))]
+        return SimpleNamespace(error_code=NONE, api_versions=versions, tags={2: level})
+
+    def _raise(self, known: TransactionalId) -> None:
+        known.epoch += 1
+        known.raised = self.second
+
+    def _end_and_raise(self, node: int, request: Any) -> Any:
+        id, commit = request._transactional_id, request._committed
+        known = self.ids.get(id)
+        code = NONE
+        if self.coordinator(id) != node:
+            code = NOT_COORDINATOR
+        elif known is None or known.producer != request._producer_id:
+            code = BAD_MAPPING
+        else:
+            code = self._end_once(known, request._producer_epoch, commit=commit)
+            if code == NONE and known.state == "ongoing":
+                self._raise(known)
+                self._prepare(id, known, commit=commit)
+        self.note(f"end {id} {commit} code {code}")
+        if code != NONE or known is None:
+            return self._begun(-1, -1, code)
+        return self._begun(known.producer, known.epoch)
+
+    @staticmethod
+    def _end_once(known: TransactionalId, epoch: int, *, commit: bool) -> int:
+        """What becomes of an end that may be one that was asked for before."""
+        if known.state in ("ongoing", "empty"):
+            if epoch != known.epoch:
+                return BAD_EPOCH
+            return NONE if known.state == "ongoing" else BAD_STATE
+        if not known.raised or epoch + 1 != known.epoch:
+            return BAD_EPOCH
+        how, outcome = known.state.split()
+        if outcome != ("commit" if commit else "abort"):
+            return BAD_STATE
+        return CONCURRENT if how == "prepare" else NONE
 
     def _prepare(self, id: str, known: TransactionalId, *, commit: bool) -> None:
         """The outcome is certain; the markers follow."""

@@ -9,8 +9,6 @@ from typing import Any
 from aiokafka.errors import KafkaConnectionError, RequestTimedOutError
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.offset import OffsetRequest
-from aiokafka.protocol.produce import ProduceRequest
-from aiokafka.protocol.transaction import EndTxnRequest
 from msgspec import Struct
 from sim_kafka import FIRST_PORT, Cluster
 from sim_loop import PROCESS, Handle, Life, Process, SimLoop
@@ -132,7 +130,7 @@ class Connection:
         """Let a request arrive long after its sender has given it up."""
         network, random = self._network, self._process.random
         network.note(f"{self._process.name}: {_word(request)} late")
-        if isinstance(request, EndTxnRequest) and random.random() < 0.7:
+        if _word(request) == "EndTxn" and random.random() < 0.7:
             # It does most harm in the middle of what the same producer writes next.
             network.ghosts[request._transactional_id] = (self, request)
             return
@@ -159,7 +157,7 @@ class Connection:
             return
         if not isinstance(request, FetchRequest | OffsetRequest):
             network.note(f"{process.name}: {_word(request)} is at broker {self._node}")
-        if network.ghosts and isinstance(request, ProduceRequest):
+        if network.ghosts and _word(request) == "Produce":
             self._wake_ghost(request)
         answer = network.cluster.answer(self._node, request)
         if isinstance(answer, float):
@@ -210,4 +208,10 @@ class Connection:
 
 
 def _word(request: Any) -> str:
-    return type(request).__name__.removesuffix("Request")
+    """Return what Kafka calls a request, whatever its version."""
+    word = type(request).__name__.removesuffix("Request")
+    return _SECOND.get(word, word)
+
+
+_SECOND = {"Begin": "InitProducerId", "Write": "Produce", "End": "EndTxn"}
+"""Requests of the second version of the transaction protocol."""

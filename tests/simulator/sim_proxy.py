@@ -97,7 +97,11 @@ class SimDoor(Door):
 
     def __init__(self, network: Network, group: Group, name: str, partitions: int) -> None:
         self.partitions = partitions
-        settings = KafkaSettings(bootstrap_servers=("broker:9000",), instance_id=name)
+        settings = KafkaSettings(
+            bootstrap_servers=("broker:9000",),
+            instance_id=name,
+            transactions=2 if network.cluster.second else 1,
+        )
         self._cluster = network.cluster
         self._client = Client(settings, network.open)
         self.targets = self._targets = SimTargets(network)

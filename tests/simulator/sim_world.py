@@ -87,6 +87,8 @@ class World:
         brokers = Process("brokers", f"{seed}/brokers")
         self.skew_ms = [self.random.randint(-300, 300) for _ in range(3)]
         self.cluster = Cluster(self.loop, brokers, self._broker_ms)
+        # Drawn apart, so that half of all seeds are what they were with the first version.
+        self.cluster.second = random.Random(f"kafka {seed}").random() < 0.5
         self.network = Network(self.loop, self.cluster)
         if note is not None:
             self.network.note = self.cluster.note = note

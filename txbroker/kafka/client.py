@@ -112,12 +112,16 @@ class Client:
 
         Raises:
             NotSent, Unanswered
+            KafkaRefused: the broker does not know this request in a version that we do.
         """
         connection = await self._connection(node, lane, timeout_s)
         try:
             answer = connection.send(request)
         except IncompatibleBrokerVersion as error:
             raise ConfigurationError(f"this Kafka is too old: {error}") from None
+        except NotImplementedError:
+            # The library's word for a broker that does not speak any version of it that we do.
+            raise KafkaRefused(Code.UNSUPPORTED_VERSION) from None
         except (OSError, KafkaError) as error:
             raise NotSent(f"broker {node}: {error}") from None
         try:

@@ -17,7 +17,10 @@ from txbroker.kafka import topics as own
 from txbroker.kafka.admin import Admin
 from txbroker.kafka.client import Client, KafkaRefused, Patience, may_pass
 from txbroker.kafka.codes import COORDINATOR_MOVED, Code
-from txbroker.kafka.examination_wire import (
+from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
+from txbroker.kafka.reader import Reader
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.wire import (
     NO_RIGHTS_TOLD,
     DescribeTransactionsRequest,
     ListTransactionsRequest,
@@ -25,9 +28,6 @@ from txbroker.kafka.examination_wire import (
     ProducersRequest,
     RightsRequest,
 )
-from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
-from txbroker.kafka.reader import Reader
-from txbroker.kafka.settings import KafkaSettings
 from txbroker.own_topics import Layout, find_layout
 
 _LANE = "examine"

@@ -10,12 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from aiokafka.protocol.produce import ProduceRequest
-from aiokafka.protocol.transaction import (
-    AddPartitionsToTxnRequest,
-    EndTxnRequest,
-    InitProducerIdRequest,
-)
+from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.core.records import Record
 from txbroker.errors import KafkaUnavailable, TxbrokerError
@@ -30,15 +25,18 @@ from txbroker.kafka.client import (
     may_pass,
 )
 from txbroker.kafka.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
+from txbroker.kafka.transactions import FIRST, NOBODY, Current, Question, chosen
 
 Partition: TypeAlias = tuple[str, int]
 """A topic and the number of one of its partitions."""
 
-_ACKS_ALL = -1
 _SEQUENCE_MASK = (1 << 31) - 1
 # A topic made just now is known everywhere within this; one that was deleted never is, and what
 # is for other topics must not wait for it.
 _MISSING_S = 0.3
+_SETTLED_S = 0.02
+"""Behind an end for so long its markers may be on their way. So long brokers wait, too, before they
+ask the coordinator again (`add.partitions.to.txn.retry.backoff.ms`)."""
 _REQUEST_BYTES_MAX = 32 << 20  # brokers take 100 MiB; less keeps one request from being long
 
 
@@ -92,15 +90,22 @@ class Producer:
         self._lane = lane
         # Any, because the library's types do not know that Kafka takes null.
         self._id: Any = transactional_id
+        self._protocol = FIRST
         self._producer_id = -1
         self._epoch = -1
         self._sequences: dict[Partition, int] = {}
         self._added: set[Partition] = set()
+        self._ended_s = float("-inf")
 
     @property
     def started(self) -> bool:
         """Whether it has a producer id."""
         return self._producer_id >= 0
+
+    @property
+    def protocol(self) -> int:
+        """The version of Kafka's transaction protocol that it speaks."""
+        return self._protocol.number
 
     # --- beginning ---------------------------------------------------------------------------
 
@@ -111,10 +116,15 @@ class Producer:
             ProducerFenced: another producer began at the same time.
             KafkaUnavailable: no answer, or none that helps, until patience is over.
         """
+        await self._begin(patience, NOBODY)
+
+    async def _begin(self, patience: Patience, current: Current) -> None:
         timeout_ms = round(self._settings.transaction_timeout_s * 1000)
-        request = InitProducerIdRequest(self._id, timeout_ms)
         while True:
             try:
+                if current == NOBODY:
+                    await self._choose()
+                request = self._protocol.begin(self._id, timeout_ms, current)
                 answer = await self._ask_coordinator(request)
             except KafkaUnavailable as error:
                 # Asking again after silence is safe: it only raises the epoch once more.
@@ -124,12 +134,25 @@ class Producer:
             if answer.error_code in FENCED:
                 raise ProducerFenced
             if answer.error_code == Code.NONE:
-                self._producer_id, self._epoch = answer.producer_id, answer.producer_epoch
+                self._go_on((answer.producer_id, answer.producer_epoch))
                 return
             if answer.error_code not in RETRIABLE or not await patience.pause():
                 raise KafkaRefused(
                     answer.error_code, f"no producer id: {describe(answer.error_code)}"
                 )
+
+    async def _choose(self) -> None:
+        """Learn which version of the transaction protocol this Kafka takes now."""
+        if self._id is None or self._settings.transactions == FIRST.number:
+            return
+        try:
+            answer = await self._ask_coordinator(Question())
+        except KafkaRefused as error:
+            if error.code != Code.UNSUPPORTED_VERSION:
+                raise
+            self._protocol = FIRST  # so old that it has no features
+        else:
+            self._protocol = chosen(answer)
 
     async def _ask_coordinator(self, request: Any) -> Any:
         """Ask the transaction coordinator; without a transactional id, any broker."""
@@ -165,6 +188,7 @@ class Producer:
         unsure: set[Partition] = set()
         stored: dict[Partition, Stored] = {}
         reason = ""
+        missing_until_s = patience.left_s - _MISSING_S
         while waiting:
             for result in await self._send(waiting):
                 partition, code, where, message = result
@@ -177,7 +201,12 @@ class Producer:
                     raise ProducerFenced
                 if code == Code.UNKNOWN:
                     unsure.add(partition)
-                elif code not in RETRIABLE:
+                elif code not in RETRIABLE or (
+                    # Where partitions are put into the transaction beforehand, that says so.
+                    code == Code.UNKNOWN_TOPIC_OR_PARTITION
+                    and not self._protocol.adds
+                    and patience.left_s < missing_until_s
+                ):
                     if partition in unsure:
                         raise BatchUnknown(partition, f"{partition[0]}-{partition[1]}: {reason}")
                     raise BatchRefused(partition, code, message)
@@ -227,7 +256,7 @@ class Producer:
         for (topic, number), batch in batches.items():
             topics.setdefault(topic, []).append((number, batch))
         timeout_ms = round(self._settings.request_timeout_s * 1000)
-        request = ProduceRequest(self._id, _ACKS_ALL, timeout_ms, list(topics.items()))
+        request = self._protocol.write(self._id, timeout_ms, list(topics.items()))
         try:
             answer = await self._client.ask(leader, request, self._lane)
         except (NotSent, Unanswered) as error:
@@ -236,12 +265,11 @@ class Producer:
                 self._client.forget_leader(*partition)
             return [_Result(partition, code, _NOWHERE, str(error)) for partition in batches]
         results = []
-        for topic, partitions in answer.topics:
-            for number, code, offset, timestamp, *rest in partitions:
-                if code in LEADER_MOVED:
-                    self._client.forget_leader(topic, number)
-                message = rest[-1] if rest and isinstance(rest[-1], str) else None
-                results.append(_Result((topic, number), code, Stored(offset, timestamp), message))
+        for each in self._protocol.written(answer):
+            if each.code in LEADER_MOVED:
+                self._client.forget_leader(each.topic, each.partition)
+            where = Stored(each.base_offset, each.timestamp_ms)
+            results.append(_Result((each.topic, each.partition), each.code, where, each.message))
         return results
 
     # --- transactions ------------------------------------------------------------------------
@@ -249,12 +277,22 @@ class Producer:
     async def add(self, partitions: Sequence[Partition], patience: Patience) -> None:
         """Put partitions into the open transaction, beginning it with the first.
 
+        Under the second version of the protocol `produce` does it, through the brokers, unless the
+        coordinator may turn one of them away: they wait long before they ask again. It takes one
+        change at a time, so that several brokers are in each other's way, and none while it still
+        writes the markers of the transaction before.
+
         Raises:
             BatchRefused: a partition cannot be added.
             ProducerFenced
             Unanswered: the coordinator's answer never came; this producer must not be used again.
+                Not under the second version: what is late names an epoch that is over.
             KafkaUnavailable: nothing was added.
         """
+        while self._epoch >= self._protocol.renews_from:
+            await self._begin(patience, (self._producer_id, self._epoch))
+        if not self._protocol.adds and self._settled and await self._led_by_one(partitions):
+            return
         new = [partition for partition in partitions if partition not in self._added]
         topics: dict[str, list[int]] = {}
         for topic, number in new:
@@ -279,10 +317,27 @@ class Producer:
                 continue
             raise BatchRefused(partition, code, None)
 
+    @property
+    def _settled(self) -> bool:
+        """Whether the markers of the transaction before are written, as far as one can tell."""
+        return asyncio.get_running_loop().time() - self._ended_s > _SETTLED_S
+
+    async def _led_by_one(self, partitions: Sequence[Partition]) -> bool:
+        """Say whether one broker leads them all, as far as is known; False where one has none."""
+        try:
+            leaders = {await self._client.leader(*partition) for partition in partitions}
+        except KafkaUnavailable:
+            return False
+        return len(leaders) == 1
+
     async def _add_once(self, request: Any, first: Partition) -> tuple[int, Partition]:
         try:
             answer = await self._ask_coordinator(request)
         except NotSent:
+            return Code.COORDINATOR_NOT_AVAILABLE, first
+        except Unanswered:
+            if not self._protocol.asks_again:
+                raise
             return Code.COORDINATOR_NOT_AVAILABLE, first
         except KafkaRefused as error:
             return error.code, first
@@ -298,8 +353,10 @@ class Producer:
     async def end(self, *, commit: bool, patience: Patience) -> None:
         """Commit or abort the open transaction.
 
-        Only an answer counts. Without one the request may be carried out at any later time, even
-        in the middle of this producer's next transaction, which it would then end.
+        Only an answer counts. Without one, under the first version of the protocol, the request
+        may be carried out at any later time, even in the middle of this producer's next
+        transaction, which it would then end. Under the second it names the epoch of this
+        transaction alone, so it is asked for again until there is an answer.
 
         Raises:
             ProducerFenced
@@ -307,23 +364,33 @@ class Producer:
             KafkaUnavailable: the transaction is still open, or the coordinator says that it is
                 not; this producer must not be used again.
         """
-        request = EndTxnRequest(self._id, self._producer_id, self._epoch, commit)
+        request = self._protocol.end(self._id, self._producer_id, self._epoch, commit=commit)
         while True:
             try:
                 answer = await self._ask_coordinator(request)
             except Unanswered:
-                raise
+                if not self._protocol.asks_again or not await patience.pause():
+                    raise
+                continue
             except KafkaUnavailable as error:
                 if not may_pass(error) or not await patience.pause():
                     raise
                 continue
             if answer.error_code == Code.NONE:
                 self._added.clear()
+                self._ended_s = asyncio.get_running_loop().time()
+                self._go_on(self._protocol.next(answer))
                 return
             if answer.error_code in FENCED:
                 raise ProducerFenced
             if answer.error_code not in RETRIABLE or not await patience.pause():
                 raise KafkaRefused(answer.error_code)
+
+    def _go_on(self, next_one: Current | None) -> None:
+        """Take the producer id and epoch of the next transaction; sequences begin anew."""
+        if next_one is not None:
+            self._producer_id, self._epoch = next_one
+            self._sequences.clear()
 
 
 class _Result(NamedTuple):

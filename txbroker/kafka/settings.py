@@ -31,6 +31,8 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
             unanswered request leaves time for an abort before the transaction timeout.
         write_timeout_s: seconds that a write is tried again before its outcome counts as unknown.
         claim_timeout_s: seconds until a claim that does not come through is given up.
+        transactions: the newest version of Kafka's transaction protocol to speak, 1 or 2; 1 also
+            where brokers do not take the second.
         transaction_timeout_s: seconds until Kafka itself aborts a turn that was left open.
         visible_timeout_s: seconds until a committed turn that does not show is an alarm.
         watermark_timeout_s: seconds that a read waits for records that were acknowledged but do
@@ -62,6 +64,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 5.0
     write_timeout_s: float = 10.0
     claim_timeout_s: float = 30.0
+    transactions: int = 2
     transaction_timeout_s: float = 15.0
     visible_timeout_s: float = 60.0
     retry_backoff_s: float = 0.01

@@ -65,6 +65,8 @@ _PRODUCER_LOST = frozenset(
         Code.COORDINATOR_NOT_AVAILABLE,
         Code.NOT_COORDINATOR,
         Code.CONCURRENT_TRANSACTIONS,
+        Code.TRANSACTION_ABORTABLE,
+        Code.UNSUPPORTED_VERSION,
     }
 )
 _CAUSES = {

@@ -1,19 +1,23 @@
-"""Requests of an examination that the client library does not bring, written in its own way.
+"""Requests that the client library does not bring, written in its own way.
 
 Metadata with the rights that the asker has (KIP-430), the newest timestamp of a partition
-(KIP-734), and what producers and coordinators say of transactions that are open (KIP-664).
+(KIP-734), what producers and coordinators say of transactions that are open (KIP-664), the
+features that all brokers agreed on (KIP-584), and transactions whose every end raises the
+producer's epoch (KIP-890).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
 from typing import Any, ClassVar
 
-from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.api import Request, RequestStruct, Response, ResponseHeader_v0
 from aiokafka.protocol.types import (
     Array,
     Boolean,
     CompactArray,
+    CompactBytes,
     CompactString,
     Int8,
     Int16,
@@ -326,3 +330,239 @@ class DescribeTransactionsRequest(Request[_DescribeStruct]):
 
     def build(self, request_struct_class: type[_DescribeStruct]) -> _DescribeStruct:
         return request_struct_class(self._ids, {})
+
+
+# --- features ------------------------------------------------------------------------------------
+
+
+class _FeaturesResponse(Response):
+    API_KEY = 18
+    API_VERSION = 3
+    SCHEMA = Schema(
+        ("error_code", Int16),
+        (
+            "api_versions",
+            CompactArray(("api_key", Int16), ("min_version", Int16), ("max_version", Int16), _TAGS),
+        ),
+        ("throttle_time_ms", Int32),
+        _TAGS,
+    )
+
+
+class _FeaturesStruct(RequestStruct):
+    API_KEY = 18
+    API_VERSION = 3
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _FeaturesResponse
+    SCHEMA = Schema(
+        ("client_software_name", CompactString("utf-8")),
+        ("client_software_version", CompactString("utf-8")),
+        _TAGS,
+    )
+
+    def parse_response_header(self, read_buffer: BytesIO | bytes) -> ResponseHeader_v0:
+        """Parse the old header: this answer alone keeps it, so that every client can read it."""
+        return ResponseHeader_v0.decode(read_buffer)
+
+
+class FeaturesRequest(Request[_FeaturesStruct]):
+    """What a broker can do, with the features that all brokers agreed on."""
+
+    API_KEY: ClassVar[int] = 18
+
+    def build(self, request_struct_class: type[_FeaturesStruct]) -> _FeaturesStruct:
+        return request_struct_class("txbroker", "1", {})
+
+
+_FINALIZED_TAG = 2
+_FINALIZED = CompactArray(
+    ("name", CompactString("utf-8")), ("max_level", Int16), ("min_level", Int16), _TAGS
+)
+
+
+def finalized_features(answer: Any) -> dict[str, int]:
+    """Return the level of each feature that all brokers agreed on, from a broker's answer."""
+    told: bytes | None = answer.tags.get(_FINALIZED_TAG)
+    if told is None:
+        return {}
+    found: Any = _FINALIZED.decode(BytesIO(told))
+    return {name: level for name, level, _min_level, _tags in found}
+
+
+# --- transactions whose end raises the epoch -----------------------------------------------------
+
+
+class _BeginResponse(Response):
+    API_KEY = 22
+    API_VERSION = 5
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("error_code", Int16),
+        ("producer_id", Int64),
+        ("producer_epoch", Int16),
+        _TAGS,
+    )
+
+
+class _BeginStruct(RequestStruct):
+    API_KEY = 22
+    API_VERSION = 5
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _BeginResponse
+    SCHEMA = Schema(
+        ("transactional_id", CompactString("utf-8")),
+        ("transaction_timeout_ms", Int32),
+        ("producer_id", Int64),
+        ("producer_epoch", Int16),
+        _TAGS,
+    )
+
+
+class BeginRequest(Request[_BeginStruct]):
+    """InitProducerId: a producer id that fences every earlier user of the transactional id; with
+    a producer id and epoch, only if these are still its user's."""
+
+    API_KEY: ClassVar[int] = 22
+    VERSION: ClassVar[int] = _BeginStruct.API_VERSION
+
+    def __init__(
+        self,
+        transactional_id: str,
+        transaction_timeout_ms: int,
+        producer_id: int = -1,
+        producer_epoch: int = -1,
+    ) -> None:
+        self._transactional_id = transactional_id
+        self._timeout_ms = transaction_timeout_ms
+        self._producer_id = producer_id
+        self._producer_epoch = producer_epoch
+
+    def build(self, request_struct_class: type[_BeginStruct]) -> _BeginStruct:
+        producer = self._producer_id, self._producer_epoch
+        return request_struct_class(self._transactional_id, self._timeout_ms, *producer, {})
+
+
+class _EndResponse(Response):
+    API_KEY = 26
+    API_VERSION = 5
+    SCHEMA = _BeginResponse.SCHEMA
+
+
+class _EndStruct(RequestStruct):
+    API_KEY = 26
+    API_VERSION = 5
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _EndResponse
+    SCHEMA = Schema(
+        ("transactional_id", CompactString("utf-8")),
+        ("producer_id", Int64),
+        ("producer_epoch", Int16),
+        ("committed", Boolean),
+        _TAGS,
+    )
+
+
+class EndRequest(Request[_EndStruct]):
+    """EndTxn whose answer says with which producer id and epoch the next transaction goes on."""
+
+    API_KEY: ClassVar[int] = 26
+    VERSION: ClassVar[int] = _EndStruct.API_VERSION
+
+    def __init__(
+        self, transactional_id: str, producer_id: int, producer_epoch: int, committed: bool
+    ) -> None:
+        self._transactional_id = transactional_id
+        self._producer_id = producer_id
+        self._producer_epoch = producer_epoch
+        self._committed = committed
+
+    def build(self, request_struct_class: type[_EndStruct]) -> _EndStruct:
+        producer = self._producer_id, self._producer_epoch
+        return request_struct_class(self._transactional_id, *producer, self._committed, {})
+
+
+class _WriteResponse(Response):
+    API_KEY = 0
+    API_VERSION = 12
+    SCHEMA = Schema(
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("partition", Int32),
+                        ("error_code", Int16),
+                        ("offset", Int64),
+                        ("timestamp", Int64),
+                        ("log_start_offset", Int64),
+                        (
+                            "record_errors",
+                            CompactArray(
+                                ("batch_index", Int32),
+                                ("batch_index_error_message", CompactString("utf-8")),
+                                _TAGS,
+                            ),
+                        ),
+                        ("error_message", CompactString("utf-8")),
+                        _TAGS,
+                    ),
+                ),
+                _TAGS,
+            ),
+        ),
+        ("throttle_time_ms", Int32),
+        _TAGS,
+    )
+
+
+class _WriteStruct(RequestStruct):
+    API_KEY = 0
+    API_VERSION = 12
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _WriteResponse
+    SCHEMA = Schema(
+        ("transactional_id", CompactString("utf-8")),
+        ("required_acks", Int16),
+        ("timeout_ms", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(("partition", Int32), ("records", CompactBytes), _TAGS),
+                ),
+                _TAGS,
+            ),
+        ),
+        _TAGS,
+    )
+
+
+class WriteRequest(Request[_WriteStruct]):
+    """Produce that also puts the partitions into the transaction, and begins it where needed."""
+
+    API_KEY: ClassVar[int] = 0
+    VERSION: ClassVar[int] = _WriteStruct.API_VERSION
+
+    def __init__(
+        self,
+        transactional_id: str,
+        required_acks: int,
+        timeout_ms: int,
+        topics: Sequence[tuple[str, Sequence[tuple[int, bytes]]]],
+    ) -> None:
+        self._transactional_id = transactional_id
+        self._required_acks = required_acks
+        self._timeout_ms = timeout_ms
+        self._topics = topics
+
+    def build(self, request_struct_class: type[_WriteStruct]) -> _WriteStruct:
+        topics: list[Any] = [
+            (topic, [(number, batch, {}) for number, batch in batches], {})
+            for topic, batches in self._topics
+        ]
+        how = self._required_acks, self._timeout_ms
+        return request_struct_class(self._transactional_id, *how, topics, {})

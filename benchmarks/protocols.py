@@ -1,0 +1,166 @@
+"""Compares both versions of Kafka's transaction protocol: requests and time of a turn.
+
+    python benchmarks/protocols.py --turns 400 --rounds 6 --targets 3
+
+Both write to the same Kafka, an embedded one or that of `--bootstrap`, in turn, round by round, so
+that what else the machine does meets both alike. A turn is one record to each of `--targets` topics
+and the progress.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+from aiokafka.protocol.api import Request
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import Target, Turn, TurnHandle
+from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
+from txbroker.kafka import KafkaDoor, KafkaSettings
+from txbroker.kafka.admin import Admin, NewTopic
+from txbroker.kafka.client import Client
+from txbroker.kafka.connection import open_connection
+
+_WARM_UP = 50
+
+
+class Side:
+    """One version of the protocol with a door and topics of its own."""
+
+    def __init__(self, bootstrap: str, version: int, targets: int) -> None:
+        self.version = version
+        self.requests: Counter[str] = Counter()
+        prefix = f"{time.time_ns()}.v{version}"
+        self.targets = [f"{prefix}.target{number}" for number in range(targets)]
+        self.answers_s: defaultdict[str, list[float]] = defaultdict(list)
+        self.apart_s: list[float] = []
+        self.together_s: list[float] = []
+        self._turns = 0
+        names = ("half", "op", "checkpoint", "parked", "groups", "audit")
+        topics: dict[str, Any] = {f"{name}_topic": f"{prefix}.{name}" for name in names}
+        self.settings = KafkaSettings(
+            bootstrap_servers=(bootstrap,),
+            instance_id=f"v{version}",
+            group_id=prefix,
+            drift_topic=f"{prefix}.drift",
+            partitions=1,
+            transactions=version,
+            **topics,
+        )
+        self.door = KafkaDoor(self.settings, self._open)
+
+    async def _open(self, *address: Any, **arguments: Any) -> Any:
+        connection = await open_connection(*address, **arguments)
+        send = connection.send
+
+        async def timed(name: str, answer: Any, began_s: float) -> Any:
+            told = await answer
+            self.answers_s[name].append(time.perf_counter() - began_s)
+            return told
+
+        def counted(request: Request[Any], expect_response: bool = True) -> Any:
+            name = type(request).__name__
+            self.requests[name] += 1
+            return timed(name, send(request, expect_response), time.perf_counter())
+
+        connection.send = counted  # type: ignore[method-assign]
+        return connection
+
+    async def start(self) -> None:
+        """Make the topics, claim, and write some turns that do not count."""
+        client = Client(self.settings)
+        await client.refresh(())
+        await Admin(client).create([NewTopic(name, 1, -1, {}) for name in self.targets])
+        await client.close()
+        await self.door.start()
+        self.partition = self.door.partition(0)
+        await self.partition.claim(Claim(RECORD_VERSION, "c", "one", "http://127.0.0.1:1"))
+        for _ in range(_WARM_UP):
+            await (await self._write()).committed()
+        self.requests.clear()
+        self.answers_s.clear()
+        self._turns = 0
+
+    async def _write(self) -> TurnHandle:
+        self._turns += 1
+        promoted = tuple(
+            Target(topic, 0, Record(b"key", bytes(1000), (), 1)) for topic in self.targets
+        )
+        progress = Progress(RECORD_VERSION, "c", self._turns, self._turns)
+        return await self.partition.write(Turn(promoted, (), progress))
+
+    async def round(self, turns: int, pause_s: float) -> None:
+        """Write turns one after the other, with pauses, then as many of which two overlap."""
+        for _ in range(turns):
+            await asyncio.sleep(pause_s)
+            began_s = time.perf_counter()
+            await (await self._write()).committed()
+            self.apart_s.append(time.perf_counter() - began_s)
+        if pause_s:
+            return
+        began_s = time.perf_counter()
+        for _ in range(turns):
+            last = await self._write()
+        await last.committed()
+        self.together_s.append((time.perf_counter() - began_s) / turns)
+
+    def told(self) -> dict[str, float]:
+        """Return the figures."""
+        turns = self._turns
+        return {
+            "requests": sum(self.requests.values()) / turns,
+            "mean_ms": statistics.mean(self.apart_s) * 1000,
+            "p50_ms": statistics.median(self.apart_s) * 1000,
+            "p99_ms": statistics.quantiles(self.apart_s, n=100)[98] * 1000,
+            "overlapping_ms": statistics.median(self.together_s or [0]) * 1000,
+        }
+
+
+async def run(bootstrap: str, turns: int, rounds: int, targets: int, pause_s: float) -> None:
+    """Measure both, and print them and their ratio."""
+    sides = [Side(bootstrap, version, targets) for version in (1, 2)]
+    for side in sides:
+        await side.start()
+    for number in range(rounds):
+        for side in sides if number % 2 else sides[::-1]:
+            await side.round(turns, pause_s)
+    told = [side.told() for side in sides]
+    print(f"{'':16}{'first':>10}{'second':>10}{'ratio':>10}")
+    for name in told[0]:
+        one, two = told[0][name], told[1][name]
+        print(f"{name:16}{one:10.2f}{two:10.2f}{two / one if one else 1:10.2f}")
+    for side in sides:
+        for name, answers_s in side.answers_s.items():
+            if len(answers_s) > 1:
+                middle, tail = (statistics.quantiles(answers_s, n=100)[n] * 1000 for n in (49, 98))
+                print(f"{side.version} {name:28}{len(answers_s):8}{middle:8.2f} ms{tail:8.2f} ms")
+        await side.door.close()
+
+
+def main() -> None:
+    """Start Kafka and measure."""
+    parser = argparse.ArgumentParser(description="both versions of Kafka's transactions")
+    parser.add_argument("--turns", type=int, default=400, help="of a round, each way")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--targets", type=int, default=3, help="topics that a turn writes to")
+    parser.add_argument("--kafka", default=DEFAULT_VERSION, help="version of the embedded Kafka")
+    parser.add_argument("--bootstrap", default="", help="HOST:PORT of a Kafka that runs already")
+    parser.add_argument(
+        "--pause-ms", type=float, default=0, help="before a turn; none overlap then"
+    )
+    given = parser.parse_args()
+    how = (given.turns, given.rounds, given.targets, given.pause_ms / 1000)
+    if given.bootstrap:
+        asyncio.run(run(given.bootstrap, *how))
+        return
+    with EmbeddedKafka(version=given.kafka) as kafka:
+        asyncio.run(run(kafka.bootstrap, *how))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,512 @@
+"""Both versions of Kafka's transaction protocol: which one is spoken, and late requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from features import level, set_level
+from kafka_world import KafkaWorld
+from relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import Fenced, Target, Turn, TurnHandle, TurnLost
+from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
+from txbroker.kafka.partition import KafkaPartitionDoor
+from txbroker.kafka.producer import BatchRefused, Producer, ProducerFenced
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.turns import translated
+
+MakeRelay = Callable[..., Relay]
+FENCED_CODES = (47, 90)
+EPOCH_MAX = (1 << 15) - 1
+second_protocol = pytest.mark.second_protocol
+
+
+def claim(name: str) -> Claim:
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+
+
+async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
+    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
+    return await partition.write(Turn((target,), (), Progress(RECORD_VERSION, name, op, op)))
+
+
+async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:
+    return [record.key for record in await world.visible(topic)]
+
+
+class Counted:
+    """Lets every request pass and counts them by kind."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[int] = Counter()
+
+    def __call__(self, key: int) -> Fate:
+        self.seen[key] += 1
+        return Fate.PASS
+
+
+def hold_ends(key: int) -> Fate:
+    return Fate.HOLD if key == END_TXN else Fate.PASS
+
+
+@pytest.fixture
+async def client(world: KafkaWorld) -> AsyncIterator[Client]:
+    """Connections of the test itself."""
+    made = Client(world.settings("itself"))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def spoken(client: Client) -> int:
+    """The newest version of the protocol that this Kafka takes."""
+    return 2 if await level(client) >= 2 else 1
+
+
+def producer(client: Client, world: KafkaWorld) -> Producer:
+    return Producer(client, "mine", world.name("id"))
+
+
+# --- which version ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+async def test_a_turn_takes_as_few_requests_as_this_kafka_allows(
+    world: KafkaWorld, make_relay: MakeRelay, spoken: int, newest: int
+) -> None:
+    topic = await world.create_topic("target")
+    counted = Counted()
+    relay = make_relay(counted)
+    partition = (await world.door("one", relay.open, transactions=newest)).partition(0)
+    await partition.claim(claim("first"))
+    await (await write(partition, "first", 1, topic)).committed()
+    counted.seen.clear()
+    # The first turn of the other producer, so that nothing of it can still be under way.
+    await (await write(partition, "first", 2, topic)).committed()
+    adds = 1 if min(spoken, newest) == 1 else 0
+    assert {key: counted.seen[key] for key in (ADD_PARTITIONS, PRODUCE, END_TXN)} == {
+        ADD_PARTITIONS: adds,
+        PRODUCE: 1,
+        END_TXN: 1,
+    }
+    assert await keys(world, topic) == [b"first-1", b"first-2"]
+
+
+# What brokers tell: nothing, an empty list of features, and `transaction.version` at these levels.
+NO_FEATURES, LEVEL_1, LEVEL_2 = (
+    b"\x01",
+    b"\x02\x14transaction.version\x00\x01\x00\x01\x00",
+    b"\x02\x14transaction.version\x00\x02\x00\x02\x00",
+)
+SPOKEN = {0: 12, 22: 5, 26: 5}
+
+
+class Brokers:
+    """Stands for a client: answers what a producer asks, and remembers it."""
+
+    settings = KafkaSettings(bootstrap_servers=("x:1",), instance_id="one")
+
+    def __init__(self, features: Any = LEVEL_2, spoken: dict[int, int] | None = None) -> None:
+        versions = [(key, 0, last, {}) for key, last in (spoken or SPOKEN).items()]
+        tags = {} if features is None else {2: features}
+        self.told: Any = SimpleNamespace(error_code=0, api_versions=versions, tags=tags)
+        self.asked: list[str] = []
+        self.silent: list[str] = []
+        self.leaders: dict[str, int] = {}
+        self.epoch = 1
+        self.taken = False
+        """Whether somebody else has taken the transactional id meanwhile."""
+
+    async def transaction_coordinator(self, _: str) -> int:
+        return 1
+
+    def forget_transaction_coordinator(self, _: str) -> None:
+        self.asked.append("forgotten")
+
+    async def leader(self, topic: str, _: int) -> int:
+        if topic not in self.leaders:
+            raise KafkaRefused(3)
+        return self.leaders[topic]
+
+    async def ask(self, _: int, request: Any, __: str) -> Any:
+        name = type(request).__name__
+        self.asked.append(name)
+        if name in self.silent:
+            self.silent.remove(name)
+            raise Unanswered("silence")
+        if name == "FeaturesRequest":
+            if isinstance(self.told, Exception):
+                raise self.told
+            return self.told
+        if name == "AddPartitionsToTxnRequest":
+            errors = [(topic, [(p, 0) for p in parts]) for topic, parts in request._topics]
+            return SimpleNamespace(errors=errors)
+        if name == "BeginRequest":
+            return self._begin(request._producer_id, request._producer_epoch)
+        return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=self.epoch + 1)
+
+    def _begin(self, producer: int, epoch: int) -> Any:
+        if producer < 0:
+            return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=self.epoch)
+        if (producer, epoch) != (7, self.epoch) or self.taken:
+            return SimpleNamespace(error_code=90, producer_id=-1, producer_epoch=-1)
+        if epoch >= EPOCH_MAX - 1:
+            return SimpleNamespace(error_code=0, producer_id=8, producer_epoch=0)
+        self.epoch += 1
+        return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=self.epoch)
+
+
+async def begun(brokers: Brokers) -> Producer:
+    made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
+    await made.start(Patience(1, 0.001))
+    brokers.asked.clear()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("brokers", "version"),
+    [
+        (Brokers(LEVEL_2), 2),
+        (Brokers(LEVEL_1), 1),
+        (Brokers(NO_FEATURES), 1),
+        (Brokers(None), 1),
+        # As Kafka 3.9 with the feature switched on before its time.
+        (Brokers(LEVEL_2, {0: 11, 22: 5, 26: 4}), 1),
+        (Brokers(LEVEL_2, {0: 12, 22: 5}), 1),
+    ],
+)
+async def test_the_version_is_chosen_by_what_brokers_offer(brokers: Brokers, version: int) -> None:
+    assert (await begun(brokers)).protocol == version
+
+
+async def test_a_kafka_that_knows_no_features_gets_the_first_version() -> None:
+    brokers = Brokers()
+    brokers.told = KafkaRefused(35)
+    assert (await begun(brokers)).protocol == 1
+
+
+async def test_without_an_answer_no_version_is_guessed() -> None:
+    brokers = Brokers()
+    brokers.told = NotSent("nobody there")
+    made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
+    with pytest.raises(NotSent):
+        await made.start(Patience(0.05, 0.01))
+    assert not made.started
+
+
+@pytest.mark.parametrize(
+    ("leaders", "adds"),
+    [({"a": 1, "b": 1}, 0), ({"a": 1, "b": 2}, 1), ({"a": 1}, 1)],
+    ids=["one", "several", "unknown"],
+)
+async def test_one_request_puts_partitions_of_several_brokers_in(
+    leaders: dict[str, int], adds: int
+) -> None:
+    brokers = Brokers()
+    brokers.leaders = leaders
+    own = await begun(brokers)
+    await own.add([("a", 0), ("b", 0)], Patience(1, 0.001))
+    assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
+
+
+async def test_right_behind_an_end_the_coordinator_is_asked_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    brokers = Brokers()
+    brokers.leaders = {"a": 1}
+    own = await begun(brokers)
+    patience = Patience(1, 0.001)
+    monkeypatch.setattr("txbroker.kafka.producer._SETTLED_S", 60)
+    for _ in range(2):
+        await own.add([("a", 0)], patience)
+        await own.end(commit=True, patience=patience)
+    assert brokers.asked == ["EndRequest", "AddPartitionsToTxnRequest", "EndRequest"]
+    monkeypatch.setattr("txbroker.kafka.producer._SETTLED_S", -1)
+    await own.add([("a", 0)], patience)
+    assert brokers.asked[3:] == []
+
+
+@pytest.mark.parametrize("features", [LEVEL_1, LEVEL_2])
+async def test_only_the_second_version_asks_again_without_an_answer(features: bytes) -> None:
+    brokers = Brokers(features)
+    brokers.leaders = {"a": 1, "b": 2}
+    own = await begun(brokers)
+    brokers.silent = ["AddPartitionsToTxnRequest", "EndTxnRequest", "EndRequest"]
+    patience = Patience(1, 0.001)
+    if features == LEVEL_1:
+        with pytest.raises(Unanswered):
+            await own.add([("a", 0), ("b", 0)], patience)
+        with pytest.raises(Unanswered):
+            await own.end(commit=True, patience=patience)
+        assert brokers.asked.count("AddPartitionsToTxnRequest") == 1
+        assert brokers.asked.count("EndTxnRequest") == 1
+        return
+    await own.add([("a", 0), ("b", 0)], patience)
+    await own.end(commit=True, patience=patience)
+    assert brokers.asked.count("AddPartitionsToTxnRequest") == 2
+    assert brokers.asked.count("EndRequest") == 2
+
+
+@pytest.mark.parametrize(("epoch", "renewals"), [(EPOCH_MAX - 4, 0), (EPOCH_MAX - 3, 3)])
+async def test_no_transaction_is_opened_in_the_last_epochs(epoch: int, renewals: int) -> None:
+    brokers = Brokers()
+    brokers.epoch = epoch
+    brokers.leaders = {"a": 1}
+    own = await begun(brokers)
+    await own.add([("a", 0)], Patience(1, 0.001))
+    assert brokers.asked == ["BeginRequest"] * renewals
+    assert (own._producer_id, own._epoch) == ((8, 0) if renewals else (7, epoch))
+
+
+async def test_who_has_lost_the_transactional_id_does_not_renew_it() -> None:
+    brokers = Brokers()
+    brokers.epoch = EPOCH_MAX - 2
+    own = await begun(brokers)
+    brokers.taken = True
+    with pytest.raises(ProducerFenced):
+        await own.add([("a", 0)], Patience(1, 0.001))
+
+
+@pytest.mark.parametrize("code", [35, 48, 120])
+def test_a_producer_that_must_not_go_on_leads_to_a_claim(code: int) -> None:
+    with pytest.raises(TurnLost), translated():
+        raise BatchRefused(("a", 0), code, None)
+
+
+@second_protocol
+async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
+    world: KafkaWorld, client: Client
+) -> None:
+    topic = await world.create_topic("target")
+    own = producer(client, world)
+    partition = (await world.door("one")).partition(0)
+    await partition.claim(claim("first"))
+    written = []
+
+    async def write_some(name: str) -> None:
+        for op in range(len(written) + 1, len(written) + 4):
+            await (await write(partition, name, op, topic)).visible()
+            written.append(b"%s-%d" % (name.encode(), op))
+
+    await write_some("first")
+    try:
+        for number, wanted in enumerate((1, 2), 2):
+            open_turn = await write(partition, f"open{number}", len(written) + 1, topic)
+            written.append(b"open%d-%d" % (number, len(written) + 1))
+            await set_level(client, wanted)
+            await open_turn.committed()
+            await own.start(Patience(10, 0.01))
+            assert own.protocol == wanted
+            # Whoever has begun with the other version goes on with it until the next claim.
+            await write_some(f"other{number}")
+            taken = await partition.claim(claim(f"claim{number}"))
+            assert taken.progress is not None
+            assert taken.progress.op == len(written)
+            await write_some(f"claim{number}")
+    finally:
+        if await level(client) != 2:
+            await set_level(client, 2)
+    assert await keys(world, topic) == written
+
+
+# --- the second version ----------------------------------------------------------------------
+
+
+@second_protocol
+async def test_every_end_raises_the_epoch_and_sequences_begin_anew(
+    world: KafkaWorld, client: Client
+) -> None:
+    topic = await world.create_topic("target")
+    own = producer(client, world)
+    patience = Patience(20, 0.001)
+    await own.start(patience)
+    begun = own._producer_id, own._epoch
+    for number, commit in enumerate((True, False, True), 1):
+        for part in range(2):
+            await own.produce({(topic, 0): [Record(b"%d-%d" % (number, part), b"")]}, patience)
+        await own.end(commit=commit, patience=patience)
+        assert (own._producer_id, own._epoch) == (begun[0], begun[1] + number)
+    later = producer(client, world)
+    await later.start(patience)
+    assert (later._producer_id, later._epoch) == (begun[0], begun[1] + 4)
+    assert await keys(world, topic) == [b"1-0", b"1-1", b"3-0", b"3-1"]
+
+
+@pytest.fixture(params=[False, True], ids=["one-leader", "several"])
+def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether partitions count as led by several brokers, where there is but one."""
+    if request.param:
+
+        async def not_led_by_one(*_: object) -> bool:
+            return False
+
+        monkeypatch.setattr(Producer, "_led_by_one", not_led_by_one)
+    return bool(request.param)
+
+
+@second_protocol
+@pytest.mark.parametrize(
+    ("fate", "changes"),
+    [(Fate.HOLD_AND_RESET, {}), (Fate.HOLD, {"request_timeout_s": 0.4})],
+    ids=["reset", "timeout"],
+)
+async def test_an_unanswered_commit_is_asked_for_again_and_its_ghost_ends_no_later_turn(
+    world: KafkaWorld,
+    make_relay: MakeRelay,
+    several: bool,
+    fate: Fate,
+    changes: dict[str, Any],
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open, **changes)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(END_TXN, fate)
+    first = await write(partition, "first", 1, topic)
+    ghost = await relay.caught()
+    await first.visible()
+    relay.decide = counted = Counted()
+    await (await write(partition, "first", 2, topic)).visible()
+    assert counted.seen[ADD_PARTITIONS] == several
+    # The next turn of the ghost's own producer is written, and not yet ended.
+    relay.decide = hold_ends
+    third = await write(partition, "first", 3, topic)
+    await relay.caught(2)
+    assert await ghost.release() in FENCED_CODES
+    assert await keys(world, topic) == [b"first-1", b"first-2"]
+    relay.decide = fates(-1)
+    relay.held[-1].reset()
+    await third.visible()
+    await (await write(partition, "first", 4, topic)).visible()
+    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+
+
+@second_protocol
+@pytest.mark.usefixtures("several")
+async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    for op in (1, 2, 3, 4):
+        relay.decide = fates(END_TXN, Fate.LOSE_ANSWER, Fate.LOSE_ANSWER)
+        await (await write(partition, "first", op, topic)).visible()
+    assert (await partition.claim(claim("second"))).progress == Progress(1, "first", 4, 4)
+    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+
+
+@second_protocol
+@pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
+async def test_an_unanswered_add_is_sent_again(
+    world: KafkaWorld, make_relay: MakeRelay, several: bool, fate: Fate
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = fates(ADD_PARTITIONS, fate)
+    for op in (1, 2, 3):
+        await (await write(partition, "first", op, topic)).visible()
+    for ghost in relay.held:
+        # What is late would begin a transaction that nobody ends.
+        await ghost.deliver()
+    await (await write(partition, "first", 4, topic)).visible()
+    held = int(fate is Fate.HOLD_AND_RESET)
+    assert len(relay.held) == held or (not several and not relay.held)
+    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+
+
+@second_protocol
+async def test_a_commit_that_is_never_answered_is_lost(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    times = {"request_timeout_s": 0.3, "transaction_timeout_s": 1.0}
+    partition = (await world.door("one", relay.open, **times)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = hold_ends
+    handle = await write(partition, "first", 1, topic)
+    await relay.caught(2)
+    with pytest.raises((TurnLost, Fenced)):
+        await handle.committed()
+    relay.decide = fates(-1)
+    assert (await partition.claim(claim("second"))).progress is None
+    for ghost in relay.held:
+        assert await ghost.release() in FENCED_CODES
+    await (await write(partition, "second", 1, topic)).visible()
+    assert await keys(world, topic) == [b"second-1"]
+
+
+@second_protocol
+async def test_a_write_that_arrives_after_its_turn_was_aborted_is_refused(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open, request_timeout_s=0.4)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = lambda key: Fate.HOLD if key == PRODUCE else Fate.PASS
+    with pytest.raises(TurnLost):
+        await write(partition, "first", 1, topic)
+    relay.decide = fates(-1)
+    assert (await partition.claim(claim("second"))).progress is None
+    assert relay.held
+    for ghost in relay.held:
+        await ghost.deliver()
+    # What was late began no transaction that nobody ends.
+    await (await write(partition, "second", 1, topic)).visible()
+    assert await keys(world, topic) == [b"second-1"]
+
+
+@second_protocol
+async def test_a_turn_without_an_answer_holds_back_the_end_of_the_next(
+    world: KafkaWorld, make_relay: MakeRelay
+) -> None:
+    topic = await world.create_topic("target")
+    relay = make_relay(fates(-1))
+    partition = (await world.door("one", relay.open)).partition(0)
+    await partition.claim(claim("first"))
+    relay.decide = hold_ends
+    first = await write(partition, "first", 1, topic)
+    ghost = await relay.caught()
+    second = await write(partition, "first", 2, topic)
+    relay.decide = fates(-1)
+    ghost.reset()
+    await asyncio.gather(first.visible(), second.visible())
+    assert await ghost.release() in (0, *FENCED_CODES)
+    assert len(relay.held) == 1
+    assert await keys(world, topic) == [b"first-1", b"first-2"]
+
+
+@second_protocol
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_a_producer_whose_epochs_are_used_up_goes_on_with_a_new_id(
+    world: KafkaWorld, client: Client
+) -> None:
+    topic = await world.create_topic("target")
+    own = producer(client, world)
+    patience = Patience(600, 0.001, 0.005)
+    await own.start(patience)
+    first_id, written = own._producer_id, []
+    while own._epoch < EPOCH_MAX - 6:
+        await own.start(patience)
+    assert own._producer_id == first_id
+    for number in range(8):
+        await own.add([(topic, 0)], patience)
+        assert own._epoch < EPOCH_MAX - 3
+        await own.produce({(topic, 0): [Record(b"%d" % number, b"")]}, patience)
+        await own.end(commit=True, patience=patience)
+        written.append(b"%d" % number)
+    assert own._producer_id != first_id
+    assert own._epoch < 8
+    assert await keys(world, topic) == written
