@@ -26,6 +26,24 @@ _DIGITS32 = "0123456789ABCDEFGHIJKLMNOPQRSTUV"
 _NEWER = "a newer version of txbroker wrote it"
 _NOWHERE = b"\x00txbroker: found in no header\x00"
 
+_USUAL = {
+    " ".join((str(RECORD_VERSION), *optional)): (
+        VERSION_HEADER,
+        *_FIXED,
+        *(f"txb-{name}" for name in optional),
+    )
+    for timestamp in ((), ("ts",))
+    for others in (("check",), (), ("check", "order"), ("check", "dedup"))
+    for optional in ((*timestamp, *others),)
+}
+"""Nearly all first headers, as our encoder writes them, and the names of all that are ours: what is
+said of these is quickly found, and the same as of any other."""
+_USUAL_MAX = max(map(len, _USUAL.values()))
+_DEFAULT_POLICY = (
+    f"{CheckPolicy().after_s:g}/{CheckPolicy().interval_s:g}/"
+    f"{CheckPolicy().attempts_max}/{CheckPolicy().timeout_s:g}"
+)
+
 _BASE = ("partition", "offset", "at_ms")
 """What every row tells of its record: half or target partition, offset, append time."""
 
@@ -112,19 +130,9 @@ class _Part:
             "_first", F.when(first.getField("key") == VERSION_HEADER, told)
         )
         self._first = F.col("_first")
-        # ` ts order` becomes ` txb-ts txb-order`.
-        version = F.substring_index(self._first, " ", 1)
-        optional = F.substring(self._first, F.length(version) + 1, F.length(self._first))
-        named = F.replace(optional, F.lit(" "), F.lit(" txb-"))
-        fixed = F.lit(" ".join((VERSION_HEADER, *_FIXED)))
-        records = records.withColumns(
-            {
-                "_version": version.try_cast("bigint"),
-                "_is_version": version.rlike(_NATURAL),
-                "_names": F.split(F.concat(fixed, named), " "),
-            }
-        )
-        self._names, self._count = F.col("_names"), F.size("_names")
+        usual = self._first.isin(*_USUAL)
+        records = records.withColumns({"_usual": usual, "_names": self._header_names()})
+        self._usual, self._names, self._count = F.col("_usual"), F.col("_names"), F.size("_names")
         texts = {f"_text{number}": self._text(number) for number in range(1, 6)}
         options = {f"_{name}": self._optional(name) for name in ("ts", "order", "dedup", "check")}
         self.records = records.withColumns({**texts, **options})
@@ -138,6 +146,21 @@ class _Part:
         self.user_headers = F.slice("headers", self._count + 1, left)
         self.timestamp_ms = self._ts.try_cast("bigint")
         self._policy = F.split(self._check, "/")
+
+    def _header_names(self) -> Column:
+        """Return the names of the headers that are ours."""
+        # ` ts order` becomes ` txb-ts txb-order`.
+        optional = F.substring(self._first, F.length(self._version) + 1, F.length(self._first))
+        named = F.replace(optional, F.lit(" "), F.lit(" txb-"))
+        fixed = F.lit(" ".join((VERSION_HEADER, *_FIXED)))
+        names = F.split(F.concat(fixed, named), " ")
+        for first, usual in reversed(_USUAL.items()):
+            names = F.when(self._first == first, F.array(*map(F.lit, usual))).otherwise(names)
+        return names
+
+    @property
+    def _version(self) -> Column:
+        return F.substring_index(self._first, " ", 1)
 
     def _text(self, number: int) -> Column:
         value = F.get("headers", F.lit(number)).getField("value").cast("string")
@@ -154,7 +177,10 @@ class _Part:
     def seconds_ms(self, number: int, default_s: float) -> Column:
         """Return a duration of the check policy, ms."""
         seconds = F.coalesce(self._seconds(number), F.lit(default_s))
-        return F.rint(seconds * 1000).try_cast("bigint")
+        told = F.rint(seconds * 1000).try_cast("bigint")
+        return F.when(self._is_default, F.lit(round(default_s * 1000)).cast("bigint")).otherwise(
+            told
+        )
 
     def _seconds(self, number: int) -> Column:
         return F.get(self._policy, F.lit(number)).try_cast("double")
@@ -162,18 +188,18 @@ class _Part:
     @property
     def attempts_max(self) -> Column:
         """How often the check policy lets ask."""
-        told = F.get(self._policy, F.lit(2)).try_cast("int")
-        return F.coalesce(told, F.lit(CheckPolicy().attempts_max))
+        default = F.lit(CheckPolicy().attempts_max)
+        told = F.coalesce(F.get(self._policy, F.lit(2)).try_cast("int"), default)
+        return F.when(self._is_default, default).otherwise(told)
+
+    @property
+    def _is_default(self) -> Column:
+        return self._check.isNull() | (self._check == _DEFAULT_POLICY)
 
     def why(self) -> Column:
         """Return why the record does not read, null where it does."""
-        values = F.slice(F.col("headers").getField("value"), 1, self._count)
-        keys = F.slice(F.col("headers").getField("key"), 1, self._count)
-        whole = (
-            keys.eqNullSafe(self._names)
-            & F.array_contains(values, F.lit(_NOWHERE)).isNotNull()
-            & (F.size(F.array_distinct(self._names)) == self._count)
-        )
+        whole = F.when(self._usual, self._as_named()).otherwise(self._named_once())
+        version = self._version.try_cast("bigint")
         texts = (self.id, self.grp, self.topic, self.order, self.dedup)
         readable = reduce(
             Column.__and__,
@@ -190,16 +216,38 @@ class _Part:
         return _any_of(
             [
                 (self._first.isNull(), f"the first header is not {VERSION_HEADER}"),
-                (_not(F.col("_is_version")), "the version is not a whole number"),
                 (
-                    _not(F.col("_version") <= RECORD_VERSION),
-                    _NEWER,
+                    _not(self._usual | self._version.rlike(_NATURAL)),
+                    "the version is not a whole number",
                 ),
+                (_not(self._usual | (version <= RECORD_VERSION)), _NEWER),
                 (_not(whole), "its headers are not those that the first one names"),
                 (_not(numbers & stamped), "a number in its headers does not read"),
                 (_not(readable), "a text in its headers does not read"),
-                (_not(self._check.isNull() | self._policy_holds()), "its check policy is none"),
+                (_not(self._is_default | self._policy_holds()), "its check policy is none"),
             ]
+        )
+
+    def _as_named(self) -> Column:
+        """Say whether the headers are those that a usual first one names, each with a value."""
+        conditions = []
+        for number in range(1, _USUAL_MAX):
+            header = F.get("headers", F.lit(number))
+            there = (header["key"] == F.get(self._names, F.lit(number))) & header[
+                "value"
+            ].isNotNull()
+            optional = number > len(_FIXED)
+            conditions.append((self._count <= number) | there if optional else there)
+        return reduce(Column.__and__, conditions)
+
+    def _named_once(self) -> Column:
+        """Say whether the headers are those that any first one names, none twice."""
+        values = F.slice(F.col("headers").getField("value"), 1, self._count)
+        keys = F.slice(F.col("headers").getField("key"), 1, self._count)
+        return (
+            keys.eqNullSafe(self._names)
+            & F.array_contains(values, F.lit(_NOWHERE)).isNotNull()
+            & (F.size(F.array_distinct(self._names)) == self._count)
         )
 
     def _policy_holds(self) -> Column:
@@ -336,8 +384,10 @@ def op_facts(records: DataFrame) -> DataFrame:
     that replaces one (of the marker that stands `content.seq + 1` offsets before it) and its
     `content_count`, both null for markers; and `why`.
     """
-    part = _Part(records)
     is_content = F.get("headers", F.lit(0)).getField("key").eqNullSafe(F.lit(VERSION_HEADER))
+    # Nearly all are markers: where there are no headers, a part costs nothing.
+    part = _Part(records.withColumn("headers", F.when(is_content, F.col("headers"))))
+    is_content = F.col("_first").isNotNull()
     text = F.col("value").cast("string")
     json = _Json(text)
     plain = text.rlike(_PLAIN)
