@@ -17,7 +17,7 @@ from txbroker.config import Settings
 from txbroker.core.message_json import message_to_json
 from txbroker.core.records import Message, Record
 from txbroker.door import Door
-from txbroker.errors import request_errors
+from txbroker.errors import UnknownGroup, request_errors
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.sdk import TransactionalProducer
 
@@ -250,7 +250,11 @@ class Service:
         """Wait until a group that was registered through another proxy is known to this one."""
 
         async def there() -> bool:
-            return (await self.call("GET", f"/v1/groups/{group}"))[0] == 200
+            try:
+                await self.call("GET", f"/v1/groups/{group}")
+            except UnknownGroup:
+                return False
+            return True
 
         await until(there)
 
