@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fleet import PARTITIONS, Fleet
 from three_nodes import ThreeNodes, free_ports
 from world import World, unique
+
+PROTOCOLS = (1, 2)
+"""The versions of Kafka's transaction protocol; proxies take the newest that brokers take."""
 
 
 class PlacedProxy(World):
@@ -28,7 +32,9 @@ class PlacedProxy(World):
 class LinkedFleet(Fleet):
     """Proxies that reach Kafka through links of their own."""
 
-    def __init__(self, kafka: ThreeNodes, names: Sequence[str]) -> None:
+    def __init__(
+        self, kafka: ThreeNodes, names: Sequence[str], *, protocol: int = PROTOCOLS[-1]
+    ) -> None:
         prefix = unique("faults")
         self.placed = [
             PlacedProxy(
@@ -46,6 +52,10 @@ class LinkedFleet(Fleet):
             )
             for name, port in zip(names, free_ports(len(names)), strict=True)
         ]
+        if protocol != PROTOCOLS[-1]:
+            older = (sys.executable, str(Path(__file__).with_name("older_proxy.py")), str(protocol))
+            for proxy in self.placed:
+                proxy.program = older
         self.proxies = list(self.placed)
 
     async def end(self) -> list[str]:

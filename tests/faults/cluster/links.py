@@ -7,16 +7,23 @@ import contextlib
 import random
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 
 END_TXN = 26
+_FLEXIBLE_FROM = {0: 9, 22: 2, 24: 3, END_TXN: 3}
+"""Requests whose first field is a transactional id (Produce, InitProducerId, AddPartitionsToTxn,
+EndTxn), and the version from which on it is a compact string behind tagged fields."""
+OVERTAKEN = "overtaken"
 _SIZE = struct.Struct(">i")
 _HEADER = struct.Struct(">hhih")
 _NUMBER = re.compile(rb"\d+")
 _CHUNK_BYTES = 1 << 16
 _HOST = "127.0.0.1"
 _LINGER_S = 2.0
+_SOON_SHARE, _SOON_S, _LATE_S = 0.4, (0.05, 1.0), (4.0, 9.0)
+"""How late an end is: less than a client waits for an answer, or about as long and longer."""
 
 
 class Ends(Enum):
@@ -40,13 +47,19 @@ class Link:
     Args:
         name: for the history.
         fate: the random choices of this link.
+        asked: how many requests its source sent with each transactional id, over all its links.
+
+    Attributes:
+        ghosts: how many ends were late or not answered, by what was done to them; and how many of
+            them arrived when their sender had gone on with the same transactional id.
     """
 
-    def __init__(self, name: str, fate: random.Random) -> None:
+    def __init__(self, name: str, fate: random.Random, asked: Counter[bytes] | None = None) -> None:
         self.name = name
         self.ends = Ends.PASS
         self.delay_s = 0.0
-        self.ghosts = 0
+        self.ghosts: Counter[str] = Counter()
+        self.asked: Counter[bytes] = Counter() if asked is None else asked
         self._fate = fate
         self._requests = asyncio.Event()
         self._answers = asyncio.Event()
@@ -103,12 +116,12 @@ class Link:
         late one arrives."""
         if self.ends is Ends.PASS or self._fate.random() < 0.5:
             return Ends.PASS
-        self.ghosts += 1
+        self.ghosts[self.ends.value] += 1
         return self.ends
 
     def late_s(self) -> float:
-        """Draw how late an end is: less or more than a client waits."""
-        return self._fate.uniform(0.2, 9.0)
+        """Draw how late an end is."""
+        return self._fate.uniform(*(_SOON_S if self._fate.random() < _SOON_SHARE else _LATE_S))
 
 
 class Connection:
@@ -165,20 +178,25 @@ class Connection:
 
     def _meets_a_fate(self, frame: bytes) -> bool:
         """Whether a request is kept back."""
-        if _HEADER.unpack_from(frame, _SIZE.size)[0] != END_TXN:
+        key = _HEADER.unpack_from(frame, _SIZE.size)[0]
+        if key not in _FLEXIBLE_FROM:
+            return False
+        self._link.asked[id := transactional_id(frame)] += 1
+        if key != END_TXN:
             return False
         fate = self._link.fate_of_end()
         if fate is Ends.UNANSWERED:
             self._lose_answer = True
         if fate in (Ends.PASS, Ends.UNANSWERED):
             return False
-        self._late.add(asyncio.create_task(self._arrive(frame)))
+        self._late.add(asyncio.create_task(self._arrive(frame, id, self._link.asked[id])))
         if fate is Ends.LATE_AND_RESET:
             self._to_client.transport.abort()
         return True
 
-    async def _arrive(self, frame: bytes) -> None:
+    async def _arrive(self, frame: bytes, id: bytes, asked: int) -> None:
         await asyncio.sleep(self._link.late_s())
+        self._link.ghosts[OVERTAKEN] += self._link.asked[id] > asked
         with contextlib.suppress(OSError):
             self._to_broker.write(frame)
             await self._to_broker.drain()
@@ -246,6 +264,18 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     """Read one request or answer, its size in front."""
     size = await reader.readexactly(_SIZE.size)
     return size + await reader.readexactly(_SIZE.unpack(size)[0])
+
+
+def transactional_id(frame: bytes) -> bytes:
+    """Return the transactional id of a request that begins with one; b"" where it has none."""
+    key, version, _, length = _HEADER.unpack_from(frame, _SIZE.size)
+    begin = _SIZE.size + _HEADER.size + max(0, length)
+    if version < _FLEXIBLE_FROM[key]:
+        length = int.from_bytes(frame[begin : begin + 2], "big", signed=True)
+        return frame[begin + 2 : begin + 2 + max(0, length)]
+    # No client sends tagged fields; ids are shorter than what takes a second byte.
+    length = max(0, frame[begin + 1] - 1)
+    return frame[begin + 2 : begin + 2 + length]
 
 
 def source_of(frame: bytes) -> int:

@@ -21,10 +21,11 @@ from workload import Recorder
 from world import World
 
 HOLD_S = (5.0, 30.0)
+"""So long a draw lasts, more often short than long."""
 NONE_SHARE = 0.25
 OVER = "over: "
 """What the note begins with that a fault is over."""
-AT_ONCE_MAX = 3
+AT_ONCE_MAX = 4
 SLOW_S = 0.15
 _DISK_PATIENCE_S = 5.0
 
@@ -319,10 +320,13 @@ def _connections_reset(field: Field, fate: random.Random) -> Fault:
 
 def _ends(how: Ends) -> Draw:
     def draw(field: Field, fate: random.Random) -> Fault:
+        """Of all proxies: each ends few transactions in the time until it has to claim anew."""
+
         def meet(link: Link) -> None:
             link.ends = how
 
-        return _links(_all_links(field, fate), meet)
+        names = [field.name(proxy) for proxy in field.fleet.proxies]
+        return _links([link for name in names for link in field.kafka.links_of(name)], meet)
 
     return draw
 
@@ -426,7 +430,7 @@ class Nemesis:
         """Break and heal until then, by the monotonic clock; leaves everything healed."""
         while (left := end - time.monotonic()) > HOLD_S[0]:
             faults = self.draw()
-            hold_s = min(left, self._fate.uniform(*HOLD_S))
+            hold_s = min(left, HOLD_S[0] + (HOLD_S[1] - HOLD_S[0]) * self._fate.random() ** 2)
             try:
                 for kind, fault in faults:
                     self.counts[kind] += 1

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -31,18 +33,20 @@ if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS / name) for name in _FOLDERS]
 
 import aiohttp
+import uvloop
+from bulk_load import BulkLoad, Spec
 from evidence import listed
 from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks
 from fleet import PARTITIONS, Web, owned_by
 from judge import Case, History, Judge, Topics, save
-from linked_fleet import LinkedFleet
+from linked_fleet import PROTOCOLS, LinkedFleet
 from mortal_producer import GROUP, MortalProducer, add
 from nemesis import FAULTS, OVER, Field, Nemesis
 from readers import Along
 from rough_clients import CALL_S, SMALL_BYTES, Caller, Rough
 from three_nodes import ThreeNodes
 from topic_reader import read_all
-from workload import Lane, Recorder, Shop, answering
+from workload import Recorder, Shop, answering
 from world import World
 
 from txbroker.embedded.server import DEFAULT_VERSION
@@ -65,9 +69,12 @@ class Verdict:
     seed: int
     minutes: float
     kafka: str
+    protocol: int
+    """The version of Kafka's transaction protocol that the proxies speak at most."""
     faults: dict[str, int] = field(default_factory=dict)
-    late_ends: int = 0
-    """Requests to end a Kafka transaction that came late or were not answered."""
+    late_ends: dict[str, int] = field(default_factory=dict)
+    """Requests to end a Kafka transaction that came late or were not answered, by what became of
+    them; `overtaken`: the proxy had gone on with the same transactional id when one arrived."""
     transactions: int = 0
     during: dict[str, int] = field(default_factory=dict)
     """Transactions that were prepared while a fault of a kind lasted."""
@@ -75,6 +82,9 @@ class Verdict:
     states: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     rest_s: float = 0.0
+    judge_s: float = 0.0
+    memory_mb: int = 0
+    """The most that the run and its judge needed, without Kafka, proxies and clients."""
     violations: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -99,10 +109,13 @@ class Soak:
         self._over = asyncio.Event()
         self._evil = EvilChecks(self._recorder)
         self._counts: Counter[str] = Counter()
-        self.verdict = Verdict(given.seed, given.minutes, given.kafka)
+        self._read = Topics()
+        self._lists: list[dict[str, str]] = []
+        self._rows: list[str] = []
+        self.verdict = Verdict(given.seed, given.minutes, given.kafka, given.protocol)
 
     async def run(self) -> None:
-        """Run it; the verdict says what came of it."""
+        """Run it, and read everything; `judge` looks at it."""
         create = self._kafka.create
         topics = [
             await asyncio.to_thread(create, f"target-{number}", parts)
@@ -121,17 +134,31 @@ class Soak:
             )
             for n in range(MORTALS)
         ]
+        given = self._given
+        bulk = BulkLoad(
+            Spec(
+                self._fleet.urls,
+                topics,
+                str(self._folder / "bulk.db"),
+                given.lanes,
+                given.pause_s,
+                self._seed,
+            ),
+            self._folder,
+        )
         field = Field(self._kafka, self._fleet, self._recorder, along, topics, mortals)
         try:
-            for mortal in mortals:
-                await mortal.launch()
+            for each in (*mortals, bulk):
+                await each.launch()
             async with contextlib.AsyncExitStack() as stack:
-                await self._under_load(stack, field, topics, small)
+                await self._under_load(stack, field, bulk, small)
                 await self._mortals_over(stack, mortals)
                 await self._rest()
+                add(self._recorder.history, await bulk.ended())
         except Exception as error:
             self.broke_off(error)
         finally:
+            await bulk.kill()
             for mortal in mortals:
                 await mortal.kill()
                 add(self._recorder.history, mortal.history())
@@ -143,7 +170,9 @@ class Soak:
         )
         read.along = seen
         with_deleted(read, field.deleted)
-        await self._judge(read)
+        self._read = read
+        self._lists = [await listed(proxy) for proxy in self._fleet.proxies]
+        self._rows = [*self._shop.rows(), *bulk.rows()]
 
     def broke_off(self, error: Exception) -> None:
         """Write down that it did not come to its end."""
@@ -151,12 +180,9 @@ class Soak:
         self.verdict.wrong.append(f"broke off: {error!r}")
 
     async def _under_load(
-        self, stack: contextlib.AsyncExitStack, field: Field, topics: list[str], small: str
+        self, stack: contextlib.AsyncExitStack, field: Field, bulk: BulkLoad, small: str
     ) -> None:
-        producers = [
-            await stack.enter_async_context(self._producer(number, group))
-            for number, group in enumerate(("orders", "orders", "bills"))
-        ]
+        topics = field.topics
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(
@@ -168,8 +194,6 @@ class Soak:
         watching = asyncio.create_task(self._watch())
         try:
             async with asyncio.TaskGroup() as group:
-                for n in range(self._given.lanes):
-                    group.create_task(self._lane(n, producers[n % len(producers)], topics))
                 for n in range(WEB_LANES):
                     group.create_task(self._web(n, topics[1]))
                 for n in range(ROUGH_LANES):
@@ -185,12 +209,14 @@ class Soak:
                 await nemesis.run(time.monotonic() + self._given.minutes * 60)
                 self._recorder.note("healed")
                 self._over.set()
+                bulk.no_more()
                 for mortal in field.mortals:
                     mortal.no_more()
                 self._evil.good = True
         finally:
             watching.cancel()
-            self.verdict.late_ends = sum(link.ghosts for link in self._kafka.links.values())
+            ends = sum((link.ghosts for link in self._kafka.links.values()), Counter[str]())
+            self.verdict.late_ends = dict(sorted(ends.items()))
             self.verdict.faults = dict(sorted(nemesis.counts.items()))
 
     # --- load ------------------------------------------------------------------------------
@@ -201,27 +227,11 @@ class Soak:
     def _caller(self, http: aiohttp.ClientSession, name: str) -> Caller:
         return Caller(http, self._fleet.urls, self._recorder, self._fate(f"{name}/caller"))
 
-    def _producer(self, number: int, group: str) -> TransactionalProducer:
-        urls = self._fleet.urls
-        return TransactionalProducer(
-            [*urls[number:], *urls[:number]],
-            group=group,
-            check=answering(self._shop, self._recorder),
-            limits=Limits(answer_timeout_s=3, heartbeat_s=3),
-        )
-
     async def _register(self) -> None:
         for kind in KINDS:
             group = group_of(kind)
             body = {"check_url": f"{self._evil.url}/{kind}"}
             await self._fleet.proxies[0].call("PUT", f"/v1/groups/{group}", body)
-
-    async def _lane(self, number: int, producer: TransactionalProducer, topics: list[str]) -> None:
-        fate = self._fate(f"lane-{number}")
-        lane = Lane(f"lane-{number}", producer, self._shop, self._recorder, topics, fate)
-        while not self._over.is_set():
-            await lane.run(1)
-            await asyncio.sleep(fate.uniform(0, 2 * self._given.pause_s))
 
     async def _web(self, number: int, topic: str) -> None:
         fate = self._fate(f"web-{number}")
@@ -237,6 +247,8 @@ class Soak:
         began = time.monotonic()
         while True:
             await asyncio.sleep(SAY_EVERY_S)
+            # What is remembered here only grows: nobody needs to look through it for garbage.
+            gc.freeze()
             calls = self._recorder.history.calls
             answered = sum(call.result == "ok" for call in calls)
             newest = [note.what for note in self._recorder.history.notes[-3:]]
@@ -250,7 +262,14 @@ class Soak:
     ) -> None:
         """Wait until those that may be killed have ended by themselves; somebody else of their
         group answers for what they left behind."""
-        await stack.enter_async_context(self._producer(0, GROUP))
+        await stack.enter_async_context(
+            TransactionalProducer(
+                self._fleet.urls,
+                group=GROUP,
+                check=answering(self._shop, self._recorder),
+                limits=Limits(answer_timeout_s=3, heartbeat_s=3),
+            )
+        )
         for mortal in mortals:
             await mortal.ended()
 
@@ -295,14 +314,15 @@ class Soak:
 
     # --- what came of it -------------------------------------------------------------------
 
-    async def _judge(self, read: Topics) -> None:
-        lists = [await listed(proxy) for proxy in self._fleet.proxies]
-        rows = self._shop.rows()
-        history = self._recorder.history
-        judge = Judge(history, read, rows)
+    def judge(self) -> None:
+        """Judge what was read; nothing of the run needs to be there any more."""
+        began = time.monotonic()
+        history, read = self._recorder.history, self._read
+        judge = Judge(history, read, self._rows)
         found = judge.judge()
+        self.verdict.judge_s = round(time.monotonic() - began, 1)
         held = judge.unsettled()
-        for proxy, each in zip(self._fleet.proxies, lists, strict=True):
+        for proxy, each in zip(self._fleet.proxies, self._lists, strict=False):
             if each != held:
                 apart = sorted(set(each.items()) ^ set(held.items()))[:5]
                 self.verdict.wrong.append(f"{proxy.url} lists something else: {apart}")
@@ -316,7 +336,8 @@ class Soak:
         self.verdict.violations = [f"{v.invariant} {v.id}: {v.why}" for v in found]
         if self._given.folder or found or self.verdict.wrong:
             kept = self._folder / "history"
-            save(Case(history, read, rows, lists[0]), kept)
+            states = self._lists[0] if self._lists else {}
+            save(Case(history, read, self._rows, states), kept)
             (kept / "violations.txt").write_text("\n".join(map(str, found[:STORIES_MAX])))
             say(f"kept in {kept}")
 
@@ -366,14 +387,17 @@ def report(verdict: Verdict, results: Path) -> bool:
     print(f"| {len(verdict.faults)} kinds | {total} | |\n")
     print("groups: " + ", ".join(f"{name} {n}" for name, n in verdict.groups.items()))
     print("calls: " + ", ".join(f"{name} {n}" for name, n in verdict.calls.items()))
-    print(f"ends of turns that were late or unanswered: {verdict.late_ends}")
+    ends = ", ".join(f"{how} {n}" for how, n in verdict.late_ends.items()) or "none"
+    print(f"ends of turns that were late or unanswered: {ends}")
     print("transactions: " + ", ".join(f"{name} {n}" for name, n in verdict.states.items()))
     for violation in verdict.violations[:SHOWN_MAX]:
         print(f"BROKEN: {violation}")
     for wrong in verdict.wrong:
         print(f"WRONG: {wrong}")
+    print(f"judged in {verdict.judge_s} s, with {verdict.memory_mb} MB")
     print(
-        f"seed {verdict.seed}, {verdict.minutes:g} min, Kafka {verdict.kafka}: "
+        f"seed {verdict.seed}, {verdict.minutes:g} min, Kafka {verdict.kafka}, "
+        f"protocol {verdict.protocol}: "
         f"{verdict.transactions} transactions, {total} faults of {len(verdict.faults)} kinds, "
         f"rest after {verdict.rest_s} s, {len(verdict.violations)} violations"
     )
@@ -399,7 +423,7 @@ async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
         try:
             await kafka.start()
             say("Kafka is there")
-            fleet = LinkedFleet(kafka, names)
+            fleet = LinkedFleet(kafka, names, protocol=given.protocol)
             run = Soak(kafka, fleet, folder, given)
             try:
                 await fleet.start()
@@ -410,6 +434,8 @@ async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
                 run.verdict.wrong += await fleet.end()
         finally:
             await kafka.close()
+    run.judge()
+    run.verdict.memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     return run.verdict
 
 
@@ -419,8 +445,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--kafka", default=DEFAULT_VERSION, help="Kafka's version")
-    parser.add_argument("--lanes", type=int, default=24, help="of the SDK's load")
-    parser.add_argument("--pause-s", type=float, default=0.1, help="of a lane, on average")
+    parser.add_argument("--lanes", type=int, default=300, help="of the SDK's load")
+    parser.add_argument("--pause-s", type=float, default=0.2, help="of a lane, on average")
+    parser.add_argument(
+        "--protocol",
+        type=int,
+        choices=PROTOCOLS,
+        default=PROTOCOLS[-1],
+        help="the newest version of Kafka's transaction protocol that proxies speak",
+    )
     parser.add_argument("--only", nargs="*", choices=list(FAULTS), help="only these faults")
     parser.add_argument("--folder", type=Path, help="keep what was seen there")
     parser.add_argument("--results", type=Path, default=Path("faults-results.jsonl"))
@@ -430,7 +463,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         parser.error(f"{folder} is not empty: an older run would be judged with this one")
-    verdict = asyncio.run(soak(folder, given))
+    verdict = uvloop.run(soak(folder, given))
     return 0 if report(verdict, given.results) else 1
 
 

@@ -6,12 +6,15 @@ import asyncio
 import random
 import struct
 from collections.abc import AsyncIterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
-from links import END_TXN, Ends, Link, Relay, read_frame, source_of
+from aiokafka.protocol.api import Request
+from links import END_TXN, OVERTAKEN, Ends, Link, Relay, read_frame, source_of, transactional_id
 
-_PRODUCE = 0
+from txbroker.kafka.transactions import FIRST, SECOND, First
+
+_FETCH, _ADD_PARTITIONS = 1, 24
 _SOON_S = 10.0
 _NOT_S = 0.15
 
@@ -28,9 +31,17 @@ class Always(random.Random):
         return 0.5
 
 
-def request(number: int, key: int = _PRODUCE, client: bytes = b"broker-2-fetcher-0") -> bytes:
-    """Return a request as a client sends it."""
-    body = struct.pack(">hhih", key, 1, number, len(client)) + client
+def request(
+    number: int,
+    key: int = _FETCH,
+    client: bytes = b"broker-2-fetcher-0",
+    *,
+    version: int = 1,
+    id: bytes = b"",
+) -> bytes:
+    """Return a request as a client sends it, the transactional id first."""
+    body = struct.pack(">hhih", key, version, number, len(client)) + client
+    body += struct.pack(">h", len(id)) + id
     return struct.pack(">i", len(body)) + body
 
 
@@ -146,11 +157,22 @@ async def test_cut_in_one_direction_the_other_still_passes(way: Way) -> None:
 async def test_a_late_end_comes_behind_requests_of_other_connections(way: Way) -> None:
     way.link.ends = Ends.LATE
     late, other = await way.line(), await way.line()
-    late[1].write(request(1, END_TXN))
-    other[1].write(request(2))
+    late[1].write(request(1, END_TXN, id=b"mine"))
+    other[1].write(request(2, _ADD_PARTITIONS, id=b"another's"))
     assert [await arrived(way), await arrived(way)] == [2, 1]
     assert await answered(late) == 1
-    assert way.link.ghosts == 1
+    assert +way.link.ghosts == {"late": 1}
+
+
+async def test_a_late_end_is_overtaken_by_what_is_sent_with_the_same_transactional_id(
+    way: Way,
+) -> None:
+    way.link.ends = Ends.LATE
+    late, other = await way.line(), await way.line()
+    late[1].write(request(1, END_TXN, id=b"mine"))
+    other[1].write(request(2, _ADD_PARTITIONS, id=b"mine"))
+    assert [await arrived(way), await arrived(way)] == [2, 1]
+    assert way.link.ghosts == {"late": 1, OVERTAKEN: 1}
 
 
 async def test_a_late_end_comes_though_its_connection_was_reset(way: Way) -> None:
@@ -187,3 +209,17 @@ async def test_reset_breaks_what_is_there_and_nothing_later(way: Way) -> None:
 )
 def test_a_broker_is_known_by_its_client_id(client: bytes, source: int) -> None:
     assert source_of(request(7, client=client)) == source
+
+
+@pytest.mark.parametrize("protocol", [FIRST, SECOND])
+def test_the_transactional_id_is_found_in_either_form_of_a_request(protocol: First) -> None:
+    whole = dict.fromkeys(range(99), (0, 99))
+    requests: list[Request[Any]] = [
+        protocol.begin("mine", 1000),
+        protocol.write("mine", 1000, [("topic", [(0, b"batch")])]),
+        protocol.end("mine", 1, 0, commit=True),
+    ]
+    for each in requests:
+        made = each.prepare(whole)
+        frame = made.build_request_header(1, "client").encode() + made.encode()
+        assert transactional_id(struct.pack(">i", len(frame)) + frame) == b"mine", made

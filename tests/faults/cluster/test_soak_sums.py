@@ -54,12 +54,12 @@ def test_a_run_with_violations_or_without_transactions_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "results.jsonl"
-    good = Verdict(1, 2.0, "4", {"disk full": 2}, transactions=10, during={"disk full": 4})
-    bad = Verdict(2, 2.0, "4", {"link cut": 1}, transactions=10, violations=["I1 x: lost"])
+    good = Verdict(1, 2.0, "4", 2, {"disk full": 2}, transactions=10, during={"disk full": 4})
+    bad = Verdict(2, 2.0, "4", 2, {"link cut": 1}, transactions=10, violations=["I1 x: lost"])
     assert report(good, results)
     assert not report(bad, results)
-    assert not report(Verdict(3, 2.0, "4"), results)
-    assert not report(Verdict(4, 2.0, "4", transactions=1, wrong=["broke off"]), results)
+    assert not report(Verdict(3, 2.0, "4", 2), results)
+    assert not report(Verdict(4, 2.0, "4", 2, transactions=1, wrong=["broke off"]), results)
     assert "BROKEN: I1 x: lost" in capsys.readouterr().out
     runs = [json.loads(line) for line in results.read_text().splitlines()]
     assert [run["violations"] for run in runs] == [0, 1, 0, 0]

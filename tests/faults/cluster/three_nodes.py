@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -128,6 +129,12 @@ class Node:
             await asyncio.wait_for(self._process.wait(), timeout_s)
         return not self.running
 
+    def knows(self, topic: str) -> bool:
+        """Whether it, and not only some other broker, has heard of a topic; blocks."""
+        # What a new client asks first can only go to the one broker that it has heard of.
+        admin = AdminClient({"bootstrap.servers": f"{_HOST}:{self.port}", "log_level": 0})
+        return topic in admin.list_topics(timeout=START_S).topics
+
     def said(self) -> str:
         """The last that it said."""
         lines = (self._folder / "kafka.log").read_text(errors="replace").splitlines()
@@ -226,11 +233,12 @@ class ThreeNodes:
             number: Node(number, folder / f"node-{number}", data[number], command)
             for number in NODES
         }
-        self.links = {
-            (source, number): Link(f"{source}>{number}", random.Random(f"{seed}/{source}/{number}"))
-            for source in (*self._clients, *map(str, NODES), "0")
-            for number in NODES
-        }
+        self.links: dict[tuple[str, int], Link] = {}
+        for source in (*self._clients, *map(str, NODES), "0"):
+            asked: Counter[bytes] = Counter()
+            for number in NODES:
+                fate = random.Random(f"{seed}/{source}/{number}")
+                self.links[source, number] = Link(f"{source}>{number}", fate, asked)
         self._relays: dict[tuple[int, str], Relay] = {}
 
     # --- life ----------------------------------------------------------------------------
@@ -308,11 +316,17 @@ class ThreeNodes:
         return int(self._admin.list_topics(topic, 5).topics[topic].partitions[partition].leader)
 
     def create(self, name: str, partitions: int = 1, **configs: str) -> str:
-        """Create a topic with all replicas; in configs `_` stands for `.`."""
+        """Create a topic with all replicas, and wait until every broker knows it; in configs `_`
+        stands for `.`."""
         config = {key.replace("_", "."): value for key, value in configs.items()}
         config.setdefault("retention.ms", "-1")
         new = NewTopic(name, partitions, REPLICATION, config=config)
         self._admin.create_topics([new])[name].result(30)
+        end = time.monotonic() + START_S
+        # Created is decided by the controller; the brokers hear of it a little later.
+        for node in self.nodes.values():
+            while not node.knows(name):
+                assert time.monotonic() < end, f"node {node.number} does not hear of {name}"
         return name
 
     def delete_records(self, before: Mapping[tuple[str, int], int]) -> None:

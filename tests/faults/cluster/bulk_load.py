@@ -1,0 +1,170 @@
+"""Most of a run's load: decent services on the SDK, in a process of their own, so that they do not
+wait for the relays, nor these for them.
+
+`bulk_load.py SPEC HISTORY` works until a line comes on its stdin, then only answers check-backs
+until its stdin is closed, and leaves its history as a pickle. `BulkLoad` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import pickle
+import random
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    _TESTS = Path(__file__).parents[2]
+    sys.path[:0] = [str(_TESTS / name) for name in ("faults", "cluster", "e2e", "")]
+
+import uvloop
+from judge import History
+from workload import Lane, Recorder, Shop, answering
+
+from txbroker.sdk import Limits, TransactionalProducer
+
+GROUPS = ("orders", "orders", "bills")
+_FREEZE_S = 20.0
+_END_S = 120.0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What it is to do.
+
+    Attributes:
+        urls: of the proxies.
+        topics: the targets.
+        database: of the business, its own.
+        lanes: how many transactions are under way at once.
+        pause_s: of a lane between two transactions, on average.
+        seed: of what is drawn.
+    """
+
+    urls: list[str]
+    topics: list[str]
+    database: str
+    lanes: int
+    pause_s: float
+    seed: int
+
+
+async def _lines() -> AsyncIterator[bytes]:
+    """Yield what is said on stdin, until it is closed."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    async for line in reader:
+        yield line
+
+
+async def _work(spec: Spec, history: Path) -> None:
+    recorder = Recorder()
+    shop = Shop(Path(spec.database))
+    over = asyncio.Event()
+
+    async def lane(number: int, producer: TransactionalProducer) -> None:
+        fate = random.Random(f"{spec.seed}/lane-{number}")
+        work = Lane(f"lane-{number}", producer, shop, recorder, spec.topics, fate)
+        while not over.is_set():
+            await work.run(1)
+            await asyncio.sleep(fate.uniform(0, 2 * spec.pause_s))
+
+    async with contextlib.AsyncExitStack() as stack:
+        producers = [
+            await stack.enter_async_context(
+                TransactionalProducer(
+                    [*spec.urls[number:], *spec.urls[:number]],
+                    group=group,
+                    check=answering(shop, recorder),
+                    limits=Limits(answer_timeout_s=3, heartbeat_s=3),
+                )
+            )
+            for number, group in enumerate(GROUPS)
+        ]
+        freezing = asyncio.create_task(_freeze())
+        async with asyncio.TaskGroup() as group:
+            for number in range(spec.lanes):
+                group.create_task(lane(number, producers[number % len(producers)]))
+            lines = _lines()
+            await anext(lines, b"")
+            over.set()
+        async for _ in lines:
+            pass
+        freezing.cancel()
+    shop.close()
+    with history.open("wb") as file:
+        pickle.dump(recorder.history, file, pickle.HIGHEST_PROTOCOL)
+
+
+async def _freeze() -> None:
+    """A history only grows: nobody needs to look through it for garbage."""
+    while True:
+        await asyncio.sleep(_FREEZE_S)
+        gc.freeze()
+
+
+class BulkLoad:
+    """The process.
+
+    Args:
+        folder: for its history.
+    """
+
+    def __init__(self, spec: Spec, folder: Path) -> None:
+        self._spec = spec
+        self._file = folder / "bulk.pickle"
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def launch(self) -> None:
+        """Start it."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            __file__,
+            json.dumps(asdict(self._spec)),
+            str(self._file),
+            stdin=asyncio.subprocess.PIPE,
+        )
+
+    def no_more(self) -> None:
+        """Let it begin nothing new; it still answers check-backs."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+
+    async def kill(self) -> None:
+        """End it, if it has not ended."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def ended(self) -> History:
+        """Let it end, and return what it did."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        process.stdin.close()
+        code = await asyncio.wait_for(process.wait(), _END_S)
+        assert code == 0, f"the load ended with {code}"
+        with self._file.open("rb") as file:
+            found = pickle.load(file)
+        self._file.unlink()
+        assert isinstance(found, History)
+        return found
+
+    def rows(self) -> list[str]:
+        """The ids of all orders in its database."""
+        shop = Shop(Path(self._spec.database))
+        try:
+            return shop.rows()
+        finally:
+            shop.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(_work(Spec(**json.loads(sys.argv[1])), Path(sys.argv[2])))
