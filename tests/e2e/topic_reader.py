@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from confluent_kafka.cimpl import NewTopic
 from judge import End, Header, Rec, Topics
 
 _READ_TIMEOUT_S = 15.0
+_KNOWN_MAX = 10_000
+_known: dict[Header, Header] = {}
 
 
 def create_topic(bootstrap: str, name: str, partitions: int = 1, **configs: str) -> str:
@@ -61,7 +64,7 @@ def _poll_all(consumer: Consumer, open_partitions: int) -> Iterable[Rec]:
 def record_of(message: Any) -> Rec:
     """Return what librdkafka gives as the judge takes it."""
     return Rec(
-        str(message.topic()),
+        sys.intern(str(message.topic())),
         int(message.partition() or 0),
         int(message.offset() or 0),
         int(message.timestamp()[1]),
@@ -72,8 +75,11 @@ def record_of(message: Any) -> Rec:
 
 
 def _headers(found: Any) -> tuple[Header, ...]:
-    """What librdkafka gives, which its types describe too widely."""
-    return tuple((name, value) for name, value in found or ())
+    """What librdkafka gives, which its types describe too widely; the same ones are one object, as
+    most are the same in every record of a long run."""
+    if len(_known) > _KNOWN_MAX:
+        _known.clear()
+    return tuple(_known.setdefault(each, each) for each in found or ())
 
 
 def assigned(

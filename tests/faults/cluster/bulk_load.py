@@ -29,7 +29,7 @@ from workload import Lane, Recorder, Shop, answering
 from txbroker.sdk import Limits, TransactionalProducer
 
 GROUPS = ("orders", "orders", "bills")
-_FREEZE_S = 20.0
+_SAY_EVERY_S = 20.0
 _END_S = 120.0
 
 
@@ -87,7 +87,7 @@ async def _work(spec: Spec, history: Path) -> None:
             )
             for number, group in enumerate(GROUPS)
         ]
-        freezing = asyncio.create_task(_freeze())
+        watching = asyncio.create_task(_watch(recorder))
         async with asyncio.TaskGroup() as group:
             for number in range(spec.lanes):
                 group.create_task(lane(number, producers[number % len(producers)]))
@@ -96,17 +96,19 @@ async def _work(spec: Spec, history: Path) -> None:
             over.set()
         async for _ in lines:
             pass
-        freezing.cancel()
+        watching.cancel()
     shop.close()
     with history.open("wb") as file:
         pickle.dump(recorder.history, file, pickle.HIGHEST_PROTOCOL)
 
 
-async def _freeze() -> None:
-    """A history only grows: nobody needs to look through it for garbage."""
+async def _watch(recorder: Recorder) -> None:
+    """Say how it goes."""
     while True:
-        await asyncio.sleep(_FREEZE_S)
+        await asyncio.sleep(_SAY_EVERY_S)
+        # A history only grows: nobody needs to look through it for garbage.
         gc.freeze()
+        print(f"         load: {recorder.finished} transactions tried", file=sys.stderr, flush=True)
 
 
 class BulkLoad:

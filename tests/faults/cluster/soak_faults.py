@@ -15,6 +15,7 @@ import gc
 import json
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -38,7 +39,7 @@ from bulk_load import BulkLoad, Spec
 from evidence import listed
 from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks
 from fleet import PARTITIONS, Web, owned_by
-from judge import Case, History, Judge, Topics, save
+from judge import Case, History, Judge, Seen, Topics, save
 from linked_fleet import PROTOCOLS, LinkedFleet
 from mortal_producer import GROUP, MortalProducer, add
 from nemesis import FAULTS, OVER, Field, Nemesis
@@ -72,6 +73,8 @@ class Verdict:
     protocol: int
     """The version of Kafka's transaction protocol that the proxies speak at most."""
     faults: dict[str, int] = field(default_factory=dict)
+    only: list[str] = field(default_factory=list)
+    """The kinds of faults that were chosen; empty: all."""
     late_ends: dict[str, int] = field(default_factory=dict)
     """Requests to end a Kafka transaction that came late or were not answered, by what became of
     them; `overtaken`: the proxy had gone on with the same transactional id when one arrived."""
@@ -112,7 +115,9 @@ class Soak:
         self._read = Topics()
         self._lists: list[dict[str, str]] = []
         self._rows: list[str] = []
-        self.verdict = Verdict(given.seed, given.minutes, given.kafka, given.protocol)
+        self.verdict = Verdict(
+            given.seed, given.minutes, given.kafka, given.protocol, only=given.only or []
+        )
 
     async def run(self) -> None:
         """Run it, and read everything; `judge` looks at it."""
@@ -164,11 +169,14 @@ class Soak:
                 add(self._recorder.history, mortal.history())
             await self._evil.close()
             self.verdict.wrong += field.wrong
+        # From here on there are only records, millions of objects that nobody drops.
+        gc.freeze()
+        gc.disable()
         seen = await asyncio.to_thread(along.end)
         read = await asyncio.to_thread(
             read_all, self._kafka.bootstrap, self._fleet.proxies[0].prefix, targets
         )
-        read.along = seen
+        read.along = shared(seen, read)
         with_deleted(read, field.deleted)
         self._read = read
         self._lists = [await listed(proxy) for proxy in self._fleet.proxies]
@@ -373,6 +381,12 @@ def during(history: History) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
+def shared(seen: Sequence[Seen], read: Topics) -> list[Seen]:
+    """Return what was seen along; what was read again in the end is not kept twice."""
+    known = {record: record for record in read.targets}
+    return [Seen(known.get(each.record, each.record), each.at) for each in seen]
+
+
 def say(text: str) -> None:
     """Tell whoever waits; stdout is for what came of it."""
     print(text, file=sys.stderr, flush=True)
@@ -464,7 +478,10 @@ def main() -> int:
     if any(folder.iterdir()):
         parser.error(f"{folder} is not empty: an older run would be judged with this one")
     verdict = uvloop.run(soak(folder, given))
-    return 0 if report(verdict, given.results) else 1
+    well = report(verdict, given.results)
+    if well and not given.folder:
+        shutil.rmtree(folder)
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ RESULTS = ("ok", "fail", "unknown")
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Body:
     """A message as a client sent it."""
 
@@ -25,7 +25,7 @@ class Body:
     timestamp_ms: int | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One call of a client.
 
@@ -52,7 +52,7 @@ class Call:
     messages: tuple[Body, ...] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A check-back that a client got, and its answer.
 
@@ -66,7 +66,7 @@ class Asked:
     messages: tuple[Body, ...] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Note:
     """What else happened: a fault; `healed`: the last fault is over; `quiet`: all is settled."""
 

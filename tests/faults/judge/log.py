@@ -18,7 +18,7 @@ _FIXED = ("txb-v", "txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
 _ASK_SPACING_MS = 1000
 
 
-@dataclass
+@dataclass(slots=True)
 class Placed:
     """A message with its target partition, as half or op hold it."""
 
@@ -30,7 +30,7 @@ class Placed:
     timestamp_ms: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """A check that the log accepts: its append time, how many count with it, and its round."""
 
@@ -39,7 +39,7 @@ class Attempt:
     round: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Tx:
     """A transaction as the log tells it.
 
@@ -253,7 +253,7 @@ def _read_op(records: Sequence[Rec], found: dict[str, Tx]) -> None:
             continue
         try:
             marker = dict(json.loads(record.value or b""))
-            following = records[place + 1 :][: marker.get("contents", 0)]
+            following = records[place + 1 : place + 1 + marker.get("contents", 0)]
             contents = [_half_part(each)[1] for each in following]
         except (ValueError, TypeError):
             continue

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 Header = tuple[str, bytes | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rec:
     """A record as a consumer reads it."""
 
@@ -30,7 +30,7 @@ class Rec:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Seen:
     """A record of a target as the reader that reads along got it, and when (seconds)."""
 
@@ -38,7 +38,7 @@ class Seen:
     at: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class End:
     """Where a partition ended when everything had come to rest: behind its last record, and
     behind what read_committed consumers are given."""

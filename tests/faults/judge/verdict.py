@@ -113,7 +113,9 @@ class Judge:
         return list(self._found.values())
 
     def _violated(self, invariant: str, id: str, why: str) -> None:
-        self._found.setdefault((invariant, id, why), Violation(invariant, id, why, self.story(id)))
+        key = (invariant, id, why)
+        if key not in self._found:
+            self._found[key] = Violation(invariant, id, why, self.story(id))
 
     def story(self, id: str) -> str:
         """All that is known of a transaction, in the order of time, line by line."""
