@@ -23,10 +23,21 @@ class PlacedProxy(World):
         super().__init__(bootstrap, listen=f"127.0.0.1:{port}", **settings)
         self.url = f"http://127.0.0.1:{port}"
 
+    async def again(self) -> None:
+        """Start it again, whatever it does."""
+        await self.kill()
+        await self.launch()
+
     @property
     def died(self) -> int | None:
         """The exit code of a proxy that has ended though nobody ended it; else None."""
         return None if self._process is None else self._process.returncode
+
+    @property
+    def found_no_kafka(self) -> bool:
+        """Whether it has ended at its start because no broker answered, as it should."""
+        last = self.stderr[-1] if self.stderr else ""
+        return self.died == 1 and last.startswith("Error: ") and "Kafka" in last
 
 
 class LinkedFleet(Fleet):
@@ -57,6 +68,20 @@ class LinkedFleet(Fleet):
             for proxy in self.placed:
                 proxy.program = older
         self.proxies = list(self.placed)
+
+    async def supervise(self) -> list[str]:
+        """Start again whoever has ended though nobody ended it, as a machine's supervisor does;
+        return what was wrong with that."""
+        wrong = []
+        for number, proxy in enumerate(self.placed):
+            code = proxy.died
+            if code is None:
+                continue
+            if not proxy.found_no_kafka:
+                said = " | ".join(proxy.stderr[-3:])
+                wrong.append(f"proxy-{number} ended by itself: {code}: {said[-300:]}")
+            await proxy.again()
+        return wrong
 
     async def end(self) -> list[str]:
         """End all of them; return what was wrong with it."""

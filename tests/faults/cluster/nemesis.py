@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaException
-from linked_fleet import LinkedFleet
+from linked_fleet import LinkedFleet, PlacedProxy
 from links import Ends, Link
 from mortal_producer import MortalProducer
 from readers import Along
@@ -93,9 +93,11 @@ def _proxies(field: Field, proxies: Sequence[World], inject: str, heal: str) -> 
 
     async def all_of_them(what: str) -> None:
         for proxy in proxies if what else ():
-            done = getattr(proxy, what)()
-            if done is not None:
-                await done
+            # Who has just ended because Kafka was away can neither hang nor wake up.
+            with contextlib.suppress(ProcessLookupError):
+                done = getattr(proxy, what)()
+                if done is not None:
+                    await done
 
     names = [field.name(proxy) for proxy in proxies]
     return Fault(
@@ -121,7 +123,7 @@ def _proxies_two_hang(field: Field, fate: random.Random) -> Fault:
 
 
 def _proxy_stopped(field: Field, fate: random.Random) -> Fault:
-    proxy = fate.choice(field.fleet.proxies)
+    proxy = fate.choice(field.fleet.placed)
     return Fault(
         field.name(proxy),
         frozenset([field.name(proxy)]),
@@ -130,8 +132,11 @@ def _proxy_stopped(field: Field, fate: random.Random) -> Fault:
     )
 
 
-async def _stop(field: Field, proxy: World) -> None:
+async def _stop(field: Field, proxy: PlacedProxy) -> None:
     """Ask a proxy to end, which it must do whatever else is broken."""
+    if proxy.found_no_kafka:
+        await proxy.kill()
+        return
     began = time.monotonic()
     code: int | None = None
     with contextlib.suppress(TimeoutError):
@@ -159,7 +164,7 @@ def _proxy_bounced(field: Field, fate: random.Random) -> Fault:
 
 def _rolling_restart(field: Field, fate: random.Random) -> Fault:
     async def roll() -> None:
-        for proxy in field.fleet.proxies:
+        for proxy in field.fleet.placed:
             await _stop(field, proxy)
             await proxy.launch()
             await asyncio.sleep(1)
@@ -446,11 +451,7 @@ class Nemesis:
     async def _nobody_died(self) -> None:
         """Whoever has ended though nobody ended it is told of, and started again."""
         field = self._field
-        for proxy in field.fleet.placed:
-            if (code := proxy.died) is not None:
-                field.wrong.append(f"{field.name(proxy)} ended by itself: {code}")
-                await proxy.kill()
-                await proxy.launch()
+        field.wrong += await field.fleet.supervise()
         for number, node in field.kafka.nodes.items():
             if not node.running:
                 field.wrong.append(f"node-{number} ended by itself: {node.said()[-300:]}")

@@ -303,8 +303,9 @@ class Soak:
 
     async def _owned(self) -> bool:
         """Whether every partition has one owner, and all proxies are ready."""
-        proxies = self._fleet.proxies
-        if not all([await proxy.is_ready() for proxy in proxies]):
+        proxies = self._fleet.placed
+        self.verdict.wrong += await self._fleet.supervise()
+        if not all([proxy.died is None and await proxy.is_ready() for proxy in proxies]):
             return False
         owned = [number for proxy in proxies for number in await owned_by(proxy)]
         return sorted(owned) == list(range(PARTITIONS))

@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import cast
 
+from linked_fleet import LinkedFleet, PlacedProxy
 from links import Link
 from nemesis import FAULTS, NONE_SHARE, Fault, Field, Nemesis
 from three_nodes import NODES
@@ -40,7 +41,7 @@ def field() -> Field:
     proxies = [SimpleNamespace(prefix="txbroker", launch=None) for _ in range(3)]
     made = SimpleNamespace(
         kafka=Kafka(),
-        fleet=SimpleNamespace(proxies=proxies),
+        fleet=SimpleNamespace(proxies=proxies, placed=proxies),
         topics=["one", "two"],
         mortals=[SimpleNamespace(name="mortal-0", kill=None, launch=None)],
     )
@@ -103,3 +104,27 @@ async def test_links_are_whole_again_when_healed() -> None:
 def _whole(link: Link) -> bool:
     fresh = Link("", random.Random(1))
     return link.state() == fresh.state()
+
+
+async def test_who_found_no_kafka_is_started_again_and_who_ended_otherwise_is_told_of() -> None:
+    fleet = LinkedFleet.__new__(LinkedFleet)
+    fleet.placed = [Ended(None), Ended(1, "Error: no connection to Kafka at a:1"), Ended(1, "bug")]
+    assert await fleet.supervise() == ["proxy-2 ended by itself: 1: bug"]
+    assert [cast(Ended, proxy).started for proxy in fleet.placed] == [0, 1, 1]
+
+
+class Ended(PlacedProxy):
+    """A proxy that has ended, or has not."""
+
+    def __init__(self, code: int | None, *said: str) -> None:
+        super().__init__("", 1)
+        self.code = code
+        self.stderr = list(said)
+        self.started = 0
+
+    @property
+    def died(self) -> int | None:
+        return self.code
+
+    async def again(self) -> None:
+        self.started += 1
