@@ -1,6 +1,7 @@
-"""Prints what the fault runs of a results file came to, as a table in Markdown.
+"""Prints the page of what fault runs came to, from a file of their results.
 
-Run as `python tests/faults/cluster/runs_table.py faults-results.jsonl`.
+Run as `python tests/faults/cluster/runs_table.py docs/reference/fault-runs.jsonl`; with `--compact`
+it prints the lines of the file again, without what the page does not tell.
 """
 
 from __future__ import annotations
@@ -12,8 +13,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+Run = dict[str, Any]
 
-def table(runs: Sequence[dict[str, Any]]) -> str:
+SOAK = "python tests/faults/cluster/soak_faults.py"
+_KEPT = (
+    *("at", "seed", "minutes", "kafka", "protocol", "only", "faults", "during", "late_ends"),
+    *("transactions", "states", "rest_s", "violations", "broken", "wrong"),
+)
+_INTRODUCTION = f"""\
+# Fault runs
+What the runs of [soak txbroker while everything breaks](../how-to/soak-with-faults.md) came to that
+were made with this code: three proxies on a real Kafka of three nodes, under load, while brokers,
+proxies and links break; then all is healed, everything is read, and the independent
+[judge](history.md#what-is-judged) looks at every transaction. Simulated runs and
+[crashes at named moments](failpoints.md) are not counted here.
+
+Made by `python tests/faults/cluster/runs_table.py docs/reference/fault-runs.jsonl`. Any row of the
+second table can be run again with the command in it, behind `{SOAK}`.
+"""
+
+
+def table(runs: Sequence[Run]) -> str:
     """Return a line for each kind of fault, and one for all runs together."""
     times: Counter[str] = Counter()
     in_runs: Counter[str] = Counter()
@@ -36,16 +56,97 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     ]
     lines.append(
         f"| **{len(times)} kinds** | {times.total()} | {len(runs)} "
-        f"| {sum(run['transactions'] for run in runs):,} "
+        f"| {sum(run['transactions'] for run in runs):,} in all "
         f"| {sum(run['violations'] for run in runs)} |"
     )
     return "\n".join(lines)
 
 
+def together(runs: Sequence[Run]) -> str:
+    """Return the sums of all runs, in words."""
+    transactions, violations = (
+        sum(run[word] for run in runs) for word in ("transactions", "violations")
+    )
+    faults = sum((Counter(run["faults"]) for run in runs), Counter[str]())
+    minutes = sum(run["minutes"] for run in runs)
+    return (
+        f"{transactions:,} transactions in {len(runs)} runs of {minutes:g} minutes, "
+        f"{faults.total():,} faults of {len(faults)} kinds, {violations} violations"
+    )
+
+
+def command(run: Run) -> str:
+    """Return the options with which a run was made."""
+    words = [f"--seed {run['seed']} --minutes {run['minutes']:g}", f"--kafka {run['kafka']}"]
+    words += [f"--protocol {run['protocol']}"] if run["protocol"] == 1 else []
+    words += ["--only", *(f'"{kind}"' for kind in run["only"])] if run["only"] else []
+    return " ".join(words)
+
+
+def each_run(runs: Sequence[Run]) -> str:
+    """Return a line for each run."""
+    lines = [
+        "| run | transactions | faults | kinds | rest after | violations |",
+        "| --- | --: | --: | --: | --: | --: |",
+    ]
+    lines += [
+        f"| `{command(run)}` | {run['transactions']:,} | {sum(run['faults'].values())} "
+        f"| {len(run['faults'])} | {run['rest_s']:.0f} s | {run['violations']} |"
+        for run in runs
+    ]
+    return "\n".join(lines)
+
+
+def late_ends(runs: Sequence[Run]) -> str:
+    """Return how often the end of a Kafka transaction was late, by version of the protocol."""
+    found: dict[int, Counter[str]] = {1: Counter(), 2: Counter()}
+    for run in runs:
+        found[run["protocol"]].update(run["late_ends"])
+    lines = [
+        "| protocol | late | late, connection reset | unanswered | overtaken |",
+        "| --- | --: | --: | --: | --: |",
+    ]
+    ways = ("late", "late and reset", "unanswered", "overtaken")
+    lines += [
+        f"| {'first' if version == 1 else 'second'} | "
+        + " | ".join(f"{counts[way]:,}" for way in ways)
+        + " |"
+        for version, counts in found.items()
+    ]
+    return "\n".join(lines)
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Return the page."""
+    return f"""\
+{_INTRODUCTION}
+Together: {together(runs)}.
+
+## By fault
+A transaction counts with every fault that lasted while it was prepared.
+
+{table(runs)}
+
+## By run
+{each_run(runs)}
+
+## Late ends of Kafka transactions
+In both versions of Kafka's transaction protocol. Overtaken: the request arrived when its proxy had
+gone on with the same transactional id.
+
+{late_ends(runs)}
+"""
+
+
 def main() -> int:
-    """Print the table of the file that is named."""
-    text = Path(sys.argv[1]).read_text()
-    print(table([json.loads(line) for line in text.splitlines()]))
+    """Print what was asked for."""
+    *options, name = sys.argv[1:]
+    runs = [json.loads(line) for line in Path(name).read_text().splitlines()]
+    if options == ["--compact"]:
+        for run in runs:
+            print(json.dumps({key: run[key] for key in _KEPT}, separators=(",", ":")))
+    else:
+        print(page(runs), end="")
     return 0
 
 

@@ -18,6 +18,7 @@ from three_nodes import free_ports
 from txbroker.errors import AlreadyDecided, OwnerUnavailable
 from txbroker.sdk import Message
 
+ROOT = Path(__file__).parents[3]
 _MESSAGE = Message("topic", None, b"\xff", (("token", b"t"),))
 
 
@@ -55,7 +56,9 @@ def test_a_run_with_violations_or_without_transactions_fails(
 ) -> None:
     results = tmp_path / "results.jsonl"
     good = Verdict(1, 2.0, "4", 2, {"disk full": 2}, transactions=10, during={"disk full": 4})
-    bad = Verdict(2, 2.0, "4", 2, {"link cut": 1}, transactions=10, violations=["I1 x: lost"])
+    good.late_ends = {"late and reset": 1}
+    bad = Verdict(2, 2.0, "4", 1, {"link cut": 1}, transactions=10, violations=["I1 x: lost"])
+    bad.only, bad.late_ends = ["link cut"], {"late and reset": 7, "overtaken": 3}
     assert report(good, results)
     assert not report(bad, results)
     assert not report(Verdict(3, 2.0, "4", 2), results)
@@ -63,9 +66,12 @@ def test_a_run_with_violations_or_without_transactions_fails(
     assert "BROKEN: I1 x: lost" in capsys.readouterr().out
     runs = [json.loads(line) for line in results.read_text().splitlines()]
     assert [run["violations"] for run in runs] == [0, 1, 0, 0]
-    table = runs_table.table(runs)
-    assert "| disk full | 2 | 1 | 4 | 0 |" in table
-    assert "| **2 kinds** | 3 | 4 | 21 | 1 |" in table
+    page = runs_table.page(runs)
+    assert "21 transactions in 4 runs of 8 minutes, 3 faults of 2 kinds, 1 violations" in page
+    assert "| disk full | 2 | 1 | 4 | 0 |" in page
+    assert "| **2 kinds** | 3 | 4 | 21 in all | 1 |" in page
+    assert '| `--seed 2 --minutes 2 --kafka 4 --protocol 1 --only "link cut"` | 10 | 1 |' in page
+    assert "| first | 0 | 7 | 0 | 3 |\n| second | 0 | 1 | 0 | 0 |" in page
 
 
 def test_a_killed_producer_has_written_down_what_it_did(tmp_path: Path) -> None:
@@ -104,3 +110,10 @@ def test_ports_are_given_once_and_none_that_the_system_gives_away() -> None:
     if sys.platform == "linux":
         lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
         assert max(ports) < lowest
+
+
+def test_the_page_of_fault_runs_is_made_of_its_results() -> None:
+    results = ROOT / "docs/reference/fault-runs.jsonl"
+    runs = [json.loads(line) for line in results.read_text().splitlines()]
+    assert results.with_suffix(".md").read_text() == runs_table.page(runs)
+    assert not any(run["violations"] or run["wrong"] for run in runs)
