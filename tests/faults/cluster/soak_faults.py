@@ -71,7 +71,7 @@ class Verdict:
     minutes: float
     kafka: str
     protocol: int
-    """The version of Kafka's transaction protocol that the proxies speak at most."""
+    """The version of Kafka's transaction protocol that is spoken."""
     faults: dict[str, int] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
     """The kinds of faults that were chosen; empty: all."""
@@ -116,7 +116,11 @@ class Soak:
         self._lists: list[dict[str, str]] = []
         self._rows: list[str] = []
         self.verdict = Verdict(
-            given.seed, given.minutes, given.kafka, given.protocol, only=given.only or []
+            given.seed,
+            given.minutes,
+            given.kafka,
+            spoken(given.kafka, given.protocol),
+            only=given.only or [],
         )
 
     async def run(self) -> None:
@@ -386,6 +390,12 @@ def shared(seen: Sequence[Seen], read: Topics) -> list[Seen]:
     """Return what was seen along; what was read again in the end is not kept twice."""
     known = {record: record for record in read.targets}
     return [Seen(known.get(each.record, each.record), each.at) for each in seen]
+
+
+def spoken(kafka: str, newest: int) -> int:
+    """Return the version of the transaction protocol that proxies of at most `newest` speak with a
+    version of Kafka; the second came with 4.0."""
+    return newest if int(kafka.partition(".")[0]) >= 4 else PROTOCOLS[0]
 
 
 def say(text: str) -> None:

@@ -12,7 +12,7 @@ import runs_table
 from judge import Asked, Call, History, Note, Rec, Seen, Topics
 from mortal_producer import WrittenDown, add, written
 from nemesis import OVER
-from soak_faults import Verdict, during, report, with_deleted
+from soak_faults import Verdict, during, report, shared, spoken, with_deleted
 from three_nodes import free_ports
 
 from txbroker.errors import AlreadyDecided, OwnerUnavailable
@@ -49,6 +49,14 @@ def test_what_was_deleted_is_known_from_the_reader_along_and_nothing_else_is() -
     with_deleted(read, {("topic", 0): 3})
     assert sorted(record.offset for record in read.targets) == [0, 1, 2, 3]
     assert all(record.partition == 0 for record in read.targets)
+
+
+def test_what_was_read_twice_is_kept_once_and_what_was_not_is_kept_as_it_was() -> None:
+    read = Topics(targets=[_record(1)])
+    seen = [Seen(_record(1), 1.0), Seen(_record(2), 2.0)]
+    found = shared(seen, read)
+    assert found == seen
+    assert found[0].record is read.targets[0]
 
 
 def test_a_run_with_violations_or_without_transactions_fails(
@@ -110,6 +118,15 @@ def test_ports_are_given_once_and_none_that_the_system_gives_away() -> None:
     if sys.platform == "linux":
         lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
         assert max(ports) < lowest
+
+
+def test_old_brokers_are_spoken_with_in_the_first_protocol() -> None:
+    assert [spoken(kafka, newest) for kafka in ("3.9.1", "4.3.1") for newest in (1, 2)] == [
+        1,
+        1,
+        1,
+        2,
+    ]
 
 
 def test_the_page_of_fault_runs_is_made_of_its_results() -> None:
