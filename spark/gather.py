@@ -249,14 +249,13 @@ def _plain_verdict() -> dict[str, Column]:
     topics = F.when(single, F.array(half["topic"])).otherwise(
         F.array_distinct(F.col("half")["topic"])
     )
-    tells = commit & F.forall("visible", lambda row: row["append_time"])
-    places = F.transform(
-        "visible",
-        lambda row: F.struct(row["topic"], row["partition"], row["offset"], row["seq"]),
+    shown = F.get("visible", F.lit(0))
+    every = F.when(single, shown["append_time"]).otherwise(
+        F.forall("visible", lambda row: row["append_time"])
     )
-    ordered = F.transform(
-        "visible", lambda row: F.struct(row["topic"], row["partition"], row["offset"])
-    )
+    last_ms = F.when(single, shown["at_ms"]).otherwise(F.array_max(F.col("visible")["at_ms"]))
+    places = _visible_at(single & commit, ("topic", "partition", "offset", "seq"))
+    ordered = _visible_at(single, ("topic", "partition", "offset"))
     return {
         "day": _day(id_time_ms(F.col("id"))),
         "verdict": F.when(marker.isNull(), "pending").otherwise("settled"),
@@ -269,7 +268,7 @@ def _plain_verdict() -> dict[str, Column]:
             F.array_max(F.col("half")["clock_ms"])
         ),
         "decided_at_ms": marker["at_ms"],
-        "visible_at_ms": F.when(tells, F.array_max(F.col("visible")["at_ms"])),
+        "visible_at_ms": F.when(commit & every, last_ms),
         "attempts": F.lit(0),
         "messages": F.size("half"),
         "topics": topics,
@@ -282,6 +281,14 @@ def _plain_verdict() -> dict[str, Column]:
         "order_mark": half["order_mark"],
         "ordered": F.when(commit & half["order_mark"].isNotNull(), ordered),
     }
+
+
+def _visible_at(one: Column, fields: tuple[str, ...]) -> Column:
+    """Return these fields of all that is visible; `one`: whether that is one record."""
+    shown = F.get("visible", F.lit(0))
+    return F.when(one, F.array(F.struct(*(shown[name] for name in fields)))).otherwise(
+        F.transform("visible", lambda row: F.struct(*(row[name] for name in fields)))
+    )
 
 
 def _day(id_ms: Column) -> Column:

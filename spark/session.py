@@ -26,7 +26,10 @@ from txbroker.spark.trouble import in_words, why_not_launched, why_not_started
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_COMPILE_LONG = "-XX:-DontCompileHugeMethods"
+"""What Spark generates for a wide row is one long method, which Java would interpret for ever."""
 _DEFAULTS = {
+    "spark.executor.extraJavaOptions": _COMPILE_LONG,
     "spark.driver.memory": "2g",  # where the driver does all the work, 1g spills early
     "spark.ui.enabled": "false",  # no port is opened unasked
     "spark.ui.showConsoleProgress": "false",  # we have our own
@@ -202,10 +205,10 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
     if settings.conf.get("spark.jars.packages"):
         packages = settings.conf["spark.jars.packages"]
         conf["spark.jars.packages"] = f"{connector.coordinates(pyspark.__version__)},{packages}"
-    java_options = settings.conf.get("spark.driver.extraJavaOptions", "")
-    conf["spark.driver.extraJavaOptions"] = (
-        f"{log_conf(settings.verbose, folder)} {java_options}".strip()
-    )
+    # What is given comes last, so it counts.
+    given = settings.conf.get("spark.driver.extraJavaOptions", "")
+    options = (log_conf(settings.verbose, folder), _COMPILE_LONG, given)
+    conf["spark.driver.extraJavaOptions"] = " ".join(options).strip()
     return conf
 
 
