@@ -30,6 +30,11 @@ ADMIN_TIMEOUT_S = 60.0
 """A Kafka that was stopped for a moment may take longer than ten seconds over its first answer."""
 
 
+def now_ms() -> int:
+    """Return the time, ms since 1970; retention takes records that are much older."""
+    return round(time.time() * 1000)
+
+
 class KafkaWorld:
     """One test's own topics on a shared Kafka, and the doors that it opens on them."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 
 import pytest
 from cluster_world import Proxies
+from kafka_world import now_ms
 from service_world import unique, until
 
 from txbroker.contract import DecideRequest, PrepareRequest
@@ -38,10 +38,6 @@ RACED = 5000
 async def topic(two: Proxies) -> str:
     """A target of the test's own."""
     return await two.running["one"].topic()
-
-
-def now_ms() -> int:
-    return round(time.time() * 1000)
 
 
 # --- exact answers through the wrong proxy ---------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from door_records import bare, commit, new_claim, progress, turn
+from kafka_world import now_ms
 
 from txbroker.core.records import Cause, Record
 from txbroker.door import (
@@ -164,7 +165,7 @@ async def test_a_turn_larger_than_a_batch_is_still_one_turn(world: Any, door: Do
     assert isinstance(await door.targets.examine(topic), TargetFacts)
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
-    targets = [Target(topic, 0, Record(b"%d" % n, bytes(900), (), 1)) for n in range(9)]
+    targets = [Target(topic, 0, Record(b"%d" % n, bytes(900), (), now_ms())) for n in range(9)]
     handle = await partition.write(turn(mine, 1, *targets))
     await handle.visible()
     assert list(handle.offsets) == list(range(9))
@@ -190,8 +191,12 @@ async def test_a_later_claim_fences_both_producers_of_the_earlier(
     await later.claim(second)
     for _ in range(2):
         with pytest.raises(Fenced):
-            await commit(earlier, turn(first, 9, Target(topic, 0, Record(b"zombie", b"", (), 1))))
-    await (await later.write(turn(second, 1, Target(topic, 0, Record(b"x", b"", (), 1))))).visible()
+            await commit(
+                earlier, turn(first, 9, Target(topic, 0, Record(b"zombie", b"", (), now_ms())))
+            )
+    await (
+        await later.write(turn(second, 1, Target(topic, 0, Record(b"x", b"", (), now_ms()))))
+    ).visible()
     assert [record.key for record in await world.visible(topic)] == [b"x"]
     assert (await later.claim(new_claim())).progress == progress(second.claim, 1)
 
@@ -235,14 +240,14 @@ async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Doo
     small = await world.create_topic("small", max_message_bytes="1000")
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
-    await commit(partition, turn(mine, 1, Target(good, 0, Record(b"before", b"", (), 1))))
+    await commit(partition, turn(mine, 1, Target(good, 0, Record(b"before", b"", (), now_ms()))))
     with pytest.raises(TurnRefused) as refused:
         await partition.write(
             turn(
                 mine,
                 2,
-                Target(good, 0, Record(b"with it", b"", (), 1)),
-                Target(small, 0, Record(b"large", bytes(2000), (), 1)),
+                Target(good, 0, Record(b"with it", b"", (), now_ms())),
+                Target(small, 0, Record(b"large", bytes(2000), (), now_ms())),
                 parked=(Record(b"id/0", b"kept"),),
             )
         )
@@ -253,8 +258,8 @@ async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Doo
     again = new_claim()
     assert (await partition.claim(again)).progress == progress(mine.claim, 1)
     promoted = (
-        Target(small, 0, Record(b"fits", b"", (), 1)),
-        Target(good, 0, Record(b"after", b"", (), 1)),
+        Target(small, 0, Record(b"fits", b"", (), now_ms())),
+        Target(good, 0, Record(b"after", b"", (), now_ms())),
     )
     await (await partition.write(turn(again, 2, *promoted))).visible()
     assert [record.key for record in await world.visible(good)] == [b"before", b"after"]

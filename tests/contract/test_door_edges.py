@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from door_records import bare, commit, new_claim, progress, turn
+from kafka_world import now_ms
 from msgspec import structs
 
 from txbroker.core.codec import encode_claim
@@ -100,7 +101,7 @@ async def test_what_an_aborted_turn_parked_is_not_picked(world: Any, door: Door)
     small = await world.create_topic("small", max_message_bytes="1000")
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
-    large = Target(small, 0, Record(b"large", bytes(2000), (), 1))
+    large = Target(small, 0, Record(b"large", bytes(2000), (), now_ms()))
     with pytest.raises(TurnRefused):
         await partition.write(turn(mine, 1, large, parked=(Record(b"id/0", b"lost"),)))
     again = new_claim()

@@ -4,9 +4,9 @@ a real Kafka."""
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
+from kafka_world import now_ms
 from service_world import Client, Json, Service, unique, until
 
 from txbroker.core.ids import make_id, parse_id
@@ -32,10 +32,6 @@ HEADERS: tuple[Header, ...] = (
     ("txb-id", b"a user's own"),
     ("naïve", b""),
 )
-
-
-def now_ms() -> int:
-    return round(time.time() * 1000)
 
 
 # --- commit and rollback ---------------------------------------------------------------------

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
-from kafka_world import KafkaWorld
+from kafka_world import KafkaWorld, now_ms
 from producer_states import producer_ids, transactional_ids
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
@@ -61,7 +61,7 @@ async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
     partition = (await world.door()).partition(0)
     await partition.claim(claim("before"))
     for op in (1, 2):
-        target = Target(topic, 0, Record(b"%d" % op, b"", (), 1))
+        target = Target(topic, 0, Record(b"%d" % op, b"", (), now_ms()))
         await (await partition.write(turn("before", op, target))).visible()
     ours = {f"{world.name('half')}-0-{side}" for side in "ab"}
     assert ours <= await transactional_ids(onlooker)
@@ -77,7 +77,7 @@ async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
         found = await partition.claim(claim("after"))
         assert found.progress == turn("before", 2).progress
         for op in (3, 4, 5):
-            target = Target(topic, 0, Record(b"%d" % op, b"", (), 1))
+            target = Target(topic, 0, Record(b"%d" % op, b"", (), now_ms()))
             await (await partition.write(turn("after", op, target))).visible()
     keys = [record.key for record in await world.visible(topic)]
     assert keys == [b"1", b"2", b"3", b"4", b"5"]
@@ -97,11 +97,11 @@ async def test_a_later_owner_fences_an_earlier_one_whose_ids_were_forgotten(
 
     await until(forgotten)
     await later.claim(claim("later"))
-    zombie = Target(topic, 0, Record(b"zombie", b"", (), 1))
+    zombie = Target(topic, 0, Record(b"zombie", b"", (), now_ms()))
     for _ in range(2):
         with pytest.raises(TurnLost):
             await earlier.write(turn("earlier", 2, zombie))
-    good = Target(topic, 0, Record(b"good", b"", (), 1))
+    good = Target(topic, 0, Record(b"good", b"", (), now_ms()))
     await (await later.write(turn("later", 2, good))).visible()
     assert [record.key for record in await world.visible(topic)] == [b"good"]
 

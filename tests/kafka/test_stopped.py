@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kafka_world import KafkaWorld
+from kafka_world import KafkaWorld, now_ms
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import AppendUnknown, Target, Turn, TurnLost
@@ -131,7 +131,7 @@ async def test_a_killed_kafka_is_found_again_with_what_it_acknowledged(
     await door.groups.load(groups.__setitem__)
     await partition.claim(claim("before"))
     await partition.half.append([Record(b"before", b"")])
-    target = Target(topic, 0, Record(b"x", b"", (), 1))
+    target = Target(topic, 0, Record(b"x", b"", (), now_ms()))
     progress = Progress(RECORD_VERSION, "before", 1, 1)
     await (await partition.write(Turn((target,), (), progress))).committed()
     await asyncio.to_thread(kafka.kill)
