@@ -57,8 +57,11 @@ test-long: $(VENV)/.dev ## Run the long tests too: other Kafka versions, mutants
 		TXBROKER_TEST_KAFKA_VERSION=$$version $(PYTEST) tests/contract tests/kafka; done
 
 .PHONY: test-faults
-test-faults: $(VENV)/.dev ## Crash proxies at every moment of a transaction, on a real Kafka
+test-faults: $(VENV)/.dev ## Half an hour of crashes at every moment, and of real faults on three brokers
 	@$(BIN)/python tests/faults/crash_run.py
+	@$(BIN)/python tests/faults/cluster/soak_faults.py --minutes 15
+	@$(BIN)/python tests/faults/cluster/soak_faults.py --minutes 4 --protocol 1 --only \
+		"end of a turn late" "end of a turn late, connection reset" "end of a turn unanswered"
 
 .PHONY: soak-faults
 soak-faults: $(VENV)/.dev ## Break brokers, proxies and links under load, for MINUTES (10)
@@ -108,6 +111,7 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
 	@$(BIN)/python -m txbroker.proxy.events > docs/reference/logs.md
 	@$(BIN)/python tests/faults/crash_cases.py > docs/reference/failpoints.md
+	@$(BIN)/python tests/faults/cluster/runs_table.py docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json
 	@$(BIN)/python charts/schema.py > charts/txbroker/values.schema.json
 
