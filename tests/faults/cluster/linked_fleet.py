@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,12 @@ class PlacedProxy(World):
     def __init__(self, bootstrap: str, port: int, **settings: Any) -> None:
         super().__init__(bootstrap, listen=f"127.0.0.1:{port}", **settings)
         self.url = f"http://127.0.0.1:{port}"
+        self._said_before = (0, 0)
+
+    async def launch(self) -> None:
+        """Start it, without waiting for anything."""
+        self._said_before = (len(self.stdout), len(self.stderr))
+        await super().launch()
 
     async def again(self) -> None:
         """Start it again, whatever it does."""
@@ -36,8 +43,18 @@ class PlacedProxy(World):
     @property
     def found_no_kafka(self) -> bool:
         """Whether it has ended at its start because no broker answered, as it should."""
-        last = self.stderr[-1] if self.stderr else ""
-        return self.died == 1 and last.startswith("Error: ") and "Kafka" in last
+        return self.died == 1 and self._missed_kafka()
+
+    def stopped_well(self, code: int) -> bool:
+        """Whether it may end with this code when it was asked to: with 0, or else while it was
+        still starting, before it takes signals, or because no broker answered."""
+        was_ready = any(line.startswith("ready ") for line in self.stdout[self._said_before[0] :])
+        starting = code == -signal.SIGTERM or (code == 1 and self._missed_kafka())
+        return code == 0 or (starting and not was_ready)
+
+    def _missed_kafka(self) -> bool:
+        said = self.stderr[self._said_before[1] :]
+        return bool(said) and said[-1].startswith("Error: ") and "Kafka" in said[-1]
 
 
 class LinkedFleet(Fleet):
