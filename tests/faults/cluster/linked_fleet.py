@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fleet import PARTITIONS, Fleet
-from three_nodes import ThreeNodes, free_ports
+from fleet import PARTITIONS, Fleet, owned_by
+from three_nodes import START_S, ThreeNodes, free_ports
 from world import World, unique
 
+_POLL_S = 0.2
 PROTOCOLS = (1, 2)
 """The versions of Kafka's transaction protocol; proxies take the newest that brokers take."""
 
@@ -54,7 +58,7 @@ class PlacedProxy(World):
 
     def _missed_kafka(self) -> bool:
         said = self.stderr[self._said_before[1] :]
-        return bool(said) and said[-1].startswith("Error: ") and "Kafka" in said[-1]
+        return bool(said) and re.match("Error: .*(Kafka|broker)", said[-1]) is not None
 
 
 class LinkedFleet(Fleet):
@@ -85,6 +89,26 @@ class LinkedFleet(Fleet):
             for proxy in self.placed:
                 proxy.program = older
         self.proxies = list(self.placed)
+
+    async def start(self) -> None:
+        """Start all of them and wait until every partition has an owner."""
+        for proxy in self.placed:
+            await proxy.launch()
+        end = time.monotonic() + START_S
+        while True:
+            wrong = await self.supervise()
+            assert not wrong, wrong
+            if await self.is_whole():
+                return
+            assert time.monotonic() < end, f"no owners within {START_S:g} s"
+            await asyncio.sleep(_POLL_S)
+
+    async def is_whole(self) -> bool:
+        """Whether every partition has one owner, and all proxies are ready."""
+        if not all([proxy.died is None and await proxy.is_ready() for proxy in self.placed]):
+            return False
+        owned = [number for proxy in self.placed for number in await owned_by(proxy)]
+        return sorted(owned) == list(range(PARTITIONS))
 
     async def supervise(self) -> list[str]:
         """Start again whoever has ended though nobody ended it, as a machine's supervisor does;

@@ -38,7 +38,7 @@ import uvloop
 from bulk_load import BulkLoad, Spec
 from evidence import listed
 from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks
-from fleet import PARTITIONS, Web, owned_by
+from fleet import Web
 from judge import Case, History, Judge, Seen, Topics, save
 from linked_fleet import PROTOCOLS, LinkedFleet
 from mortal_producer import GROUP, MortalProducer, add
@@ -306,13 +306,9 @@ class Soak:
         self.verdict.rest_s = round(time.monotonic() - began, 1)
 
     async def _owned(self) -> bool:
-        """Whether every partition has one owner, and all proxies are ready."""
-        proxies = self._fleet.placed
+        """Whether the proxies are whole; who has ended is started again."""
         self.verdict.wrong += await self._fleet.supervise()
-        if not all([proxy.died is None and await proxy.is_ready() for proxy in proxies]):
-            return False
-        owned = [number for proxy in proxies for number in await owned_by(proxy)]
-        return sorted(owned) == list(range(PARTITIONS))
+        return await self._fleet.is_whole()
 
     async def _settled(self, first: World) -> bool:
         """Whether nothing is under way. What was stored without an answer is nobody's: no client
