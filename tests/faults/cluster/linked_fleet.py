@@ -58,7 +58,12 @@ class PlacedProxy(World):
 
     def _missed_kafka(self) -> bool:
         said = self.stderr[self._said_before[1] :]
-        return bool(said) and re.match("Error: .*(Kafka|broker)", said[-1]) is not None
+        # What nobody expected is said with a hint how to find out where it came from.
+        return (
+            bool(said)
+            and re.match(r"Error: .*\b(Kafka|broker \d)", said[-1]) is not None
+            and "txbroker --debug" not in said[-1]
+        )
 
 
 class LinkedFleet(Fleet):
