@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from txbroker.cli.bench_figures import Figures, text
 from txbroker.cli.bench_load import Job
@@ -11,8 +12,8 @@ from txbroker.cli.bench_run import Plan, measure, showing
 from txbroker.cli.client import Client, client_options
 from txbroker.cli.contexts import target_of
 from txbroker.cli.output import output_option, show_data
-from txbroker.cli.run import Failed
-from txbroker.cli.serving import run_async, until_signal
+from txbroker.cli.run import Failed, run_async
+from txbroker.cli.serving import until_signal
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 
 DURATION_S = 10.0
@@ -177,7 +178,7 @@ def _require_sense(asked: dict[str, Any]) -> None:
 
 
 async def _measure(plan: Plan, found: list[tuple[Figures, Job]]) -> None:
-    with showing() as shown:
+    with showing(Console(stderr=True)) as shown:
         found.append(await measure(plan, shown))
 
 

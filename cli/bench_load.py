@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from txbroker.cli.bench_http import HttpConnection
-from txbroker.cli.serving import run_async
+from txbroker.cli.run import run_async
 from txbroker.errors import TxbrokerError
 from txbroker.sdk import CheckRequest, Decision, Limits, Message, Rollback, TransactionalProducer
 
@@ -210,7 +210,7 @@ class Load:
         self._tell("written")
 
     async def _lane(self, sender: Sender) -> None:
-        while not self._stop:
+        while not (self._stop or self._all_ended.is_set()):
             if not await self._one(sender):
                 await asyncio.sleep(AFTER_ERROR_S)
 

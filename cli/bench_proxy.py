@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from txbroker.cli.run import Failed
-from txbroker.cli.serving import owns_all, run_async, serve
+from txbroker.cli.run import Failed, run_async
+from txbroker.cli.serving import owns_all, serve
 from txbroker.config import load_settings
 from txbroker.errors import TxbrokerError
 from txbroker.proxy.logging import configure_logging

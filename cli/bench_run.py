@@ -272,9 +272,8 @@ class Shown:
 
 
 @contextmanager
-def showing() -> Iterator[Shown]:
-    """Show how far it is, on a terminal."""
-    console = Console(stderr=True)
+def showing(console: Console) -> Iterator[Shown]:
+    """Show how far it is, where the console is a terminal."""
     if not console.is_terminal:
         yield Shown(None)
         return

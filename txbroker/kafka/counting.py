@@ -112,9 +112,9 @@ class Reader:
         """Let `follow` end. It is not cancelled, which could lose what was just fetched."""
         self._enough = True
 
-    async def read_rest(self, owed: Callable[[], Iterable[int]], quiet_s: float = QUIET_S) -> None:
+    async def read_rest(self, owed: Callable[[], Iterable[int]]) -> None:
         """Read on, the other partitions too, until all messages that are owed were seen or none
-        came for `quiet_s`; and then to the end, where one that is doubled may stand.
+        came for long; and then to the end, where one that is doubled may stand.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -125,7 +125,7 @@ class Reader:
         self._go_to(self._partitions)
         wanted = sum(1 for _ in owed())
         news_at = time.monotonic()
-        while time.monotonic() - news_at < quiet_s:
+        while time.monotonic() - news_at < QUIET_S:
             # Looked through only where they can be all: there may be millions.
             if self.count.total >= wanted and all(map(self.count.of, owed())):
                 break
@@ -211,6 +211,7 @@ async def topic_for_a_while(settings: Settings, name: str, partitions: int) -> A
     """
     client = Client(kafka_settings(settings))
     try:
+        await client.refresh(())  # a Kafka that is not there is told at once
         await Admin(client).create([NewTopic(name, partitions, -1, {})])
         try:
             yield
