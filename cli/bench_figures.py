@@ -16,7 +16,7 @@ BOUNDS_MS = tuple(
     round(step * 10.0**power, 3) for power in range(-1, 5) for step in (1, 1.5, 2, 3, 5, 7)
 )
 _BAR_CHARS = 40
-_STEPS = ("prepare", "decide", "visible")
+_STEPS = ("prepare", "decide", "both", "visible")
 
 
 class Window(NamedTuple):
@@ -57,8 +57,8 @@ class Figures(Struct, frozen=True, kw_only=True):
         lost: messages that were committed and are not visible.
         duplicated: copies beyond the first.
         wrong: messages that are visible though they were rolled back.
-        latency_ms: of `prepare` and `decide` until they were acknowledged, of `visible` from the
-            call that decides until the reader had the message.
+        latency_ms: of `prepare`, `decide` and `both` together until they were acknowledged, of
+            `visible` from the call that decides until the reader had the message.
         cpu_s_per_1000: seconds of CPU per 1,000 transactions of proxy, broker and client; None
             where they are on another machine.
         histogram_ms: how many took at most so long, by upper bound, empty ones left out.
@@ -173,6 +173,7 @@ def _times(counted: Counted, count: "Count", ended: Sequence[int]) -> dict[str, 
     times = (
         [counted.prepared[number] - counted.began[number] for number in ended],
         [counted.decided[number] - counted.prepared[number] for number in ended],
+        [counted.decided[number] - counted.began[number] for number in ended],
         visible,
     )
     return {name: sorted(found) for name, found in zip(_STEPS, times, strict=True)}

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 PARTITIONS = 4
 """Of every topic, and of txbroker's half topic."""
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Missing(Exception):
@@ -126,6 +133,36 @@ async def run_lanes(
 
     await asyncio.gather(*map(lane, range(lanes)))
     return count / plan.duration_s, times
+
+
+@contextmanager
+def child(
+    command: Sequence[str | Path], folder: Path, name: str, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that dies with its block, and with us; it is thrown away, so it is killed.
+
+    What it says goes to `NAME.log` in the folder, stdout too unless `options` say otherwise.
+    """
+    with (folder / f"{name}.log").open("a") as log:
+        given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        process = subprocess.Popen(
+            command, cwd=folder, text=True, preexec_fn=_die_with_parent, **(given | options)
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _die_with_parent() -> None:
+    # A session of its own keeps a terminal's Ctrl-C from it: we end it, in order.
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def free_ports(count: int) -> list[int]:

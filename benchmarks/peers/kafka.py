@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
@@ -46,7 +48,8 @@ class Watcher:
     def __init__(self, consumer: AIOKafkaConsumer) -> None:
         self._consumer = consumer
         self._waiting: dict[bytes, asyncio.Future[float]] = {}
-        self.began: dict[bytes, float] = {}
+        self.began: Any = {}
+        """When messages began, by key: a dict that whoever writes fills, or what has its `pop`."""
         self.times: list[tuple[float, float]] = []
         """When each message that had begun was seen, and how long that took."""
         self.seen = 0
@@ -78,7 +81,7 @@ class Watcher:
 
 @asynccontextmanager
 async def watching(kafka: str, topic: str) -> AsyncIterator[Watcher]:
-    """Read a topic from its begin on, as it is written."""
+    """Read what is written to a topic from now on."""
     consumer = AIOKafkaConsumer(
         bootstrap_servers=kafka,
         isolation_level="read_committed",
@@ -86,9 +89,10 @@ async def watching(kafka: str, topic: str) -> AsyncIterator[Watcher]:
         enable_auto_commit=False,
         max_partition_fetch_bytes=8 << 20,
     )
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # of a Kafka that has just begun
     consumer.assign([TopicPartition(topic, number) for number in range(PARTITIONS)])
     await consumer.start()
-    await consumer.seek_to_beginning()
+    await consumer.seek_to_end()
     watcher = Watcher(consumer)
     task = asyncio.create_task(watcher.watch())
     try:
