@@ -21,10 +21,11 @@ def _lines(data: Data, name: str) -> Iterator[str]:
     rounds = max((f["round"] for f in _figures(data)), default=0)
     yield "<!-- Written by `python benchmarks/compare.py`. -->"
     yield "# Compared with others"
-    yield f"Messages of {plan['size']:,} bytes, one a transaction unless said otherwise. Each figure is"
-    yield f"the median of {rounds} rounds of {plan['duration_s']:g} s after {plan['warmup_s']:g} s of"
-    yield "warm-up, with the least and the most in brackets. In every round each peer ran once, alone,"
-    yield "with client and servers on this one machine:"
+    size, measured_s, warmup_s = plan["size"], plan["duration_s"], plan["warmup_s"]
+    yield f"Messages of {size:,} bytes, one a transaction unless said otherwise. Each figure is the"
+    yield f"median of {rounds} rounds of {measured_s:g} s after {warmup_s:g} s"
+    yield "of warm-up, with the least and the most in brackets. In every round each peer ran once,"
+    yield "alone, with client and servers on this one machine:"
     yield ""
     yield f"- {data['machine']}; {data['at']}"
     yield f"- `{data['command']}`"
