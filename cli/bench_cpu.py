@@ -1,4 +1,4 @@
-"""The CPU time of the process of this machine that listens at an address. Linux only."""
+"""CPU time and memory of the process of this machine that listens at an address. Linux only."""
 
 import contextlib
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 
 _LISTEN = "0A"
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _PROC = Path("/proc")
 
 
@@ -25,6 +26,15 @@ class Listener:
             # Behind the name, which may hold spaces: times of user and system are fields 14, 15.
             fields = (self._process / "stat").read_text().rpartition(")")[2].split()
             return (int(fields[11]) + int(fields[12])) * _TICK_S
+        return None
+
+    def memory_mib(self) -> float | None:
+        """Return how much memory the process has in use, None where nobody knows."""
+        if self._process is None:
+            return None
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            pages = int((self._process / "statm").read_text().split()[1])
+            return round(pages * _PAGE_BYTES / 2**20, 1)
         return None
 
 

@@ -44,12 +44,27 @@ class Latency(Struct, frozen=True):
     max: float | None = None
 
 
+class Taken(NamedTuple):
+    """What each who takes part has taken of this machine within the window; None where they are
+    on another one.
+
+    Attributes:
+        cpu_s: seconds of CPU, of proxy, broker, client and reader.
+        memory_mib: the memory in use when the window began and when it ended, of proxy and broker.
+    """
+
+    cpu_s: dict[str, float | None]
+    memory_mib: dict[str, tuple[float | None, float | None]]
+
+
 class Figures(Struct, frozen=True, kw_only=True):
     """What was measured. Rates count transactions.
 
     Attributes:
         transactions: those that were decided within the measured time.
         acked_per_s: how many of them a second.
+        acked_per_s_by_tenth: the same of each tenth of the measured time, to see whether it slows
+            down.
         promoted_per_s: how many became visible in the same time, a second; from the partitions
             that were read along.
         failed: those whose calls failed, warm-up included; `errors` tells why.
@@ -59,13 +74,15 @@ class Figures(Struct, frozen=True, kw_only=True):
         wrong: messages that are visible though they were rolled back.
         latency_ms: of `prepare`, `decide` and `both` together until they were acknowledged, of
             `visible` from the call that decides until the reader had the message.
-        cpu_s_per_1000: seconds of CPU per 1,000 transactions of proxy, broker and client; None
-            where they are on another machine.
+        cpu_s_per_1000: seconds of CPU per 1,000 transactions of proxy, broker, client and reader;
+            None where they are on another machine.
+        memory_mib: in use by proxy and broker when the measured time began and when it ended.
         histogram_ms: how many took at most so long, by upper bound, empty ones left out.
     """
 
     transactions: int
     acked_per_s: float
+    acked_per_s_by_tenth: list[float]
     promoted_per_s: float
     failed: int
     errors: dict[str, int]
@@ -75,6 +92,7 @@ class Figures(Struct, frozen=True, kw_only=True):
     wrong: int
     latency_ms: dict[str, Latency]
     cpu_s_per_1000: dict[str, float | None]
+    memory_mib: dict[str, tuple[float | None, float | None]]
     histogram_ms: dict[str, list[tuple[float, int]]]
 
     @property
@@ -125,28 +143,27 @@ class Counted(NamedTuple):
                 yield from self.messages(number)
 
 
-def figures(
-    counted: Counted, count: "Count", window: Window, cpu_s: dict[str, float | None]
-) -> Figures:
+def figures(counted: Counted, count: "Count", window: Window, taken: Taken) -> Figures:
     """Return what a measurement says.
 
     Args:
         counted: what was done.
         count: what consumers see of it.
         window: the stretch that is measured.
-        cpu_s: seconds of CPU within it, by who took them.
+        taken: what it took of this machine.
     """
     ended = [number for number, at in enumerate(counted.decided) if at in window]
     times_s = _times(counted, count, ended)
-    seconds = max(window.seconds, 1e-9)
+    length_s = max(window.seconds, 1e-9)
     along = [at for at in count.seen_at if at]
     share = count.total / len(along) if along else 0.0
     promoted = sum(at in window for at in along) * share / counted.job.messages
     thousands = len(ended) / 1000
     return Figures(
         transactions=len(ended),
-        acked_per_s=round(len(ended) / seconds, 1),
-        promoted_per_s=round(promoted / seconds, 1),
+        acked_per_s=round(len(ended) / length_s, 1),
+        acked_per_s_by_tenth=_by_tenth([counted.decided[number] for number in ended], window),
+        promoted_per_s=round(promoted / length_s, 1),
         failed=sum(counted.errors.values()),
         errors=counted.errors,
         visible=count.total,
@@ -155,28 +172,38 @@ def figures(
         wrong=sum(count.of(number) > 0 for number in counted.forbidden()),
         latency_ms={name: latency(times) for name, times in times_s.items()},
         cpu_s_per_1000={
-            name: None if taken is None or not thousands else round(taken / thousands, 4)
-            for name, taken in cpu_s.items()
+            name: None if seconds is None or not thousands else round(seconds / thousands, 4)
+            for name, seconds in taken.cpu_s.items()
         },
+        memory_mib=taken.memory_mib,
         histogram_ms={name: histogram(times) for name, times in times_s.items()},
     )
 
 
-def _times(counted: Counted, count: "Count", ended: Sequence[int]) -> dict[str, list[float]]:
-    visible = [
+def _by_tenth(ended_at: Sequence[float], window: Window) -> list[float]:
+    tenth_s = max(window.seconds, 1e-9) / 10
+    counts = [0] * 10
+    for at in ended_at:
+        counts[min(9, int((at - window.begin) / tenth_s))] += 1
+    return [round(number / tenth_s, 1) for number in counts]
+
+
+def _times(counted: Counted, count: "Count", ended: Sequence[int]) -> dict[str, Sequence[float]]:
+    """Return how long each step took, sorted; in arrays, for there may be millions."""
+    visible = (
         count.seen_at[message] - counted.prepared[number]
         for number in ended
         if counted.job.fate(number) is Fate.COMMIT
         for message in counted.messages(number)
         if count.of(message) and count.seen_at[message]
-    ]
-    times = (
-        [counted.prepared[number] - counted.began[number] for number in ended],
-        [counted.decided[number] - counted.prepared[number] for number in ended],
-        [counted.decided[number] - counted.began[number] for number in ended],
+    )
+    steps: tuple[Iterator[float], ...] = (
+        (counted.prepared[number] - counted.began[number] for number in ended),
+        (counted.decided[number] - counted.prepared[number] for number in ended),
+        (counted.decided[number] - counted.began[number] for number in ended),
         visible,
     )
-    return {name: sorted(found) for name, found in zip(_STEPS, times, strict=True)}
+    return {name: array("d", sorted(times)) for name, times in zip(_STEPS, steps, strict=True)}
 
 
 def latency(times_s: Sequence[float]) -> Latency:
@@ -223,8 +250,19 @@ def text(found: Figures, job: Job) -> Iterator[str]:
         for name, value in found.cpu_s_per_1000.items()
     )
     yield f"CPU seconds per 1,000 transactions: {taken}"
+    grown = "   ".join(
+        f"{name} {_mib(before)} to {_mib(after)}"
+        for name, (before, after) in found.memory_mib.items()
+    )
+    yield f"MiB of memory: {grown}"
+    tenths = " ".join(f"{rate:,.0f}" for rate in found.acked_per_s_by_tenth)
+    yield f"acked /s by tenths of the time: {tenths}"
     for name in _STEPS:
         yield from _bars(name, found.histogram_ms[name])
+
+
+def _mib(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.0f}"
 
 
 def _row(one: Latency) -> tuple[float | None, ...]:

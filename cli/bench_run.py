@@ -7,7 +7,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from txbroker.addresses import parse_address
 from txbroker.cli.bench_cpu import Listener
-from txbroker.cli.bench_figures import Counted, Figures, Window, figures
+from txbroker.cli.bench_figures import Counted, Figures, Taken, Window, figures
 from txbroker.cli.bench_load import Book, Event, Job
 from txbroker.cli.contexts import NO_PAPERS, Papers
 from txbroker.cli.run import Failed
@@ -89,11 +89,11 @@ async def measure(plan: Plan, shown: "Shown") -> tuple[Figures, Job]:
         load = await stack.enter_async_context(
             _child("txbroker.cli.bench_load", msgspec.json.encode(job))
         )
-        window, cpu_s = await _watched(load, reader, _Cpu(place), shown, job)
+        window, taken = await _watched(load, reader, _Meters(place), shown, job)
         shown.step("reading what consumers see")
         counted = Counted.of(job, await asyncio.to_thread(_book, Path(job.book)))
         await reader.read_rest(counted.owed)
-        return figures(counted, reader.count, window, cpu_s), job
+        return figures(counted, reader.count, window, taken), job
 
 
 def _job(plan: Plan, place: Place, topic: str, tag: str, book: Path) -> Job:
@@ -161,8 +161,25 @@ async def _child(module: str, first_line: bytes) -> AsyncIterator[asyncio.subpro
             await process.wait()
 
 
-class _Cpu:
-    """The CPU time of those who take part, besides the load, as far as they are here."""
+class _Reading(Struct, frozen=True):
+    """What those who take part have taken by a moment."""
+
+    at: float
+    cpu_s: dict[str, float | None]
+    memory_mib: dict[str, float | None]
+
+    def until(self, end: "_Reading") -> Taken:
+        """Return what was taken between two readings."""
+        cpu_s: dict[str, float | None] = {
+            name: None if taken is None or (was := self.cpu_s[name]) is None else taken - was
+            for name, taken in end.cpu_s.items()
+        }
+        memory = {name: (before, end.memory_mib[name]) for name, before in self.memory_mib.items()}
+        return Taken(cpu_s, memory)
+
+
+class _Meters:
+    """CPU time and memory of those who take part, as far as they are on this machine."""
 
     def __init__(self, place: Place) -> None:
         parts = urlsplit(place.url)
@@ -171,35 +188,38 @@ class _Cpu:
         addresses = [parse_address(part.strip()) for part in place.settings.kafka.split(",")]
         self._brokers = [Listener(address.host, address.port) for address in addresses]
 
-    def taken_s(self, client_s: float) -> dict[str, float | None]:
-        """Return the seconds of CPU that each has taken by now."""
-        brokers = [broker.cpu_s() for broker in self._brokers]
-        known = [taken for taken in brokers if taken is not None]
-        return {
-            "proxy": self._proxy.cpu_s(),
-            "broker": sum(known) if len(known) == len(brokers) else None,
-            "client": client_s,
-            "reader": time.process_time(),
-        }
+    def read(self, event: Event) -> _Reading:
+        """Return what each has taken by now, when the load told this event."""
+        return _Reading(
+            event.at,
+            {
+                "proxy": self._proxy.cpu_s(),
+                "broker": _sum([broker.cpu_s() for broker in self._brokers]),
+                "client": event.cpu_s,
+                "reader": time.process_time(),
+            },
+            {
+                "proxy": self._proxy.memory_mib(),
+                "broker": _sum([broker.memory_mib() for broker in self._brokers]),
+            },
+        )
 
 
-def _less(after: dict[str, float | None], before: dict[str, float | None]) -> Any:
-    return {
-        name: None if taken is None or (was := before[name]) is None else taken - was
-        for name, taken in after.items()
-    }
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 # --- the run ---------------------------------------------------------------------------------
 
 
 async def _watched(
-    load: asyncio.subprocess.Process, reader: Reader, cpu: _Cpu, shown: "Shown", job: Job
-) -> tuple[Window, dict[str, float | None]]:
-    """Read along until the load has ended; return when it was measured, and the CPU taken then."""
+    load: asyncio.subprocess.Process, reader: Reader, meters: _Meters, shown: "Shown", job: Job
+) -> tuple[Window, Taken]:
+    """Read along until the load has ended; return when it was measured, and what was taken then."""
     following = asyncio.create_task(reader.follow())
-    begun: tuple[float, dict[str, float | None]] | None = None
-    measured: tuple[Window, dict[str, float | None]] | None = None
+    begun: _Reading | None = None
+    measured: tuple[Window, Taken] | None = None
     shown.step("warming up", job.warmup_s)
     try:
         async for event in _events(load):
@@ -207,11 +227,10 @@ async def _watched(
                 break
             shown.done(event)
             if event.kind == "measuring":
-                begun = event.at, cpu.taken_s(event.cpu_s)
+                begun = meters.read(event)
                 shown.step("measuring", job.duration_s, event.done, job.transactions)
             elif event.kind == "measured" and begun is not None:
-                taken_s = _less(cpu.taken_s(event.cpu_s), begun[1])
-                measured = Window(begun[0], event.at), taken_s
+                measured = Window(begun.at, event.at), begun.until(meters.read(event))
                 shown.step("ending")
             elif event.kind == "failed":
                 raise Failed(event.text)

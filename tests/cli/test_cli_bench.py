@@ -52,6 +52,8 @@ def test_sessions_of_the_sdk(bench: Call, dev: Dev) -> None:
     assert found["acked_per_s"] > 0
     assert found["promoted_per_s"] > 0
     assert all(taken >= 0 for taken in found["cpu_s_per_1000"].values())
+    assert all(after > 1 for _, after in found["memory_mib"].values())
+    assert len(found["acked_per_s_by_tenth"]) == 10
     assert topics(dev) == before
 
 
@@ -80,7 +82,7 @@ class Liar:
     is rolled back."""
 
     def __init__(self, kafka: str, copies: int, verb: str) -> None:
-        self._producer = Producer({"bootstrap.servers": kafka})
+        self._producer = Producer({"bootstrap.servers": kafka, "log_level": 2})
         self._copies = copies
         self._verb = verb
         self._prepared: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from txbroker.cli.bench_figures import (
     Counted,
     Figures,
     Latency,
+    Taken,
     Window,
     figures,
     histogram,
@@ -28,7 +29,10 @@ from txbroker.cli.bench_run import showing
 from txbroker.kafka.counting import Count, key_of
 
 TAG = "0123abcd"
-CPU_S = {"proxy": 0.5, "broker": None, "client": 0.25}
+TAKEN = Taken(
+    {"proxy": 0.5, "broker": None, "client": 0.25},
+    {"proxy": (100.0, 101.5), "broker": (None, None)},
+)
 
 
 def job(**given: object) -> Job:
@@ -49,7 +53,7 @@ def seen(*numbers_at: tuple[int, float]) -> Count:
 
 
 def measured(of: Job, times: list[tuple[float, float, float]], count: Count) -> Figures:
-    return figures(counted(of, times), count, Window(1.0, 3.0), CPU_S)
+    return figures(counted(of, times), count, Window(1.0, 3.0), TAKEN)
 
 
 def test_only_what_was_decided_in_the_window_counts() -> None:
@@ -62,6 +66,8 @@ def test_only_what_was_decided_in_the_window_counts() -> None:
     assert found.latency_ms["prepare"].max == 100.0
     assert (found.latency_ms["decide"].p50, found.latency_ms["decide"].max) == (600.0, 900.0)
     assert found.latency_ms["visible"].max == 1100.0
+    assert found.acked_per_s_by_tenth == [0.0, 0.0, 5.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0, 0.0]
+    assert "proxy 100 to 102   broker unknown to unknown" in "\n".join(text(found, job()))
     assert found.cpu_s_per_1000 == {"proxy": 250.0, "broker": None, "client": 125.0}
 
 
@@ -158,12 +164,16 @@ def test_the_process_that_listens_is_found() -> None:
     after = listener.cpu_s()
     assert after is not None
     assert 0.05 <= after - before <= 5
+    memory_mib = listener.memory_mib()
+    assert memory_mib is not None
+    assert 10 < memory_mib < 10_000
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_nothing_is_known_of_another_machine(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert Listener(host, server.getsockname()[1]).cpu_s() is None
+        listener = Listener(host, server.getsockname()[1])
+    assert (listener.cpu_s(), listener.memory_mib()) == (None, None)
 
 
 def test_nothing_is_known_where_nobody_listens() -> None:
