@@ -55,8 +55,20 @@ class LoggedInConnection(AIOKafkaConnection):
         return bool(super().connected())  # type: ignore[no-untyped-call]
 
     def send(self, request: Request[Any], expect_response: bool = True) -> Awaitable[Any]:
-        """Send a request; the awaitable brings its answer."""
-        answer: Awaitable[Any] = super().send(request, expect_response)  # type: ignore[no-untyped-call]
+        """Send a request; the awaitable brings its answer.
+
+        Raises:
+            KafkaConnectionError: the connection is broken; nothing was sent.
+        """
+        answer: Awaitable[Any]
+        try:
+            answer = super().send(request, expect_response)  # type: ignore[no-untyped-call]
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            # uvloop's word for a connection that has just broken, of which nobody was told yet.
+            self.close(reason=CloseReason.CONNECTION_BROKEN)  # type: ignore[no-untyped-call]
+            raise KafkaConnectionError(f"connection broken: {error}") from error
         if isinstance(request, SaslAuthenticateRequest):
             return self._logged_in(answer)
         return answer

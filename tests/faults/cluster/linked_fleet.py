@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import re
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fleet import PARTITIONS, Fleet
-from three_nodes import ThreeNodes, free_ports
+from fleet import PARTITIONS, Fleet, owned_by
+from three_nodes import START_S, ThreeNodes, free_ports
 from world import World, unique
 
+_POLL_S = 0.2
 PROTOCOLS = (1, 2)
 """The versions of Kafka's transaction protocol; proxies take the newest that brokers take."""
 
@@ -22,6 +27,12 @@ class PlacedProxy(World):
     def __init__(self, bootstrap: str, port: int, **settings: Any) -> None:
         super().__init__(bootstrap, listen=f"127.0.0.1:{port}", **settings)
         self.url = f"http://127.0.0.1:{port}"
+        self._said_before = (0, 0)
+
+    async def launch(self) -> None:
+        """Start it, without waiting for anything."""
+        self._said_before = (len(self.stdout), len(self.stderr))
+        await super().launch()
 
     async def again(self) -> None:
         """Start it again, whatever it does."""
@@ -36,8 +47,23 @@ class PlacedProxy(World):
     @property
     def found_no_kafka(self) -> bool:
         """Whether it has ended at its start because no broker answered, as it should."""
-        last = self.stderr[-1] if self.stderr else ""
-        return self.died == 1 and last.startswith("Error: ") and "Kafka" in last
+        return self.died == 1 and self._missed_kafka()
+
+    def stopped_well(self, code: int) -> bool:
+        """Whether it may end with this code when it was asked to: with 0, or else while it was
+        still starting, before it takes signals, or because no broker answered."""
+        was_ready = any(line.startswith("ready ") for line in self.stdout[self._said_before[0] :])
+        starting = code == -signal.SIGTERM or (code == 1 and self._missed_kafka())
+        return code == 0 or (starting and not was_ready)
+
+    def _missed_kafka(self) -> bool:
+        said = self.stderr[self._said_before[1] :]
+        # What nobody expected is said with a hint how to find out where it came from.
+        return (
+            bool(said)
+            and re.match(r"Error: .*\b(Kafka|broker \d)", said[-1]) is not None
+            and "txbroker --debug" not in said[-1]
+        )
 
 
 class LinkedFleet(Fleet):
@@ -68,6 +94,26 @@ class LinkedFleet(Fleet):
             for proxy in self.placed:
                 proxy.program = older
         self.proxies = list(self.placed)
+
+    async def start(self) -> None:
+        """Start all of them and wait until every partition has an owner."""
+        for proxy in self.placed:
+            await proxy.launch()
+        end = time.monotonic() + START_S
+        while True:
+            wrong = await self.supervise()
+            assert not wrong, wrong
+            if await self.is_whole():
+                return
+            assert time.monotonic() < end, f"no owners within {START_S:g} s"
+            await asyncio.sleep(_POLL_S)
+
+    async def is_whole(self) -> bool:
+        """Whether every partition has one owner, and all proxies are ready."""
+        if not all([proxy.died is None and await proxy.is_ready() for proxy in self.placed]):
+            return False
+        owned = [number for proxy in self.placed for number in await owned_by(proxy)]
+        return sorted(owned) == list(range(PARTITIONS))
 
     async def supervise(self) -> list[str]:
         """Start again whoever has ended though nobody ended it, as a machine's supervisor does;

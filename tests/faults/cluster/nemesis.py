@@ -141,7 +141,7 @@ async def _stop(field: Field, proxy: PlacedProxy) -> None:
     code: int | None = None
     with contextlib.suppress(TimeoutError):
         code = await proxy.stop()
-    if code != 0:
+    if code is None or not proxy.stopped_well(code):
         took_s = time.monotonic() - began
         field.wrong.append(f"{field.name(proxy)} was asked to end: {code} after {took_s:.0f} s")
 

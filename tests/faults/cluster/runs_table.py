@@ -1,7 +1,8 @@
 """Prints the page of what fault runs came to, from a file of their results.
 
 Run as `python tests/faults/cluster/runs_table.py docs/reference/fault-runs.jsonl`; with `--compact`
-it prints the lines of the file again, without what the page does not tell.
+it prints the lines of the file again, without what the page does not tell. `note`, written by hand,
+says of a run with anything wrong what that was.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ Run = dict[str, Any]
 SOAK = "python tests/faults/cluster/soak_faults.py"
 _KEPT = (
     *("at", "seed", "minutes", "kafka", "protocol", "only", "faults", "during", "late_ends"),
-    *("transactions", "states", "rest_s", "violations", "broken", "wrong"),
+    *("transactions", "states", "rest_s", "violations", "broken", "wrong", "note"),
 )
 _INTRODUCTION = f"""\
 # Fault runs
-What the runs of [soak txbroker while everything breaks](../how-to/soak-with-faults.md) came to that
-were made with this code: three proxies on a real Kafka of three nodes, under load, while brokers,
-proxies and links break; then all is healed, everything is read, and the independent
-[judge](history.md#what-is-judged) looks at every transaction. Simulated runs and
+What runs of [soak txbroker while everything breaks](../how-to/soak-with-faults.md) came to that
+were made with this version: three proxies on a real Kafka of three nodes, under load, while
+brokers, proxies and links break; then all is healed, everything is read, and the independent
+[judge](history.md#what-is-judged) looks at every transaction. Left out are runs that broke off, as
+where the machine was too busy to start a broker. Simulated runs and
 [crashes at named moments](failpoints.md) are not counted here.
 
 Made by `python tests/faults/cluster/runs_table.py docs/reference/fault-runs.jsonl`. Any row of the
@@ -94,7 +96,8 @@ def each_run(runs: Sequence[Run]) -> str:
         f"| {len(run['faults'])} | {run['rest_s']:.0f} s | {run['violations']} |"
         for run in runs
     ]
-    return "\n".join(lines)
+    notes = [f"Seed {run['seed']}: {run['note']}" for run in runs if run.get("note")]
+    return "\n\n".join(["\n".join(lines), *notes])
 
 
 def late_ends(runs: Sequence[Run]) -> str:
@@ -144,7 +147,8 @@ def main() -> int:
     runs = [json.loads(line) for line in Path(name).read_text().splitlines()]
     if options == ["--compact"]:
         for run in runs:
-            print(json.dumps({key: run[key] for key in _KEPT}, separators=(",", ":")))
+            kept = {key: run[key] for key in _KEPT if key in run}
+            print(json.dumps(kept, separators=(",", ":")))
     else:
         print(page(runs), end="")
     return 0

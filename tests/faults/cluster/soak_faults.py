@@ -38,7 +38,7 @@ import uvloop
 from bulk_load import BulkLoad, Spec
 from evidence import listed
 from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks
-from fleet import PARTITIONS, Web, owned_by
+from fleet import Web
 from judge import Case, History, Judge, Seen, Topics, save
 from linked_fleet import PROTOCOLS, LinkedFleet
 from mortal_producer import GROUP, MortalProducer, add
@@ -115,6 +115,7 @@ class Soak:
         self._read = Topics()
         self._lists: list[dict[str, str]] = []
         self._rows: list[str] = []
+        self._broken_off = False
         self.verdict = Verdict(
             given.seed,
             given.minutes,
@@ -163,11 +164,10 @@ class Soak:
                 await self._under_load(stack, field, bulk, small)
                 await self._mortals_over(stack, mortals)
                 await self._rest()
-                add(self._recorder.history, await bulk.ended())
         except Exception as error:
             self.broke_off(error)
         finally:
-            await bulk.kill()
+            await self._load_over(bulk)
             for mortal in mortals:
                 await mortal.kill()
                 add(self._recorder.history, mortal.history())
@@ -188,6 +188,7 @@ class Soak:
 
     def broke_off(self, error: Exception) -> None:
         """Write down that it did not come to its end."""
+        self._broken_off = True
         traceback.print_exception(error)
         self.verdict.wrong.append(f"broke off: {error!r}")
 
@@ -269,6 +270,15 @@ class Soak:
                 f"{sum(self._counts.values())} faults, last: {', '.join(newest)}"
             )
 
+    async def _load_over(self, bulk: BulkLoad) -> None:
+        """Take over what the load did, also of a run that broke off."""
+        try:
+            add(self._recorder.history, await bulk.ended())
+        except Exception as error:
+            self.broke_off(error)
+        finally:
+            await bulk.kill()
+
     async def _mortals_over(
         self, stack: contextlib.AsyncExitStack, mortals: Sequence[MortalProducer]
     ) -> None:
@@ -306,13 +316,9 @@ class Soak:
         self.verdict.rest_s = round(time.monotonic() - began, 1)
 
     async def _owned(self) -> bool:
-        """Whether every partition has one owner, and all proxies are ready."""
-        proxies = self._fleet.placed
+        """Whether the proxies are whole; who has ended is started again."""
         self.verdict.wrong += await self._fleet.supervise()
-        if not all([proxy.died is None and await proxy.is_ready() for proxy in proxies]):
-            return False
-        owned = [number for proxy in proxies for number in await owned_by(proxy)]
-        return sorted(owned) == list(range(PARTITIONS))
+        return await self._fleet.is_whole()
 
     async def _settled(self, first: World) -> bool:
         """Whether nothing is under way. What was stored without an answer is nobody's: no client
@@ -331,7 +337,8 @@ class Soak:
         """Judge what was read; nothing of the run needs to be there any more."""
         began = time.monotonic()
         history, read = self._recorder.history, self._read
-        judge = Judge(history, read, self._rows)
+        # What broke off has not come to rest.
+        judge = Judge(history, read, self._rows, settled=not self._broken_off)
         found = judge.judge()
         self.verdict.judge_s = round(time.monotonic() - began, 1)
         held = judge.unsettled()
@@ -350,7 +357,8 @@ class Soak:
         if self._given.folder or found or self.verdict.wrong:
             kept = self._folder / "history"
             states = self._lists[0] if self._lists else {}
-            save(Case(history, read, self._rows, states), kept)
+            options = {"settled": not self._broken_off}
+            save(Case(history, read, self._rows, states, options), kept)
             (kept / "violations.txt").write_text("\n".join(map(str, found[:STORIES_MAX])))
             say(f"kept in {kept}")
 

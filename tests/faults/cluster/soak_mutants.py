@@ -40,12 +40,6 @@ SHOWN = (
         1,
         ("I1", "I3", "I10", "I11"),
     ),
-    Shown(
-        "progress is left out of the turn",
-        ("proxy killed", "proxy bounced", "proxy hangs"),
-        2,
-        ("I3", "I11"),
-    ),
 )
 
 

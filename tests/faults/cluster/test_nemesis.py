@@ -128,3 +128,18 @@ class Ended(PlacedProxy):
 
     async def again(self) -> None:
         self.started += 1
+
+
+def test_a_proxy_that_is_still_starting_may_end_otherwise_than_in_order() -> None:
+    proxy = PlacedProxy("", 1)
+    assert proxy.stopped_well(0)
+    assert proxy.stopped_well(-15)
+    assert not proxy.stopped_well(1)
+    for said in ("no connection to Kafka at a:1", "broker 2 did not answer (TimeoutError())"):
+        proxy.stderr.append(f"Error: {said}")
+        assert proxy.stopped_well(1)
+    proxy.stderr.append("Error: the handler is closed (RuntimeError); `txbroker --debug ...` shows")
+    assert not proxy.stopped_well(1)
+    proxy.stderr.append("Error: no connection to Kafka at a:1")
+    proxy.stdout.append("ready http://127.0.0.1:1 kafka a:1")
+    assert [proxy.stopped_well(code) for code in (0, -15, 1)] == [True, False, False]

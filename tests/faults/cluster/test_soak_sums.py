@@ -74,7 +74,9 @@ def test_a_run_with_violations_or_without_transactions_fails(
     assert "BROKEN: I1 x: lost" in capsys.readouterr().out
     runs = [json.loads(line) for line in results.read_text().splitlines()]
     assert [run["violations"] for run in runs] == [0, 1, 0, 0]
+    runs[1]["note"] = "it was the machine"
     page = runs_table.page(runs)
+    assert "\n\nSeed 2: it was the machine\n" in page
     assert "21 transactions in 4 runs of 8 minutes, 3 faults of 2 kinds, 1 violations" in page
     assert "| disk full | 2 | 1 | 4 | 0 |" in page
     assert "| **2 kinds** | 3 | 4 | 21 in all | 1 |" in page
@@ -133,4 +135,4 @@ def test_the_page_of_fault_runs_is_made_of_its_results() -> None:
     results = ROOT / "docs/reference/fault-runs.jsonl"
     runs = [json.loads(line) for line in results.read_text().splitlines()]
     assert results.with_suffix(".md").read_text() == runs_table.page(runs)
-    assert not any(run["violations"] or run["wrong"] for run in runs)
+    assert all(run.get("note") for run in runs if run["violations"] or run["wrong"])

@@ -34,7 +34,7 @@ from txbroker.embedded.settings import java_flags, server_properties
 NODES = (1, 2, 3)
 REPLICATION, MIN_ISR = 3, 2
 HEAP_MB = 256
-START_S = 120.0
+START_S = 300.0
 STOP_S = 40.0
 _POLL_S = 0.2
 _HOST = "127.0.0.1"
