@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 from urllib.parse import parse_qs, urlsplit
 
 import uvloop
@@ -128,8 +129,7 @@ class SinkConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember where to answer."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         """Answer every call that is whole by now."""
@@ -180,6 +180,8 @@ async def _measure(url: str, plan: Plan, in_flight: int) -> Figure:
         begin = time.monotonic() + plan.warmup_s
         per_s, times = await run_lanes(plan, in_flight, message)
         end = begin + plan.duration_s
+        if not sink.times:
+            raise Missing("it called the sink for no message")
         took = [seconds for at, seconds in sink.times if begin <= at <= end]
         for connection in connections:
             connection.close()
