@@ -185,5 +185,10 @@ async def _measure(url: str, plan: Plan, in_flight: int) -> Figure:
         took = [seconds for at, seconds in sink.times if begin <= at <= end]
         for connection in connections:
             connection.close()
-    extra = {"delivered_per_s": round(len(took) / plan.duration_s, 1)}
-    return Figure(in_flight, round(per_s, 1), times_of(times), times_of(took), extra)
+    return Figure(
+        in_flight,
+        round(min(per_s, len(took) / plan.duration_s), 1),
+        times_of(times),
+        times_of(took),
+        {"submitted_per_s": round(per_s, 1)},
+    )
