@@ -39,7 +39,7 @@ def _lines(data: Data, name: str) -> Iterator[str]:
     yield f"![Transactions a second, by peer]({name}.svg)"
     yield ""
     yield "## Complete transactions a second"
-    yield "Acknowledged and, but for RocketMQ's own benchmark and the ceiling, seen to be delivered."
+    yield "Acknowledged and, but for RocketMQ's benchmark and the ceiling, seen to be delivered."
     yield ""
     yield from _table(data, _rate)
     yield ""
