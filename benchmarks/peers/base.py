@@ -57,7 +57,8 @@ class Figure:
     """What was measured with so many in flight.
 
     Attributes:
-        per_s: transactions a second, in the peer's own sense; None where only times were measured.
+        per_s: transactions a second that were complete: acknowledged and, where the peer is seen
+            to deliver, delivered; None where only times were measured.
         acked_ms: of a whole transaction, until its decision was acknowledged.
         visible_ms: from the call that decides until a consumer has the message.
         extra: further numbers, by name.

@@ -54,7 +54,7 @@ def busy_share() -> float | None:
     after = _ticks()
     if before is None or after is None:
         return None
-    idle, total = (now - was for now, was in zip(after, before, strict=True))
+    idle, total = (new - old for new, old in zip(after, before, strict=True))
     return round(1 - idle / max(total, 1), 3)
 
 

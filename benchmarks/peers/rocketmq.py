@@ -29,7 +29,9 @@ VERSION = "5.5.0"
 LOCK = Path(__file__).with_name(f"rocketmq-{VERSION}.lock")
 COMMIT_TO_CONSUMER = Path(__file__).with_name("CommitToConsumer.java")
 ARTIFACTS = ("rocketmq-namesrv", "rocketmq-broker", "rocketmq-example")
-TOPIC = "BenchmarkTest"
+TOPIC = "Comparison"
+"""Made by the first message, with its default of 8 queues. The one that its benchmark takes unless
+told otherwise has 1,024, each with a file of its own, which costs it the first minute."""
 START_S = 90.0
 VISIBLE_S = 300.0
 TOLD_EVERY_S = 10.0
@@ -53,7 +55,7 @@ class RocketMQ:
     title = f"RocketMQ {VERSION}"
     counts = (
         "its own benchmark: prepare acknowledged, commit sent one way and confirmed by nobody, "
-        "nothing read; asynchronous flush"
+        "nothing read; asynchronous flush, 8 queues"
     )
 
     def __init__(self) -> None:
@@ -100,7 +102,10 @@ class RocketMQ:
         told = told[skipped:]
         if not told:
             raise Missing("its benchmark has ended before it told a figure")
-        rates = [float(one["per_s"]) for one in told]
+        # What it calls sent holds what failed, too.
+        rates = [float(one["per_s"]) - int(one["failed"]) / TOLD_EVERY_S for one in told]
+        if min(rates) <= 0:
+            raise Missing(f"with {threads} threads its sends failed: {told[-1].group()}")
         extra = {
             "mean_ms": round(sum(float(one["mean"]) for one in told) / len(told), 2),
             "max_ms": max(float(one["max"]) for one in told),
@@ -144,7 +149,7 @@ def _servers(jars: Sequence[Path], folder: Path) -> Iterator[str]:
         f"namesrvAddr={names}\nlistenPort={port}\nhaListenPort={port + 1}\n"
         f"storePathRootDir={folder / 'store'}\n"
         f"storePathCommitLog={folder / 'store' / 'commitlog'}\n"
-        f"defaultTopicQueueNums=4\nautoCreateTopicEnable=true\n"
+        "autoCreateTopicEnable=true\n"
     )
     with ExitStack() as stack:
         for name, main, conf, at in (

@@ -38,12 +38,12 @@ class Txbroker:
             latency = found["latency_ms"]
             yield Figure(
                 in_flight,
-                found["acked_per_s"],
+                min(found["acked_per_s"], found["promoted_per_s"]),
                 Times(latency["both"]["p50"], latency["both"]["p99"]),
                 Times(latency["visible"]["p50"], latency["visible"]["p99"]),
                 {
                     name: found[name]
-                    for name in ("promoted_per_s", "cpu_s_per_1000", "lost", "duplicated", "wrong")
+                    for name in ("acked_per_s", "promoted_per_s", "cpu_s_per_1000", "memory_mib")
                 },
             )
 
