@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from txbroker.addresses import Address
-from txbroker.cli.run import Failed
-from txbroker.cli.serving import named, owns_all, run_async, serve, until_signal
+from txbroker.cli.run import Failed, run_async
+from txbroker.cli.serving import named, owns_all, serve, until_signal
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka

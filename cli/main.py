@@ -17,6 +17,7 @@ COMMANDS = (
     Command("context", "context", "Name several installations, and say which one to call."),
     Command("completion", "completion", "Let your shell complete commands and live values."),
     Command("send", "send", "Send a whole transaction from the command line."),
+    Command("bench", "bench", "Measure transactions a second, and find loss and doubles."),
     Command("audit", "audit", "Prove from Kafka's topics that all ended as it was decided."),
 )
 

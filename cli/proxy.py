@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from txbroker.cli.serving import named, run_async, serve, until_signal
+from txbroker.cli.run import run_async
+from txbroker.cli.serving import named, serve, until_signal
 from txbroker.cli.setting_options import setting_options, settings_from
 from txbroker.config import Settings
 from txbroker.proxy.logging import configure_logging

@@ -4,9 +4,12 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import TypeVar
 
 import click
+
+T = TypeVar("T")
 
 FAILED, USAGE, PARTLY, DRIFT = 1, 2, 3, 4
 INTERRUPTED = 130
@@ -48,6 +51,17 @@ def run(cli: click.Command, arguments: Sequence[str]) -> int:
     except Exception as error:
         return _failed(error, debug)
     return 0
+
+
+def run_async(main: Coroutine[None, None, T]) -> T:
+    """Run `main` to its end, on uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        import asyncio
+
+        return asyncio.run(main)
+    return uvloop.run(main)
 
 
 def _say(error: click.ClickException) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import click
 
@@ -17,20 +17,9 @@ from txbroker.config import Settings
 from txbroker.kafka.wiring import door_from
 from txbroker.proxy.process import Proxy, run_proxy
 
-T = TypeVar("T")
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NAME_BYTES = 4
 _LOOK_AT_START_S, _LOOK_S = 0.02, 0.5
-
-
-def run_async(main: Coroutine[None, None, T]) -> T:
-    """Run `main` to its end, on uvloop where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    return uvloop.run(main)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from txbroker.cli.demo.scenes import EXPECTED, play
 from txbroker.cli.demo.shop import ORDERS, PAYMENTS, orders_in
 from txbroker.cli.demo.stage import Stage, set_up
 from txbroker.cli.demo.verdict import compare, table
-from txbroker.cli.run import Failed
-from txbroker.cli.serving import run_async, until_signal
+from txbroker.cli.run import Failed, run_async
+from txbroker.cli.serving import until_signal
 from txbroker.kafka.readback import read_back
 from txbroker.proxy.logging import configure_logging
 

@@ -36,6 +36,7 @@ from txbroker.proxy.applier import Applier
 from txbroker.proxy.bodies import Bodies
 from txbroker.proxy.checkback import CheckBack
 from txbroker.proxy.promoter import Promoter
+from txbroker.proxy.turn_pace import TurnPace
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
 
@@ -206,6 +207,7 @@ class Small:
             self.bodies,
             lambda: self.version,
             self.half.catch_up,
+            TurnPace(),
         )
         self.checks = CheckBack(
             self.ledger,

@@ -40,6 +40,7 @@ from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandl
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.checkback import CheckBack
 from txbroker.proxy.owner import Owner, OwnerSettings
+from txbroker.proxy.turn_pace import TurnPace
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
 
@@ -331,6 +332,7 @@ class World:
             stopped=self.stops.append,
             bodies_share=lambda: self.share,
             record_version=lambda: self.version,
+            pace=TurnPace(),
         )
         self._owners.append(owner)
         return owner

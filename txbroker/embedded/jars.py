@@ -56,12 +56,21 @@ def ensure_jars(
     Raises UnknownVersionError without a lock file, DownloadError when a jar cannot be had, and
     StartCancelledError when `cancelled` was set meanwhile.
     """
-    jars = read_lock(version)
+    return fetch_jars(f"Kafka {version}", read_lock(version), progress, cancelled)
+
+
+def fetch_jars(
+    what: str,
+    jars: list[Jar],
+    progress: Progress | None = None,
+    cancelled: threading.Event | None = None,
+) -> list[Path]:
+    """The paths of some jars, which are `what` in a few words; otherwise as `ensure_jars`."""
     folder = cache_dir() / "maven"
     missing = [jar for jar in jars if not _is_whole(folder / jar.path, jar)]
     if missing:
         stop = cancelled or threading.Event()
-        _download_all(f"Kafka {version}", missing, folder, progress or SilentProgress(), stop)
+        _download_all(what, missing, folder, progress or SilentProgress(), stop)
     return [folder / jar.path for jar in jars]
 
 

@@ -65,7 +65,12 @@ def read_lock(version: str) -> list[Jar]:
             f"Kafka {version} cannot be embedded: choose one of {', '.join(versions())}, or make "
             f"its lock file with: python -m txbroker.embedded.lock {version}"
         )
-    lines = lock_path(version).read_text(encoding="ascii").splitlines()
+    return read_lock_file(lock_path(version))
+
+
+def read_lock_file(path: Path) -> list[Jar]:
+    """The jars that a lock file names; raises EmbeddedKafkaError when it is damaged."""
+    lines = path.read_text(encoding="ascii").splitlines()
     return [_parse(line) for line in lines if line and not line.startswith("#")]
 
 
@@ -78,11 +83,16 @@ def _parse(line: str) -> Jar:
 
 def resolve(version: str) -> list[Jar]:
     """Ask Maven which jars a Kafka version needs; raises EmbeddedKafkaError when it cannot say."""
+    return resolve_pom(_POM.format(version=version))
+
+
+def resolve_pom(pom: str) -> list[Jar]:
+    """Ask Maven which jars a project needs at run time; raises EmbeddedKafkaError likewise."""
     maven = shutil.which("mvn")
     if maven is None:
         raise EmbeddedKafkaError("Maven is needed to renew a lock file: install mvn")
     with tempfile.TemporaryDirectory(prefix="txbroker-lock-") as folder:
-        (Path(folder) / "pom.xml").write_text(_POM.format(version=version), encoding="utf-8")
+        (Path(folder) / "pom.xml").write_text(pom, encoding="utf-8")
         command = [maven, "-q", "-B", "dependency:copy-dependencies", "-DincludeScope=runtime"]
         command += ["-Dmdep.useRepositoryLayout=true", "-DoutputDirectory=jars"]
         answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -104,10 +114,15 @@ def write_lock(version: str, jars: list[Jar]) -> Path:
         f"# Apache Kafka {version}: Maven path, size in bytes, SHA-256.",
         f"# Renew with: python -m txbroker.embedded.lock {version}",
     ]
-    lines = [f"{jar.path} {jar.size_bytes} {jar.sha256}" for jar in jars]
     path = lock_path(version)
-    path.write_text("\n".join([*head, *lines, ""]), encoding="ascii")
+    write_lock_file(path, head, jars)
     return path
+
+
+def write_lock_file(path: Path, head: list[str], jars: list[Jar]) -> None:
+    """Write a lock file; `head` are its comments, each with its `#`."""
+    lines = [f"{jar.path} {jar.size_bytes} {jar.sha256}" for jar in jars]
+    path.write_text("\n".join([*head, *lines, ""]), encoding="ascii")
 
 
 def main(arguments: list[str]) -> int:

@@ -33,6 +33,7 @@ from txbroker.proxy.promoter import Promoter
 from txbroker.proxy.recovery import Recovered, recover
 from txbroker.proxy.snapshots import SnapshotWriter
 from txbroker.proxy.tally import Tally
+from txbroker.proxy.turn_pace import TurnPace
 
 __all__ = ["Owner", "OwnerEvents", "OwnerSettings", "standing"]
 
@@ -127,6 +128,7 @@ class Owner:
         stopped: told why, once, if the partition cannot go on.
         bodies_share: how many bytes of bodies this partition may keep in memory.
         record_version: the version of the records to write.
+        pace: lets turns begin; the same for all partitions of a proxy.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Owner:
         stopped: Callable[[Exception], None],
         bodies_share: Callable[[], int],
         record_version: Callable[[], int],
+        pace: TurnPace,
     ) -> None:
         self.partition = door.partition
         self.ledger = Ledger(door.partition, settings.dedup_window_ms, settings.settled_max)
@@ -164,10 +167,10 @@ class Owner:
         self._tasks: list[asyncio.Task[None]] = []
         self._checking: asyncio.Task[None] | None = None
         self._closed = False
-        self._make_parts(targets, runner, bodies_share)
+        self._make_parts(targets, runner, bodies_share, pace)
 
     def _make_parts(
-        self, targets: Targets, runner: Runner, bodies_share: Callable[[], int]
+        self, targets: Targets, runner: Runner, bodies_share: Callable[[], int], pace: TurnPace
     ) -> None:
         door, ledger, events = self._door, self.ledger, self._events
         self._applier = Applier(ledger, self._changed, events.outcome)
@@ -200,6 +203,7 @@ class Owner:
             self.bodies,
             self._record_version,
             self._half.catch_up,
+            pace,
         )
         self.checks = CheckBack(
             ledger,

@@ -19,6 +19,7 @@ from txbroker.failpoints import hit
 from txbroker.proxy.checkback import Runner
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.owner import Owner, OwnerEvents, OwnerSettings
+from txbroker.proxy.turn_pace import TurnPace
 
 REOPEN_S = 1.0
 """A partition that could not be opened is tried again after this, seconds."""
@@ -106,6 +107,7 @@ class Ownership:
         self._settings = settings
         self._runner = runner
         self._events = events
+        self._pace = TurnPace()
         self._rejoin_s = rejoin_s
         self._held: dict[int, Holding] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -369,6 +371,7 @@ class Ownership:
             stopped=lambda error: self._owner_stopped(partition, holding, owner, error),
             bodies_share=self._bodies_share,
             record_version=lambda: min(RECORD_VERSION, self._assignment.record_version),
+            pace=self._pace,
         )
         return owner
 

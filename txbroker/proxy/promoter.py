@@ -13,6 +13,7 @@ This file tells how turns are written; `txbroker.proxy.trouble` keeps what is ke
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -47,6 +48,7 @@ from txbroker.proxy.logging import get_logger
 from txbroker.proxy.targets import takes
 from txbroker.proxy.tracing import TracedTurn, traced_turn, turn_ended
 from txbroker.proxy.trouble import Trouble
+from txbroker.proxy.turn_pace import TurnPace, UnderWay
 
 COPIES_MAX = 100
 """Whole transactions that one turn copies into the parked topic, or removes from it, beside those
@@ -81,6 +83,7 @@ class _Flight(Struct, eq=False):
     release: list[Transaction]
     since_s: float
     """When it was begun, by the monotonic clock."""
+    under_way: UnderWay
     copies: list[tuple[Transaction, int]] = field(default_factory=list)
     """With whose copies the turn's parked records begin, in this order, each of how many."""
     traced: TracedTurn = TracedTurn()
@@ -119,6 +122,7 @@ class Promoter:
         bodies: has the messages of a turn in memory.
         record_version: the version of the records to write.
         read_half: reads and applies the half topic to an end that is asked for now.
+        pace: lets turns begin; the same for all partitions of a proxy.
     """
 
     def __init__(
@@ -134,6 +138,7 @@ class Promoter:
         bodies: Bodies,
         record_version: Callable[[], int],
         read_half: Callable[[], Awaitable[None]],
+        pace: TurnPace,
     ) -> None:
         self._door = door
         self._ledger = ledger
@@ -146,6 +151,7 @@ class Promoter:
         self._bodies = bodies
         self._record_version = record_version
         self._read_half = read_half
+        self._pace = pace
         # Of so many commits read before their half message that has been read for since.
         self._half_read_for = 0
         self._trouble = Trouble(ledger, limits)
@@ -219,6 +225,14 @@ class Promoter:
             raise self._failure
         if self._lost:
             await self._recover()
+        under_way = await self._pace.begin()
+        try:
+            return await self._plan_and_write(under_way)
+        finally:
+            if not any(flight.under_way is under_way for flight in self._flights):
+                under_way.over()
+
+    async def _plan_and_write(self, under_way: UnderWay) -> bool:
         plan = await self._plan()
         if self._ledger.commits_waited != self._half_read_for:
             # Planned without what was decided earlier, and may be of the same order key.
@@ -228,7 +242,12 @@ class Promoter:
         self._in_flight.update(transaction.id for transaction in plan.promote)
         self._in_flight.update(transaction.id for transaction, _ in plan.refuse)
         flight = _Flight(
-            plan, self._progress(plan), self._to_keep(), self._to_release(), time.monotonic()
+            plan,
+            self._progress(plan),
+            self._to_keep(),
+            self._to_release(),
+            time.monotonic(),
+            under_way,
         )
         if flight.empty:
             if not self._open:
@@ -310,7 +329,7 @@ class Promoter:
             task = asyncio.create_task(self._finish(flight, handle))
             self._finishing.add(task)
             self._flights.add(flight)
-            task.add_done_callback(self._finished)
+            task.add_done_callback(partial(self._finished, flight))
         return True
 
     def _to_keep(self) -> list[Transaction]:
@@ -422,8 +441,9 @@ class Promoter:
             deferred=tuple(plan.deferred),
         )
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
+    def _finished(self, flight: _Flight, task: asyncio.Task[None]) -> None:
         self._finishing.discard(task)
+        flight.under_way.over()  # one that was given up before it began has not said so
         if not task.cancelled() and task.exception() is not None:
             # What must not happen did: its transactions would wait for ever, and nobody knew.
             self._failure = task.exception()
@@ -441,6 +461,7 @@ class Promoter:
         finally:
             self._flights.discard(flight)
             flight.ended.set()
+            flight.under_way.over()
         hit("turn.committed")
         self._open.discard(flight)
         self._failing_since_s = None

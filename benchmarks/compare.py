@@ -1,0 +1,145 @@
+"""Compares txbroker with its peers, side by side on this machine, and writes docs/comparison.*.
+
+Every round runs each peer once, one after another, each with servers of its own on free ports and
+in a temporary folder. A peer that cannot be run here is named with the reason. RocketMQ and dtm are
+fetched from Maven Central and the Go module proxy. `python benchmarks/compare.py` takes about an
+hour and a half for everything; `--peers txbroker rocketmq ceiling --rounds 1` some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from peers.base import Missing, Peer, Plan
+from peers.ceiling import Ceiling
+from peers.dtm import Dtm
+from peers.machine import Machine, busy_share
+from peers.outbox_postgres import PostgresOutbox
+from peers.outbox_sqlite import SqliteOutbox
+from peers.page import page
+from peers.plot import plot
+from peers.read_process_write import ReadProcessWrite
+from peers.rocketmq import RocketMQ
+from peers.txbroker_itself import Txbroker, TxbrokerHttp, TxbrokerTen
+
+PEERS: tuple[Peer, ...] = (
+    Txbroker(),
+    TxbrokerHttp(),
+    TxbrokerTen(),
+    RocketMQ(),
+    Ceiling(),
+    ReadProcessWrite(),
+    SqliteOutbox(),
+    PostgresOutbox(),
+    Dtm(),
+)
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+class Comparison:
+    """All that is measured, and where it is written."""
+
+    def __init__(self, peers: Sequence[Peer], plan: Plan, output: Path) -> None:
+        self._peers = peers
+        self._plan = plan
+        self._output = output
+        self._found: dict[str, dict[str, Any]] = {
+            peer.name: {"title": peer.title, "counts": peer.counts, "figures": []} for peer in peers
+        }
+        self._data: dict[str, Any] = {
+            "command": " ".join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
+            "at": time.strftime("%Y-%m-%d", time.gmtime()),
+            "machine": Machine.here().told(),
+            "plan": asdict(plan),
+            "busy_before": [],
+            "peers": self._found,
+        }
+
+    def prepare(self) -> None:
+        """Fetch and build what the peers take, before anything is measured."""
+        for peer in self._peers:
+            found = self._found[peer.name]
+            try:
+                found["version"] = peer.version()
+            except Missing as error:
+                found["missing"] = str(error)
+            say(f"{peer.title}: {found.get('version') or found['missing']}")
+
+    def round(self, number: int) -> None:
+        """Run each peer once, and write what is known by then."""
+        for peer in self._peers:
+            found = self._found[peer.name]
+            if "missing" in found:
+                continue
+            self._data["busy_before"].append(busy_share())
+            say(f"round {number}: {peer.title}")
+            try:
+                with tempfile.TemporaryDirectory(
+                    prefix="txbroker-peer-", ignore_cleanup_errors=True
+                ) as folder:
+                    for figure in peer.turn(self._plan, Path(folder)):
+                        found["figures"].append({"round": number, **asdict(figure)})
+                        say(f"  {json.dumps(found['figures'][-1])}")
+            except Missing as error:
+                found["missing"] = str(error)
+                say(f"  {error}")
+            except Exception as error:
+                # The others count all the same; this one is named with what went wrong.
+                found["missing"] = f"it failed: {type(error).__name__}: {error}"
+                say(f"  {found['missing']}")
+            self.write()
+
+    def write(self) -> None:
+        """Write data, page and plot."""
+        written = json.dumps(self._data, indent=1) + "\n"
+        self._output.with_suffix(".json").write_text(written, encoding="utf-8")
+        self._output.with_suffix(".md").write_text(
+            page(self._data, self._output.name), encoding="utf-8"
+        )
+        self._output.with_suffix(".svg").write_text(plot(self._data), encoding="utf-8")
+
+
+def say(words: str) -> None:
+    """Tell how far it is."""
+    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
+
+
+def _ended(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt  # so that everything started is taken down
+
+
+def main() -> int:
+    """Compare; return 1 where a peer that was named could not be run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [peer.name for peer in PEERS]
+    parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 512])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", type=int, default=1024, help="bytes of each message")
+    parser.add_argument("--warmup-s", type=float, default=10.0)
+    parser.add_argument("--duration-s", type=float, default=20.0)
+    parser.add_argument(
+        "--output", type=Path, default=DOCS / "comparison", help="the files, without their endings"
+    )
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, _ended)
+    plan = Plan(tuple(given.in_flight), given.size, given.warmup_s, given.duration_s)
+    comparison = Comparison([p for p in PEERS if p.name in given.peers], plan, given.output)
+    comparison.prepare()
+    for number in range(1, given.rounds + 1):
+        comparison.round(number)
+    comparison.write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

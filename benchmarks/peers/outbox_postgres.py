@@ -1,0 +1,265 @@
+"""A polled outbox on PostgreSQL: a private cluster in a temporary folder, no service.
+
+The services are clients of `pgbench`, and the relay speaks through `psql`, so no driver is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import uvloop
+
+from peers.base import Figure, Missing, Plan, child, times_of
+from peers.kafka import KAFKA, create_topics, running_kafka, watching
+from peers.outbox import POLL_S, ROWS, TOPIC, Row, in_window, relaying
+
+ACCOUNT = "postgres"
+"""Whom the server runs as where we are root, which it refuses: Debian's package makes it."""
+START_S = 60.0
+_SETTINGS = ("listen_addresses=", "synchronous_commit=off", "max_connections=600", "port=5432")
+_TABLES = """
+CREATE TABLE orders (id text PRIMARY KEY, state text NOT NULL);
+CREATE TABLE outbox (number bigserial PRIMARY KEY, key text NOT NULL, value text NOT NULL);
+"""
+# A key begins with when it was made, by which it is told how long the message took.
+_ORDER = """
+\\set one random(1, 1000000000000)
+BEGIN;
+WITH made AS (SELECT extract(epoch FROM clock_timestamp()) || '-:client_id-:one' AS key),
+  placed AS (INSERT INTO orders SELECT key, 'placed' FROM made)
+INSERT INTO outbox (key, value) SELECT key, repeat('x', {size}) FROM made;
+COMMIT;
+"""
+_OLDEST = f"SELECT number, key, value FROM outbox ORDER BY number LIMIT {ROWS};"
+_END = "--end--"
+
+
+class PostgresOutbox:
+    """An outbox table in PostgreSQL, polled."""
+
+    name = "outbox-postgres"
+    title = "polled outbox, PostgreSQL"
+    counts = (
+        "an order and its message inserted in one local transaction by pgbench, published by a "
+        f"relay that polls every {POLL_S * 1000:.0f} ms, at least once; synchronous_commit off"
+    )
+
+    def __init__(self) -> None:
+        self._folder = Path()
+
+    def version(self) -> str:
+        """Return what is run, with its version.
+
+        Raises:
+            Missing: it is not installed.
+        """
+        folders = [*Path("/usr/lib/postgresql").glob("*/bin"), *_on_path()]
+        whole = [
+            one for one in folders if (one / "initdb").exists() and (one / "postgres").exists()
+        ]
+        if not whole or not shutil.which("pgbench") or not shutil.which("psql"):
+            raise Missing("PostgreSQL's server, psql and pgbench are not installed")
+        self._folder = max(whole)
+        if os.getuid() == 0:
+            try:
+                pwd.getpwnam(ACCOUNT)
+            except KeyError:
+                raise Missing(f"it refuses to run as root, and there is no {ACCOUNT}") from None
+        done = subprocess.run(
+            [self._folder / "postgres", "--version"], capture_output=True, text=True, check=True
+        )
+        return f"{done.stdout.strip()}, {KAFKA}"
+
+    def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
+        """Measure on a cluster and a Kafka of its own."""
+        with running_kafka(folder) as kafka, _cluster(self._folder, folder) as sockets:
+            uvloop.run(create_topics(kafka.bootstrap, [TOPIC]))
+            script = folder / "order.sql"
+            script.write_text(_ORDER.format(size=plan.size))
+            for in_flight in plan.in_flight:
+                services = _Services(sockets, script, in_flight, folder)
+                yield uvloop.run(_measure(kafka.bootstrap, sockets, plan, services))
+
+
+class _Services:
+    """Clients that place orders."""
+
+    def __init__(self, sockets: Path, script: Path, clients: int, folder: Path) -> None:
+        self.clients = clients
+        self._script = script
+        self._sockets = sockets
+        self._folder = folder
+
+    async def run(self, seconds: float, name: str) -> tuple[float, list[float]]:
+        """Place orders for so long; return how many a second, and how long each took, seconds."""
+        log = self._folder / f"{name}-{self.clients}"
+        command = [
+            "pgbench",
+            "-n",
+            "-h",
+            str(self._sockets),
+            "-U",
+            ACCOUNT,
+            "-f",
+            str(self._script),
+        ]
+        command += ["-c", str(self.clients), "-j", str(min(2, self.clients))]
+        command += ["-T", str(max(1, round(seconds))), "-l", "--log-prefix", str(log), "postgres"]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        try:
+            out, _ = await process.communicate()
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        told = re.search(r"^tps = ([\d.]+)", out.decode(), re.M)
+        if told is None:
+            raise Missing(f"pgbench failed: {out.decode().strip().splitlines()[-1]}")
+        times = [
+            int(line.split()[2]) / 1e6
+            for file in self._folder.glob(f"{log.name}.*")
+            for line in file.read_text().splitlines()
+        ]
+        return float(told[1]), times
+
+
+class _Stamped:
+    """When each message began: what its key says."""
+
+    def __init__(self) -> None:
+        self._behind = time.time() - time.monotonic()
+
+    def pop(self, key: bytes, default: None) -> float:
+        """Return it, as a monotonic time."""
+        return float(key.partition(b"-")[0]) - self._behind
+
+
+class PsqlStore:
+    """The relay's side of the database, through one psql."""
+
+    def __init__(self, psql: asyncio.subprocess.Process) -> None:
+        self._psql = psql
+
+    async def oldest(self) -> Sequence[Row]:
+        """Return the oldest rows of the outbox."""
+        rows = []
+        for line in await self._ask(_OLDEST):
+            number, key, value = line.split(b"|")
+            rows.append((int(number), key, value))
+        return rows
+
+    async def remove(self, rows: Sequence[Row]) -> None:
+        """Remove rows that were published."""
+        # By their numbers: one that is smaller may be committed later.
+        numbers = ",".join(str(number) for number, _, _ in rows)
+        await self._ask(f"DELETE FROM outbox WHERE number IN ({numbers});")
+
+    async def _ask(self, statement: str) -> list[bytes]:
+        assert self._psql.stdin is not None
+        assert self._psql.stdout is not None
+        self._psql.stdin.write(f"{statement}\n\\echo {_END}\n".encode())
+        lines = []
+        while (line := (await self._psql.stdout.readline()).rstrip(b"\n")) != _END.encode():
+            if not line:
+                raise Missing("psql has ended")
+            lines.append(line)
+        return lines
+
+
+@asynccontextmanager
+async def _store(sockets: Path) -> AsyncIterator[PsqlStore]:
+    command = ["psql", "-X", "-q", "-A", "-t", "-h", str(sockets), "-U", ACCOUNT, "postgres"]
+    pipe = asyncio.subprocess.PIPE
+    psql = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20)
+    try:
+        yield PsqlStore(psql)
+    finally:
+        psql.kill()
+        await psql.wait()
+
+
+async def _measure(kafka: str, sockets: Path, plan: Plan, services: _Services) -> Figure:
+    async with (
+        watching(kafka, TOPIC) as watcher,
+        _store(sockets) as store,
+        relaying(kafka, store) as relay,
+    ):
+        watcher.began = _Stamped()
+        await services.run(plan.warmup_s, "warmup")
+        begin = time.monotonic()
+        per_s, times = await services.run(plan.duration_s, "measured")
+        visible = in_window(watcher, begin, plan.duration_s)
+        while not relay.done() and await _pending(sockets):
+            await asyncio.sleep(0.1)
+    seconds = [took for _, took in visible]
+    published_per_s = len(visible) / plan.duration_s
+    return Figure(
+        services.clients,
+        round(min(per_s, published_per_s), 1),
+        times_of(times),
+        times_of(seconds),
+        {"inserted_per_s": round(per_s, 1)},
+    )
+
+
+async def _pending(sockets: Path) -> bool:
+    async with _store(sockets) as other:
+        return bool(await other.oldest())
+
+
+@contextmanager
+def _cluster(programs: Path, folder: Path) -> Iterator[Path]:
+    """Run a server; give the folder of its socket."""
+    root = os.getuid() == 0
+    account = pwd.getpwnam(ACCOUNT) if root else None
+    options = {"user": ACCOUNT, "group": account.pw_gid, "extra_groups": []} if account else {}
+    # Not below our own folder, which only we may enter.
+    with tempfile.TemporaryDirectory(prefix="txbroker-pg-", ignore_cleanup_errors=True) as made:
+        home = Path(made)
+        if account is not None:
+            os.chown(home, account.pw_uid, account.pw_gid)
+        data = home / "data"
+        initdb = [programs / "initdb", "-D", data, "-U", ACCOUNT, "-A", "trust", "-N"]
+        done = subprocess.run(
+            initdb, cwd=home, capture_output=True, text=True, check=False, **options
+        )
+        if done.returncode != 0:
+            raise Missing(f"initdb failed: {done.stderr.strip()}")
+        command = [programs / "postgres", "-D", data, "-k", home]
+        for setting in _SETTINGS:
+            command += ["-c", setting]
+        with child(command, folder, "postgres", **options) as server:
+            _wait(home, server)
+            try:
+                psql = ["psql", "-X", "-q", "-h", home, "-U", ACCOUNT, "-c", _TABLES, "postgres"]
+                subprocess.run(psql, check=True, capture_output=True)
+                yield home
+            finally:
+                server.send_signal(signal.SIGQUIT)  # its backends end with it
+                server.wait()
+
+
+def _wait(home: Path, server: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + START_S
+    ready = ["pg_isready", "-q", "-h", str(home), "-U", ACCOUNT]
+    while subprocess.run(ready, check=False).returncode != 0:
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise Missing("PostgreSQL does not start")
+        time.sleep(0.1)
+
+
+def _on_path() -> list[Path]:
+    found = shutil.which("initdb")
+    return [Path(found).parent] if found else []

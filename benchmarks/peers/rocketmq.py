@@ -1,0 +1,225 @@
+"""Apache RocketMQ: one name server, one broker, and its own benchmark of transactions.
+
+Run as a program it renews the lock of its jars: `python benchmarks/peers/rocketmq.py` (needs mvn).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from peers.base import Figure, Missing, Plan, Times, child, free_ports, wait_for_port
+from txbroker.embedded.errors import EmbeddedKafkaError
+from txbroker.embedded.jars import fetch_jars
+from txbroker.embedded.java import find_java
+from txbroker.embedded.lock import read_lock_file, resolve_pom, write_lock_file
+
+VERSION = "5.5.0"
+LOCK = Path(__file__).with_name(f"rocketmq-{VERSION}.lock")
+COMMIT_TO_CONSUMER = Path(__file__).with_name("CommitToConsumer.java")
+ARTIFACTS = ("rocketmq-namesrv", "rocketmq-broker", "rocketmq-example")
+TOPIC = "Comparison"
+"""Made by the first message, with its default of 8 queues. The one that its benchmark takes unless
+told otherwise has 1,024, each with a file of its own, which costs it the first minute."""
+START_S = 90.0
+VISIBLE_S = 300.0
+TOLD_EVERY_S = 10.0
+"""Its benchmark tells the mean of the last 9 to 10 s, every 10 s."""
+COUNT = 1000
+"""Transactions of which it is measured how soon the consumer has them."""
+_TOLD = re.compile(
+    r"Send TPS:\s*(?P<per_s>\d+)[ |]+Max RT\(ms\):\s*(?P<max>\d+)[ |]+"
+    r"AVG RT\(ms\):\s*(?P<mean>[\d.]+|NaN)[ |]+Send Failed:\s*(?P<failed>\d+)"
+)
+_DEPENDENCY = (
+    "<dependency><groupId>org.apache.rocketmq</groupId><artifactId>{}</artifactId>"
+    f"<version>{VERSION}</version></dependency>"
+)
+
+
+class RocketMQ:
+    """RocketMQ's TransactionProducer against one broker that flushes to disk now and then."""
+
+    name = "rocketmq"
+    title = f"RocketMQ {VERSION}"
+    counts = (
+        "its own benchmark: prepare acknowledged, commit sent one way and confirmed by nobody, "
+        "nothing read; asynchronous flush, 8 queues"
+    )
+
+    def __init__(self) -> None:
+        self._jars: Sequence[Path] = ()
+
+    def version(self) -> str:
+        """Return what is run, with its version.
+
+        Raises:
+            Missing: there is no Java, or its jars cannot be had.
+        """
+        try:
+            self._jars = fetch_jars(f"RocketMQ {VERSION}", read_lock_file(LOCK))
+            return f"Apache RocketMQ {VERSION} from Maven Central, Java {find_java().major}"
+        except EmbeddedKafkaError as error:
+            raise Missing(str(error)) from None
+
+    def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
+        """Measure on servers of its own."""
+        with _servers(self._jars, folder) as names:
+            for threads in plan.in_flight:
+                yield self._throughput(plan, folder, names, threads)
+            yield self._commit_to_consumer(plan, folder, names)
+
+    def _throughput(self, plan: Plan, folder: Path, names: str, threads: int) -> Figure:
+        """Run its benchmark until it has told of a stretch that lies behind the warm-up."""
+        main = "org.apache.rocketmq.example.benchmark.TransactionProducer"
+        options = ["-n", names, "-t", TOPIC, "-w", str(threads), "-s", str(plan.size)]
+        told: list[re.Match[str]] = []
+        # What it tells is of the 9 s before; of its first 10 s most are warm-up in any case.
+        skipped = max(1, round(plan.warmup_s / TOLD_EVERY_S))
+        wanted = skipped + max(1, round(plan.duration_s / TOLD_EVERY_S))
+        with _java(self._jars, folder, f"producer-{threads}", main, options) as process:
+            assert process.stdout is not None
+            watchdog = threading.Timer(START_S + (wanted + 1) * TOLD_EVERY_S, process.kill)
+            watchdog.start()
+            for line in process.stdout:
+                found = _TOLD.search(line)
+                if found is not None:
+                    told.append(found)
+                if len(told) == wanted:
+                    break
+            watchdog.cancel()
+        told = told[skipped:]
+        if not told:
+            raise Missing("its benchmark has ended before it told a figure")
+        # What it calls sent holds what failed, too.
+        rates = [float(one["per_s"]) - int(one["failed"]) / TOLD_EVERY_S for one in told]
+        if min(rates) <= 0:
+            raise Missing(f"with {threads} threads its sends failed: {told[-1].group()}")
+        extra = {
+            "mean_ms": round(sum(float(one["mean"]) for one in told) / len(told), 2),
+            "max_ms": max(float(one["max"]) for one in told),
+            "failed": sum(int(one["failed"]) for one in told),
+        }
+        return Figure(threads, round(sum(rates) / len(rates), 1), extra=extra)
+
+    def _commit_to_consumer(self, plan: Plan, folder: Path, names: str) -> Figure:
+        """Measure from the commit of one transaction at a time until a consumer has it."""
+        if shutil.which("javac") is None:
+            return Figure(1, None, extra={"visible": "not measured: it takes a JDK"})
+        command = [names, str(plan.size), str(COUNT)]
+        with _java(self._jars, folder, "visible", str(COMMIT_TO_CONSUMER), command) as process:
+            try:
+                out, _ = process.communicate(timeout=VISIBLE_S)
+            except subprocess.TimeoutExpired:
+                why = f"{COUNT:,} transactions took more than {VISIBLE_S:.0f} s"
+                return Figure(1, None, extra={"visible": f"not measured: {why}"})
+        found = dict(re.findall(r"^(\w+) ([\d.]+)$", out, re.M))
+        if "sent_p99" not in found:
+            said = (folder / "visible.log").read_text().strip().splitlines() or ["it said nothing"]
+            why = next((line for line in said if "Exception" in line), said[-1])
+            return Figure(1, None, extra={"visible": f"not measured: {why}"})
+        return Figure(
+            1,
+            None,
+            Times(float(found["sent_p50"]), float(found["sent_p99"])),
+            Times(float(found["visible_p50"]), float(found["visible_p99"])),
+        )
+
+
+@contextmanager
+def _servers(jars: Sequence[Path], folder: Path) -> Iterator[str]:
+    """Run a name server and a broker; give the name server's address."""
+    (names_port,) = free_ports(1)
+    port = _port_with_neighbours()
+    names = f"127.0.0.1:{names_port}"
+    (folder / "names.conf").write_text(f"listenPort={names_port}\n")
+    (folder / "broker.conf").write_text(
+        "brokerName=bench\nbrokerIP1=127.0.0.1\nflushDiskType=ASYNC_FLUSH\n"
+        f"namesrvAddr={names}\nlistenPort={port}\nhaListenPort={port + 1}\n"
+        f"storePathRootDir={folder / 'store'}\n"
+        f"storePathCommitLog={folder / 'store' / 'commitlog'}\n"
+        "autoCreateTopicEnable=true\n"
+    )
+    with ExitStack() as stack:
+        for name, main, conf, at in (
+            ("names", "org.apache.rocketmq.namesrv.NamesrvStartup", "names.conf", names_port),
+            ("broker", "org.apache.rocketmq.broker.BrokerStartup", "broker.conf", port),
+        ):
+            server = stack.enter_context(_java(jars, folder, name, main, ["-c", conf], log=True))
+            wait_for_port(at, lambda: server.poll() is None, START_S, f"RocketMQ's {name}")  # noqa: B023
+        _wait_for_registration(folder)
+        yield names
+
+
+def _wait_for_registration(folder: Path) -> None:
+    """Wait until the broker says that it is up, which it does once the name server knows it."""
+    deadline = time.monotonic() + START_S
+    while "boot success" not in (folder / "broker.log").read_text(errors="replace"):
+        if time.monotonic() > deadline:
+            raise Missing("RocketMQ's broker does not come up")
+        time.sleep(0.1)
+
+
+def _port_with_neighbours() -> int:
+    """Return a free port whose neighbours are free too: a broker also takes the one two below
+    and the one above."""
+    while True:
+        (port,) = free_ports(1)
+        if all(_is_free(port + step) for step in (-2, 1)):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return 1024 < port < 65535 and probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@contextmanager
+def _java(
+    jars: Sequence[Path],
+    folder: Path,
+    name: str,
+    main: str,
+    arguments: Sequence[str],
+    *,
+    log: bool = False,
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a class, or a source file, with RocketMQ's jars; end it with its block."""
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    heap = "-Xmx2g" if name == "broker" else "-Xmx512m"
+    path = os.pathsep.join(map(str, jars))
+    command = [str(find_java().path), heap, f"-Duser.home={home}", f"-Drocketmq.home.dir={home}"]
+    command += ["-cp", path, main, *arguments]
+    options = {} if log else {"stdout": subprocess.PIPE}
+    with child(command, folder, name, **options) as process:
+        yield process
+
+
+def renew_lock() -> None:
+    """Ask Maven which jars it takes, and write them down."""
+    pom = (
+        "<project><modelVersion>4.0.0</modelVersion><groupId>txbroker</groupId>"
+        "<artifactId>lock</artifactId><version>1</version><dependencies>"
+        f"{''.join(map(_DEPENDENCY.format, ARTIFACTS))}</dependencies></project>"
+    )
+    head = [
+        f"# Apache RocketMQ {VERSION}: Maven path, size in bytes, SHA-256.",
+        "# Renew with: python benchmarks/peers/rocketmq.py",
+    ]
+    write_lock_file(LOCK, head, resolve_pom(pom))
+
+
+if __name__ == "__main__":
+    renew_lock()

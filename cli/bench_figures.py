@@ -1,0 +1,287 @@
+"""What a measurement says: what was lost or doubled, rates, latencies, CPU; as data and as text."""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct, to_builtins
+
+from txbroker.cli.bench_load import Book, Fate, Job
+
+if TYPE_CHECKING:
+    from txbroker.kafka.counting import Count
+
+BOUNDS_MS = tuple(
+    round(step * 10.0**power, 3) for power in range(-1, 5) for step in (1, 1.5, 2, 3, 5, 7)
+)
+_BAR_CHARS = 40
+_STEPS = ("prepare", "decide", "both", "visible")
+
+
+class Window(NamedTuple):
+    """The stretch that is measured, monotonic seconds."""
+
+    begin: float
+    end: float
+
+    def __contains__(self, at: object) -> bool:
+        return isinstance(at, float) and self.begin <= at <= self.end
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.end - self.begin
+
+
+class Latency(Struct, frozen=True):
+    """How long something took, milliseconds; None where it never happened."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    p999: float | None = None
+    max: float | None = None
+
+
+class Taken(NamedTuple):
+    """What each who takes part has taken of this machine within the window; None where they are
+    on another one.
+
+    Attributes:
+        cpu_s: seconds of CPU, of proxy, broker, client and reader.
+        memory_mib: the memory in use when the window began and when it ended, of proxy and broker.
+    """
+
+    cpu_s: dict[str, float | None]
+    memory_mib: dict[str, tuple[float | None, float | None]]
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """What was measured. Rates count transactions.
+
+    Attributes:
+        transactions: those that were decided within the measured time.
+        acked_per_s: how many of them a second.
+        acked_per_s_by_tenth: the same of each tenth of the measured time, to see whether it slows
+            down.
+        promoted_per_s: how many became visible in the same time, a second; from the partitions
+            that were read along.
+        failed: those whose calls failed, warm-up included; `errors` tells why.
+        visible: messages that the reader found, warm-up included.
+        lost: messages that were committed and are not visible.
+        duplicated: copies beyond the first.
+        wrong: messages that are visible though they were rolled back.
+        latency_ms: of `prepare`, `decide` and `both` together until they were acknowledged, of
+            `visible` from the call that decides until the reader had the message.
+        cpu_s_per_1000: seconds of CPU per 1,000 transactions of proxy, broker, client and reader;
+            None where they are on another machine.
+        memory_mib: in use by proxy and broker when the measured time began and when it ended.
+        histogram_ms: how many took at most so long, by upper bound, empty ones left out.
+    """
+
+    transactions: int
+    acked_per_s: float
+    acked_per_s_by_tenth: list[float]
+    promoted_per_s: float
+    failed: int
+    errors: dict[str, int]
+    visible: int
+    lost: int
+    duplicated: int
+    wrong: int
+    latency_ms: dict[str, Latency]
+    cpu_s_per_1000: dict[str, float | None]
+    memory_mib: dict[str, tuple[float | None, float | None]]
+    histogram_ms: dict[str, list[tuple[float, int]]]
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is visible as it was decided."""
+        return not (self.lost or self.duplicated or self.wrong)
+
+    def data(self, job: Job) -> dict[str, Any]:
+        """Return what JSON shows."""
+        shown = ("in_flight", "size", "messages", "groups", "rollback_share", "unknown_share")
+        asked = {name: getattr(job, name) for name in shown}
+        asked |= {"warmup_s": job.warmup_s, "api": "http" if job.http else "sdk"}
+        result: dict[str, Any] = {**to_builtins(self), "asked": asked}
+        return result
+
+
+class Counted(NamedTuple):
+    """The book of a load, opened, beside what consumers see."""
+
+    job: Job
+    prepared: Sequence[float]
+    began: Sequence[float]
+    decided: Sequence[float]
+    errors: dict[str, int]
+
+    @classmethod
+    def of(cls, job: Job, book: Book) -> "Counted":
+        """Open a book."""
+        began, prepared, decided = array("d"), array("d"), array("d")
+        for times, raw in ((began, book.began), (prepared, book.prepared), (decided, book.decided)):
+            times.frombytes(raw)
+        return cls(job, prepared, began, decided, book.errors)
+
+    def owed(self) -> Iterator[int]:
+        """Yield the numbers of the messages that must be visible."""
+        for number, prepared in enumerate(self.prepared):
+            if prepared and self.job.fate(number) is not Fate.ROLLBACK:
+                yield from self.messages(number)
+
+    def messages(self, number: int) -> range:
+        """Return the numbers of a transaction's messages."""
+        return range(number * self.job.messages, (number + 1) * self.job.messages)
+
+    def forbidden(self) -> Iterator[int]:
+        """Yield the numbers of the messages that must not be visible."""
+        for number, prepared in enumerate(self.prepared):
+            if prepared and self.job.fate(number) is Fate.ROLLBACK:
+                yield from self.messages(number)
+
+
+def figures(counted: Counted, count: "Count", window: Window, taken: Taken) -> Figures:
+    """Return what a measurement says.
+
+    Args:
+        counted: what was done.
+        count: what consumers see of it.
+        window: the stretch that is measured.
+        taken: what it took of this machine.
+    """
+    ended = [number for number, at in enumerate(counted.decided) if at in window]
+    times_s = _times(counted, count, ended)
+    length_s = max(window.seconds, 1e-9)
+    along = [at for at in count.seen_at if at]
+    share = count.total / len(along) if along else 0.0
+    promoted = sum(at in window for at in along) * share / counted.job.messages
+    thousands = len(ended) / 1000
+    return Figures(
+        transactions=len(ended),
+        acked_per_s=round(len(ended) / length_s, 1),
+        acked_per_s_by_tenth=_by_tenth([counted.decided[number] for number in ended], window),
+        promoted_per_s=round(promoted / length_s, 1),
+        failed=sum(counted.errors.values()),
+        errors=counted.errors,
+        visible=count.total,
+        lost=sum(not count.of(number) for number in counted.owed()),
+        duplicated=sum(copies - 1 for copies in count.copies if copies > 1),
+        wrong=sum(count.of(number) > 0 for number in counted.forbidden()),
+        latency_ms={name: latency(times) for name, times in times_s.items()},
+        cpu_s_per_1000={
+            name: None if seconds is None or not thousands else round(seconds / thousands, 4)
+            for name, seconds in taken.cpu_s.items()
+        },
+        memory_mib=taken.memory_mib,
+        histogram_ms={name: histogram(times) for name, times in times_s.items()},
+    )
+
+
+def _by_tenth(ended_at: Sequence[float], window: Window) -> list[float]:
+    tenth_s = max(window.seconds, 1e-9) / 10
+    counts = [0] * 10
+    for at in ended_at:
+        counts[min(9, int((at - window.begin) / tenth_s))] += 1
+    return [round(number / tenth_s, 1) for number in counts]
+
+
+def _times(counted: Counted, count: "Count", ended: Sequence[int]) -> dict[str, Sequence[float]]:
+    """Return how long each step took, sorted; in arrays, for there may be millions."""
+    visible = (
+        count.seen_at[message] - counted.prepared[number]
+        for number in ended
+        if counted.job.fate(number) is Fate.COMMIT
+        for message in counted.messages(number)
+        if count.of(message) and count.seen_at[message]
+    )
+    steps: tuple[Iterator[float], ...] = (
+        (counted.prepared[number] - counted.began[number] for number in ended),
+        (counted.decided[number] - counted.prepared[number] for number in ended),
+        (counted.decided[number] - counted.began[number] for number in ended),
+        visible,
+    )
+    return {name: array("d", sorted(times)) for name, times in zip(_STEPS, steps, strict=True)}
+
+
+def latency(times_s: Sequence[float]) -> Latency:
+    """Return the percentiles of sorted times."""
+    if not times_s:
+        return Latency()
+    last = len(times_s) - 1
+    shares = (0.5, 0.9, 0.99, 0.999, 1.0)
+    return Latency(*(round(times_s[round(last * share)] * 1000, 3) for share in shares))
+
+
+def histogram(times_s: Sequence[float]) -> list[tuple[float, int]]:
+    """Return how many of sorted times lie below each bound, and not below the one before."""
+    counts: dict[float, int] = {}
+    for time_s in times_s:
+        place = min(bisect_left(BOUNDS_MS, time_s * 1000), len(BOUNDS_MS) - 1)
+        counts[BOUNDS_MS[place]] = counts.get(BOUNDS_MS[place], 0) + 1
+    return sorted(counts.items())
+
+
+# --- as text ---------------------------------------------------------------------------------
+
+
+def text(found: Figures, job: Job) -> Iterator[str]:
+    """Yield the lines that people read."""
+    how = "HTTP" if job.http else "SDK"
+    yield (
+        f"{found.transactions:,} transactions by {how}, {job.in_flight} in flight, "
+        f"{job.messages} of {job.size:,} bytes each"
+    )
+    yield f"acked     {found.acked_per_s:12,.1f} /s"
+    yield f"promoted  {found.promoted_per_s:12,.1f} /s"
+    yield (
+        f"visible   {found.visible:12,} messages, warm-up included; lost {found.lost:,}, "
+        f"doubled {found.duplicated:,}, rolled back and yet visible {found.wrong:,}"
+    )
+    yield ""
+    yield f"{'ms':8}" + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "p99.9", "max"))
+    for name in _STEPS:
+        yield f"{name:8}" + "".join(_cell(value) for value in _row(found.latency_ms[name]))
+    yield ""
+    taken = "   ".join(
+        f"{name} {'unknown' if value is None else f'{value:.3f}'}"
+        for name, value in found.cpu_s_per_1000.items()
+    )
+    yield f"CPU seconds per 1,000 transactions: {taken}"
+    grown = "   ".join(
+        f"{name} {_mib(before)} to {_mib(after)}"
+        for name, (before, after) in found.memory_mib.items()
+    )
+    yield f"MiB of memory: {grown}"
+    tenths = " ".join(f"{rate:,.0f}" for rate in found.acked_per_s_by_tenth)
+    yield f"acked /s by tenths of the time: {tenths}"
+    for name in _STEPS:
+        yield from _bars(name, found.histogram_ms[name])
+
+
+def _mib(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.0f}"
+
+
+def _row(one: Latency) -> tuple[float | None, ...]:
+    return one.p50, one.p90, one.p99, one.p999, one.max
+
+
+def _cell(value: float | None) -> str:
+    return f"{'-':>10}" if value is None else f"{value:10,.2f}"
+
+
+def _bars(name: str, counts: Sequence[tuple[float, int]]) -> Iterator[str]:
+    if not counts:
+        return
+    yield ""
+    yield f"{name}, up to ms"
+    highest = max(number for _, number in counts)
+    held = dict(counts)
+    first, last = BOUNDS_MS.index(counts[0][0]), BOUNDS_MS.index(counts[-1][0])
+    for bound in BOUNDS_MS[first : last + 1]:
+        number = held.get(bound, 0)
+        bar = "█" * round(number / highest * _BAR_CHARS) or ("▏" if number else "")
+        yield f"{bound:8g} {bar:{_BAR_CHARS}} {number:,}"

@@ -1,0 +1,37 @@
+"""A proxy for `txbroker bench`, in a process of its own: `python -m txbroker.cli.bench_proxy`.
+
+It is given its settings as one line of JSON on stdin, and ends when its stdin does.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import click
+
+from txbroker.cli.run import Failed, run_async
+from txbroker.cli.serving import owns_all, serve
+from txbroker.config import load_settings
+from txbroker.errors import TxbrokerError
+from txbroker.proxy.logging import configure_logging
+
+
+async def work(given: dict[str, Any]) -> None:
+    """Serve until stdin ends; a line on stdout says `ready URL …`, or `failed` and why."""
+    settings = load_settings(given, environ={})
+    configure_logging(settings.log_format, settings.log_level)
+    serving = asyncio.create_task(serve(settings, owns_all, lambda: None))
+    ending = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
+    await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+    serving.cancel()
+    try:
+        await serving
+    except asyncio.CancelledError:
+        pass
+    except (TxbrokerError, Failed) as error:
+        click.echo(f"failed {error}")
+
+
+if __name__ == "__main__":
+    run_async(work(json.loads(sys.stdin.buffer.readline())))

@@ -1,0 +1,245 @@
+"""`txbroker bench`: what it counts on a real Kafka, and that a proxy that lies is found out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_stub import Asked, Reply, Stub, error
+from cli_world import TXBROKER, Call, Dev, until_gone
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+
+from txbroker.kafka import counting
+
+SHORT = ("--warmup-s", "0", "--transactions", "40", "--in-flight", "8", "-o", "json")
+
+
+@pytest.fixture
+def bench(call: Call, dev: Dev) -> Call:
+    """Measure the running proxy."""
+
+    def measuring(*arguments: object) -> Any:
+        return call("bench", *arguments, "--url", dev.url, "--kafka", dev.kafka)
+
+    return measuring
+
+
+def topics(dev: Dev) -> set[str]:
+    return set(AdminClient({"bootstrap.servers": dev.kafka}).list_topics(timeout=10).topics)
+
+
+def test_sessions_of_the_sdk(bench: Call, dev: Dev) -> None:
+    before = topics(dev)
+    options = ("--messages-per-transaction", 3, "--rollback-share", 0.25, "--unknown-share", 0.1)
+    done = bench(*SHORT, *options, "--groups", 2, "--read-along", "all")
+    assert (done.code, done.err) == (0, "")
+    found = done.json
+    assert {found[name] for name in ("lost", "duplicated", "wrong", "failed")} == {0}
+    # Some more than were asked for, for the lanes end what they have begun.
+    assert found["visible"] % 3 == 0
+    assert 40 * 0.7 * 3 <= found["visible"] <= (40 + 1 + 2 * 8) * 0.8 * 3
+    for name in ("prepare", "decide", "visible"):
+        times = found["latency_ms"][name]
+        assert 0 < times["p50"] <= times["p90"] <= times["p99"] <= times["p999"] <= times["max"]
+    assert sum(count for _, count in found["histogram_ms"]["prepare"]) == found["transactions"]
+    assert found["acked_per_s"] > 0
+    assert found["promoted_per_s"] > 0
+    assert all(taken >= 0 for taken in found["cpu_s_per_1000"].values())
+    assert all(after > 1 for _, after in found["memory_mib"].values())
+    assert len(found["acked_per_s_by_tenth"]) == 10
+    assert topics(dev) == before
+
+
+def test_http(bench: Call) -> None:
+    done = bench(*SHORT, "--http", "--rollback-share", 0.5)
+    assert (done.code, done.err) == (0, "")
+    assert done.json["asked"]["api"] == "http"
+    assert {done.json[name] for name in ("lost", "duplicated", "wrong", "failed")} == {0}
+    assert done.json["visible"] > 0
+
+
+def test_people_get_a_table_and_a_histogram(bench: Call) -> None:
+    done = bench("--warmup-s", 0, "--duration-s", 0.5, "--in-flight", 2, "--size", 10)
+    assert (done.code, done.err) == (0, "")
+    assert "transactions by SDK, 2 in flight, 1 of 10 bytes each" in done.out
+    assert "lost 0, doubled 0, rolled back and yet visible 0" in done.out
+    assert "decide, up to ms\n" in done.out
+    assert "█" * 40 in done.out
+
+
+# --- proxies that lie ------------------------------------------------------------------------
+
+
+class Liar:
+    """Answers as a proxy does, and publishes a committed message `copies` times, or even one that
+    is rolled back."""
+
+    def __init__(self, kafka: str, copies: int, verb: str) -> None:
+        self._producer = Producer({"bootstrap.servers": kafka, "log_level": 2})
+        self._copies = copies
+        self._verb = verb
+        self._prepared: dict[str, Any] = {}
+
+    def __call__(self, asked: Asked) -> Reply:
+        """Answer a call."""
+        *_, id, verb = asked.path.split("/")
+        if verb == "transactions":
+            id = str(len(self._prepared))
+            self._prepared[id] = asked.body["messages"][0]
+            return 201, {"id": id, "state": "pending"}
+        if verb == self._verb:
+            message = self._prepared[id]
+            for _ in range(self._copies):
+                self._producer.produce(message["topic"], message["value"], message["key"])
+            self._producer.flush()
+        return 200, {"id": id, "decision": verb, "state": "promoted"}
+
+
+@pytest.mark.parametrize(
+    ("copies", "verb", "rollbacks", "says"),
+    [
+        (0, "commit", 0, "41 messages lost, 0 doubled, 0 visible though rolled back"),
+        (2, "commit", 0, "0 messages lost, 41 doubled, 0 visible though rolled back"),
+        (1, "rollback", 1, "0 messages lost, 0 doubled, 41 visible though rolled back"),
+    ],
+)
+def test_a_proxy_that_lies(
+    call: Call,
+    dev: Dev,
+    stub: Stub,
+    monkeypatch: pytest.MonkeyPatch,
+    copies: int,
+    verb: str,
+    rollbacks: int,
+    says: str,
+) -> None:
+    monkeypatch.setattr(counting, "QUIET_S", 0.3)
+    stub.answer = Liar(dev.kafka, copies, verb)
+    where = ("--url", stub.url, "--kafka", dev.kafka, "--http", "--in-flight", 1)
+    done = call("bench", *SHORT, *where, "--rollback-share", rollbacks)
+    assert (done.code, done.err) == (1, f"Error: {says}\n")
+
+
+def test_calls_that_fail_are_told(
+    call: Call, dev: Dev, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar = Liar(dev.kafka, 1, "commit")
+    prepared = iter([False, *[True] * 3])
+
+    def answer(asked: Asked) -> Reply:
+        if asked.path.endswith("/transactions") and next(prepared, False):
+            return error(503, "overloaded")
+        return liar(asked)
+
+    stub.answer = answer
+    where = ("--url", stub.url, "--kafka", dev.kafka, "--http", "--in-flight", 1)
+    done = call("bench", *SHORT, *where)
+    assert (done.code, done.json["failed"], done.json["lost"]) == (1, 3, 0)
+    assert done.err.startswith(
+        "Error: 3 transactions failed, the first ones with: it is overloaded"
+    )
+
+
+# --- what cannot be measured -----------------------------------------------------------------
+
+
+def test_what_cannot_be_reached(call: Call, dev: Dev) -> None:
+    nobody = call("bench", "--http", "--url", "http://127.0.0.1:9", "--kafka", dev.kafka)
+    assert (nobody.code, nobody.out) == (1, "")
+    assert nobody.err.startswith("Error: no answer to an HTTP call: ")
+    no_kafka = call("bench", "--url", dev.url, "--kafka", "127.0.0.1:9")
+    assert (no_kafka.code, no_kafka.out) == (1, "")
+    assert no_kafka.err.startswith("Error: no connection to Kafka at 127.0.0.1:9")
+    no_topic = call("bench", "--url", dev.url, "--kafka", dev.kafka, "--topic", "nowhere")
+    assert (no_topic.code, no_topic.err) == (
+        1,
+        f"Error: Kafka at {dev.kafka} has no topic nowhere\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--url", "http://x"], "--url and --kafka go together"),
+        (["--kafka", "x:1"], "--url and --kafka go together"),
+        (["--duration-s", "1", "--transactions", "1"], "one of them says when it ends"),
+        (["--rollback-share", "0.6", "--unknown-share", "0.6"], "more than 1 together"),
+        (["--http", "--unknown-share", "0.1"], "--unknown-share needs sessions"),
+        (["--in-flight", "0"], "0 is not in the range"),
+    ],
+)
+def test_what_makes_no_sense(call: Call, arguments: list[str], says: str) -> None:
+    done = call("bench", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+
+
+# --- on its own ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a measurement with a Kafka of its own, its temporary files in `tmp_path`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def starting(*arguments: str) -> subprocess.Popen[str]:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
+        process = subprocess.Popen(
+            [TXBROKER, "bench", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environ, "TMPDIR": str(tmp_path)},
+        )
+        started.append(process)
+        return process
+
+    yield starting
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def below(pid: int) -> list[int]:
+    """Return the children of a process and theirs."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *below(child)]
+    return found
+
+
+def test_its_own_kafka_and_proxy(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start("--warmup-s", "0", "--transactions", "20", "--partitions", "1")
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (0, "")
+    assert "lost 0, doubled 0" in out
+    assert "unknown" not in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_at_any_time_leaves_nothing_running(
+    start: Callable[..., subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    process = start("--duration-s", "1000")
+    children: list[int] = []
+    while len(children) < 2:  # Kafka's watcher and Java
+        assert process.poll() is None
+        children = below(process.pid)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=100)
+    until_gone(children)
+    if number is signal.SIGINT:
+        assert (process.returncode, out, err) == (130, "", "Stopped.\n")

@@ -1,0 +1,197 @@
+"""The arithmetic of `txbroker bench`, without Kafka."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import time
+from array import array
+
+import pytest
+from rich.console import Console
+
+from txbroker.cli.bench_cpu import Listener
+from txbroker.cli.bench_figures import (
+    BOUNDS_MS,
+    Counted,
+    Figures,
+    Latency,
+    Taken,
+    Window,
+    figures,
+    histogram,
+    latency,
+    text,
+)
+from txbroker.cli.bench_load import Book, Event, Fate, Job
+from txbroker.cli.bench_run import showing
+from txbroker.kafka.counting import Count, key_of
+
+TAG = "0123abcd"
+TAKEN = Taken(
+    {"proxy": 0.5, "broker": None, "client": 0.25},
+    {"proxy": (100.0, 101.5), "broker": (None, None)},
+)
+
+
+def job(**given: object) -> Job:
+    fields = {"url": "", "topic": "t", "tag": TAG, "book": "", "in_flight": 1, "size": 1}
+    return Job(**{**fields, "messages": 1, "warmup_s": 0.0, **given})  # type: ignore[arg-type]
+
+
+def counted(of: Job, times: list[tuple[float, float, float]], failed: int = 0) -> Counted:
+    columns = [array("d", column).tobytes() for column in zip(*times, strict=True)]
+    return Counted.of(of, Book(*columns, {"why": failed} if failed else {}))
+
+
+def seen(*numbers_at: tuple[int, float]) -> Count:
+    count = Count(TAG)
+    for number, at in numbers_at:
+        count.note([key_of(TAG, number)], at)
+    return count
+
+
+def measured(of: Job, times: list[tuple[float, float, float]], count: Count) -> Figures:
+    return figures(counted(of, times), count, Window(1.0, 3.0), TAKEN)
+
+
+def test_only_what_was_decided_in_the_window_counts() -> None:
+    times = [(0.0, 0.1, 0.9), (0.8, 0.9, 1.5), (1.0, 1.1, 2.0), (2.9, 3.0, 3.1)]
+    count = seen((0, 0.95), (1, 1.7), (2, 2.2), (3, 3.2))
+    found = measured(job(), times, count)
+    assert (found.transactions, found.acked_per_s, found.promoted_per_s) == (2, 1.0, 1.0)
+    assert found.whole
+    assert found.visible == 4
+    assert found.latency_ms["prepare"].max == 100.0
+    assert (found.latency_ms["decide"].p50, found.latency_ms["decide"].max) == (600.0, 900.0)
+    assert found.latency_ms["visible"].max == 1100.0
+    assert found.acked_per_s_by_tenth == [0.0, 0.0, 5.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0, 0.0]
+    assert "proxy 100 to 102   broker unknown to unknown" in "\n".join(text(found, job()))
+    assert found.cpu_s_per_1000 == {"proxy": 250.0, "broker": None, "client": 125.0}
+
+
+def test_what_was_not_read_along_has_no_time_and_counts_all_the_same() -> None:
+    times = [(1.0, 1.1, 1.2)] * 4
+    found = measured(job(), times, seen((0, 1.3), (1, 0.0), (2, 0.0), (3, 0.0)))
+    assert (found.promoted_per_s, found.visible, found.lost) == (2.0, 4, 0)
+    assert sum(number for _, number in found.histogram_ms["visible"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "numbers", "lost", "duplicated"),
+    [
+        (1, [0, 1], 0, 0),
+        (1, [0], 1, 0),
+        (1, [], 2, 0),
+        (1, [0, 1, 1, 1], 0, 2),
+        (2, [0, 1, 2, 3], 0, 0),
+        (2, [0, 2, 2], 2, 1),
+    ],
+)
+def test_loss_and_doubles(messages: int, numbers: list[int], lost: int, duplicated: int) -> None:
+    times = [(1.0, 1.1, 1.2)] * 2
+    found = measured(job(messages=messages), times, seen(*((number, 1.3) for number in numbers)))
+    assert (found.lost, found.duplicated, found.wrong) == (lost, duplicated, 0)
+    assert found.whole is not bool(lost or duplicated)
+
+
+def test_what_was_rolled_back_must_not_show_and_what_failed_may() -> None:
+    rolled = measured(job(rollback_share=1.0), [(1.0, 1.1, 1.2)] * 2, seen((1, 1.3)))
+    assert (rolled.wrong, rolled.lost, rolled.whole) == (1, 0, False)
+    failed = [(1.0, 0.0, 0.0)] * 2
+    assert measured(job(), failed, seen((1, 1.3))).whole
+    assert not measured(job(), failed, seen((1, 1.3), (1, 1.4))).whole
+
+
+def test_what_is_left_to_the_check_is_owed() -> None:
+    undecided = [(1.0, 1.1, 0.0)]
+    found = measured(job(unknown_share=1.0), undecided, seen())
+    assert (found.lost, found.transactions) == (1, 0)
+    assert found.latency_ms["decide"] == Latency()
+    assert "-" in "\n".join(text(found, job(unknown_share=1.0)))
+
+
+def test_shares_are_kept_in_any_stretch() -> None:
+    of = job(rollback_share=0.25, unknown_share=0.1)
+    for first in (0, 777, 100_000):
+        fates = [of.fate(number) for number in range(first, first + 1000)]
+        assert abs(fates.count(Fate.ROLLBACK) - 250) <= 3
+        assert abs(fates.count(Fate.UNKNOWN) - 100) <= 3
+    assert {job().fate(number) for number in range(1000)} == {Fate.COMMIT}
+
+
+def test_keys_are_recognised_and_strangers_are_not() -> None:
+    count = Count(TAG)
+    of = job(messages=2)
+    count.note([key.encode() for number in (0, 5000) for key in of.keys(number)], 1.0)
+    count.note([None, b"", b"key", b"x" * 20, b"ffffffff" + b"0" * 12], 2.0)
+    assert [count.of(number) for number in (0, 1, 2, 10_000, 10_001, 99_999)] == [1, 1, 0, 1, 1, 0]
+    assert (count.total, count.strangers) == (4, 5)
+
+
+def test_the_first_copy_says_when_it_was_visible() -> None:
+    assert seen((3, 1.0), (3, 2.0)).seen_at[3] == 1.0
+
+
+def test_a_message_that_came_a_thousand_times_is_no_overflow() -> None:
+    assert seen(*[(0, 1.0)] * 1000).of(0) == 255
+
+
+def test_percentiles() -> None:
+    times_s = [number / 1000 for number in range(1, 1002)]
+    assert latency(times_s) == Latency(501.0, 901.0, 991.0, 1000.0, 1001.0)
+    assert latency([0.002]) == Latency(2.0, 2.0, 2.0, 2.0, 2.0)
+
+
+def test_every_time_is_in_the_histogram_once() -> None:
+    times_s = [0.0, 0.0001, 0.00011, 0.003, 0.0031, 500.0]
+    found = histogram(times_s)
+    assert found == [(0.1, 2), (0.15, 1), (3.0, 1), (5.0, 1), (BOUNDS_MS[-1], 1)]
+
+
+# --- CPU -------------------------------------------------------------------------------------
+
+
+def test_the_process_that_listens_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listener = Listener("127.0.0.1", server.getsockname()[1])
+    before = listener.cpu_s()
+    assert before is not None
+    spent = time.process_time() + 0.1
+    while time.process_time() < spent:
+        os.getpid()
+    after = listener.cpu_s()
+    assert after is not None
+    assert 0.05 <= after - before <= 5
+    memory_mib = listener.memory_mib()
+    assert memory_mib is not None
+    assert 10 < memory_mib < 10_000
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_nothing_is_known_of_another_machine(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listener = Listener(host, server.getsockname()[1])
+    assert (listener.cpu_s(), listener.memory_mib()) == (None, None)
+
+
+def test_nothing_is_known_where_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert Listener("127.0.0.1", port).cpu_s() is None
+
+
+# --- the bar ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_bar_is_drawn_on_a_terminal_only(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with showing(console) as shown:
+        shown.step("warming up", 1.0)
+        shown.step("measuring", None, 10, 100)
+        shown.done(Event("progress", done=60))
+    drawn = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("measuring" in drawn and "transactions/s" in drawn) is terminal
+    assert bool(drawn) is terminal
