@@ -74,7 +74,11 @@ simulate: $(VENV)/.dev ## Try SEEDS (1000) seeds of faults on simulated proxies,
 
 .PHONY: bench
 bench: $(VENV)/.dev ## Measure complete transactions per second
-	@$(BIN)/python benchmarks/rough.py
+	@$(BIN)/txbroker bench
+
+.PHONY: compare
+compare: $(VENV)/.dev ## Compare with RocketMQ, outboxes, dtm and raw Kafka; writes docs/comparison.*
+	@$(BIN)/python benchmarks/compare.py
 
 .PHONY: bench-footprint
 bench-footprint: $(VENV)/.dev ## Measure what a transaction leaves in Kafka, and how many requests it takes
