@@ -93,10 +93,12 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
     """One `txbroker dev` for all tests that need a proxy."""
     data = tmp_path_factory.mktemp("dev") / "data"
     running = Dev(data, "--check-after-s", "1", "--check-interval-s", "1")
-    running.start()
-    yield running
-    running.process.kill()
-    running.process.communicate()
+    try:
+        running.start()
+        yield running
+    finally:
+        running.process.kill()
+        running.process.communicate()
 
 
 @pytest.fixture
