@@ -24,8 +24,8 @@ _KEPT = (
 _INTRODUCTION = f"""\
 # Fault runs
 What runs of [soak txbroker while everything breaks](../how-to/soak-with-faults.md) came to that
-were made with this version: three proxies on a real Kafka of three nodes, under load, while
-brokers, proxies and links break; then all is healed, everything is read, and the independent
+were made on the way to this version: three proxies on a real Kafka of three nodes, under load,
+while brokers, proxies and links break; then all is healed, everything is read, and the independent
 [judge](history.md#what-is-judged) looks at every transaction. Left out are runs that broke off, as
 where the machine was too busy to start a broker. Simulated runs and
 [crashes at named moments](failpoints.md) are not counted here.
