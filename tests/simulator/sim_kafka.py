@@ -78,6 +78,11 @@ class Log:
         """The last stable offset."""
         return min(self._open.values(), default=self.end)
 
+    @property
+    def open(self) -> dict[int, int]:
+        """Where the open transactions begin, by producer id; below 0 are strangers."""
+        return dict(self._open)
+
     def append(self, data: bytes, now_ms: int, *, in_transaction: Callable[[int], bool]) -> Any:
         """Store a producer's batch; return (error code, base offset, append time)."""
         fields = _HEADER.unpack_from(data)
@@ -273,6 +278,7 @@ class Cluster:
             "BeginRequest": self._init,
             "WriteRequest": self._write,
             "EndRequest": self._end_and_raise,
+            "ProducersRequest": self._describe_producers,
         }
 
     def create(
@@ -403,6 +409,20 @@ class Cluster:
                 found.append((number, NONE, -1, log.begin if which == _EARLIEST else end))
             topics.append((topic, found))
         return SimpleNamespace(topics=topics, error_code=NONE)
+
+    def _describe_producers(self, node: int, request: Any) -> Any:
+        topics = []
+        for topic, numbers, _ in request._topics:
+            parts: list[Any] = []
+            for number in numbers:
+                log = self.logs.get((topic, number))
+                if log is None or log.leader != node:
+                    parts.append((number, UNKNOWN_TOPIC if log is None else NOT_LEADER, None, [], {}))
+                    continue
+                found = [(id, 0, 0, -1, 0, first, {}) for id, first in log.open.items()]
+                parts.append((number, NONE, None, found, {}))
+            topics.append((topic, parts, {}))
+        return SimpleNamespace(topics=topics)
 
     def _metadata(self, _: int, request: Any) -> Any:
         topics = []

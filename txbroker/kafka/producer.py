@@ -103,6 +103,11 @@ class Producer:
         return self._producer_id >= 0
 
     @property
+    def id(self) -> int:
+        """Its producer id, -1 before it has one."""
+        return self._producer_id
+
+    @property
     def protocol(self) -> int:
         """The version of Kafka's transaction protocol that it speaks."""
         return self._protocol.number

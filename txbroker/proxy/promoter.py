@@ -384,7 +384,16 @@ class Promoter:
                 progressed=self._ledger.op_progress,
             )
             if not unknown:
-                return plan
+                unproved = self._door.unproved(_places(plan))
+                if not unproved:
+                    return plan
+                # Planned anew in any case: something may have been decided meanwhile.
+                for cause in await self._door.prove(unproved):
+                    log.warning(
+                        "target kept off", partition=self._door.partition, why=cause.message
+                    )
+                    self._trouble.avoid(cause)
+                continue
             asked = await asyncio.gather(*[self._examined(topic) for topic in unknown])
             found.update(zip(unknown, asked, strict=True))
 
@@ -527,6 +536,10 @@ class Promoter:
         self._in_flight = set(self._unseen)
         self._lost = False
         self._trouble.retry_all()
+
+
+def _places(plan: Plan) -> set[tuple[str, int]]:
+    return {(each.topic, each.partition) for one in plan.promote for each in one.places}
 
 
 def _targets(transaction: Transaction) -> Iterable[Target]:
