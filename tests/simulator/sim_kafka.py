@@ -78,11 +78,6 @@ class Log:
         """The last stable offset."""
         return min(self._open.values(), default=self.end)
 
-    @property
-    def open(self) -> dict[int, int]:
-        """Where the open transactions begin, by producer id; below 0 are strangers."""
-        return dict(self._open)
-
     def append(self, data: bytes, now_ms: int, *, in_transaction: Callable[[int], bool]) -> Any:
         """Store a producer's batch; return (error code, base offset, append time)."""
         fields = _HEADER.unpack_from(data)
@@ -416,11 +411,10 @@ class Cluster:
             parts: list[Any] = []
             for number in numbers:
                 log = self.logs.get((topic, number))
-                if log is None or log.leader != node:
-                    parts.append((number, UNKNOWN_TOPIC if log is None else NOT_LEADER, None, [], {}))
-                    continue
-                found = [(id, 0, 0, -1, 0, first, {}) for id, first in log.open.items()]
-                parts.append((number, NONE, None, found, {}))
+                code = UNKNOWN_TOPIC if log is None else NONE if log.leader == node else NOT_LEADER
+                known = {} if log is None or code != NONE else log._open
+                found = [(id, 0, 0, -1, 0, first, {}) for id, first in known.items()]
+                parts.append((number, code, None, found, {}))
             topics.append((topic, parts, {}))
         return SimpleNamespace(topics=topics)
 

@@ -1,0 +1,117 @@
+"""Turns that were never ended in a partition, as Kafka 4.3.1 leaves them (KAFKA-20734).
+
+Made here by writing with our transactional id what its coordinator knows nothing of, which takes
+a broker that does not ask it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
+
+from txbroker.core.codec import encode_progress
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import Hanging, Target, Turn
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.codes import Code
+from txbroker.kafka.producer import BatchRefused, Partition, Producer
+from txbroker.kafka.settings import KafkaSettings
+
+_VERIFICATION = "transaction.partition.verification.enable"
+
+
+def claim(name: str) -> Claim:
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+
+
+@pytest.fixture
+async def unverified(world: KafkaWorld) -> AsyncIterator[None]:
+    """Brokers take what their coordinator knows nothing of."""
+    admin = AdminClient({"bootstrap.servers": world.bootstrap, "log_level": 0})
+
+    async def change(operation: AlterConfigOpType) -> None:
+        entry = ConfigEntry(_VERIFICATION, "false", incremental_operation=operation)
+        # Of all brokers.
+        every = ConfigResource(ConfigResource.Type.BROKER, "", incremental_configs=[entry])
+        future = admin.incremental_alter_configs([every])[every]
+        await asyncio.to_thread(future.result, ADMIN_TIMEOUT_S)
+
+    await change(AlterConfigOpType.SET)
+    yield
+    await change(AlterConfigOpType.DELETE)
+
+
+async def leave_open(
+    settings: KafkaSettings, client: Client, at: Partition, records: Sequence[Record]
+) -> None:
+    """Write with half partition 0's first transactional id, and never end it there."""
+    patience = Patience(10.0, 0.01)
+    while True:
+        producer = Producer(client, "lost", f"{settings.half_topic}-0-a")
+        await producer.start(patience)
+        try:
+            await producer.produce({at: records}, patience)
+        except BatchRefused as error:
+            # The setting takes a moment to reach the broker.
+            assert error.code == Code.INVALID_TXN_STATE
+            assert await patience.pause()
+        else:
+            return
+
+
+@pytest.fixture
+async def client(world: KafkaWorld) -> AsyncIterator[Client]:
+    """Connections of the test itself, which speak the protocol that adds partitions beforehand."""
+    made = Client(world.settings("itself", transactions=1))
+    yield made
+    await made.close()
+
+
+@pytest.mark.usefixtures("unverified")
+async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld, client: Client) -> None:
+    topic = await world.create_topic("target")
+    door = await world.door("one")
+    await leave_open(world.settings(), client, (topic, 0), [Record(b"lost", b"")])
+    partition = door.partition(0)
+    await partition.claim(claim("next"))
+    assert partition.unproved([(topic, 0)]) == [(topic, 0)]
+    (cause,) = await partition.prove([(topic, 0)])
+    assert (cause.code, cause.topic, cause.partition) == ("hanging", topic, 0)
+    assert await world.visible(topic) == []
+    # What it is kept off for: the end of the next turn ends what was left open, too.
+    turn = Turn(
+        (Target(topic, 0, Record(b"next", b"")),), (), Progress(RECORD_VERSION, "next", 1, 1)
+    )
+    handle = await partition.write(turn)
+    await handle.visible()
+    assert [record.key for record in await world.visible(topic)] == [b"lost", b"next"]
+
+
+@pytest.mark.usefixtures("unverified")
+async def test_a_claim_makes_no_progress_count_that_was_left_open(
+    world: KafkaWorld, client: Client
+) -> None:
+    door = await world.door("one")
+    settings = world.settings()
+    lost = encode_progress(Progress(RECORD_VERSION, "lost", 5, 5))
+    await leave_open(settings, client, (settings.checkpoint_topic, 0), [lost])
+    partition = door.partition(0)
+    with pytest.raises(Hanging, match="checkpoint-0 .*offset 0"):
+        await partition.claim(claim("next"))
+    assert await world.visible(settings.checkpoint_topic) == []
+
+
+async def test_after_a_claim_every_target_is_asked_about_once(world: KafkaWorld) -> None:
+    topic = await world.create_topic("target")
+    partition = (await world.door("one")).partition(0)
+    await partition.claim(claim("first"))
+    assert partition.unproved([(topic, 0)]) == [(topic, 0)]
+    assert await partition.prove([(topic, 0)]) == []
+    assert partition.unproved([(topic, 0)]) == []
+    await partition.claim(claim("second"))
+    assert partition.unproved([(topic, 0)]) == [(topic, 0)]
+    assert await partition.prove([(topic, 0)]) == []
