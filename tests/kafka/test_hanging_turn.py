@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
@@ -19,7 +20,6 @@ from txbroker.door import Hanging, Target, Turn
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.codes import Code
 from txbroker.kafka.producer import BatchRefused, Partition, Producer
-from txbroker.kafka.settings import KafkaSettings
 
 _VERIFICATION = "transaction.partition.verification.enable"
 
@@ -28,9 +28,9 @@ def claim(name: str) -> Claim:
     return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
 
 
-@pytest.fixture
+@asynccontextmanager
 async def unverified(world: KafkaWorld) -> AsyncIterator[None]:
-    """Brokers take what their coordinator knows nothing of."""
+    """Brokers take what their coordinator knows nothing of, a moment from now."""
     admin = AdminClient({"bootstrap.servers": world.bootstrap, "log_level": 0})
 
     async def change(operation: AlterConfigOpType) -> None:
@@ -41,41 +41,39 @@ async def unverified(world: KafkaWorld) -> AsyncIterator[None]:
         await asyncio.to_thread(future.result, ADMIN_TIMEOUT_S)
 
     await change(AlterConfigOpType.SET)
-    yield
-    await change(AlterConfigOpType.DELETE)
+    try:
+        yield
+    finally:
+        await change(AlterConfigOpType.DELETE)
 
 
-async def leave_open(
-    settings: KafkaSettings, client: Client, at: Partition, records: Sequence[Record]
-) -> None:
+async def leave_open(world: KafkaWorld, at: Partition, records: Sequence[Record]) -> None:
     """Write with half partition 0's first transactional id, and never end it there."""
+    # By the first version of the protocol, in which writing puts no partition into a transaction.
+    settings = world.settings("itself", transactions=1)
+    client = Client(settings)
     patience = Patience(10.0, 0.01)
-    while True:
-        producer = Producer(client, "lost", f"{settings.half_topic}-0-a")
-        await producer.start(patience)
-        try:
-            await producer.produce({at: records}, patience)
-        except BatchRefused as error:
-            # The setting takes a moment to reach the broker.
-            assert error.code == Code.INVALID_TXN_STATE
-            assert await patience.pause()
-        else:
-            return
+    written = False
+    try:
+        async with unverified(world):
+            while not written:
+                producer = Producer(client, "lost", f"{settings.half_topic}-0-a")
+                await producer.start(patience)
+                try:
+                    await producer.produce({at: records}, patience)
+                    written = True
+                except BatchRefused as error:
+                    # The setting has not reached the broker yet.
+                    if error.code != Code.INVALID_TXN_STATE or not await patience.pause():
+                        raise
+    finally:
+        await client.close()
 
 
-@pytest.fixture
-async def client(world: KafkaWorld) -> AsyncIterator[Client]:
-    """Connections of the test itself, which speak the protocol that adds partitions beforehand."""
-    made = Client(world.settings("itself", transactions=1))
-    yield made
-    await made.close()
-
-
-@pytest.mark.usefixtures("unverified")
-async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld, client: Client) -> None:
+async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> None:
     topic = await world.create_topic("target")
-    door = await world.door("one")
-    await leave_open(world.settings(), client, (topic, 0), [Record(b"lost", b"")])
+    door = await world.door("one", transactions=1)
+    await leave_open(world, (topic, 0), [Record(b"lost", b"")])
     partition = door.partition(0)
     await partition.claim(claim("next"))
     assert partition.unproved([(topic, 0)]) == [(topic, 0)]
@@ -91,18 +89,15 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld, clien
     assert [record.key for record in await world.visible(topic)] == [b"lost", b"next"]
 
 
-@pytest.mark.usefixtures("unverified")
-async def test_a_claim_makes_no_progress_count_that_was_left_open(
-    world: KafkaWorld, client: Client
-) -> None:
+async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaWorld) -> None:
     door = await world.door("one")
-    settings = world.settings()
+    checkpoint = world.name("checkpoint")
     lost = encode_progress(Progress(RECORD_VERSION, "lost", 5, 5))
-    await leave_open(settings, client, (settings.checkpoint_topic, 0), [lost])
+    await leave_open(world, (checkpoint, 0), [lost])
     partition = door.partition(0)
-    with pytest.raises(Hanging, match="checkpoint-0 .*offset 0"):
+    with pytest.raises(Hanging, match=r"checkpoint-0 .*offset 0"):
         await partition.claim(claim("next"))
-    assert await world.visible(settings.checkpoint_topic) == []
+    assert await world.visible(checkpoint) == []
 
 
 async def test_after_a_claim_every_target_is_asked_about_once(world: KafkaWorld) -> None:
