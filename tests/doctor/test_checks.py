@@ -435,6 +435,21 @@ async def test_a_hanging_transaction(world: World) -> None:
     )
 
 
+async def test_a_transaction_whose_end_was_lost_fails_however_young_it_is(world: World) -> None:
+    last_ms = NOW_MS - 1_000
+    world.kafka.open = [
+        OpenTransaction(
+            "payments", 1, 7, 12, "txbroker.half-0-a", "Empty", None, last_ms, first=684, lost=True
+        )
+    ]
+    found = await world.outcome("hanging-transactions")
+    assert found.level is FAILS
+    assert "the end of 1 of them lost" in found.summary
+    (line,) = found.details
+    assert "transactional id txbroker.half-0-a" in line
+    assert line.endswith("from offset 684 on it is open")
+
+
 @pytest.mark.parametrize(("age_s", "level"), [(1, WARNING), (90, FAILS)])
 async def test_a_transaction_that_no_coordinator_knows(
     world: World, age_s: int, level: Level

@@ -19,6 +19,7 @@ from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import Hanging, Target, Turn
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.codes import Code
+from txbroker.kafka.examination import KafkaExamination
 from txbroker.kafka.producer import BatchRefused, Partition, Producer
 
 _VERIFICATION = "transaction.partition.verification.enable"
@@ -80,6 +81,9 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> No
     (cause,) = await partition.prove([(topic, 0)])
     assert (cause.code, cause.topic, cause.partition) == ("hanging", topic, 0)
     assert await world.visible(topic) == []
+    async with KafkaExamination(world.settings("doctor")) as kafka:
+        (found,) = await kafka.open_transactions([topic])
+    assert (found.lost, found.first, found.state) == (True, 0, "Empty")
     # What it is kept off for: the end of the next turn ends what was left open, too.
     turn = Turn(
         (Target(topic, 0, Record(b"next", b"")),), (), Progress(RECORD_VERSION, "next", 1, 1)

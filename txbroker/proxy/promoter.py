@@ -393,6 +393,8 @@ class Promoter:
                         "target kept off", partition=self._door.partition, why=cause.message
                     )
                     self._trouble.avoid(cause)
+                    # It may be gone, or without a leader, since it was examined.
+                    self._targets.forget(cause.topic)
                 continue
             asked = await asyncio.gather(*[self._examined(topic) for topic in unknown])
             found.update(zip(unknown, asked, strict=True))
