@@ -18,7 +18,6 @@ from txbroker.core.codec import encode_progress
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import Hanging, Target, Turn
 from txbroker.kafka.client import Client, Patience
-from txbroker.kafka.codes import Code
 from txbroker.kafka.examination import KafkaExamination
 from txbroker.kafka.producer import BatchRefused, Partition, Producer
 
@@ -63,9 +62,9 @@ async def leave_open(world: KafkaWorld, at: Partition, records: Sequence[Record]
                 try:
                     await producer.produce({at: records}, patience)
                     written = True
-                except BatchRefused as error:
+                except BatchRefused:
                     # The setting has not reached the broker yet.
-                    if error.code != Code.INVALID_TXN_STATE or not await patience.pause():
+                    if not await patience.pause():
                         raise
     finally:
         await client.close()
