@@ -231,7 +231,7 @@ class KafkaPartitionDoor(PartitionDoor):
         not be written now. Raises nothing: what is not answered is a cause that passes."""
         if self._ended is None:
             return [
-                Cause("not_claimed", f"partition {self.partition} is not claimed", *place, True)
+                Cause("no_answer", f"partition {self.partition} is not claimed", *place, True)
                 for place in places
             ]
         return await self._ended.prove(places)
