@@ -10,10 +10,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.rules.mutants import copy_of_the_tree, mutants, mutated
+from tests.rules.mutants import copy_of_the_tree, mutants, mutated, try_each
 
 ENOUGH_S = 600
 
@@ -72,18 +73,10 @@ def main() -> int:
     """Try the chosen ones; return 1 if one is not caught."""
     words = sys.argv[1:]
     chosen = [each for each in SHOWN if not words or any(word in each.what for word in words)]
-    left = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_of_the_tree(tree)
-        for shown in chosen:
-            why = tried(tree, shown)
-            left += bool(why)
-            print(f"{'SURVIVES' if why else 'caught  '} {shown.what}", flush=True)
-            if why:
-                print(f"    {why}", flush=True)
-    print(f"{len(chosen) - left} of {len(chosen)} caught")
-    return 1 if left else 0
+        return try_each({shown.what: shown for shown in chosen}, partial(tried, tree))
 
 
 if __name__ == "__main__":

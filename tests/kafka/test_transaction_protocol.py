@@ -12,32 +12,18 @@ import pytest
 from features import level, set_level
 from kafka_world import KafkaWorld
 from relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
+from small_turns import FENCED_CODES, claim, keys, write
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door import Fenced, Target, Turn, TurnHandle, TurnLost
+from txbroker.core.records import Progress, Record
+from txbroker.door import Fenced, TurnLost
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
-from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.producer import BatchRefused, Producer, ProducerFenced
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.turns import translated
 
 MakeRelay = Callable[..., Relay]
-FENCED_CODES = (47, 90)
 EPOCH_MAX = (1 << 15) - 1
 second_protocol = pytest.mark.second_protocol
-
-
-def claim(name: str) -> Claim:
-    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
-
-
-async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
-    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
-    return await partition.write(Turn((target,), (), Progress(RECORD_VERSION, name, op, op)))
-
-
-async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:
-    return [record.key for record in await world.visible(topic)]
 
 
 class Counted:

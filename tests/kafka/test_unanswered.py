@@ -9,31 +9,17 @@ from typing import Any
 import pytest
 from kafka_world import KafkaWorld
 from relay import ADD_PARTITIONS, END_TXN, INIT_PRODUCER_ID, PRODUCE, Fate, Relay, fates
+from small_turns import FENCED_CODES, claim, keys, write
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door import AppendUnknown, Fenced, Target, Turn, TurnHandle, TurnLost
-from txbroker.kafka.partition import KafkaPartitionDoor
+from txbroker.core.records import Progress, Record
+from txbroker.door import AppendUnknown, Fenced, TurnLost
 
 MakeRelay = Callable[..., Relay]
-FENCED_CODES = (47, 90)
 # Zero, or "concurrent transactions": a commit is visible a moment before its coordinator has
 # written it down as complete, and until then whoever asks is told to ask again.
 TAKEN_CODES = (0, 51)
 FIRST = {"transactions": 1}
 """The first version of the transaction protocol, also where brokers take the second."""
-
-
-def claim(name: str) -> Claim:
-    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
-
-
-async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
-    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
-    return await partition.write(Turn((target,), (), Progress(RECORD_VERSION, name, op, op)))
-
-
-async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:
-    return [record.key for record in await world.visible(topic)]
 
 
 @pytest.mark.parametrize(

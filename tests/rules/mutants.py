@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("mutants.toml")
@@ -24,6 +24,8 @@ COPIED = ("txbroker", "checkers", "cli", "tests", "docs")
 FILES = ("pyproject.toml", "setup.cfg")
 TEST_TIMEOUT_S = 30
 PASSED, FAILED = 0, 1
+
+Tried = TypeVar("Tried")
 
 
 class Mutant(NamedTuple):
@@ -117,7 +119,6 @@ def main() -> int:
         if not (given.without_kafka and mutant.real_kafka)
         if not given.words or any(word in " ".join(map(str, mutant)) for word in given.words)
     ]
-    left = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_of_the_tree(tree)
@@ -125,12 +126,29 @@ def main() -> int:
         if code != PASSED:
             print(f"without any mutant:\n{said[-4000:]}")
             return 1
-        for mutant in chosen:
-            why = survives(tree, mutant)
-            left += bool(why)
-            print(f"{'SURVIVES' if why else 'caught  '} {mutant.rule}: {mutant.what}", flush=True)
-            if why:
-                print(f"    {mutant.file}, {mutant.test}: {why}", flush=True)
+        return try_each(
+            {f"{mutant.rule}: {mutant.what}": mutant for mutant in chosen},
+            lambda mutant: _with_place(mutant, survives(tree, mutant)),
+        )
+
+
+def _with_place(mutant: Mutant, why: str) -> str:
+    return why and f"{mutant.file}, {mutant.test}: {why}"
+
+
+def try_each(chosen: Mapping[str, Tried], tried: Callable[[Tried], str]) -> int:
+    """Try mutants by their names and print what becomes of each; return 1 if one is not caught.
+
+    Args:
+        tried: tries one; returns why it was not caught, "" if it was.
+    """
+    left = 0
+    for name, each in chosen.items():
+        why = tried(each)
+        left += bool(why)
+        print(f"{'SURVIVES' if why else 'caught  '} {name}", flush=True)
+        if why:
+            print(f"    {why}", flush=True)
     print(f"{len(chosen) - left} of {len(chosen)} caught")
     return 1 if left else 0
 

@@ -1,0 +1,27 @@
+"""Claims and turns of one message, for tests of what becomes of them."""
+
+from __future__ import annotations
+
+from kafka_world import KafkaWorld
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import Target, Turn, TurnHandle
+from txbroker.kafka.partition import KafkaPartitionDoor
+
+FENCED_CODES = (47, 90)
+
+
+def claim(name: str) -> Claim:
+    """A claim by its name."""
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+
+
+async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
+    """Write the turn of a claim up to `op`, which holds one message."""
+    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
+    return await partition.write(Turn((target,), (), Progress(RECORD_VERSION, name, op, op)))
+
+
+async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:
+    """Return the keys of what consumers see."""
+    return [record.key for record in await world.visible(topic)]
