@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from txbroker.core.records import Cause
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
+from txbroker.kafka.client import Client, KafkaRefused, Patience
 from txbroker.kafka.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.producer import Partition, Producer
@@ -100,7 +100,7 @@ class Ended:
         told = dict.fromkeys(partitions, _Told(Code.UNKNOWN))
         try:
             answer = await self._client.ask(leader, ProducersRequest(topics), self._lane)
-        except (NotSent, Unanswered):
+        except KafkaUnavailable:
             for partition in partitions:
                 self._client.forget_leader(*partition)
             return dict.fromkeys(partitions, _Told(Code.NETWORK_EXCEPTION))
