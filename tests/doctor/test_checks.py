@@ -444,7 +444,7 @@ async def test_a_transaction_whose_end_was_lost_fails_however_young_it_is(world:
     ]
     found = await world.outcome("hanging-transactions")
     assert found.level is FAILS
-    assert "the end of 1 of them lost" in found.summary
+    assert "the end of 1 of them lost" in found.found
     (line,) = found.details
     assert "transactional id txbroker.half-0-a" in line
     assert line.endswith("from offset 684 on it is open")

@@ -30,14 +30,15 @@ def claim(name: str) -> Claim:
 
 @asynccontextmanager
 async def unverified(world: KafkaWorld) -> AsyncIterator[None]:
-    """Brokers take what their coordinator knows nothing of, a moment from now."""
+    """The broker takes what its coordinator knows nothing of, a moment from now."""
     admin = AdminClient({"bootstrap.servers": world.bootstrap, "log_level": 0})
+    (broker,) = admin.list_topics(timeout=ADMIN_TIMEOUT_S).brokers
 
     async def change(operation: AlterConfigOpType) -> None:
         entry = ConfigEntry(_VERIFICATION, "false", incremental_operation=operation)
-        # Of all brokers.
-        every = ConfigResource(ConfigResource.Type.BROKER, "", incremental_configs=[entry])
-        future = admin.incremental_alter_configs([every])[every]
+        kind = ConfigResource.Type.BROKER
+        resource = ConfigResource(kind, str(broker), incremental_configs=[entry])
+        future = admin.incremental_alter_configs([resource])[resource]
         await asyncio.to_thread(future.result, ADMIN_TIMEOUT_S)
 
     await change(AlterConfigOpType.SET)
@@ -82,7 +83,7 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> No
     assert await world.visible(topic) == []
     async with KafkaExamination(world.settings("doctor")) as kafka:
         (found,) = await kafka.open_transactions([topic])
-    assert (found.lost, found.first, found.state) == (True, 0, "Empty")
+    assert (found.lost, found.first, found.state) == (True, 0, "CompleteCommit")
     # What it is kept off for: the end of the next turn ends what was left open, too.
     turn = Turn(
         (Target(topic, 0, Record(b"next", b"")),), (), Progress(RECORD_VERSION, "next", 1, 1)
