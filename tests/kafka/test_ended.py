@@ -7,11 +7,14 @@ from typing import Any, cast
 
 import pytest
 from aiokafka.protocol.offset import OffsetRequest
+from aiokafka.protocol.produce import ProduceRequest
 
-from txbroker.kafka.client import Client, KafkaRefused, Unanswered
+from txbroker.core.records import Record
+from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.codes import Code
 from txbroker.kafka.ended import HANGING, Ended
 from txbroker.kafka.producer import Partition, Producer
+from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.wire import ProducersRequest
 
 OURS, STRANGER = 7, 8
@@ -21,6 +24,8 @@ T, U = ("t", 0), ("u", 0)
 class Leaders:
     """Brokers that lead two partitions, each by one of its own."""
 
+    settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
+
     def __init__(self) -> None:
         self.leaders: dict[Partition, int] = {T: 1, U: 2}
         self.open: dict[Partition, dict[int, int]] = {}
@@ -29,6 +34,7 @@ class Leaders:
         self.silent: set[int] = set()
         self.left_out: set[Partition] = set()
         self.asked: list[Partition] = []
+        self.taken: list[tuple[str, int, int]] = []
         self.forgotten: list[Partition] = []
 
     async def leader(self, topic: str, partition: int) -> int:
@@ -47,6 +53,8 @@ class Leaders:
             raise Unanswered(f"broker {node} did not answer")
         if isinstance(request, OffsetRequest):
             return self._ends(request)
+        if isinstance(request, ProduceRequest):
+            return self._take(node, request)
         assert isinstance(request, ProducersRequest)
         topics = []
         for topic, numbers, _ in request._topics:
@@ -62,6 +70,13 @@ class Leaders:
         found = [(STRANGER + 1, 0, 0, 0, 0, -1, {})]
         found += [(id, 0, 0, 0, 0, first, {}) for id, first in open_.items()]
         return (partition[1], code, None, found, {})
+
+    def _take(self, node: int, request: Any) -> Any:
+        topics = []
+        for topic, parts in request._topics:
+            self.taken += [(topic, number, node) for number, _ in parts]
+            topics.append((topic, [(number, 0, 10, -1) for number, _ in parts]))
+        return SimpleNamespace(topics=topics)
 
     def _ends(self, request: Any) -> Any:
         topics = []
@@ -152,3 +167,22 @@ async def test_no_answer_proves_nothing_and_is_asked_for_again(
     leaders.left_out.clear()
     leaders.leaders[T] = 1
     assert await ended.prove([T]) == []
+
+
+async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Leaders) -> None:
+    client = cast(Client, leaders)
+    one, other = (Producer(client, side, side) for side in "ab")
+    ended = Ended(client, "ended", [one, other])
+    assert await ended.prove([T]) == []
+    batch, patience = {T: [Record(b"k", b"")]}, Patience(1.0, 0.01)
+    # It had been deposed long ago, and did not know.
+    leaders.leaders[T] = 2
+    with pytest.raises(NotSent, match="t-0 is led by another broker"):
+        await one.produce(batch, patience)
+    assert leaders.taken == []
+    leaders.leaders[T] = 1
+    await one.produce(batch, patience)
+    # From here on only we have written there.
+    leaders.leaders[T] = 2
+    await other.produce(batch, patience)
+    assert leaders.taken == [("t", 0, 1), ("t", 0, 2)]

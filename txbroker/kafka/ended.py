@@ -32,11 +32,12 @@ _STABLE_S, _PAUSE_S, _PAUSE_MAX_S = 0.2, 0.005, 0.05
 
 
 class _Told(NamedTuple):
-    """What a leader says of a partition: an error code, and where a transaction of ours that is
-    open begins, -1 where none is."""
+    """What a leader says of a partition: an error code, where a transaction of ours that is open
+    begins, -1 where none is, and who says so."""
 
     code: int
     first: int = -1
+    leader: int = -1
 
 
 class Ended:
@@ -53,6 +54,10 @@ class Ended:
         self._lane = lane
         self._producers = producers
         self._proved: set[Partition] = set()
+        # Who answered may have been deposed and not know it: only it may take the first batch.
+        self._told_by: dict[Partition, int] = {}
+        for producer in producers:
+            producer.told_by = self._told_by
         # Where those ended that may not be asked about, when they were met first.
         self._ends: dict[Partition, int] = {}
 
@@ -70,7 +75,10 @@ class Ended:
         stable = await self._stable(forbidden)
         causes = []
         for partition, said in told.items():
-            if partition in stable or (said.code == Code.NONE and said.first < 0):
+            if said.code == Code.NONE and said.first < 0:
+                self._proved.add(partition)
+                self._told_by[partition] = said.leader
+            elif partition in stable:
                 self._proved.add(partition)
             else:
                 causes.append(_cause(partition, said))
@@ -110,7 +118,7 @@ class Ended:
                 if code in LEADER_MOVED:
                     self._client.forget_leader(topic, number)
                 open_at = [one[5] for one in producers or () if one[0] in ours and one[5] >= 0]
-                told[topic, number] = _Told(code, min(open_at, default=-1))
+                told[topic, number] = _Told(code, min(open_at, default=-1), leader)
         return told
 
     async def _stable(self, partitions: Sequence[Partition]) -> set[Partition]:
