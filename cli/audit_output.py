@@ -118,6 +118,14 @@ def drift_in_words(run: RunSummary) -> str:
     return f"{said} Drift! {kinds_in_words(run.drift)}."
 
 
+def untold_in_words(run: RunSummary) -> str:
+    """Return what an earlier run found that nobody was told."""
+    return (
+        f"Run {run.run} ({run.mode}) ended before it had told the proxies: "
+        f"Drift! {kinds_in_words(run.drift)}."
+    )
+
+
 def kinds_in_words(drift: Mapping[str, int]) -> str:
     """Return how often which kind of drift was found, the gravest first."""
     return ", ".join(
