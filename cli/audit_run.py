@@ -376,7 +376,11 @@ def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> F
     from txbroker.kafka.wiring import kafka_settings
     from txbroker.spark.publish import publish
 
-    untold = [run for run in journal.untold() if run.run < summary.run]
+    untold: list[RunSummary] = []
+    try:
+        untold += (run for run in journal.untold() if run.run < summary.run)
+    except TxbrokerError as error:
+        click.echo(f"What earlier runs have not told is not known: {error}", err=True)
     try:
         asyncio.run(publish(kafka_settings(settings), summary, untold))
         journal.told(summary.run)

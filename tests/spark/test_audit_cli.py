@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import click
 import msgspec
 import pytest
+from audit_summaries import summary
 from cli_world import Call, Result
 
 from txbroker.cli import audit_run
@@ -172,7 +173,7 @@ def test_a_run_in_words() -> None:
     assert drift_in_words(CLEAN).endswith("10 transactions in 1m01s, 1 pending. No drift.")
     said = drift_in_words(DRIFTED)
     assert said.endswith("Drift! Committed, not visible: lost: 1, Committed, not visible: late: 1.")
-    assert "Retention took 7 records" in said
+    assert "Retention took up to 7 records" in said
     assert "3 records do not read" in said
 
 
@@ -212,11 +213,11 @@ class Played:
         return self.finds
 
     async def _publish(
-        self, _: object, summary: RunSummary, untold: Sequence[RunSummary] = ()
+        self, _: object, news: RunSummary, untold: Sequence[RunSummary] = ()
     ) -> None:
         if self.fails is not None:
             raise self.fails
-        self.steps.append(" ".join(["told", *(run.run for run in (*untold, summary))]))
+        self.steps.append(" ".join(["told", *(run.run for run in (*untold, news))]))
 
     def _report(self, *_: object) -> None:
         self.steps.append("report")
@@ -265,7 +266,7 @@ def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) 
     second = played.audit()
     assert played.steps == ["spark", f"told {DRIFTED.run} {NEXT.run}"]
     assert second.code == 4  # the first may have died before it could end with it
-    assert f"Run {DRIFTED.run} (incremental) ended before it had told the proxies" in second.err
+    assert f"The proxies were not told of run {DRIFTED.run} (incremental): Drift! " in second.err
     third = played.audit()
     assert (third.code, played.steps) == (0, ["spark", f"told {NEXT.run}"])
 
@@ -280,6 +281,12 @@ def test_a_run_that_finds_nothing_fails_as_ever(
     result = played.audit()
     assert (result.code, result.out, result.err) == (1, "", "Error: no right to topic x\n")
     assert played.steps == ["spark"]
+
+
+def test_a_full_run_says_that_retention_had_been_there_before_it() -> None:
+    says = " Retention had taken the beginning of 1 of 4 topics; what was there was not judged."
+    assert says in drift_in_words(summary(0))
+    assert says not in drift_in_words(summary(0, mode="incremental"))
 
 
 @pytest.mark.parametrize("module", ["pyspark", "pandas", "pyarrow", "google.protobuf"])
