@@ -21,10 +21,10 @@ from txbroker.spark.errors import AuditError
 from txbroker.spark.schema import TopicRead
 
 
-def access_to(bootstrap: str) -> KafkaAccess:
+def access_to(bootstrap: str, write_timeout_s: float = 0.3) -> KafkaAccess:
     """Return an access that gives up soon."""
     settings = KafkaSettings(
-        bootstrap_servers=(bootstrap,), instance_id="audit", write_timeout_s=0.3
+        bootstrap_servers=(bootstrap,), instance_id="audit", write_timeout_s=write_timeout_s
     )
     return KafkaAccess(settings)
 
@@ -104,7 +104,7 @@ def test_the_time_is_told_by_the_broker(
     kafka: EmbeddedKafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = new_topic(kafka, 1, message_timestamp_type="LogAppendTime")
-    access = access_to(kafka.bootstrap)
+    access = access_to(kafka.bootstrap, write_timeout_s=30.0)
     before_ms = round(time.time() * 1000)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 3600)
@@ -114,7 +114,7 @@ def test_the_time_is_told_by_the_broker(
 
 
 def test_a_topic_that_does_not_tell_the_time(kafka: EmbeddedKafka) -> None:
-    access = access_to(kafka.bootstrap)
+    access = access_to(kafka.bootstrap, write_timeout_s=30.0)
     with pytest.raises(
         ConfigurationError, match=r"must have message\.timestamp\.type=LogAppendTime"
     ):
