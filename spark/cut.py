@@ -16,7 +16,7 @@ from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.wiring import kafka_settings
 from txbroker.spark.errors import AuditError
 from txbroker.spark.login import login_options
-from txbroker.spark.schema import TopicRead
+from txbroker.spark.schema import Names, TopicRead
 
 _Result = TypeVar("_Result")
 
@@ -76,24 +76,23 @@ class KafkaAccess:
             )
         return found
 
-    def now_ms(self, audit_topic: str) -> int:
-        """Return the time by the brokers' clocks, ms since 1970: that of a record written now.
-
-        Args:
-            audit_topic: where it is written.
+    def now_ms(self, names: Names) -> int:
+        """Return the time by the brokers' clocks, ms since 1970: that of a record written now to
+        the audit topic of an installation.
 
         Raises:
             ConfigurationError: the topic is not there or may not be written, or its timestamps are
                 not the broker's.
-            AuditError: Kafka does not answer.
+            AuditError: there is no such installation, or Kafka does not answer.
         """
+        self.own_ends(names.op)
         try:
-            at_ms = _run(self._tick(audit_topic))
+            at_ms = _run(self._tick(names.audit))
         except KafkaUnavailable as error:
             raise AuditError(f"Kafka cannot be asked what time it is: {error}") from None
         if at_ms < 0:
             raise ConfigurationError(
-                f"{audit_topic} must have message.timestamp.type=LogAppendTime: run `txbroker "
+                f"{names.audit} must have message.timestamp.type=LogAppendTime: run `txbroker "
                 "topics apply`"
             )
         return at_ms

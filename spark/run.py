@@ -149,8 +149,7 @@ class _Audit:
             check_window(last.terms, self._settings.terms)
         self._last_cut = None if last is None else last.cut
         # Ages are told by the brokers' clocks, whatever the time is here; the name is not one.
-        names, now_ms = self._settings.names, self._settings.terms.now_ms
-        now_ms = now_ms or self._access.now_ms(names.audit)
+        now_ms = self._settings.terms.now_ms or self._access.now_ms(self._settings.names)
         self._terms = structs.replace(self._settings.terms, now_ms=now_ms)
         stale = self._stale(last)
         note_down(self._settings.data_dir, Note(self._run, self._settings.out, stale))

@@ -7,6 +7,7 @@ import time
 import uuid
 from pathlib import Path
 
+import msgspec
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -18,7 +19,10 @@ from txbroker.errors import ConfigurationError
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, read_on, to_end
 from txbroker.spark.errors import AuditError
-from txbroker.spark.schema import TopicRead
+from txbroker.spark.schema import Names, TopicRead
+
+
+NAMES = Names("no.half", "no.op", "no.parked", "no.audit", "no.audit.drift")
 
 
 def access_to(bootstrap: str, write_timeout_s: float = 0.3) -> KafkaAccess:
@@ -108,21 +112,26 @@ def test_the_time_is_told_by_the_broker(
     before_ms = round(time.time() * 1000)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 3600)
-    first, second = access.now_ms(topic), access.now_ms(topic)
+    names = msgspec.structs.replace(NAMES, op=topic, audit=topic)
+    first, second = access.now_ms(names), access.now_ms(names)
     monkeypatch.undo()
     assert before_ms <= first <= second <= round(time.time() * 1000)
 
 
 def test_a_topic_that_does_not_tell_the_time(kafka: EmbeddedKafka) -> None:
     access = access_to(kafka.bootstrap, write_timeout_s=30.0)
-    with pytest.raises(
-        ConfigurationError, match=r"must have message\.timestamp\.type=LogAppendTime"
-    ):
-        access.now_ms(new_topic(kafka, 1))
-    with pytest.raises(ConfigurationError, match="nowhere does not exist: make it with"):
-        access.now_ms("nowhere")
-    with pytest.raises(AuditError, match="Kafka cannot be asked what time it is"):
-        access_to("127.0.0.1:1").now_ms("nowhere")
+    topic = new_topic(kafka, 1)
+    written = msgspec.structs.replace(NAMES, op=topic, audit=topic)
+    with pytest.raises(ConfigurationError, match=r"must have message\.timestamp\.type=LogAppend"):
+        access.now_ms(written)
+    missing = msgspec.structs.replace(NAMES, op=topic)
+    with pytest.raises(ConfigurationError, match=r"no\.audit does not exist: make it with"):
+        access.now_ms(missing)
+    # With a wrong prefix no topic is to be made.
+    with pytest.raises(AuditError, match=r"no topic no\.op: is this the right Kafka"):
+        access.now_ms(NAMES)
+    with pytest.raises(AuditError, match="Kafka cannot be asked"):
+        access_to("127.0.0.1:1").now_ms(NAMES)
 
 
 def test_a_new_partition_is_read_from_its_start() -> None:

@@ -184,7 +184,7 @@ def test_ages_are_told_by_the_brokers_clock_whatever_the_time_is_here(
     def audit(here_ms: int) -> RunSummary:
         here = SimpleNamespace(time=lambda: here_ms / 1000, monotonic=time.monotonic)
         monkeypatch.setattr("txbroker.spark.run.time", here)
-        brokers = SimpleNamespace(now_ms=lambda topic: now_ms if topic == NAMES.audit else 0)
+        brokers = SimpleNamespace(now_ms=lambda names: now_ms if names == NAMES else 0)
         return runs.audit(world.end(), brokers=brokers)
 
     ahead = audit(now_ms + 3_600_000)
