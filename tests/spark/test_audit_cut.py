@@ -21,7 +21,6 @@ from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, read_o
 from txbroker.spark.errors import AuditError
 from txbroker.spark.schema import Names, TopicRead
 
-
 NAMES = Names("no.half", "no.op", "no.parked", "no.audit", "no.audit.drift")
 
 
