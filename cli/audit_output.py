@@ -108,14 +108,36 @@ def drift_in_words(run: RunSummary) -> str:
     )
     if run.taken:
         said += (
-            f" Retention took {sum(run.taken.values()):,} records before any run had read them; "
-            "audit more often than that, or keep the topics for longer."
+            f" Retention took up to {sum(run.taken.values()):,} records before any run had read "
+            "them; audit more often than that, or keep the topics for longer."
         )
+    said += _begun_later(run)
     if run.quarantined:
         said += f" {run.quarantined:,} records do not read and were set aside."
     if not run.has_drift:
         return f"{said} No drift."
     return f"{said} Drift! {kinds_in_words(run.drift)}."
+
+
+def _begun_later(run: RunSummary) -> str:
+    """Return what a run that reads everything has to say of what it could not read."""
+    if run.mode != "full" or run.cut is None:
+        return ""
+    cut = run.cut
+    reads = (cut.half, cut.op, cut.parked, *cut.targets)
+    begun_later = sum(any(read.starts) for read in reads)
+    if not begun_later:
+        return ""
+    return (
+        f" Retention had taken the beginning of {begun_later:,} of {len(reads):,} topics; what was "
+        "there was not judged."
+    )
+
+
+def untold_in_words(run: RunSummary) -> str:
+    """Return what an earlier run found that nobody was told."""
+    found = kinds_in_words(run.drift)
+    return f"The proxies were not told of run {run.run} ({run.mode}): Drift! {found}."
 
 
 def kinds_in_words(drift: Mapping[str, int]) -> str:

@@ -124,7 +124,7 @@ class Terms(Struct, frozen=True):
     """What is judged by.
 
     Attributes:
-        now_ms: when the run began, by the brokers' clocks as far as they tell.
+        now_ms: when the run began, by the brokers' clocks.
         dedup_window_ms: how far a half message may be from its id's time.
         late_after_ms: a commit older than this, and not visible, is late.
         lost_after_ms: and one older than this is lost.
@@ -138,7 +138,8 @@ class Terms(Struct, frozen=True):
 
 class TopicRead(Struct, frozen=True):
     """How far a topic was read: by partition, the first offset that was there, where reading began
-    and where it ended. `taken`: records that retention took before anybody read them.
+    and where it ended. `taken`: offsets that retention took since the last run, and before anybody
+    read them; what it took before the first run is told by `starts` alone.
     `compacted`: older records of a key may be missing. A topic that is no more has no partitions
     here."""
 
@@ -164,6 +165,9 @@ class Cut(Struct, frozen=True):
     """The half topic's log clock at the ends, by partition."""
     op_clock_ms: tuple[int, ...] = ()
     """And the operation topic's."""
+    named_late: tuple[str, ...] = ()
+    """Targets that only half messages behind `half_early` name; they were not read, so the next run
+    reads them."""
 
 
 class Example(Struct, frozen=True):
@@ -189,7 +193,7 @@ class RunSummary(Struct, frozen=True):
     Attributes:
         run: its name, which sorts by time.
         mode: `full`, `incremental` or `stream`.
-        started_ms, took_s: when, and how long.
+        started_ms, took_s: when by the clock of the machine that ran it, and how long.
         cut: how far everything was read.
         records: how many records were read, by topic kind (half, op, visible, parked).
         transactions: how many were judged.

@@ -208,8 +208,8 @@ class World:
         terms: Terms,
         folder: str,
         before: Cut | None = None,
-        targets_before: frozenset[str] = frozenset(),
         keys_before: object = None,
+        counted_from: Cut | None = None,
     ) -> Staged:
         """Stand in for `txbroker.spark.stage.stage`: read the next of `reads`."""
         cut = self.cut(self.reads.pop(0), before)

@@ -7,17 +7,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
+import msgspec
 import pytest
+from audit_summaries import summary
 from cli_world import Call, Result
 
+from txbroker.cli import audit_run
 from txbroker.cli.audit_output import drift_in_words
 from txbroker.cli.audit_run import arguments_again
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.cli.setting_options import settings_from
+from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.schema import Example, RunSummary
 
@@ -166,8 +173,120 @@ def test_a_run_in_words() -> None:
     assert drift_in_words(CLEAN).endswith("10 transactions in 1m01s, 1 pending. No drift.")
     said = drift_in_words(DRIFTED)
     assert said.endswith("Drift! Committed, not visible: lost: 1, Committed, not visible: late: 1.")
-    assert "Retention took 7 records" in said
+    assert "Retention took up to 7 records" in said
     assert "3 records do not read" in said
+
+
+# --- a run that is only played ---------------------------------------------------------------
+
+
+class Played:
+    """Runs without Spark and Kafka; what they find is entered in the journal as ever.
+
+    Attributes:
+        finds: what the next run finds.
+        fails: what the proxies' topic answers, if it does not take what it is told.
+        steps: what was done, in order.
+    """
+
+    def __init__(self, call: Call, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.finds, self.steps = CLEAN, list[str]()
+        self.fails: Exception | None = None
+        self.report_fails: Exception | None = None
+        self._call, self._data_dir = call, data_dir
+        monkeypatch.setattr(audit_run, "started", self._started)
+        monkeypatch.setattr("txbroker.spark.run.run_audit", self._run)
+        monkeypatch.setattr("txbroker.spark.publish.publish", self._publish)
+        monkeypatch.setattr("txbroker.cli.audit_run._report", self._report)
+
+    def audit(self, *options: object) -> Result:
+        self.steps.clear()
+        return self._call("run", "--data-dir", self._data_dir, *options)
+
+    @contextmanager
+    def _started(self, _: object) -> Iterator[tuple[None, SimpleNamespace]]:
+        self.steps.append("spark")
+        yield None, SimpleNamespace(stage=lambda _: None)
+
+    def _run(self, *_: object) -> RunSummary:
+        Journal(self._data_dir / JOURNAL_FILE).add(self.finds)
+        return self.finds
+
+    async def _publish(
+        self, _: object, news: RunSummary, untold: Sequence[RunSummary] = ()
+    ) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.steps.append(" ".join(["told", *(run.run for run in (*untold, news))]))
+
+    def _report(self, *_: object) -> None:
+        self.steps.append("report")
+        if self.report_fails is not None:
+            raise self.report_fails
+
+
+@pytest.fixture
+def played(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(call, tmp_path, monkeypatch)
+
+
+NEXT = msgspec.structs.replace(CLEAN, run="20260101T020000Z", mode="incremental")
+
+
+@pytest.mark.parametrize("error", [ConfigurationError("a disk is full"), ValueError("of ours")])
+def test_what_was_found_is_told_though_the_report_fails(
+    played: Played, tmp_path: Path, error: Exception
+) -> None:
+    played.finds, played.report_fails = DRIFTED, error
+    result = played.audit("--report", tmp_path / "r.html")
+    assert played.steps == ["spark", f"told {DRIFTED.run}", "report"]
+    assert result.code == 4
+    assert str(error) in result.err
+    assert "Drift! " in result.err
+    assert "lost" in result.out
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(
+    played: Played, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    result = played.audit("--report", tmp_path / "file" / "r.html")
+    assert (result.code, result.out, played.steps) == (1, "", [])
+    assert "r.html cannot be written: " in result.err
+    assert played.audit("--report", tmp_path / "new" / "r.html").code == 0
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) -> None:
+    played.finds, played.fails = DRIFTED, KafkaUnavailable("no leader")
+    first = played.audit()
+    assert first.code == 4
+    assert "The proxies were not told; the next run tells them: no leader" in first.err
+    played.finds, played.fails = NEXT, None
+    second = played.audit()
+    assert played.steps == ["spark", f"told {DRIFTED.run} {NEXT.run}"]
+    assert second.code == 4  # the first may have died before it could end with it
+    assert f"The proxies were not told of run {DRIFTED.run} (incremental): Drift! " in second.err
+    third = played.audit()
+    assert (third.code, played.steps) == (0, ["spark", f"told {NEXT.run}"])
+
+
+def test_a_run_that_finds_nothing_fails_as_ever(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> RunSummary:
+        raise ConfigurationError("no right to topic x")
+
+    monkeypatch.setattr("txbroker.spark.run.run_audit", refuse)
+    result = played.audit()
+    assert (result.code, result.out, result.err) == (1, "", "Error: no right to topic x\n")
+    assert played.steps == ["spark"]
+
+
+def test_a_full_run_says_that_retention_had_been_there_before_it() -> None:
+    says = " Retention had taken the beginning of 1 of 4 topics; what was there was not judged."
+    assert says in drift_in_words(summary(0))
+    assert says not in drift_in_words(summary(0, mode="incremental"))
 
 
 @pytest.mark.parametrize("module", ["pyspark", "pandas", "pyarrow", "google.protobuf"])

@@ -37,6 +37,22 @@ def test_every_kind_is_told_also_those_that_were_not_found() -> None:
     assert (told.taken, told.quarantined, told.carried) == (7, 1, 27)
 
 
+def test_what_was_not_told_before_is_told_with_what_is_found_now() -> None:
+    untold = [
+        drifted(1, drift={"visible_twice": 3, "late": 4, "row_without_message": 1}),
+        drifted(2, drift={"visible_twice": 2, "lost": 5}),
+    ]
+    now = summary(3, drift={"visible_twice": 1, "late": 1})
+    told = news_of(now, untold)
+    # Who is late or lost is so in the later run, too, if nothing has mended it.
+    assert {kind: count for kind, count in told.drift.items() if count} == {
+        "visible_twice": 3,
+        "late": 1,
+        "row_without_message": 1,
+    }
+    assert told.run == now.run
+
+
 def test_a_record_stays_small_whatever_a_run_saw() -> None:
     many = {f"topic-{number:05}-{'x' * 200}": number for number in range(5000)}
     example = drifted().examples[0]

@@ -186,6 +186,37 @@ async def test_a_second_run_goes_on_where_the_first_has_ended(
         assert by_id(first.half)[held.id][0]["void"] is None
 
 
+async def test_a_target_that_is_first_named_meanwhile_is_read_by_the_next_run(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        loop = asyncio.get_running_loop()
+        await planting.prepare()
+        late = planting.make(planting.message(planting.bills))
+
+        async def come() -> None:
+            await planting.store(late)
+            planting.promote(late, await planting.commit(late))
+            await planting.turn()
+
+        def before(question: int) -> None:
+            if question == 2:  # half was read, and tells which targets there are
+                asyncio.run_coroutine_threadsafe(come(), loop).result(60)
+
+        first = await staged(spark, planting, tmp_path / "one", Watched(kafka.bootstrap, before))
+        assert late.id in by_id(first.half)
+        assert by_id(first.visible) == {}
+        assert [target.topic for target in first.cut.targets] == [planting.orders]
+        assert first.cut.named_late == (planting.bills,)
+        # Nothing that comes later names it.
+        access = Watched(kafka.bootstrap)
+        second = await staged(spark, planting, tmp_path / "two", access, before=first.cut)
+        assert by_id(second.visible).keys() == {late.id}
+        assert second.cut.named_late == ()
+        targets = sorted((planting.bills, planting.orders))
+        assert [target.topic for target in second.cut.targets] == targets
+
+
 async def test_half_messages_that_do_not_count_are_void(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:

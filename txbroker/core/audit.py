@@ -9,6 +9,8 @@ from txbroker.core.codec import Malformed, NewerVersion
 
 BATCH_KEY, STREAM_KEY = "batch", "stream"
 """Under what the newest record of an audit of either sort stands."""
+BATCH_TICK_KEY = "batch-tick"
+"""Under what a batch audit writes a record to learn the brokers' time; its value says nothing."""
 
 AUDIT_VERSION = 1
 TAKEN_TOPICS_MAX = 50
