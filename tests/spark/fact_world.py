@@ -135,6 +135,9 @@ class World:
                 "cause": "unknown_topic" if state == "refused" else None,
                 "tombstone": state is None,
             }  # fmt: skip
+            if state is not None:
+                held = ("grp", "count", "topic", "target_partition", "body", "headers")
+                row |= {name: each[name] for name in held}
             self._put("parked", NAMES.parked, each["partition"], row)
 
     def _put(self, table: str, topic: str, partition: int, row: Row) -> Row:
