@@ -31,6 +31,7 @@ def news_of(summary: RunSummary) -> AuditNews:
         taken=sum(summary.taken.values()),
         taken_topics=dict(most[:TAKEN_TOPICS_MAX]),
         business=dict(summary.business),
+        strangers=summary.strangers,
     )
 
 

@@ -272,7 +272,7 @@ def _contrary(world: World) -> Life:
     kinds = world.random.sample(("commit", "rollback"), 2)
     marker = world.mark(half, kinds[0])
     yield
-    if kinds[0] == "commit":
+    if kinds[0] == "commit" or world.random.random() < 0.5:
         world.promote(half, marker)
     yield
     world.mark(half, kinds[1])
