@@ -383,7 +383,11 @@ def _told_ms(horizon: Horizon) -> Column:
     since = horizon.parked_from_ms
     if not since:
         return F.lit(0)
-    pairs = [F.lit(each) for pair in sorted(since.items()) for each in pair]
+    pairs = [
+        column
+        for partition, ms in sorted(since.items())
+        for column in (F.lit(partition).cast("int"), F.lit(ms).cast("bigint"))
+    ]
     return F.coalesce(F.try_element_at(F.create_map(*pairs), F.col("half_partition")), F.lit(0))
 
 

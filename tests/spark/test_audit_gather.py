@@ -203,6 +203,35 @@ def test_the_plain_never_come_to_python(spark: SparkSession) -> None:
     assert [row["plain"] for row in gathered.collect()] == [True] * 4
 
 
+def test_no_task_carries_all_where_everything_is_one_group_topic_and_key(
+    spark: SparkSession,
+) -> None:
+    from pyspark.sql import functions as F
+
+    from txbroker.spark.gather import _gathered
+
+    count, tasks = 2000, 8
+    hot = [ordered(n, n, 10 * n) for n in range(1, count + 1)]
+    conf = {
+        "spark.sql.shuffle.partitions": str(tasks),
+        # Spark would join small parts to one task.
+        "spark.sql.adaptive.coalescePartitions.enabled": "false",
+    }
+    was = {name: spark.conf.get(name) for name in conf}
+    for name, value in conf.items():
+        spark.conf.set(name, value)
+    try:
+        gathered = _gathered(tables(spark, hot))
+        rows = gathered.groupBy(F.spark_partition_id().alias("task")).count().collect()
+    finally:
+        for name, value in was.items():
+            spark.conf.set(name, value or "")
+    shares = [row["count"] for row in rows]
+    assert (sum(shares), len(shares)) == (count, tasks)
+    assert max(shares) < 2 * count / tasks
+    assert {row["verdict"] for row in judged_by_spark(spark, hot).values()} == {"settled"}
+
+
 # --- order -----------------------------------------------------------------------------------
 
 
