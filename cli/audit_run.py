@@ -333,11 +333,19 @@ def _tell_until_it_ends(stream: "AuditStream") -> None:
     from txbroker.cli.audit_output import kinds_in_words
 
     told: dict[str, int] = {}
+    strangers = 0
     while not stream.wait(TELL_S):
-        drift = stream.summary().drift
-        if drift and drift != told:
-            click.echo(f"Drift! {kinds_in_words(drift)}.", err=True)
-        told = drift
+        summary = stream.summary()
+        if summary.drift and summary.drift != told:
+            click.echo(f"Drift! {kinds_in_words(summary.drift)}.", err=True)
+        told = summary.drift
+        if summary.strangers > strangers:
+            strangers = summary.strangers
+            click.echo(
+                f"{strangers} records came when the stream had forgotten their transactions: not "
+                "judged. `txbroker audit run` judges them.",
+                err=True,
+            )
 
 
 def names_of(settings: Settings) -> "Names":

@@ -511,6 +511,17 @@ def parked_facts(records: DataFrame) -> DataFrame:
     id = F.substring_index(key, "/", 1)
     number = F.substring(key, F.length(id) + 2, F.length(key))
     tombstone = F.col("value").isNull()
+    # Key and null value of the user's message lie in headers, as these are the transaction's.
+    value = F.when(part.optional("txb-tombstone").isNull(), F.col("value"))
+    held = {
+        "grp": part.grp,
+        "count": part.count,
+        "topic": part.topic,
+        "target_partition": part.target_partition,
+        "body": body_hash(part.optional("txb-key"), value),
+        "headers": headers_hash(part.user_headers),
+        "timestamp_ms": part.timestamp_ms,
+    }
     kept_text = part.optional("txb-kept").cast("string")
     kept = F.from_json(kept_text, f"state string, half bigint, at_ms bigint, {_CAUSE}", _JSON)
     readable = kept_text.isNull() | (
@@ -538,6 +549,7 @@ def parked_facts(records: DataFrame) -> DataFrame:
         F.when(~tombstone, kept["state"]).alias("state"),
         F.when(~tombstone, kept["cause"]["code"]).alias("cause"),
         tombstone.alias("tombstone"),
+        *[F.when(~tombstone, column).alias(name) for name, column in held.items()],
         F.when(why == "", part.why()).otherwise(why).alias("why"),
     )
 

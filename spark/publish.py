@@ -46,6 +46,7 @@ def news_of(summary: RunSummary, untold: Sequence[RunSummary] = ()) -> AuditNews
         taken=sum(summary.taken.values()),
         taken_topics=dict(most[:TAKEN_TOPICS_MAX]),
         business=dict(summary.business),
+        strangers=summary.strangers,
     )
 
 

@@ -46,9 +46,11 @@ a user's header of a single message. Other records of a target topic are none of
 
 PARKED = """
     id string, id_ms bigint, partition int, offset bigint, seq int, at_ms bigint, state string,
-    cause string, tombstone boolean
+    cause string, tombstone boolean, grp string, count int, topic string, target_partition int,
+    body bigint, headers bigint, timestamp_ms bigint
 """
-"""One row for each record of the parked topic."""
+"""One row for each record of the parked topic. The columns behind `tombstone` are what the copy
+holds, as in `HALF`; null in a tombstone."""
 
 BROKEN = """
     topic string, partition int, offset bigint, at_ms bigint, why string
@@ -71,8 +73,9 @@ VERDICT = """
 `attempts`: of the last round, given back ones left out.
 `visible_at_ms`: append time of the last message to become visible; null where the target's topic
 does not tell (its timestamps are the user's). `places`: where its messages are visible. `why`: the
-findings in a sentence; null without any. `carry`: whether later records, or time, can change what
-is said here without a fault: the next run looks at it again.
+findings in a sentence, and a contrary decision that changed nothing, which is no finding; null
+without either. `carry`: whether later records, or time, can change what is said here without a
+fault: the next run looks at it again.
 """
 
 
@@ -90,7 +93,9 @@ KINDS = (
     Kind("visible_without_commit", "Visible without a commit", "consumers see what nobody decided"),
     Kind("visible_twice", "Visible twice", "a message was promoted more than once"),
     Kind("lost", "Committed, not visible: lost", "a committed message has not become visible"),
+    Kind("refused_visible", "Refused but visible", "consumers see a part of what was refused"),
     Kind("half_incomplete", "Half incomplete", "only some of its messages are stored"),
+    Kind("not_kept", "Not kept whole", "parked or refused, and the copy is not whole"),
     Kind("body_changed", "Body changed", "key or value are not what was prepared"),
     Kind("headers_changed", "Headers changed", "headers are not what was prepared"),
     Kind("timestamp_changed", "Timestamp changed", "the timestamp is not what was prepared"),
@@ -98,7 +103,7 @@ KINDS = (
     Kind("out_of_order", "Out of order", "visible in another order than its key was decided in"),
     Kind("too_many_attempts", "Too many attempts", "checked more often than its policy allows"),
     Kind("check_too_early", "Check too early", "checked before its time, unasked"),
-    Kind("contrary_markers", "Contrary markers", "both decisions were stored; the first counts"),
+    Kind("contrary_markers", "Contrary markers", "what is visible follows not the first of them"),
     Kind("marker_without_half", "Marker without half", "a marker's half message does not exist"),
     Kind("late", "Committed, not visible: late", "not visible though its decision is old"),
 )
@@ -208,6 +213,8 @@ class RunSummary(Struct, frozen=True):
             (`topic:NAME`) and by group (`group:NAME`); a bounded number.
         business: rows of the business compared, where asked for.
         terms: what was judged by; None where a run does not say.
+        strangers: records that came too late for a stream, which had forgotten their transactions:
+            they were not judged.
     """
 
     run: str
@@ -228,6 +235,7 @@ class RunSummary(Struct, frozen=True):
     visible_latency: tuple[Histogram, ...] = ()
     business: dict[str, int] = {}
     terms: Terms | None = None
+    strangers: int = 0
 
     @property
     def has_drift(self) -> bool:

@@ -107,8 +107,9 @@ class _Stage:
         half_clock = LogClock.after(len(half.ends), () if before is None else before.half_clock_ms)
         self._write_half(half, half_clock, early=True)
 
-        parked = self._read_on(self._access.own_ends(names.parked))
         targets = self._target_reads()
+        # After the targets' ends: what is promoted from there in between is settled, not refused and visible.
+        parked = self._read_on(self._access.own_ends(names.parked))
         self._write("parked", parked_facts(self._records((parked,))))
         self._write("visible", visible_facts(self._records(targets)))
 

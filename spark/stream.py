@@ -182,6 +182,7 @@ class AuditStream:
             carried=sum(number for state, number in states.items() if state not in over),
             quarantined=progress.quarantined,
             examples=progress.examples,
+            strangers=progress.strangers,
         )
 
     # --- what is read ------------------------------------------------------------------------

@@ -340,6 +340,7 @@ WRONG: tuple[Case, ...] = (
     planted_faults.out_of_order,
     planted_faults.checked_wrongly,
     planted_faults.contrary,
+    planted_faults.badly_kept,
     planted_faults.without_half,
     planted_faults.several,
     planted_faults.broken,

@@ -390,6 +390,29 @@ def test_a_promoted_record_has_the_hashes_of_its_half_message(spark: SparkSessio
             assert as_read == (number, count, was["headers"])
 
 
+def test_a_copy_holds_what_its_half_message_holds(spark: SparkSession) -> None:
+    from txbroker.spark.facts import half_facts, parked_facts
+
+    rng = random.Random(6)
+    halves, copies = [], []
+    for state in (State.PENDING, State.PARKED, State.REFUSED) * 40:
+        half = some_half(rng)
+        halves += encode_half(half)
+        copies += encode_kept(Kept(half, 7, AT_MS, state, None, 5))
+    before = rows_of(half_facts(frame(spark, halves)))
+    dropped = kept_tombstones(make_id(PARTITION, AT_MS, 1), 1)
+    after = rows_of(parked_facts(frame(spark, [*copies, *dropped])))
+    held = (
+        *("id", "grp", "seq", "count", "topic", "target_partition"),
+        *("body", "headers", "timestamp_ms"),
+    )
+    for offset, was in before.items():
+        assert [after[offset][name] for name in held] == [was[name] for name in held]
+    tombstone = after[len(copies)]
+    assert tombstone["tombstone"]
+    assert [tombstone[name] for name in held if name not in ("id", "seq")] == [None] * 7
+
+
 def test_only_records_whose_first_header_is_ours_are_visible_ones(spark: SparkSession) -> None:
     from txbroker.spark.facts import visible_facts
 

@@ -17,6 +17,7 @@ from txbroker.core.audit import decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import TxbrokerError
 from txbroker.kafka.drift import KafkaDrift
+from txbroker.spark.stream_state import NOT_STREAMED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -100,10 +101,16 @@ async def test_what_was_planted_is_told_once_whatever_breaks_off(
         finally:
             await asyncio.to_thread(stream.stop)
         found = await world.kinds()
+        side_by_side = await asyncio.to_thread(world.batch, stream.judged_ms, tmp_path / "batch")
         labels = {id: each.label for id, each in planting.expected.items()}
         assert named(found - expected(planting), labels) == []
         assert named(expected(planting) - found, labels) == []
         summary = stream.summary()
+        # A batch over the same topics, by the same terms, comes to the same.
+        streamed = {each for each in side_by_side.findings if each[1] not in NOT_STREAMED}
+        assert named(found ^ streamed, labels) == []
+        assert summary.states == side_by_side.summary.states
+        assert summary.strangers == 0
         # A marker and contents that do not find each other read well, each by itself.
         assert summary.quarantined == planting.broken.total() - 2
         records = await asyncio.to_thread(read_topics, world.bootstrap, [world.names.audit])

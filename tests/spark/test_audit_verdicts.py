@@ -105,7 +105,8 @@ def test_a_rows_verdict_is_its_gravest_finding(planted: Planted, audited: Audite
         findings = sorted(row["findings"], key=KIND_NAMES.index)
         ended = "settled" if row["state"] in ("promoted", "rolled_back") else row["state"]
         assert row["verdict"] == (findings[0] if findings else ended)
-        assert (row["why"] is None) == (not findings)
+        told = row["why"] is None or row["why"].startswith("contrary markers, and the first")
+        assert told == (not findings)
 
 
 def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:

@@ -38,6 +38,7 @@ class AuditNews(Struct, frozen=True, kw_only=True):
         taken: records that retention took before they were read.
         taken_topics: the same by topic, the most first, a bounded number.
         business: rows of the business compared, where asked for.
+        strangers: records that came when a stream had forgotten their transactions, not judged.
     """
 
     v: int = AUDIT_VERSION
@@ -53,6 +54,7 @@ class AuditNews(Struct, frozen=True, kw_only=True):
     taken: _Count = 0
     taken_topics: dict[str, _Count] = {}
     business: dict[str, _Count] = {}
+    strangers: _Count = 0
 
 
 class _Version(Struct):
