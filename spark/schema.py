@@ -39,8 +39,10 @@ VISIBLE = """
     id string, id_ms bigint, topic string, partition int, offset bigint, at_ms bigint, seq int,
     count int, body bigint, headers bigint, headers_if_alone bigint, append_time boolean
 """
-"""One row for each record of a target topic whose first header is `txb-id`. `at_ms`: its timestamp.
-`append_time`: whether that is the broker's (timestamp type LogAppendTime), not its writer's.
+"""One row for each record that this installation promoted to a target topic.
+
+`at_ms`: its timestamp. `append_time`: whether that is the broker's (timestamp type LogAppendTime),
+not its writer's.
 `headers_if_alone`: of a message of several, what `headers` were if the number in front of them were
 a user's header of a single message. Other records of a target topic are none of ours."""
 
@@ -123,6 +125,11 @@ class Names(Struct, frozen=True):
     parked: str
     audit: str
     drift: str
+
+    @property
+    def prefix(self) -> str:
+        """What all of them begin with, without the dot: the installation's `topic_prefix`."""
+        return self.half.rpartition(".")[0]
 
 
 class Terms(Struct, frozen=True):

@@ -108,10 +108,11 @@ class _Stage:
         self._write_half(half, half_clock, early=True)
 
         targets = self._target_reads()
-        # After the targets' ends: what is promoted from there in between is settled, not refused and visible.
+        # After the targets' ends: what is promoted from there in between is settled, not refused
+        # and visible.
         parked = self._read_on(self._access.own_ends(names.parked))
         self._write("parked", parked_facts(self._records((parked,))))
-        self._write("visible", visible_facts(self._records(targets)))
+        self._write("visible", visible_facts(self._records(targets), names.prefix))
 
         op = self._read_on(op_early)
         op = to_end(op, self._access.own_ends(names.op))

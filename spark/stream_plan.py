@@ -72,7 +72,7 @@ def plan(spark: SparkSession, sources: Sources, terms: StreamTerms, buckets: int
         _table("half", half_facts(_read(spark, sources, [names.half]))),
         _table("op", op_facts(_read(spark, sources, [names.op]))),
         _table("parked", parked_facts(_read(spark, sources, [names.parked]))),
-        _table("visible", visible_facts(_read(spark, sources, targets))),
+        _table("visible", visible_facts(_read(spark, sources, targets), names.prefix)),
         _ticks(_read(spark, sources, [names.audit], limited=False), sources.tick_key),
     )
     union = tables[0]

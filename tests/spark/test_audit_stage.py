@@ -84,7 +84,7 @@ async def test_everything_is_read_once_and_what_does_not_read_is_set_aside(
         planting.keep(kept, (0, 0), State.PARKED)
         planting.put_parked(0, [Record(b"nonsense", b"")])
         await planting.turn()
-        planting.put(one.messages[0], [("txb-id", b"aborted")], 0)
+        planting.put(one.messages[0], [*planting.installation, ("txb-id", b"aborted")], 0)
         await planting.turn(abort=True)
         await planting.append_half(0, [Record(b"k", b"no half message")])
         await planting.append_op(0, [Record(b"k", b"no marker")])

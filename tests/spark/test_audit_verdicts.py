@@ -127,6 +127,31 @@ def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
     assert summary.examples
 
 
+async def test_installations_that_share_targets_do_not_see_one_another(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as one, Planting(kafka.bootstrap) as two:
+        for mine, others in ((one, two), (two, one)):
+            alone = await mine.prepare(mine.message(mine.orders))
+            several = await mine.prepare(mine.message(mine.orders), mine.message(others.bills))
+            for half in (alone, several):
+                mine.promote(half, await mine.commit(half))
+                mine.expect(half.id, "promoted where another one promotes", "promoted")
+            back = await mine.prepare(mine.message(others.orders))
+            await mine.roll_back(back)
+            mine.expect(back.id, "rolled back", "rolled_back")
+            # One of the default prefix has passed, and it says nothing of itself.
+            mine.put(mine.message(), [("txb-id", mine.make().id.encode())], 1)
+            await mine.turn()
+    for each in (one, two):
+        folder = tmp_path / each.prefix
+        told = await asyncio.to_thread(audit, spark, each, Terms(0), folder)
+        assert told.summary.drift == {}
+        assert told.rows.keys() == each.expected.keys()
+        assert not differences(each.expected.values(), told.rows)
+        assert told.summary.records["visible"] == 3
+
+
 @pytest.mark.long
 async def test_a_clean_history_has_no_findings(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
