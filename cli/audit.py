@@ -233,4 +233,4 @@ def show_command(
         raise Failed(
             f"there is no run {run} in {book.path}: `txbroker audit show` lists what there is"
         )
-    show_run(found[0], output)
+    show_run(found[0], output, heading=True)

@@ -5,6 +5,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from txbroker.config import Settings
@@ -22,12 +23,14 @@ _Result = TypeVar("_Result")
 
 
 class TopicEnds(Struct, frozen=True):
-    """What of a topic can be read now, by partition: first kept offset and last stable offset."""
+    """What of a topic can be read now, by partition: first kept offset and last stable offset.
+    `open`: the partitions that end in an open transaction."""
 
     topic: str
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     compacted: bool = False
+    open: tuple[int, ...] = ()
 
 
 class KafkaAccess:
@@ -58,7 +61,7 @@ class KafkaAccess:
         except KafkaUnavailable as error:
             raise AuditError(f"Kafka cannot be asked where its topics end: {error}") from None
         return {
-            name: TopicEnds(name, bounds.starts, bounds.ends, bounds.compacted)
+            name: TopicEnds(name, bounds.starts, bounds.ends, bounds.compacted, bounds.open)
             for name, bounds in found.items()
         }
 
@@ -142,7 +145,7 @@ def read_on(
     taken = _taken(begins, counted_from if before is None else before)
     # Retention may have taken what was below the last stable offset in the meantime.
     ends = tuple(max(begin, end) for begin, end in zip(begins, now.ends, strict=True))
-    return TopicRead(now.topic, now.starts, begins, ends, taken, now.compacted)
+    return TopicRead(now.topic, now.starts, begins, ends, taken, now.compacted, now.open)
 
 
 def _taken(begins: Sequence[int], last: TopicRead | None) -> int:
@@ -171,7 +174,19 @@ def to_end(read: TopicRead, now: TopicEnds) -> TopicRead:
     if len(now.ends) != len(read.ends):
         raise AuditError(f"topic {read.topic} was given other partitions meanwhile: run again")
     ends = tuple(max(old, end) for old, end in zip(read.ends, now.ends, strict=True))
-    return TopicRead(read.topic, read.starts, read.begins, ends, read.taken, read.compacted)
+    return msgspec.structs.replace(read, ends=ends)
+
+
+def held(reads: Iterable[TopicRead], now: Mapping[str, TopicEnds]) -> tuple[str, ...]:
+    """Return the partitions, as `topic-0`, that ended in an open transaction and still do at the
+    same place, as no proxy's turn does that goes well."""
+    return tuple(
+        f"{read.topic}-{partition}"
+        for read in reads
+        for partition in read.open
+        if read.topic in now and partition in now[read.topic].open
+        if now[read.topic].ends[partition] <= read.ends[partition]
+    )
 
 
 def _run(work: Coroutine[Any, Any, _Result]) -> _Result:

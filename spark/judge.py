@@ -258,10 +258,12 @@ def _end(
     if all(decided.at_ms <= _taken_ms(horizon, row) for row in missing):
         return "gone", False
     first = missing[0]
-    kind = "lost" if age_ms > terms.lost_after_ms else "late"
+    hidden = all((row.topic, row.target_partition) in horizon.hidden for row in missing)
+    kind = "lost" if age_ms > terms.lost_after_ms and not hidden else "late"
     life.found[kind] = (
         f"{len(missing)} of {len(half)} not visible {age_ms // 1000} s after the commit:"
         f" message {first.seq} for {first.topic}-{first.target_partition}"
+        + (", which ends in an open transaction" if hidden else "")
     )
     return "committed", True
 

@@ -236,6 +236,15 @@ def _notes(summary: RunSummary) -> Iterator[Html]:
             "in them is not known and was not judged.",
             class_="note",
         )
+    held = () if summary.cut is None else summary.cut.held
+    if held:
+        yield tag(
+            "p",
+            f"{plural(len(held), 'partition ends', 'partitions end')} in an open transaction, of "
+            "another producer or a hanging one: readers see nothing behind it, and what is missing "
+            "there counts as late, never as lost.",
+            class_="note",
+        )
     if summary.quarantined:
         yield tag(
             "p",

@@ -45,6 +45,8 @@ class Horizon(NamedTuple):
             stands for all of a topic's.
         parked_from_ms: by half partition, since when the parked topic tells of every refusal that
             is over: what was decided before may have been refused, and nothing says so any more.
+        hidden: target topics and partitions that end in an open transaction: what is missing there
+            may have been committed behind it.
     """
 
     half_start: Mapping[int, int] = {}
@@ -52,6 +54,7 @@ class Horizon(NamedTuple):
     op_begin_ms: Mapping[int, int] = {}
     taken_ms: Mapping[tuple[str, int], int] = {}
     parked_from_ms: Mapping[int, int] = {}
+    hidden: frozenset[tuple[str, int]] = frozenset()
 
 
 NOTHING_TAKEN = Horizon()

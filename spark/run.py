@@ -37,7 +37,7 @@ from txbroker.spark.gather import horizon_of, release, verdicts
 from txbroker.spark.history import Counted, Facts, History, PastRun, counted, left_of
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.rows import Horizon
-from txbroker.spark.schema import BUSINESS_KINDS, Example, Names, RunSummary, Terms
+from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms
 from txbroker.spark.spread import spread
 from txbroker.spark.stage import Staged, stage
 from txbroker.spark.summary import EXAMPLES_A_KIND, Tally, add_up
@@ -271,6 +271,8 @@ class _Audit:
         whole = structs.replace(staged, **facts._asdict())
         partitions = len(staged.cut.half.ends)
         horizon = without_removed(judging.horizon, judging.removed_ms, partitions)
+        # Of this run alone: by the next one such a transaction may have ended.
+        horizon = horizon._replace(hidden=_hidden(staged.cut))
         rows = verdicts(self._spark, whole, self._terms, horizon)
         if judging.context is not None:
             rows = rows.join(judging.context.select("id"), "id", "left_anti")
@@ -342,6 +344,11 @@ def check_goes_on(chain: Chain, names: Names) -> None:
                 f"the last run with this data folder audited {was}, not {now}: give each "
                 "installation a data folder of its own"
             )
+
+
+def _hidden(cut: Cut) -> frozenset[tuple[str, int]]:
+    """Return the target partitions of which not all that is committed could be read."""
+    return frozenset((target.topic, p) for target in cut.targets for p in target.open)
 
 
 def check_window(was: Terms | None, now: Terms) -> None:

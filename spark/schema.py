@@ -152,8 +152,9 @@ class TopicRead(Struct, frozen=True):
     """How far a topic was read: by partition, the first offset that was there, where reading began
     and where it ended. `taken`: offsets that retention took since the last run, and before anybody
     read them; what it took before the first run is told by `starts` alone.
-    `compacted`: older records of a key may be missing. A topic that is no more has no partitions
-    here."""
+    `compacted`: older records of a key may be missing. `open`: the partitions that ended in an open
+    transaction, so that more may have been committed than could be read. A topic that is no more
+    has no partitions here."""
 
     topic: str
     starts: tuple[int, ...]
@@ -161,6 +162,7 @@ class TopicRead(Struct, frozen=True):
     ends: tuple[int, ...]
     taken: int = 0
     compacted: bool = False
+    open: tuple[int, ...] = ()
 
 
 class Cut(Struct, frozen=True):
@@ -180,6 +182,9 @@ class Cut(Struct, frozen=True):
     named_late: tuple[str, ...] = ()
     """Targets that only half messages behind `half_early` name; they were not read, so the next run
     reads them."""
+    held: tuple[str, ...] = ()
+    """Partitions of targets, as `topic-0`, that ended in an open transaction for as long as the run
+    read."""
 
 
 class Example(Struct, frozen=True):

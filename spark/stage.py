@@ -24,7 +24,7 @@ from pyspark.sql.types import StructType
 
 from txbroker.spark import schema
 from txbroker.spark.clock import LogClock, survey, with_clock
-from txbroker.spark.cut import KafkaAccess, TopicEnds, gone, read_on, to_end
+from txbroker.spark.cut import KafkaAccess, TopicEnds, gone, held, read_on, to_end
 from txbroker.spark.dedup import dedup_voids
 from txbroker.spark.errors import AuditError
 from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts
@@ -142,6 +142,7 @@ class _Stage:
             half_clock_ms,
             op_clock_ms,
             tuple(sorted(named - {target.topic for target in targets})),
+            self._held(targets),
         )
         tables = {name: self._table(name) for name in ("half", "op", "visible", "parked")}
         return Staged(**tables, broken=self._table("broken"), cut=cut)
@@ -154,6 +155,13 @@ class _Stage:
             topics |= set(self._before.named_late)
         found = self._access.ends(topics)
         return tuple(self._target_read(topic, found.get(topic)) for topic in sorted(topics))
+
+    def _held(self, targets: Sequence[TopicRead]) -> tuple[str, ...]:
+        """Return the partitions of targets that have ended in an open transaction all the time."""
+        ended_so = [target for target in targets if target.open]
+        if not ended_so:
+            return ()
+        return held(ended_so, self._access.ends(target.topic for target in ended_so))
 
     def _named(self, which: Column | None = None) -> set[str]:
         """Return the targets that half messages name: all of those read by now, or some."""
@@ -351,6 +359,10 @@ def _json(value: Any) -> str:
 
 # --- what goes wrong -------------------------------------------------------------------------
 
+TAKEN_BY_RETENTION = (
+    r"(?:OffsetOutOfRange|DATA_LOSS|data may have been lost|aged out|PARTITION_OFFSET_CHANGED)"
+)
+"""What Spark says where records that it is to read are there no more."""
 _SENTENCES = (
     (
         r"Not authorized to access topics: \[?([^\]\s]*)",
@@ -362,7 +374,7 @@ _SENTENCES = (
         "them to the audit",
     ),
     (
-        r"(?:OffsetOutOfRange|DATA_LOSS|data may have been lost|aged out|PARTITION_OFFSET_CHANGED)",
+        TAKEN_BY_RETENTION,
         "retention took records while they were read: run the audit again; if it comes again, the "
         "retention of a topic is shorter than an audit takes",
     ),

@@ -19,14 +19,14 @@ from audit_summaries import summary
 from cli_world import Call, Result
 
 from txbroker.cli import audit_run
-from txbroker.cli.audit_output import drift_in_words
+from txbroker.cli.audit_output import drift_in_words, show_run
 from txbroker.cli.audit_run import arguments_again
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.cli.setting_options import settings_from
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.schema import Example, RunSummary
+from txbroker.spark.schema import Cut, Example, RunSummary, TopicRead
 
 
 @pytest.fixture
@@ -145,7 +145,11 @@ def test_the_runs_are_listed_newest_first(call: Call, data_dir: Path) -> None:
 def test_one_run_is_shown_whole(call: Call, data_dir: Path, name: str) -> None:
     shown = call("show", name, "--data-dir", data_dir)
     assert shown.code == 0
-    lines = shown.out.splitlines()
+    heading, _, *lines = shown.out.splitlines()
+    assert heading.startswith("2026-01-01 ")
+    assert f"Run {DRIFTED.run} (incremental): " in heading
+    assert "2 transactions in 5s, 0 pending." in heading
+    assert "Drift! Committed, not visible: lost: 1" in heading
     found = [line.split()[0] for line in lines[1:6]]
     assert found == ["settled", "lost", "late", "quarantined", "taken"]
     assert "0" * 26 in lines[-1]
@@ -153,6 +157,31 @@ def test_one_run_is_shown_whole(call: Call, data_dir: Path, name: str) -> None:
     asked = call("show", name, "--data-dir", data_dir, "-o", "json").json
     assert asked["drift"] == {"late": 1, "lost": 1}
     assert asked["examples"][0]["grp"] == "orders\x1b[31m"
+
+
+def test_targets_that_end_in_an_open_transaction_are_named() -> None:
+    read = TopicRead("t", (0,), (0,), (5,))
+    held = ("payments-0", *(f"mails-{n}" for n in range(9)))
+    for some, words in (
+        (
+            held[:1],
+            "1 partition of a target ends in an open transaction, of another producer or a ",
+        ),
+        (held[:2], "2 partitions end in an open transaction"),
+        (held, "(payments-0, mails-0, mails-1, mails-2, mails-3, …)"),
+    ):
+        cut = Cut(read, read, read, (), (5,), (5,), held=some)
+        assert words in drift_in_words(msgspec.structs.replace(CLEAN, cut=cut))
+    assert "open" not in drift_in_words(CLEAN)
+
+
+def test_the_table_in_the_guide_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "audit.md").read_text()
+    table = next(block for block in guide.split("```\n") if block.startswith("WHAT "))
+    counts = {line.split()[0]: int(line.split()[1]) for line in table.splitlines()[1:]}
+    drift = {"late": counts.pop("late")}
+    show_run(msgspec.structs.replace(CLEAN, states=counts, drift=drift), "table")
+    assert capsys.readouterr().out == table
 
 
 def test_what_is_not_there(call: Call, tmp_path: Path, data_dir: Path) -> None:

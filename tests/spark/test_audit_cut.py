@@ -17,7 +17,7 @@ from txbroker.config import load_settings
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.settings import KafkaSettings
-from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, read_on, to_end
+from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, held, read_on, to_end
 from txbroker.spark.errors import AuditError
 from txbroker.spark.schema import Names, TopicRead
 
@@ -47,6 +47,18 @@ def produce(kafka: EmbeddedKafka, topic: str, *partitions: int) -> None:
     assert producer.flush(30) == 0
 
 
+def test_only_what_stays_open_at_one_place_is_held() -> None:
+    at_cut = TopicEnds("t", (0, 0, 0), (5, 5, 5), open=(0, 1))
+    read = read_on(at_cut, None)
+    assert read.open == (0, 1)
+    assert to_end(read, TopicEnds("t", (0, 0, 0), (9, 9, 9))).open == (0, 1)
+    # One has gone on to another transaction, one has come to it since.
+    later = TopicEnds("t", (0, 0, 0), (5, 7, 5), open=(0, 1, 2))
+    assert held([read], {"t": later}) == ("t-0",)
+    assert held([read], {"t": TopicEnds("t", (0, 0, 0), (9, 9, 9))}) == ()
+    assert held([read], {}) == ()
+
+
 def test_ends_are_asked_for_by_partition(kafka: EmbeddedKafka) -> None:
     topic, other = new_topic(kafka), new_topic(kafka, 1, cleanup_policy="compact,delete")
     produce(kafka, topic, 0, 0, 1)
@@ -70,7 +82,10 @@ def test_an_end_is_where_the_last_transaction_ended(kafka: EmbeddedKafka) -> Non
     producer.begin_transaction()
     producer.produce(topic, b"v", partition=0)
     producer.flush(30)
-    assert access.ends([topic])[topic].ends == (0,)
+    found = access.ends([topic])[topic]
+    assert (found.ends, found.open) == ((0,), (0,))
+    read = read_on(found, None)
+    assert held([read], {topic: found}) == (f"{topic}-0",)
     producer.commit_transaction(30)
     # Acknowledged is not yet visible.
     deadline = time.monotonic() + 30

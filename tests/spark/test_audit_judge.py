@@ -491,6 +491,25 @@ def test_a_copy_whose_markers_retention_took_says_nothing() -> None:
     assert (found.verdict, found.carry) == ("gone", False)
 
 
+def test_what_may_be_hidden_behind_an_open_transaction_is_late_at_most() -> None:
+    hours_later_ms = DECIDED_MS + 10_000_000
+    both = Horizon(hidden=frozenset({("t", 0), ("u", 0)}))
+    one = Horizon(hidden=frozenset({("t", 0)}))
+    two = half_rows(("t", "u"))
+
+    def found(horizon: Horizon, visible: list[VisibleRow] | None = None) -> Judged:
+        return judged(two, [COMMIT], visible, now_ms=hours_later_ms, horizon=horizon)
+
+    late = found(both)
+    assert (late.state, late.findings, late.carry) == ("committed", ("late",), True)
+    assert "which ends in an open transaction" in (late.why or "")
+    # One of them could have been read, had it been there.
+    assert found(one).findings == ("lost",)
+    shown = visible_rows(two)
+    assert found(one, shown[1:]).findings == ("late",)
+    assert found(both, shown).findings == ()
+
+
 def test_a_target_that_may_have_lost_it_proves_nothing() -> None:
     for until_ms, verdict in ((DECIDED_MS, "gone"), (DECIDED_MS - 1, "lost"), (ALWAYS, "gone")):
         horizon = Horizon(taken_ms={("t", 0): until_ms})

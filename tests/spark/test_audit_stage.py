@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from planting import Planting, partition_of
 from topic_reader import delete_topic
+from world import until
 
 from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.ids import make_id
@@ -144,7 +145,7 @@ async def test_what_comes_meanwhile_is_read_but_not_early(
         access = Watched(kafka.bootstrap, before)
         read = await staged(spark, planting, tmp_path / "work", access)
         assert access.asked == [
-            (names.op,), (names.half,), (names.parked,), (planting.orders,), (names.op,),
+            (names.op,), (names.half,), (planting.orders,), (names.parked,), (names.op,),
             (names.half,),
         ]  # fmt: skip
         early = {id: rows[0]["early"] for id, rows in by_id(read.half).items()}
@@ -215,6 +216,36 @@ async def test_a_target_that_is_first_named_meanwhile_is_read_by_the_next_run(
         assert second.cut.named_late == ()
         targets = sorted((planting.bills, planting.orders))
         assert [target.topic for target in second.cut.targets] == targets
+
+
+async def test_what_another_producer_hides_is_told(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        half = await planting.prepare(planting.message(planting.orders, 1))
+        other = Producer(
+            {"bootstrap.servers": kafka.bootstrap, "transactional.id": f"{planting.prefix}-other"}
+        )
+        await asyncio.to_thread(other.init_transactions, 60)
+        other.begin_transaction()
+        other.produce(planting.orders, b"theirs", partition=1)
+        assert await asyncio.to_thread(other.flush, 60) == 0
+        planting.promote(half, await planting.commit(half))
+        await planting.turn()
+        before = await staged(spark, planting, tmp_path / "before", Watched(kafka.bootstrap))
+        assert before.cut.held == (f"{planting.orders}-1",)
+        assert [target.open for target in before.cut.targets] == [(1,)]
+        assert before.visible.count() == 0
+        await asyncio.to_thread(other.abort_transaction, 60)
+
+        async def there() -> bool:
+            return not Watched(kafka.bootstrap).ends((planting.orders,))[planting.orders].open
+
+        await until(there)
+        after = await staged(
+            spark, planting, tmp_path / "after", Watched(kafka.bootstrap), before=before.cut
+        )
+        assert (after.cut.held, set(by_id(after.visible))) == ((), {half.id})
 
 
 async def test_half_messages_that_do_not_count_are_void(
