@@ -198,11 +198,6 @@ class Judged(NamedTuple):
     why: str | None
     carry: bool
 
-    @property
-    def final(self) -> bool:
-        """Whether it ended, so that only a fault could add anything."""
-        return not self.carry
-
 
 def facts_of(row: Mapping[str, Any]) -> TransactionFacts:
     """Return the facts of a row of `gather`: arrays of structs, each null where there is none.
@@ -225,13 +220,23 @@ def is_alone(half: Sequence[HalfRow], parked: Sequence[ParkedRow]) -> bool:
 
 
 def _visible(row: Mapping[str, Any], alone: bool) -> VisibleRow:
-    """Return a visible row. What numbers the messages of a transaction is, where it has but one,
-    the user's own header."""
     fields = dict(row)
     if_alone = fields.pop("headers_if_alone", None)
-    if alone and if_alone is not None:
-        fields |= {"seq": 0, "count": 1, "headers": if_alone}
-    return VisibleRow(**fields)
+    return as_promoted(VisibleRow(**fields), if_alone, alone)
+
+
+def as_promoted(row: VisibleRow, if_alone: int | None, alone: bool) -> VisibleRow:
+    """Return a visible row as it was promoted.
+
+    What numbers the messages of a transaction is, where it has but one, the user's own header.
+
+    Args:
+        if_alone: the column `headers_if_alone`.
+        alone: whether the transaction has but one message.
+    """
+    if not alone or if_alone is None:
+        return row
+    return row._replace(seq=0, count=1, headers=if_alone)
 
 
 def _contents(rows: Iterable[Mapping[str, Any]] | None) -> list[Content] | None:

@@ -38,6 +38,7 @@ from txbroker.spark.rows import (
     ParkedRow,
     TransactionFacts,
     VisibleRow,
+    as_promoted,
     is_alone,
 )
 
@@ -198,14 +199,10 @@ class _Entry:
         ]
 
     def _visible(self, alone: bool) -> list[VisibleRow]:
-        """A header of ours that numbers several messages is the user's own on a single one."""
-        found = []
-        for *row, if_alone in self.rows.get("visible", ()):
-            visible = VisibleRow(*row)
-            if alone and if_alone is not None:
-                visible = visible._replace(seq=0, count=1, headers=if_alone)
-            found.append(visible)
-        return found
+        return [
+            as_promoted(VisibleRow(*row), if_alone, alone)
+            for *row, if_alone in self.rows.get("visible", ())
+        ]
 
 
 def _row(fact: Fact) -> tuple[str, list[Any]]:

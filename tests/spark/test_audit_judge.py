@@ -157,7 +157,7 @@ def test_states_without_findings() -> None:
 def test_one_that_was_refused_and_then_taken_is_promoted() -> None:
     parked = [parked_row("refused"), parked_row(None, 1)]
     verdict = judged(op=[COMMIT], visible=visible_rows(HALF), parked=parked)
-    assert (verdict.verdict, verdict.state, verdict.final) == ("settled", "promoted", True)
+    assert (verdict.verdict, verdict.state, verdict.carry) == ("settled", "promoted", False)
 
 
 def test_a_retry_seen_only_in_the_parked_topic_is_not_lost() -> None:
@@ -170,7 +170,7 @@ def test_a_retry_seen_only_in_the_parked_topic_is_not_lost() -> None:
 def test_a_void_half_message_may_still_be_followed_by_one_that_counts() -> None:
     void = half_rows(void="dedup")
     assert judged(void, now_ms=START_MS + WINDOW_MS).carry
-    assert judged(void, now_ms=START_MS + WINDOW_MS + 1).final
+    assert not judged(void, now_ms=START_MS + WINDOW_MS + 1).carry
     later = half_rows(offset=9)
     verdict = judged(void + later, [COMMIT], visible_rows(later))
     assert (verdict.verdict, verdict.half_offset) == ("settled", 9)
