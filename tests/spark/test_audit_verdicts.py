@@ -128,6 +128,7 @@ def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
     assert summary.examples
 
 
+@pytest.mark.timeout(600)
 async def test_installations_that_share_targets_do_not_see_one_another(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
