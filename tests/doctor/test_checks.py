@@ -498,6 +498,16 @@ async def test_an_old_audit(world: World, age_s: int, level: Level) -> None:
     assert (await world.outcome("audit-fresh")).level is level
 
 
+async def test_a_young_stream_does_not_hide_an_old_batch(world: World) -> None:
+    world.kafka.news = {
+        "batch": news(ended_ms=round((NOW_S - 3 * 86400) * 1000)),
+        "stream": news(mode="stream"),
+    }
+    found = await world.outcome("audit-fresh")
+    assert (found.level, found.details) == (WARNING, ("stream r1 is younger",))
+    assert "the newest (full, r1) ended 3d" in found.found
+
+
 async def test_drift_of_either_audit(world: World) -> None:
     world.kafka.news = {"batch": news(), "stream": news(mode="stream", drift={"doubled": 4})}
     found = await world.outcome("audit-drift")
