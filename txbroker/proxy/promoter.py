@@ -12,7 +12,7 @@ This file tells how turns are written; `txbroker.proxy.trouble` keeps what is ke
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -546,8 +546,10 @@ class Promoter:
         self._trouble.retry_all()
 
 
-def _places(plan: Plan) -> set[tuple[str, int]]:
-    return {(each.topic, each.partition) for one in plan.promote for each in one.places}
+def _places(plan: Plan) -> Collection[tuple[str, int]]:
+    # In the order of decisions, as a set has none that comes again.
+    places = ((each.topic, each.partition) for one in plan.promote for each in one.places)
+    return dict.fromkeys(places)
 
 
 def _targets(transaction: Transaction, installation: tuple[Header, ...]) -> Iterable[Target]:
