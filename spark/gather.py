@@ -37,6 +37,8 @@ _FIRST_OFFSETS = 1000
 _LAG_MS = 3_600_000
 """By so much the promotion of one half partition may be behind that of another, so that decisions
 do not tell exactly what lay below the first offset that is left."""
+_BROADCAST_ROWS_MAX = 500_000
+"""Up to so many transactions out of order are sent to all tasks."""
 _TOLD_MS = 86_400_000
 """Tombstones of the parked topic are there for so long at least (`delete.retention.ms`)."""
 
@@ -126,9 +128,11 @@ def _gathered(staged: StagedFacts) -> DataFrame:
         side: table.select(structs[side].alias("s")).schema["s"].dataType
         for side, table in tables.items()
     }
+    # Ids of one time and partition begin alike, and Spark sorts by the first eight bytes: backwards
+    # those are the random ones, and it need not look at more.
     parts = [
         table.select(
-            "id",
+            F.reverse("id").alias("di"),
             *(
                 structs[side].alias(side) if other == side else F.lit(None).cast(kind).alias(other)
                 for other, kind in kinds.items()
@@ -136,15 +140,17 @@ def _gathered(staged: StagedFacts) -> DataFrame:
         )
         for side, table in tables.items()
     ]
-    union = reduce(DataFrame.unionAll, parts)
-    arrays: DataFrame = union.groupBy("id").agg(
+    # Spread first: else Spark sorts once before the shuffle, to collect what is there of each id,
+    # and once behind it.
+    rows = reduce(DataFrame.unionAll, parts).repartition("di")
+    arrays: DataFrame = rows.groupBy("di").agg(
         *(F.collect_list(side).alias(side) for side in _SIDES)
     )
     # Nearly all have one row: those need no sorting.
     in_order = {
         side: F.when(F.size(side) > 1, F.sort_array(side)).otherwise(F.col(side)) for side in _FIRST
     }
-    return arrays.withColumns(in_order)
+    return arrays.withColumns(in_order).withColumn("id", F.reverse("di")).drop("di")
 
 
 @contextmanager
@@ -337,6 +343,8 @@ def _judging(
 def _with_order(judged: DataFrame, horizon: Horizon) -> DataFrame:
     """Add `out_of_order` to transactions that are visible behind one decided later.
 
+    Looks for them at once: mostly there are none, and then the verdicts need not be joined at all.
+
     Only what has the same order key and went through the same half partition is in order: in the
     order of the deciding markers, in each target partition. A refusal costs the place, so nothing
     is said of what was decided before the parked topic tells of all of them.
@@ -361,7 +369,14 @@ def _with_order(judged: DataFrame, horizon: Horizon) -> DataFrame:
             F.struct("topic", "partition", "offset"),
         ).alias("late_why")
     )  # fmt: skip
-    # What is out of order is rare, so Spark sends it to wherever the verdicts are.
+    late = late.persist(StorageLevel.DISK_ONLY)
+    _cached[judged.sparkSession].append(late)
+    count = late.count()
+    names = [name for name in _judged_columns() if name not in _NO_VERDICT]
+    if not count:
+        return judged.select(*names)
+    if count <= _BROADCAST_ROWS_MAX:  # to wherever the verdicts are, which are far more
+        late = F.broadcast(late)
     joined = judged.join(late, judged["id"] == late["late_id"], "left")
     is_late = F.col("late_id").isNotNull()
     found = F.array_union("findings", F.array(F.lit("out_of_order")))
@@ -373,9 +388,7 @@ def _with_order(judged: DataFrame, horizon: Horizon) -> DataFrame:
         "verdict": F.when(is_late, F.get(by_gravity, F.lit(0))).otherwise(F.col("verdict")),
         "why": F.when(is_late, F.concat_ws("; ", "why", "late_why")).otherwise(F.col("why")),
     }
-    return joined.withColumns(changed).select(
-        *(name for name in _judged_columns() if name not in _NO_VERDICT)
-    )
+    return joined.withColumns(changed).select(*names)
 
 
 def _told_ms(horizon: Horizon) -> Column:

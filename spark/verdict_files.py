@@ -11,6 +11,9 @@ from txbroker.spark.schema import VERDICT
 PARTITIONED_BY = ("day", "verdict")
 _DAYS_AS_THEY_COME = 3
 """Up to so many days are written as rows come: spreading costs a second shuffle."""
+_WRITERS = "spark.sql.maxConcurrentOutputFileWriters"
+_WRITERS_MAX = 64
+"""A task has so many files open before it sorts its rows by folder: those of three days."""
 
 
 def write_verdicts(rows: DataFrame, folders: Folders, run: str, days: int) -> None:
@@ -28,7 +31,13 @@ def write_verdicts(rows: DataFrame, folders: Folders, run: str, days: int) -> No
     rows = rows.drop("run")
     if days > _DAYS_AS_THEY_COME:
         rows = rows.hint("rebalance", *PARTITIONED_BY)
-    rows.write.partitionBy(*PARTITIONED_BY).parquet(folders.verdicts(run))
+    conf = rows.sparkSession.conf
+    was = conf.get(_WRITERS)
+    conf.set(_WRITERS, str(_WRITERS_MAX))
+    try:
+        rows.write.partitionBy(*PARTITIONED_BY).parquet(folders.verdicts(run))
+    finally:
+        conf.set(_WRITERS, was or "0")
 
 
 def read_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFrame:
