@@ -35,8 +35,9 @@ from txbroker.kafka.batch import encode_batch
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.producer import Partition, Producer, Stored
+from txbroker.kafka.producer import Producer, Stored
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.visible import StableEnds
 from txbroker.proxy.broker import Broker
 from txbroker.testing.door import MemoryPartitionDoor
