@@ -37,6 +37,7 @@ from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.producer import Producer, Stored
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.shared_writes import SharedWrites
 from txbroker.kafka.transactions import Partition
 from txbroker.kafka.visible import StableEnds
 from txbroker.proxy.broker import Broker
@@ -136,7 +137,8 @@ async def test_a_claim_reads_when_its_own_record_is_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
-    door = WatchedDoor(Client(settings), 0, lambda _: 1000, lambda _: None)
+    client = Client(settings)
+    door = WatchedDoor(client, 0, lambda _: 1000, lambda _: None, SharedWrites(client))
     door.steps = []
 
     async def pass_by(_: StableEnds, last: Mapping[Partition, int], seconds: float) -> None:
