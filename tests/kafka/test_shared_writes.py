@@ -131,6 +131,11 @@ def start(shared: SharedWrites, at: Partition, data: bytes = b"x", leader: int =
     return asyncio.create_task(shared.write(leader, at, data, f"own/{at[0]}-{at[1]}"))
 
 
+async def heard(writing: Writing) -> Answered:
+    """Wait for what a writer hears; one that hears nothing fails its test."""
+    return await asyncio.wait_for(writing, 5.0)
+
+
 async def settle() -> None:
     """Let everything run that needs nothing else to happen."""
     for _ in range(10):
@@ -316,7 +321,7 @@ async def test_a_broken_connection_is_no_answer_for_all_that_it_carried(
     brokers.sent[0].lose()
     for each in lost:
         with pytest.raises(Unanswered, match="reset"):
-            await each
+            await heard(each)
     await settle()
     assert [set(sent.batches) for sent in brokers.sent[1:]] == [{C}, {("late", 0)}]
     for sent in brokers.sent[1:]:
@@ -330,7 +335,7 @@ async def test_without_a_connection_nothing_was_sent(
     brokers.refused = ConnectionRefusedError(111, "connection refused")
     for each in [start(shared, A), start(shared, B)]:
         with pytest.raises(NotSent, match="no connection"):
-            await each
+            await heard(each)
     assert not brokers.sent
 
 
@@ -402,11 +407,11 @@ async def test_a_closed_door_leaves_nobody_waiting(brokers: Brokers, shared: Sha
     await shared.close()
     for each in under_way:
         with pytest.raises(Unanswered):
-            await each
+            await heard(each)
     with pytest.raises(NotSent):
-        await waiting
+        await heard(waiting)
     with pytest.raises(NotSent):
-        await start(shared, A)
+        await heard(start(shared, A))
 
 
 # --- as the logs see it --------------------------------------------------------------------------
