@@ -394,8 +394,13 @@ AUDIT = [
     Panel(
         "stat",
         "Since the newest audit",
-        "How long ago it ended.",
-        (Query(f"time() - max({own('audit_last_success_timestamp_seconds')})", "age"),),
+        "How long ago the newest batch ended, and up to when a stream has judged.",
+        (
+            Query(
+                f"time() - max by (mode) ({own('audit_last_success_timestamp_seconds')})",
+                "{{mode}}",
+            ),
+        ),
         unit="s",
         red_from=2 * 86400,
     ),

@@ -146,7 +146,7 @@ def run_command(
 
     Ends with 4 where anything did not end as it was decided.
     """
-    from txbroker.cli.audit_output import drift_in_words, show_run
+    from txbroker.cli.audit_output import drift_in_words, show_run, untold_in_words
     from txbroker.cli.audit_run import run_once, run_options, send_to_cluster, spark_settings
 
     spark, where = spark_settings(options)
@@ -154,10 +154,12 @@ def run_command(
     settings = settings_from(config, options)
     if where == "cluster":
         context.exit(send_to_cluster(spark, settings, context))
-    summary = run_once(settings, spark, wanted)
-    show_run(summary, output)
-    click.echo(drift_in_words(summary), err=True)
-    if summary.has_drift:
+    found = run_once(settings, spark, wanted)
+    show_run(found.summary, output)
+    for run in found.untold:
+        click.echo(untold_in_words(run), err=True)
+    click.echo(drift_in_words(found.summary), err=True)
+    if found.has_drift:
         context.exit(DRIFT)
 
 
@@ -231,4 +233,4 @@ def show_command(
         raise Failed(
             f"there is no run {run} in {book.path}: `txbroker audit show` lists what there is"
         )
-    show_run(found[0], output)
+    show_run(found[0], output, heading=True)

@@ -23,6 +23,7 @@ STATES = {
 
 _KINDS = {kind.name: kind for kind in (*KINDS, *BUSINESS_KINDS)}
 EXAMPLES_SHOWN = 10
+HELD_SHOWN = 5
 
 RUNS = (
     Column("RUN", lambda row: row["run"]),
@@ -56,11 +57,17 @@ def show_runs(runs: Sequence[RunSummary], output: str, empty: str) -> None:
     show_rows([as_row(run) for run in runs], RUNS, output, empty)
 
 
-def show_run(run: RunSummary, output: str) -> None:
-    """Write one run to stdout; as a table its counts, and some transactions with findings."""
+def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
+    """Write one run to stdout; as a table its counts, and some transactions with findings.
+
+    Args:
+        heading: whether the table has above it when the run began and what it came to.
+    """
     if output in ("json", "yaml"):
         show_data(as_row(run), output)
         return
+    if heading:
+        print(f"{clock(run.started_ms)}  {drift_in_words(run)}\n")
     show_rows(list(_counts(run)), ONE, output, "There was no transaction.")
     if run.examples:
         shown = run.examples if output == "wide" else run.examples[:EXAMPLES_SHOWN]
@@ -108,14 +115,49 @@ def drift_in_words(run: RunSummary) -> str:
     )
     if run.taken:
         said += (
-            f" Retention took {sum(run.taken.values()):,} records before any run had read them; "
-            "audit more often than that, or keep the topics for longer."
+            f" Retention took up to {sum(run.taken.values()):,} records before any run had read "
+            "them; audit more often than that, or keep the topics for longer."
         )
+    said += _begun_later(run) + _held(run)
     if run.quarantined:
         said += f" {run.quarantined:,} records do not read and were set aside."
     if not run.has_drift:
         return f"{said} No drift."
     return f"{said} Drift! {kinds_in_words(run.drift)}."
+
+
+def _begun_later(run: RunSummary) -> str:
+    """Return what a run that reads everything has to say of what it could not read."""
+    if run.mode != "full" or run.cut is None:
+        return ""
+    cut = run.cut
+    reads = (cut.half, cut.op, cut.parked, *cut.targets)
+    begun_later = sum(any(read.starts) for read in reads)
+    if not begun_later:
+        return ""
+    return (
+        f" Retention had taken the beginning of {begun_later:,} of {len(reads):,} topics; what was "
+        "there was not judged."
+    )
+
+
+def _held(run: RunSummary) -> str:
+    """Return which targets hide what lies behind an open transaction."""
+    held = () if run.cut is None else run.cut.held
+    if not held:
+        return ""
+    named = ", ".join(map(printable, held[:HELD_SHOWN])) + (", …" if held[HELD_SHOWN:] else "")
+    ended = "1 partition of a target ends" if len(held) == 1 else f"{len(held):,} partitions end"
+    return (
+        f" {ended} in an open transaction, of another producer or a hanging one ({named}): readers "
+        "see nothing behind it, and what is missing there is `late`, never `lost`."
+    )
+
+
+def untold_in_words(run: RunSummary) -> str:
+    """Return what an earlier run found that nobody was told."""
+    found = kinds_in_words(run.drift)
+    return f"The proxies were not told of run {run.run} ({run.mode}): Drift! {found}."
 
 
 def kinds_in_words(drift: Mapping[str, int]) -> str:

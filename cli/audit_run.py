@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -242,31 +242,62 @@ def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkPro
         yield session, stack.enter_context(bar)
 
 
-def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> "RunSummary":
+class Found(NamedTuple):
+    """What an audit came to.
+
+    Attributes:
+        summary: of the run.
+        untold: earlier runs whose drift nobody was told of until now.
+    """
+
+    summary: "RunSummary"
+    untold: "Sequence[RunSummary]" = ()
+
+    @property
+    def has_drift(self) -> bool:
+        """Whether there is any that is told now."""
+        return self.summary.has_drift or bool(self.untold)
+
+
+def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> Found:
     """Audit once, tell the proxies, write the report; return what was found.
 
+    Once something was found it is told, whatever fails after that.
+
     Raises:
-        TxbrokerError: with a sentence that says what to do.
+        TxbrokerError: nothing was found out; the sentence says what to do.
     """
     journal = journal_of(settings)
-    with started(spark) as (session, bar):
-        from txbroker.spark.cut import access_from
-        from txbroker.spark.run import AuditSettings, run_audit
+    if options.report is not None:
+        from txbroker.spark.report import check_writable
 
-        wanted = AuditSettings(
-            out=options.out or str(settings.data_dir / "audit"),
-            data_dir=settings.data_dir,
-            names=names_of(settings),
-            terms=terms_of(settings, options.ages),
-            mode="full" if options.full else "incremental",
-            business=options.business,
-        )
-        summary = run_audit(session, access_from(settings), wanted, bar.stage)
-        if options.report is not None:
-            bar.stage("writing the report")
-            _report(session, options.report, summary, journal, wanted.out)
-    _publish(settings, summary)
-    return summary
+        check_writable(options.report)
+    found = None
+    try:
+        with started(spark) as (session, bar):
+            from txbroker.spark.cut import access_from
+            from txbroker.spark.run import AuditSettings, run_audit
+
+            wanted = AuditSettings(
+                out=options.out or str(settings.data_dir / "audit"),
+                data_dir=settings.data_dir,
+                names=names_of(settings),
+                terms=terms_of(settings, options.ages),
+                mode="full" if options.full else "incremental",
+                business=options.business,
+            )
+            found = Found(run_audit(session, access_from(settings), wanted, bar.stage))
+            found = _publish(settings, journal, found.summary)
+            if options.report is not None:
+                bar.stage("writing the report")
+                _report(session, options.report, found.summary, journal, wanted.out)
+    except Exception as error:
+        if found is None:
+            raise
+        # Whatever it is, the run is in the journal and counts.
+        said = str(error) if isinstance(error, TxbrokerError) else repr(error)
+        click.echo(f"What was found stands, but something failed after it: {said}", err=True)
+    return found
 
 
 def follow(settings: Settings, spark: SparkSettings, options: StreamOptions) -> None:
@@ -302,11 +333,19 @@ def _tell_until_it_ends(stream: "AuditStream") -> None:
     from txbroker.cli.audit_output import kinds_in_words
 
     told: dict[str, int] = {}
+    strangers = 0
     while not stream.wait(TELL_S):
-        drift = stream.summary().drift
-        if drift and drift != told:
-            click.echo(f"Drift! {kinds_in_words(drift)}.", err=True)
-        told = drift
+        summary = stream.summary()
+        if summary.drift and summary.drift != told:
+            click.echo(f"Drift! {kinds_in_words(summary.drift)}.", err=True)
+        told = summary.drift
+        if summary.strangers > strangers:
+            strangers = summary.strangers
+            click.echo(
+                f"{strangers} records came when the stream had forgotten their transactions: not "
+                "judged. `txbroker audit run` judges them.",
+                err=True,
+            )
 
 
 def names_of(settings: Settings) -> "Names":
@@ -340,12 +379,20 @@ def _report(
     click.echo(f"The report is in {path}", err=True)
 
 
-def _publish(settings: Settings, summary: "RunSummary") -> None:
+def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> Found:
+    """Tell the proxies of a run, and of earlier ones that ended before they had told it."""
     from txbroker.kafka.wiring import kafka_settings
     from txbroker.spark.publish import publish
 
+    untold: list[RunSummary] = []
     try:
-        asyncio.run(publish(kafka_settings(settings), summary))
+        untold += (run for run in journal.untold() if run.run < summary.run)
+    except TxbrokerError as error:
+        click.echo(f"What earlier runs have not told is not known: {error}", err=True)
+    try:
+        asyncio.run(publish(kafka_settings(settings), summary, untold))
+        journal.told(summary.run)
     except TxbrokerError as error:
         # The run counts all the same, and what it found is said.
-        click.echo(f"The proxies were not told: {error}", err=True)
+        click.echo(f"The proxies were not told; the next run tells them: {error}", err=True)
+    return Found(summary, untold)

@@ -94,8 +94,9 @@ def compare(
         verdicts: one row for each transaction, of this run and, where it did not begin at the start
             of the logs, of earlier ones.
         terms: as the verdicts were judged by.
-        known_from_ms: append time of the first half message that retention has left; 0 where it
-            took none. Nothing need be known of what was prepared earlier.
+        known_from_ms: append time of the first half message that retention has left, or the last
+            time in the ids of verdicts that were removed; 0 where nothing was taken. Nothing need
+            be known of what was prepared earlier.
         half_partitions: so many parts a table is read in at the same time.
 
     Returns:

@@ -157,6 +157,19 @@ def write_carried(
     write_bytes(spark, f"{folder}/{_CHAIN}", msgspec.json.encode(chain))
 
 
+def without_removed(horizon: Horizon, removed_ms: int | None, half_partitions: int) -> Horizon:
+    """Return a horizon behind which earlier runs' facts are unknown because they were removed.
+
+    Args:
+        removed_ms: the greatest time in the ids of removed facts; None where nothing was removed.
+    """
+    if removed_ms is None:
+        return horizon
+    begin_ms = dict.fromkeys(range(half_partitions), removed_ms)
+    every = frozenset(begin_ms)
+    return horizon._replace(half_begin_ms=_later(horizon.half_begin_ms, begin_ms, every))
+
+
 class Gaps(Struct, frozen=True):
     """Partitions in which retention took records that no run has read."""
 

@@ -5,27 +5,32 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from txbroker.config import Settings
-from txbroker.errors import KafkaUnavailable
+from txbroker.core.audit import BATCH_TICK_KEY
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.kafka.audit import KafkaAuditWriter
 from txbroker.kafka.audit_access import AuditAccess, TopicBounds
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.wiring import kafka_settings
 from txbroker.spark.errors import AuditError
 from txbroker.spark.login import login_options
-from txbroker.spark.schema import TopicRead
+from txbroker.spark.schema import Names, TopicRead
 
 _Result = TypeVar("_Result")
 
 
 class TopicEnds(Struct, frozen=True):
-    """What of a topic can be read now, by partition: first kept offset and last stable offset."""
+    """What of a topic can be read now, by partition: first kept offset and last stable offset.
+    `open`: the partitions that end in an open transaction."""
 
     topic: str
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     compacted: bool = False
+    open: tuple[int, ...] = ()
 
 
 class KafkaAccess:
@@ -56,7 +61,7 @@ class KafkaAccess:
         except KafkaUnavailable as error:
             raise AuditError(f"Kafka cannot be asked where its topics end: {error}") from None
         return {
-            name: TopicEnds(name, bounds.starts, bounds.ends, bounds.compacted)
+            name: TopicEnds(name, bounds.starts, bounds.ends, bounds.compacted, bounds.open)
             for name, bounds in found.items()
         }
 
@@ -73,6 +78,31 @@ class KafkaAccess:
                 f"there is no topic {topic}: is this the right Kafka, and the right topic_prefix?"
             )
         return found
+
+    def now_ms(self, names: Names) -> int:
+        """Return the time by the brokers' clocks, ms since 1970: that of a record written now to
+        the audit topic of an installation.
+
+        Raises:
+            ConfigurationError: the topic is not there or may not be written, or its timestamps are
+                not the broker's.
+            AuditError: there is no such installation, or Kafka does not answer.
+        """
+        self.own_ends(names.op)
+        try:
+            at_ms = _run(self._tick(names.audit))
+        except KafkaUnavailable as error:
+            raise AuditError(f"Kafka cannot be asked what time it is: {error}") from None
+        if at_ms < 0:
+            raise ConfigurationError(
+                f"{names.audit} must have message.timestamp.type=LogAppendTime: run `txbroker "
+                "topics apply`"
+            )
+        return at_ms
+
+    async def _tick(self, audit_topic: str) -> int:
+        async with KafkaAuditWriter(self.settings) as writer:
+            return await writer.put(audit_topic, BATCH_TICK_KEY, b"0")
 
     async def _bounds(self, topics: Sequence[str]) -> dict[str, TopicBounds]:
         async with AuditAccess(self.settings) as access:
@@ -91,8 +121,15 @@ def access_from(settings: Settings) -> KafkaAccess:
 # --- from where to where ---------------------------------------------------------------------
 
 
-def read_on(now: TopicEnds, before: TopicRead | None) -> TopicRead:
+def read_on(
+    now: TopicEnds, before: TopicRead | None, counted_from: TopicRead | None = None
+) -> TopicRead:
     """Return how a topic is read: all of it, or from where it was read before.
+
+    Args:
+        before: how it was read by the run that this one goes on from.
+        counted_from: how it was read last, where it is read from its start again: what retention
+            took is counted from there on.
 
     Raises:
         AuditError: it is not the topic that was read before.
@@ -105,10 +142,22 @@ def read_on(now: TopicEnds, before: TopicRead | None) -> TopicRead:
         )
     wanted = (*was, *[0] * (len(now.ends) - len(was)))
     begins = tuple(max(start, old) for start, old in zip(now.starts, wanted, strict=True))
-    taken = sum(begin - old for begin, old in zip(begins, wanted, strict=True))
+    taken = _taken(begins, counted_from if before is None else before)
     # Retention may have taken what was below the last stable offset in the meantime.
     ends = tuple(max(begin, end) for begin, end in zip(begins, now.ends, strict=True))
-    return TopicRead(now.topic, now.starts, begins, ends, taken, now.compacted)
+    return TopicRead(now.topic, now.starts, begins, ends, taken, now.compacted, now.open)
+
+
+def _taken(begins: Sequence[int], last: TopicRead | None) -> int:
+    """Return how many offsets retention took since the last run, and before this one.
+
+    A topic may be older than the first run that reads it, or than its first half message: where it
+    begins then tells nothing of what it held.
+    """
+    if last is None or not last.ends:
+        return 0
+    ends = (*last.ends, *[0] * (len(begins) - len(last.ends)))
+    return sum(max(0, begin - end) for begin, end in zip(begins, ends, strict=False))
 
 
 def gone(topic: str) -> TopicRead:
@@ -125,7 +174,19 @@ def to_end(read: TopicRead, now: TopicEnds) -> TopicRead:
     if len(now.ends) != len(read.ends):
         raise AuditError(f"topic {read.topic} was given other partitions meanwhile: run again")
     ends = tuple(max(old, end) for old, end in zip(read.ends, now.ends, strict=True))
-    return TopicRead(read.topic, read.starts, read.begins, ends, read.taken, read.compacted)
+    return msgspec.structs.replace(read, ends=ends)
+
+
+def held(reads: Iterable[TopicRead], now: Mapping[str, TopicEnds]) -> tuple[str, ...]:
+    """Return the partitions, as `topic-0`, that ended in an open transaction and still do at the
+    same place, as no proxy's turn does that goes well."""
+    return tuple(
+        f"{read.topic}-{partition}"
+        for read in reads
+        for partition in read.open
+        if read.topic in now and partition in now[read.topic].open
+        if now[read.topic].ends[partition] <= read.ends[partition]
+    )
 
 
 def _run(work: Coroutine[Any, Any, _Result]) -> _Result:

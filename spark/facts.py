@@ -12,7 +12,14 @@ from functools import reduce
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from txbroker.core.codec import DURATION_MAX_S, ID_HEADER, SEQUENCE_HEADER, VERSION_HEADER
+from txbroker.core.codec import (
+    DEFAULT_PREFIX,
+    DURATION_MAX_S,
+    ID_HEADER,
+    INSTALLATION_HEADER,
+    SEQUENCE_HEADER,
+    VERSION_HEADER,
+)
 from txbroker.core.ids import ALPHABET, TIME_MAX_MS
 from txbroker.core.records import RECORD_VERSION, CheckPolicy, MarkerKind, Source, State
 
@@ -458,13 +465,24 @@ def _markers(read: DataFrame) -> DataFrame:
 # --- target topics ---------------------------------------------------------------------------
 
 
-def visible_facts(records: DataFrame) -> DataFrame:
-    """Return the facts of those records of target topics whose first header is `txb-id`.
+def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
+    """Return the facts of those records of target topics that an installation has promoted.
 
-    Columns: those of `schema.VISIBLE`, and `why`.
+    Their first header is `txb-id`, of other prefixes than the default one `txb-installation` and
+    the second `txb-id`. Columns: those of `schema.VISIBLE`, and `why`.
+
+    Args:
+        prefix: of the installation's own topics.
     """
     headers = F.col("headers")
-    first, second = F.get(headers, F.lit(0)), F.get(headers, F.lit(1))
+    its_own = F.lit(True)
+    before = 0 if prefix == DEFAULT_PREFIX else 1
+    if before:
+        named = F.get(headers, F.lit(0))
+        its_own = (named.getField("key") == INSTALLATION_HEADER) & (
+            named.getField("value") == F.lit(prefix.encode())
+        )
+    first, second = F.get(headers, F.lit(before)), F.get(headers, F.lit(before + 1))
     sequence = second.getField("value").cast("string")
     seq = F.substring_index(sequence, "/", 1).try_cast("int")
     count = F.substring_index(sequence, "/", -1).try_cast("int")
@@ -477,9 +495,11 @@ def visible_facts(records: DataFrame) -> DataFrame:
         & (seq < count),
         F.lit(False),
     )
-    user = F.slice(headers, 2, F.size(headers) - 1)
+    behind_id, behind_seq = (
+        F.slice(headers, begin, F.size(headers) - begin + 1) for begin in (before + 2, before + 3)
+    )
     id = first.getField("value").cast("string")
-    return records.where(first.getField("key") == ID_HEADER).select(
+    return records.where(its_own & (first.getField("key") == ID_HEADER)).select(
         id.alias("id"),
         id_time_ms(id).alias("id_ms"),
         "topic",
@@ -487,10 +507,8 @@ def visible_facts(records: DataFrame) -> DataFrame:
         F.when(ours, seq).otherwise(0).alias("seq"),
         F.when(ours, count).otherwise(1).alias("count"),
         body_hash(F.col("key"), F.col("value")).alias("body"),
-        headers_hash(F.when(ours, F.slice(headers, 3, F.size(headers) - 2)).otherwise(user)).alias(
-            "headers"
-        ),
-        F.when(ours, headers_hash(user)).alias("headers_if_alone"),
+        headers_hash(F.when(ours, behind_seq).otherwise(behind_id)).alias("headers"),
+        F.when(ours, headers_hash(behind_id)).alias("headers_if_alone"),
         (F.col("timestampType") == 1).alias("append_time"),
         F.when(_not(is_id(id)), F.lit("its txb-id is no transaction id")).alias("why"),
     )
@@ -511,6 +529,17 @@ def parked_facts(records: DataFrame) -> DataFrame:
     id = F.substring_index(key, "/", 1)
     number = F.substring(key, F.length(id) + 2, F.length(key))
     tombstone = F.col("value").isNull()
+    # Key and null value of the user's message lie in headers, as these are the transaction's.
+    value = F.when(part.optional("txb-tombstone").isNull(), F.col("value"))
+    held = {
+        "grp": part.grp,
+        "count": part.count,
+        "topic": part.topic,
+        "target_partition": part.target_partition,
+        "body": body_hash(part.optional("txb-key"), value),
+        "headers": headers_hash(part.user_headers),
+        "timestamp_ms": part.timestamp_ms,
+    }
     kept_text = part.optional("txb-kept").cast("string")
     kept = F.from_json(kept_text, f"state string, half bigint, at_ms bigint, {_CAUSE}", _JSON)
     readable = kept_text.isNull() | (
@@ -538,6 +567,7 @@ def parked_facts(records: DataFrame) -> DataFrame:
         F.when(~tombstone, kept["state"]).alias("state"),
         F.when(~tombstone, kept["cause"]["code"]).alias("cause"),
         tombstone.alias("tombstone"),
+        *[F.when(~tombstone, column).alias(name) for name, column in held.items()],
         F.when(why == "", part.why()).otherwise(why).alias("why"),
     )
 

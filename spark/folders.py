@@ -74,6 +74,26 @@ def exists(spark: "SparkSession", path: str) -> bool:
         raise _unusable(path, error) from None
 
 
+def runs_in(spark: "SparkSession", folder: str) -> frozenset[str]:
+    """Return the runs that have a folder of a kind; none where there is nothing of the kind.
+
+    Args:
+        folder: that of some run, as `Folders` gives it; it need not be there.
+
+    Raises:
+        ConfigurationError: the file system does not answer or refuses.
+    """
+    kind = folder.rpartition("/")[0]
+    if not exists(spark, kind):
+        return frozenset()
+    where, files = _located(spark, kind)
+    try:
+        names = [str(each.getPath().getName()) for each in files.listStatus(where)]
+    except Exception as error:
+        raise _unusable(kind, error) from None
+    return frozenset(name.removeprefix("run=") for name in names)
+
+
 def replace(spark: "SparkSession", path: str, old: str) -> None:
     """Put a folder in the place of another one, which is removed.
 

@@ -19,6 +19,7 @@ from pyspark.sql.types import StructType
 from pyspark.sql.window import Window
 
 from txbroker.spark import judge as judge_module
+from txbroker.spark import life as life_module
 from txbroker.spark import rows as rows_module
 from txbroker.spark import schema
 from txbroker.spark.facts import id_partition, id_time_ms, is_id
@@ -33,6 +34,11 @@ _FIRST = {"half": "seq", "visible": "seq"}
 """What arrays are sorted by."""
 _FIRST_OFFSETS = 1000
 """Records that are looked at to tell when a target partition's oldest ones were decided."""
+_LAG_MS = 3_600_000
+"""By so much the promotion of one half partition may be behind that of another, so that decisions
+do not tell exactly what lay below the first offset that is left."""
+_TOLD_MS = 86_400_000
+"""Tombstones of the parked topic are there for so long at least (`delete.retention.ms`)."""
 
 
 class StagedFacts(Protocol):
@@ -100,7 +106,7 @@ def verdicts(
     rest = _by_judge(gathered.where("not plain"), terms, horizon).persist(StorageLevel.DISK_ONLY)
     _cached[spark] = [gathered, rest]
     judged = gathered.where("plain").select(*_judged_columns()).unionByName(rest)
-    return _with_order(judged)
+    return _with_order(judged, horizon)
 
 
 def release(spark: SparkSession) -> None:
@@ -310,7 +316,7 @@ def _judging(
     kind: StructType, terms: TermsLike, horizon: Horizon
 ) -> Callable[[Iterable[Any]], Iterable[Any]]:
     """Return what judges record batches of gathered rows on an executor."""
-    for module in (judge_module, rows_module):
+    for module in (judge_module, life_module, rows_module):
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     limits = Limits(terms.now_ms, terms.dedup_window_ms, terms.late_after_ms, terms.lost_after_ms)
     types = to_arrow_schema(kind)
@@ -328,14 +334,15 @@ def _judging(
 # --- order within a key ----------------------------------------------------------------------
 
 
-def _with_order(judged: DataFrame) -> DataFrame:
+def _with_order(judged: DataFrame, horizon: Horizon) -> DataFrame:
     """Add `out_of_order` to transactions that are visible behind one decided later.
 
     Only what has the same order key and went through the same half partition is in order: in the
-    order of the deciding markers, in each target partition.
+    order of the deciding markers, in each target partition. A refusal costs the place, so nothing
+    is said of what was decided before the parked topic tells of all of them.
     """
     places = judged.where("ordered is not null").select(
-        "id", "op_offset", "half_partition", "order_mark", F.inline("ordered")
+        "id", "op_offset", "decided_at_ms", "half_partition", "order_mark", F.inline("ordered")
     )
     earlier = (
         Window.partitionBy("topic", "partition", "half_partition", "order_mark")
@@ -343,7 +350,7 @@ def _with_order(judged: DataFrame) -> DataFrame:
         .rowsBetween(Window.unboundedPreceding, -1)
     )
     overtaken = places.withColumn("before", F.max("op_offset").over(earlier)).where(
-        "op_offset < before"
+        (F.col("op_offset") < F.col("before")) & (F.col("decided_at_ms") >= _told_ms(horizon))
     )
     late = overtaken.groupBy(F.col("id").alias("late_id")).agg(
         F.min_by(
@@ -371,6 +378,19 @@ def _with_order(judged: DataFrame) -> DataFrame:
     )
 
 
+def _told_ms(horizon: Horizon) -> Column:
+    """Return since when the parked topic tells of every refusal, by `half_partition`."""
+    since = horizon.parked_from_ms
+    if not since:
+        return F.lit(0)
+    pairs = [
+        column
+        for partition, ms in sorted(since.items())
+        for column in (F.lit(partition).cast("int"), F.lit(ms).cast("bigint"))
+    ]
+    return F.coalesce(F.try_element_at(F.create_map(*pairs), F.col("half_partition")), F.lit(0))
+
+
 # --- what retention has left -----------------------------------------------------------------
 
 
@@ -383,7 +403,11 @@ def horizon_of(staged: StagedCut) -> Horizon:
     half = {p: start for p, start in enumerate(cut.half.starts) if start > 0}
     op = {p: start for p, start in enumerate(cut.op.starts) if start > 0}
     return Horizon(
-        half, _begins_ms(staged.half, half), _begins_ms(staged.op, op), _taken_ms(staged)
+        half,
+        _begins_ms(staged.half, half),
+        _begins_ms(staged.op, op),
+        _taken_ms(staged),
+        _parked_from_ms(staged),
     )
 
 
@@ -395,6 +419,28 @@ def _begins_ms(table: DataFrame, starts: Mapping[int, int]) -> dict[int, int]:
     begins = {row["partition"]: row["at_ms"] for row in rows}
     # With nothing left, anything may have been there.
     return {p: begins.get(p, ALWAYS >> 1) for p in starts}
+
+
+def _parked_from_ms(staged: StagedCut) -> dict[int, int]:
+    """Return since when the parked topic tells of every refusal, by partition; where nothing was
+    ever written to it, that is always.
+
+    Compaction drops a copy that has a tombstone before it drops the tombstone. So where both are
+    there, it has not been at what follows them.
+    """
+    written = [p for p, end in enumerate(staged.cut.parked.ends) if end > 0]
+    if not written:
+        return {}
+    now_ms = max((*staged.cut.op_clock_ms, *staged.cut.half_clock_ms), default=0)
+    pairs = staged.parked.groupBy("partition", "id", "seq").agg(
+        F.min(F.when(~F.col("tombstone"), F.col("offset"))).alias("copy"),
+        F.max(F.when(F.col("tombstone"), F.col("offset"))).alias("dropped"),
+        F.max(F.when(F.col("tombstone"), F.col("at_ms"))).alias("at_ms"),
+    )
+    both = pairs.where("copy < dropped").groupBy("partition").agg(F.min("at_ms").alias("at_ms"))
+    found = {row["partition"]: row["at_ms"] for row in both.collect()}
+    latest_ms = max(now_ms - _TOLD_MS, 0)
+    return {p: min(found.get(p, latest_ms), latest_ms) for p in written}
 
 
 def _taken_ms(staged: StagedCut) -> dict[tuple[str, int], int]:
@@ -428,5 +474,6 @@ def _taken_ms(staged: StagedCut) -> dict[tuple[str, int], int]:
     for row in rows.collect():
         place = row["topic"], row["partition"]
         if place in found:
-            found[place] = row["until_ms"]
+            until_ms = row["until_ms"]
+            found[place] = until_ms + _LAG_MS if until_ms >= 0 else until_ms
     return found

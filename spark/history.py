@@ -7,7 +7,7 @@ follows the number of such strangers: files are opened only where the time in th
 there can be something, and Parquet's statistics skip most of these.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple
@@ -75,6 +75,19 @@ class PastRun(Struct, frozen=True):
     first_ms: int | None
     last_ms: int | None
     op_ends: tuple[int, ...]
+
+
+class Left(NamedTuple):
+    """What is left of the files of a chain's runs.
+
+    Attributes:
+        runs: those whose files, and the files of all later ones, are there.
+        removed_ms: whatever has no later time in its id may have been in files that somebody has
+            removed; None where none were.
+    """
+
+    runs: tuple[PastRun, ...]
+    removed_ms: int | None
 
 
 class Span(NamedTuple):
@@ -198,6 +211,21 @@ class History:
     def _table(self, name: str, runs: Sequence[str]) -> DataFrame:
         paths = [f"{self._folders.facts(run)}/{name}" for run in runs]
         return read_facts(self._spark, name, paths)
+
+
+def left_of(runs: Sequence[PastRun], there: Set[str]) -> Left:
+    """Return what can be looked up where somebody has removed folders of earlier runs.
+
+    A transaction's later facts say nothing right without its earlier ones. So nothing before a
+    removed run counts either, whichever were removed.
+
+    Args:
+        runs: of a chain, in their order.
+        there: names of runs whose folders are there.
+    """
+    first = max((n + 1 for n, run in enumerate(runs) if run.run not in there), default=0)
+    removed = [run.last_ms for run in runs[:first] if run.last_ms is not None]
+    return Left(tuple(runs[first:]), max(removed, default=None))
 
 
 def read_facts(spark: SparkSession, name: str, paths: Sequence[str]) -> DataFrame:

@@ -1,8 +1,9 @@
 """The audit's journal: one SQLite file with what every run found.
 
 A row for each run holds the whole summary as JSON, beside plain columns for `sqlite3` and
-Datasette; two more tables hold drift by kind, and examples. A run counts once its rows are there,
-all of them or none, so several processes may share a file.
+Datasette; two more tables hold drift by kind, and examples. One names the runs that the proxies
+were not told of yet. A run counts once its rows are there, all of them or none, so several
+processes may share a file.
 """
 
 import sqlite3
@@ -55,7 +56,29 @@ class Journal:
             _table(db, "runs").insert(_row(summary), replace=True)
             _table(db, "drift").insert_all(_drift_rows(summary))
             _table(db, "examples").insert_all(_example_rows(summary))
+            if summary.mode != "stream":  # which tells by itself
+                _table(db, "untold").insert({"run": summary.run}, replace=True)
             db.conn.commit()
+
+    def untold(self) -> list[RunSummary]:
+        """Return the batch runs with drift that nobody was told of yet, the oldest first.
+
+        Raises:
+            ConfigurationError: as `last`.
+        """
+        which = "where drift > 0 and run in (select run from untold) order by run"
+        return self._select(which, needs="untold")
+
+    def told(self, run: str) -> None:
+        """Note down that the proxies were told of a run, and of all before it.
+
+        Raises:
+            ConfigurationError: as `add`.
+        """
+        with self._opened() as db:
+            if "untold" in db.table_names():
+                db.execute("delete from untold where run <= ?", [run])
+                db.conn.commit()
 
     def last(self) -> RunSummary | None:
         """Return the newest batch run, full or incremental: what the next one goes on from.
@@ -83,11 +106,11 @@ class Journal:
 
     # --- the file ----------------------------------------------------------------------------
 
-    def _select(self, which: str, *values: Any) -> list[RunSummary]:
+    def _select(self, which: str, *values: Any, needs: str = "runs") -> list[RunSummary]:
         if not self.path.exists():
             return []
         with self._opened() as db:
-            if not _version(db):
+            if not _version(db) or needs not in db.table_names():
                 return []
             found = db.execute(f"select run, summary from runs {which}", values).fetchall()
         return [self._decode(*row) for row in found]
@@ -140,6 +163,9 @@ class Journal:
             )
 
     def _make_tables(self, db: sqlite_utils.Database) -> None:
+        if "untold" not in db.table_names():
+            # Runs that an earlier txbroker has entered count as told.
+            _table(db, "untold").create({"run": str}, pk="run")
         if _version(db):
             return
         _table(db, "runs").create(

@@ -1,13 +1,14 @@
 """How one transaction ended, from the records of all topics: a pure function.
 
 The ledger's rules again, written anew on the audit's narrow rows, so that a fault in the one shows
-in the other. Only the standard library and `rows` are used here: Spark ships both modules to
-its executors by value, and nothing of ours need be installed there.
+in the other. Only the standard library, `life` and `rows` are used here: Spark ships these modules
+to its executors by value, and nothing of ours need be installed there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from txbroker.spark.life import Kept, Life
 from txbroker.spark.rows import (
     NOTHING_TAKEN,
     Content,
@@ -23,18 +24,14 @@ from txbroker.spark.rows import (
     facts_of,
 )
 
-ASK_SPACING_MS = 1000
-"""Attempts that were asked for are not closer than this to the last one."""
-LATER_MIN_MS, LATER_MAX_MS = 1000, 3_600_000
-"""A deliberate "not yet" postpones the next attempt by no less and no more than this."""
-CLOCKS_APART_MS = 1000
-"""As far as brokers' clocks may be apart: a check that is early by less is no finding."""
 GRAVITY = (
     "rolled_back_visible",
     "visible_without_commit",
     "visible_twice",
     "lost",
+    "refused_visible",
     "half_incomplete",
+    "not_kept",
     "body_changed",
     "headers_changed",
     "timestamp_changed",
@@ -51,7 +48,7 @@ GRAVITY = (
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _VALUES = {character: value for value, character in enumerate(_ALPHABET)}
 _SETTLED = frozenset({"promoted", "rolled_back"})
-_OPPOSITE = {"commit": "rollback", "rollback": "commit"}
+_CHANGES = frozenset({"body_changed", "headers_changed", "timestamp_changed"})
 
 
 class IdParts(NamedTuple):
@@ -111,182 +108,14 @@ def _halves(rows: Sequence[HalfRow], home: int, horizon: Horizon) -> _Halves:
     return _Halves(None, any_void, parts, cut)
 
 
-# --- markers ---------------------------------------------------------------------------------
-
-
-class _Life:
-    """A transaction as its markers make it: the ledger's fold.
-
-    `half` None: nothing of the half message is known, so only the first decision is looked for.
-    """
-
-    def __init__(self, half: Sequence[HalfRow] | None) -> None:
-        self.half = half
-        self.found: dict[str, str] = {}
-        self.state = "pending"
-        self.decided: OpRow | None = None
-        self.contents: Sequence[Content] | None = None
-        first = None if half is None else half[0]
-        self.after_ms = (first and first.after_ms) or 0
-        self.interval_ms = (first and first.interval_ms) or 0
-        self.attempts_max = (first and first.attempts_max) or 0
-        self.timeout_ms = (first and first.timeout_ms) or 0
-        self.round = 1
-        self.round_started_ms = 0 if half is None else max(row.clock_ms for row in half)
-        self.number = 0
-        self.counted_ms: list[int] = []
-        self.last_check_ms = 0
-        self.not_before_ms = 0
-        self.last_counts = False
-        """Whether the last attempt of this round can still be given back."""
-
-    def apply(self, marker: OpRow) -> None:
-        """Apply the next marker; one that is not legal changes nothing."""
-        if marker.contents_count and not _whole(marker):
-            return
-        if marker.kind in _OPPOSITE:
-            self._decide(marker)
-        elif self.half is None:
-            return
-        elif marker.kind == "check":
-            self._check(marker)
-        elif marker.kind == "returned" or marker.kind == "later":
-            self._give_back(marker)
-        elif marker.kind == "park":
-            self._park(marker)
-        elif marker.kind == "revive":
-            self._revive(marker)
-
-    def _decide(self, marker: OpRow) -> None:
-        if self.half is not None:
-            if marker.grp and marker.grp != self.half[0].grp:
-                return
-            if self.decided is None and marker.contents and not _fits(self.half, marker.contents):
-                return
-        if self.decided is None:
-            self.decided = marker
-            self.state = "committed" if marker.kind == "commit" else "rolled_back"
-            self.contents = _in_order(marker.contents) if marker.contents else None
-        elif marker.kind != self.decided.kind:
-            self.found.setdefault(
-                "contrary_markers",
-                f"{self.decided.kind} at {self.decided.offset}, {marker.kind} at {marker.offset}",
-            )
-        elif marker.contents and self._other_contents(marker.contents):
-            self.found.setdefault(
-                "contrary_markers",
-                f"other messages came with the commit at {marker.offset} than stand",
-            )
-
-    def _other_contents(self, contents: Sequence[Content]) -> bool:
-        stand: Iterable[HalfRow | Content] = self.contents or self.half or ()
-        return [_content_of(each) for each in _in_order(contents)] != [
-            _content_of(each) for each in stand
-        ]
-
-    def _check(self, marker: OpRow) -> None:
-        if self.decided is not None or marker.round != self.round:
-            return
-        made, at_ms = len(self.counted_ms), marker.clock_ms
-        if marker.number != self.number + 1:
-            return
-        if made >= self.attempts_max:
-            self.found.setdefault(
-                "too_many_attempts",
-                f"attempt {marker.number} at {marker.offset} after {made} that count,"
-                f" of {self.attempts_max}",
-            )
-            return
-        if marker.reason == "asked":
-            if made + 1 >= self.attempts_max or at_ms < self.last_check_ms + ASK_SPACING_MS:
-                return
-        elif marker.reason != "due":
-            return
-        elif at_ms < self.next_check_ms():
-            early_ms = self.next_check_ms() - at_ms
-            if self.state == "pending" and early_ms > CLOCKS_APART_MS:
-                self.found.setdefault(
-                    "check_too_early",
-                    f"attempt {marker.number} at {marker.offset} came {early_ms} ms early",
-                )
-            return
-        if self.state != "pending":
-            return
-        self.number = marker.number
-        self.counted_ms.append(at_ms)
-        self.last_check_ms = at_ms
-        self.not_before_ms = 0
-        self.last_counts = True
-
-    def next_check_ms(self) -> int:
-        """Return when the next attempt is due, ms by the log clock."""
-        if self.not_before_ms:
-            return self.not_before_ms
-        if self.counted_ms:
-            return self.counted_ms[-1] + self.interval_ms
-        return self.round_started_ms + self.after_ms
-
-    def _give_back(self, marker: OpRow) -> None:
-        named = (marker.round, marker.number) == (self.round, self.number)
-        if self.state != "pending" or not self.last_counts or not named:
-            return
-        self.counted_ms.pop()
-        self.last_counts = False
-        if marker.kind == "later":
-            delay_ms = min(max(marker.later_ms, LATER_MIN_MS), LATER_MAX_MS)
-            self.not_before_ms = marker.clock_ms + delay_ms
-
-    def _park(self, marker: OpRow) -> None:
-        if self.state != "pending" or marker.round != self.round:
-            return
-        if len(self.counted_ms) < self.attempts_max:
-            return
-        if marker.clock_ms >= self.counted_ms[-1] + self.timeout_ms:
-            self.state = "parked"
-
-    def _revive(self, marker: OpRow) -> None:
-        if self.state != "parked" or marker.round != self.round:
-            return
-        self.state = "pending"
-        self.round += 1
-        self.round_started_ms = marker.clock_ms
-        self.number = 0
-        self.counted_ms = []
-        self.last_check_ms = self.not_before_ms = 0
-        self.last_counts = False
-
-
-def _whole(marker: OpRow) -> bool:
-    """Say whether the messages that a marker announces are all there."""
-    given = [each.seq for each in _in_order(marker.contents or ())]
-    return given == list(range(marker.contents_count))
-
-
-def _in_order(contents: Sequence[Content]) -> list[Content]:
-    return sorted(contents, key=lambda content: content.seq)
-
-
-def _fits(half: Sequence[HalfRow], contents: Sequence[Content]) -> bool:
-    """Say whether messages can replace the prepared ones: same topics, same partitions."""
-    return [(each.topic, each.target_partition) for each in _in_order(contents)] == [
-        (row.topic, row.target_partition) for row in half
-    ]
-
-
-def _content_of(message: HalfRow | Content) -> tuple[str, int, int, int | None]:
-    """Return what a message is, its partition left out."""
-    return message.topic, message.body, message.headers, message.timestamp_ms
-
-
 # --- what is visible -------------------------------------------------------------------------
 
 
-def _compare(life: _Life, visible: Sequence[VisibleRow]) -> None:
+def _compare(life: Life, visible: Sequence[VisibleRow]) -> None:
     """Compare what is visible of a committed transaction with what was prepared."""
-    half, decided = life.half, life.decided
-    assert half is not None
+    decided, expected = life.decided, life.contents or life.prepared
+    assert expected is not None
     assert decided is not None
-    expected: Sequence[HalfRow | Content] = life.contents or half
     seen: dict[int, VisibleRow] = {}
     for row in visible:
         where = f"{row.topic}-{row.partition} at {row.offset}"
@@ -313,11 +142,40 @@ def _compare(life: _Life, visible: Sequence[VisibleRow]) -> None:
             life.found.setdefault("timestamp_changed", f"{where}: {row.at_ms}, not {stamp_ms}")
 
 
+def _hold_contrary(life: Life, visible: Sequence[VisibleRow]) -> None:
+    """Find fault with contrary decisions where what is visible follows another than the first.
+
+    By itself one is no drift: a check may answer while a commit is on its way, and the second of
+    two markers changes nothing.
+    """
+    if life.decided is None or not life.others:
+        return
+    if life.decided.kind == "rollback":
+        follows = bool(visible)
+    else:
+        unseen = not visible and not life.found.keys().isdisjoint(("late", "lost"))
+        follows = unseen and any(marker.kind == "rollback" for marker in life.others)
+        if not life.found.keys().isdisjoint(_CHANGES):
+            follows = follows or any(_is_from(marker, visible) for marker in life.others)
+    if follows:
+        life.found["contrary_markers"] = life.contrary
+
+
+def _is_from(marker: OpRow, visible: Sequence[VisibleRow]) -> bool:
+    """Say whether something visible is what a marker brought."""
+    told = {(each.seq, each.body, each.headers) for each in marker.contents or ()}
+    return any((row.seq, row.body, row.headers) in told for row in visible)
+
+
+# --- what is kept ----------------------------------------------------------------------------
+
+
 class _Copy(NamedTuple):
     """What the parked topic holds of a transaction: its state there, None without a copy."""
 
     state: str | None
     last_ms: int
+    newest: Mapping[int, ParkedRow]
 
 
 def _copy(rows: Sequence[ParkedRow]) -> _Copy:
@@ -326,14 +184,63 @@ def _copy(rows: Sequence[ParkedRow]) -> _Copy:
         newest[row.seq] = row
     first = newest.get(0)
     last_ms = max((row.at_ms for row in rows), default=0)
-    return _Copy(None if first is None or first.tombstone else first.state, last_ms)
+    return _Copy(None if first is None or first.tombstone else first.state, last_ms, newest)
+
+
+def _kept(rows: Sequence[ParkedRow]) -> Kept | None:
+    """Return the newest copy, None where it is not whole or not known."""
+    newest = {row.seq: row for row in rows if not row.tombstone}
+    first = newest.get(0)
+    if first is None or first.grp is None or newest.keys() != set(range(first.count or 0)):
+        return None
+    messages = []
+    for seq in range(len(newest)):
+        row = newest[seq]
+        if row.topic is None or row.target_partition is None:
+            return None
+        if row.body is None or row.headers is None:
+            return None
+        place = row.topic, row.target_partition
+        messages.append(Content(seq, *place, row.body, row.headers, row.timestamp_ms))
+    return Kept(first.grp, messages)
+
+
+def _hold_copy(life: Life, copy: _Copy) -> None:
+    """See that the parked topic keeps what it has to, as it was prepared or came with a commit."""
+    prepared = life.prepared or ()
+    count = len(prepared)
+    for number, message in enumerate(prepared):
+        row = copy.newest.get(number)
+        if row is None or row.tombstone:
+            life.found["not_kept"] = f"message {number} of {count} has no copy"
+            return
+        right = {(count, message.body, message.headers)}
+        if life.contents:
+            right.add((count, life.contents[number].body, life.contents[number].headers))
+        if row.count is not None and (row.count, row.body, row.headers) not in right:
+            life.found["not_kept"] = f"the copy at {row.offset} is not message {number} of {count}"
+            return
+
+
+def _hold_refused(life: Life, visible: Sequence[VisibleRow], copy: _Copy, terms: TermsLike) -> None:
+    """See that what was refused is kept whole, and that nothing of it is visible."""
+    _hold_copy(life, copy)
+    # The turn that promotes it may be on its way: not all partitions show it at the same time.
+    fresh = all(row.append_time for row in visible) and any(
+        terms.now_ms - row.at_ms <= terms.late_after_ms for row in visible
+    )
+    if visible and not fresh:
+        life.found["refused_visible"] = _shown(visible)
+
+
+# --- how a committed one ended ---------------------------------------------------------------
 
 
 def _end(
-    life: _Life, facts: TransactionFacts, terms: TermsLike, horizon: Horizon
+    life: Life, facts: TransactionFacts, terms: TermsLike, horizon: Horizon
 ) -> tuple[str, bool]:
     """Return state and `carry` of a committed transaction; note whether it is late or lost."""
-    half, decided = life.half, life.decided
+    half, decided = life.prepared, life.decided
     assert half is not None
     assert decided is not None
     seen = {row.seq for row in facts.visible}
@@ -342,6 +249,7 @@ def _end(
         return "promoted", False
     copy = _copy(facts.parked)
     if copy.state == "refused":
+        _hold_refused(life, facts.visible, copy, terms)
         return "refused", True
     # What was refused and is tried again leaves the parked topic in the turn that promotes it.
     age_ms = terms.now_ms - max(decided.at_ms, copy.last_ms)
@@ -350,15 +258,17 @@ def _end(
     if all(decided.at_ms <= _taken_ms(horizon, row) for row in missing):
         return "gone", False
     first = missing[0]
-    kind = "lost" if age_ms > terms.lost_after_ms else "late"
+    hidden = all((row.topic, row.target_partition) in horizon.hidden for row in missing)
+    kind = "lost" if age_ms > terms.lost_after_ms and not hidden else "late"
     life.found[kind] = (
         f"{len(missing)} of {len(half)} not visible {age_ms // 1000} s after the commit:"
         f" message {first.seq} for {first.topic}-{first.target_partition}"
+        + (", which ends in an open transaction" if hidden else "")
     )
     return "committed", True
 
 
-def _taken_ms(horizon: Horizon, row: HalfRow) -> int:
+def _taken_ms(horizon: Horizon, row: HalfRow | Content) -> int:
     """Return until when what was decided for this place may have been there and be gone."""
     whole_topic = horizon.taken_ms.get((row.topic, -1), -1)
     return horizon.taken_ms.get((row.topic, row.target_partition), whole_topic)
@@ -377,9 +287,9 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     facts = _sorted(facts)
     visible = facts.visible
     if parts is None:
-        return _judged(facts, None, _Life(None), visible, "void", False)
+        return _judged(facts, None, Life(None), visible, "void", False)
     halves = _halves(facts.half, parts.partition, horizon)
-    life = _Life(halves.counts)
+    life = Life(halves.counts, _kept(facts.parked))
     for marker in facts.op:
         if marker.partition == parts.partition:
             life.apply(marker)
@@ -387,9 +297,13 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
         state, carry = _without_half(facts, life, parts, halves, terms, horizon)
     elif life.decided is None:
         state, carry = life.state, True
+        parked = life.parked if state == "parked" else None
+        if parked and parked.early and terms.now_ms - parked.at_ms > terms.late_after_ms:
+            _hold_copy(life, _copy(facts.parked))
         if visible:
             begin_ms = horizon.op_begin_ms.get(parts.partition, -1)
             if max(row.clock_ms for row in life.half) <= begin_ms + terms.dedup_window_ms:
+                life.found.pop("not_kept", None)
                 state, carry = "gone", False
             else:
                 life.found["visible_without_commit"] = _shown(visible)
@@ -400,6 +314,7 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     else:
         _compare(life, visible)
         state, carry = _end(life, facts, terms, horizon)
+    _hold_contrary(life, visible)
     return _judged(facts, parts, life, visible, state, carry)
 
 
@@ -420,7 +335,7 @@ def _sorted(facts: TransactionFacts) -> TransactionFacts:
 
 def _without_half(
     facts: TransactionFacts,
-    life: _Life,
+    life: Life,
     parts: IdParts,
     halves: _Halves,
     terms: TermsLike,
@@ -433,13 +348,15 @@ def _without_half(
     if halves.any_void:
         if facts.visible:
             life.found["visible_without_commit"] = _shown(facts.visible)
-        life.decided = None
+        life.decided, life.contrary = None, ""
         return "void", open_still
     copy = _copy(facts.parked)
     begin_ms = horizon.half_begin_ms.get(parts.partition)
     taken = begin_ms is not None and parts.time_ms <= begin_ms + terms.dedup_window_ms
-    if copy.state is not None:
-        return _from_copy(facts, life, copy.state)
+    # A copy that was dropped tells too, while its records are there.
+    dropped = life.prepared is not None and decision == "commit" and (taken or halves.cut)
+    if copy.state is not None or dropped:
+        return _from_copy(facts, life, copy, terms, horizon)
     if taken or halves.cut:
         return "gone", False
     if halves.parts:
@@ -456,17 +373,46 @@ def _without_half(
     return "void", open_still
 
 
-def _from_copy(facts: TransactionFacts, life: _Life, state: str) -> tuple[str, bool]:
-    """Return state and `carry` where retention took the half message and a copy is kept."""
-    if life.decided is not None and life.decided.kind == "rollback":
-        if facts.visible:
-            life.found["rolled_back_visible"] = _shown(facts.visible)
+def _from_copy(
+    facts: TransactionFacts, life: Life, copy: _Copy, terms: TermsLike, horizon: Horizon
+) -> tuple[str, bool]:
+    """Return state and `carry` where retention took the half message and a copy is known."""
+    visible = facts.visible
+    if life.decided is None:
+        return _undecided_copy(facts, life, copy, terms, horizon)
+    if life.decided.kind == "rollback":
+        if visible:
+            life.found["rolled_back_visible"] = _shown(visible)
         return "rolled_back", False
-    if facts.visible:
+    if life.prepared is not None:
+        _compare(life, visible)
+        return _end(life, facts, terms, horizon)
+    # An earlier version has read the copy, or it is not whole: nobody knows its messages.
+    if visible:
         return "promoted", False
-    if state == "refused":
-        return "refused", True
-    return ("committed" if life.decided is not None else state), True
+    return ("refused" if copy.state == "refused" else "committed"), True
+
+
+def _undecided_copy(
+    facts: TransactionFacts, life: Life, copy: _Copy, terms: TermsLike, horizon: Horizon
+) -> tuple[str, bool]:
+    """Return state and `carry` of a copy of which no decision is known."""
+    state, visible = copy.state or "gone", facts.visible
+    parts = read_id(facts.id)
+    assert parts is not None
+    if not visible:
+        return state, True
+    if state in ("refused", "committed"):
+        # It was committed, and the marker is gone.
+        if {row.seq for row in visible} >= set(range(len(life.prepared or ()))):
+            return "promoted", False
+        if state == "refused":
+            _hold_refused(life, visible, copy, terms)
+        return state, True
+    if parts.time_ms <= horizon.op_begin_ms.get(parts.partition, -1) + terms.dedup_window_ms:
+        return "gone", False
+    life.found["visible_without_commit"] = _shown(visible)
+    return state, True
 
 
 def _shown(visible: Sequence[VisibleRow]) -> str:
@@ -477,7 +423,7 @@ def _shown(visible: Sequence[VisibleRow]) -> str:
 def _judged(
     facts: TransactionFacts,
     parts: IdParts | None,
-    life: _Life,
+    life: Life,
     visible: Sequence[VisibleRow],
     state: str,
     carry: bool,
@@ -486,8 +432,13 @@ def _judged(
     findings = tuple(kind for kind in GRAVITY if kind in life.found)
     settled = "settled" if state in _SETTLED else state
     named = half if half is not None else facts.half
-    group = named[0].grp if named else next((row.grp for row in facts.op if row.grp), None)
-    topics = [row.topic for row in (half if half is not None else visible)]
+    known = life.grp or next((row.grp for row in facts.op if row.grp), None)
+    group = named[0].grp if named else known
+    prepared = life.prepared or ()
+    topics = [row.topic for row in (prepared or visible)]
+    words = [f"{kind}: {life.found[kind]}" for kind in findings]
+    if life.contrary and "contrary_markers" not in life.found:
+        words.append(f"contrary markers, and the first counts: {life.contrary}")
     tell = bool(visible) and all(row.append_time for row in visible)
     return Judged(
         id=facts.id,
@@ -502,13 +453,13 @@ def _judged(
         decided_at_ms=None if decided is None else decided.at_ms,
         visible_at_ms=max(row.at_ms for row in visible) if tell else None,
         attempts=len(life.counted_ms),
-        messages=len(half) if half is not None else max((row.count for row in visible), default=0),
+        messages=len(prepared) or max((row.count for row in visible), default=0),
         topics=tuple(dict.fromkeys(topics)),
         half_partition=None if parts is None else parts.partition,
         half_offset=None if half is None else half[0].offset,
         op_offset=None if decided is None else decided.offset,
         places=tuple(Place(row.topic, row.partition, row.offset, row.seq) for row in visible),
-        why="; ".join(f"{kind}: {life.found[kind]}" for kind in findings) or None,
+        why="; ".join(words) or None,
         carry=carry,
     )
 

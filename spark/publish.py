@@ -1,5 +1,7 @@
 """What a run found, told to every proxy through the compacted audit topic."""
 
+from collections.abc import Sequence
+
 from txbroker.core.audit import (
     BATCH_KEY,
     STREAM_KEY,
@@ -11,12 +13,25 @@ from txbroker.kafka.audit import KafkaAuditWriter
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.spark.schema import BUSINESS_KINDS, KIND_NAMES, RunSummary
 
+_FOUND_AGAIN = frozenset({"late", "lost"})
+"""Whoever is so still is so in the next run, too."""
 
-def news_of(summary: RunSummary) -> AuditNews:
-    """Return what proxies are told: no examples and no histograms, so its size is bounded."""
+
+def news_of(summary: RunSummary, untold: Sequence[RunSummary] = ()) -> AuditNews:
+    """Return what proxies are told: no examples and no histograms, so its size is bounded.
+
+    Args:
+        untold: earlier runs that nobody was told of. A later run does not look again at what ended
+            wrongly, so their findings count with this one's; of each kind the greatest number,
+            because some may be found again.
+    """
     kinds = dict.fromkeys(KIND_NAMES, 0)
     if summary.business:
         kinds |= dict.fromkeys((kind.name for kind in BUSINESS_KINDS), 0)
+    drift = {**kinds, **summary.drift}
+    for run in untold:
+        for kind in run.drift.keys() - _FOUND_AGAIN:
+            drift[kind] = max(drift.get(kind, 0), run.drift[kind])
     most = sorted(summary.taken.items(), key=lambda item: (-item[1], item[0]))
     return AuditNews(
         run=summary.run,
@@ -25,12 +40,13 @@ def news_of(summary: RunSummary) -> AuditNews:
         ended_ms=summary.started_ms + round(summary.took_s * 1000),
         transactions=summary.transactions,
         states=dict(summary.states),
-        drift={**kinds, **summary.drift},
+        drift=drift,
         carried=summary.carried,
         quarantined=summary.quarantined,
         taken=sum(summary.taken.values()),
         taken_topics=dict(most[:TAKEN_TOPICS_MAX]),
         business=dict(summary.business),
+        strangers=summary.strangers,
     )
 
 
@@ -39,12 +55,15 @@ def key_of(summary: RunSummary) -> str:
     return STREAM_KEY if summary.mode == "stream" else BATCH_KEY
 
 
-async def publish(settings: KafkaSettings, summary: RunSummary) -> None:
-    """Tell all proxies what a run found.
+async def publish(
+    settings: KafkaSettings, summary: RunSummary, untold: Sequence[RunSummary] = ()
+) -> None:
+    """Tell all proxies what a run found, and earlier ones that nobody was told of.
 
     Raises:
         ConfigurationError: the audit topic does not exist, or may not be written.
         KafkaUnavailable: it may or may not be told. The same again does no harm.
     """
     async with KafkaAuditWriter(settings) as writer:
-        await writer.put(settings.audit_topic, key_of(summary), encode_news(news_of(summary)))
+        news = encode_news(news_of(summary, untold))
+        await writer.put(settings.audit_topic, key_of(summary), news)

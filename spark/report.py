@@ -58,6 +58,29 @@ class GroupDrift(NamedTuple):
     transactions: int
 
 
+def check_writable(path: Path) -> None:
+    """Make sure that a report can be written, before work is done for it.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    beside = _beside(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"the report {path} cannot be written: {error.strerror}")
+
+
 def write_report(
     path: Path,
     summary: RunSummary,
@@ -78,7 +101,7 @@ def write_report(
     """
     groups = [] if verdicts is None else _drift_by_group(verdicts, summary.run)
     page = render(summary, history, groups)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(page, encoding="utf-8")
@@ -86,7 +109,7 @@ def write_report(
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise ConfigurationError(f"the report {path} cannot be written: {error.strerror}") from None
+        raise _unwritable(path, error) from None
 
 
 def _drift_by_group(verdicts: "DataFrame", run: str) -> list[GroupDrift]:
@@ -211,6 +234,15 @@ def _notes(summary: RunSummary) -> Iterator[Html]:
             "p",
             f"Retention took {plural(taken, 'record', 'records')} before they were read. What was "
             "in them is not known and was not judged.",
+            class_="note",
+        )
+    held = () if summary.cut is None else summary.cut.held
+    if held:
+        yield tag(
+            "p",
+            f"{plural(len(held), 'partition ends', 'partitions end')} in an open transaction, of "
+            "another producer or a hanging one: readers see nothing behind it, and what is missing "
+            "there counts as late, never as lost.",
             class_="note",
         )
     if summary.quarantined:

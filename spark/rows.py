@@ -1,6 +1,6 @@
 """What the audit judges by: the rows of the tables as plain values.
 
-Only the standard library is used here, as in `judge`: both are shipped to executors by value.
+Only the standard library is used here, as in `judge`: they are shipped to executors by value.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,12 +43,18 @@ class Horizon(NamedTuple):
         taken_ms: by target topic and partition. What was decided no later may have been visible
             and be gone; `ALWAYS` for a topic that is compacted or no longer there. Partition -1
             stands for all of a topic's.
+        parked_from_ms: by half partition, since when the parked topic tells of every refusal that
+            is over: what was decided before may have been refused, and nothing says so any more.
+        hidden: target topics and partitions that end in an open transaction: what is missing there
+            may have been committed behind it.
     """
 
     half_start: Mapping[int, int] = {}
     half_begin_ms: Mapping[int, int] = {}
     op_begin_ms: Mapping[int, int] = {}
     taken_ms: Mapping[tuple[str, int], int] = {}
+    parked_from_ms: Mapping[int, int] = {}
+    hidden: frozenset[tuple[str, int]] = frozenset()
 
 
 NOTHING_TAKEN = Horizon()
@@ -124,7 +130,10 @@ class VisibleRow(NamedTuple):
 
 
 class ParkedRow(NamedTuple):
-    """A row of `schema.PARKED`, without the id."""
+    """A row of `schema.PARKED`, without the id.
+
+    What a copy holds is None in tombstones, and where an earlier version has read it.
+    """
 
     partition: int
     offset: int
@@ -133,6 +142,13 @@ class ParkedRow(NamedTuple):
     state: str | None
     cause: str | None
     tombstone: bool
+    grp: str | None = None
+    count: int | None = None  # type: ignore[assignment]
+    topic: str | None = None
+    target_partition: int | None = None
+    body: int | None = None
+    headers: int | None = None
+    timestamp_ms: int | None = None
 
 
 class TransactionFacts(NamedTuple):
@@ -182,11 +198,6 @@ class Judged(NamedTuple):
     why: str | None
     carry: bool
 
-    @property
-    def final(self) -> bool:
-        """Whether it ended, so that only a fault could add anything."""
-        return not self.carry
-
 
 def facts_of(row: Mapping[str, Any]) -> TransactionFacts:
     """Return the facts of a row of `gather`: arrays of structs, each null where there is none.
@@ -195,24 +206,37 @@ def facts_of(row: Mapping[str, Any]) -> TransactionFacts:
     """
     half = [HalfRow(**{"dedup": None, **each}) for each in row["half"] or ()]
     op = [OpRow(**{**each, "contents": _contents(each["contents"])}) for each in row["op"] or ()]
-    alone = bool(half) and half[0].count == 1
-    return TransactionFacts(
-        row["id"],
-        half,
-        op,
-        [_visible(each, alone) for each in row["visible"] or ()],
-        [ParkedRow(**{"cause": None, **each}) for each in row["parked"] or ()],
-    )
+    parked = [ParkedRow(**{"cause": None, **each}) for each in row["parked"] or ()]
+    alone = is_alone(half, parked)
+    visible = [_visible(each, alone) for each in row["visible"] or ()]
+    return TransactionFacts(row["id"], half, op, visible, parked)
+
+
+def is_alone(half: Sequence[HalfRow], parked: Sequence[ParkedRow]) -> bool:
+    """Say whether a transaction has but one message, by its copy where nothing else is left."""
+    if half:
+        return half[0].count == 1
+    return any(row.count == 1 for row in parked)
 
 
 def _visible(row: Mapping[str, Any], alone: bool) -> VisibleRow:
-    """Return a visible row. What numbers the messages of a transaction is, where it has but one,
-    the user's own header."""
     fields = dict(row)
     if_alone = fields.pop("headers_if_alone", None)
-    if alone and if_alone is not None:
-        fields |= {"seq": 0, "count": 1, "headers": if_alone}
-    return VisibleRow(**fields)
+    return as_promoted(VisibleRow(**fields), if_alone, alone)
+
+
+def as_promoted(row: VisibleRow, if_alone: int | None, alone: bool) -> VisibleRow:
+    """Return a visible row as it was promoted.
+
+    What numbers the messages of a transaction is, where it has but one, the user's own header.
+
+    Args:
+        if_alone: the column `headers_if_alone`.
+        alone: whether the transaction has but one message.
+    """
+    if not alone or if_alone is None:
+        return row
+    return row._replace(seq=0, count=1, headers=if_alone)
 
 
 def _contents(rows: Iterable[Mapping[str, Any]] | None) -> list[Content] | None:

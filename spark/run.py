@@ -28,15 +28,16 @@ from txbroker.spark.carry import (
     keys_in_window,
     read_carried,
     with_gaps,
+    without_removed,
     write_carried,
 )
 from txbroker.spark.cut import KafkaAccess
-from txbroker.spark.folders import Folders
+from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.gather import horizon_of, release, verdicts
-from txbroker.spark.history import Counted, Facts, History, PastRun, counted
+from txbroker.spark.history import Counted, Facts, History, PastRun, counted, left_of
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.rows import Horizon
-from txbroker.spark.schema import BUSINESS_KINDS, Example, Names, RunSummary, Terms
+from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms
 from txbroker.spark.spread import spread
 from txbroker.spark.stage import Staged, stage
 from txbroker.spark.summary import EXAMPLES_A_KIND, Tally, add_up
@@ -52,7 +53,7 @@ class AuditSettings(Struct, frozen=True):
         out: folder of Parquet files: a path, or a URI that Hadoop knows.
         data_dir: local folder of the journal.
         names: the installation's topics.
-        terms: what is judged by; `now_ms` 0: this machine's clock.
+        terms: what is judged by; `now_ms` 0: by the brokers' clocks.
         mode: `incremental` goes on from the last run, if there is one.
         business: rows to compare with.
     """
@@ -114,6 +115,8 @@ class _Judging(NamedTuple):
     horizon: Horizon
     context: DataFrame | None
     """Transactions that others are compared with; they are not judged in this run."""
+    removed_ms: int | None = None
+    """Until when facts of earlier runs may have been removed, by the times in ids."""
 
 
 class _Audit:
@@ -138,13 +141,16 @@ class _Audit:
         started_ms = round(time.time() * 1000)
         if last is not None:
             started_ms = max(started_ms, last.started_ms + 1)  # names sort as runs follow
-        now_ms = self._settings.terms.now_ms or started_ms
-        self._terms = structs.replace(self._settings.terms, now_ms=now_ms)
         self._run = run_name(started_ms)
         before = None
         if last is not None and self._settings.mode == "incremental":
             before = read_carried(self._spark, self._folders, last.run)
             check_goes_on(before.chain, self._settings.names)
+            check_window(last.terms, self._settings.terms)
+        self._last_cut = None if last is None else last.cut
+        # Ages are told by the brokers' clocks, whatever the time is here; the name is not one.
+        now_ms = self._settings.terms.now_ms or self._access.now_ms(self._settings.names)
+        self._terms = structs.replace(self._settings.terms, now_ms=now_ms)
         stale = self._stale(last)
         note_down(self._settings.data_dir, Note(self._run, self._settings.out, stale))
         try:
@@ -218,8 +224,8 @@ class _Audit:
             self._terms,
             self._folders.facts(self._run),
             cut,
-            frozenset() if cut is None else frozenset(target.topic for target in cut.targets),
             None if before is None else before.keys,
+            self._last_cut,
         )
 
     def _to_judge(self, staged: Staged, new: Facts, before: Carried | None) -> _Judging:
@@ -227,7 +233,8 @@ class _Audit:
         if before is None:
             return _Judging(new, horizon_of(staged), None)
         self._say("looking up earlier runs")
-        history = History(self._spark, self._folders, before.chain.runs)
+        left = left_of(before.chain.runs, self._there(self._folders.facts))
+        history = History(self._spark, self._folders, left.runs)
         horizon = before.chain.horizon.read()
         gaps = gaps_between(before.chain.cut, staged.cut)
         if gaps:
@@ -241,10 +248,15 @@ class _Audit:
             old = old if known is None else old | self._all_kept(known)
         near = history.neighbours(old, new | old)
         if near is None:
-            return _Judging(new | old, horizon, None)
+            return _Judging(new | old, horizon, None, left.removed_ms)
         near = self._kept(near.join(judged, "id", "left_anti"))
         known = history.facts(near)
-        return _Judging(new | old if known is None else new | old | known, horizon, near)
+        facts = new | old if known is None else new | old | known
+        return _Judging(facts, horizon, near, left.removed_ms)
+
+    def _there(self, folder: Callable[[str], str]) -> frozenset[str]:
+        """Return the runs that have a folder of a kind."""
+        return runs_in(self._spark, folder(self._run))
 
     def _kept(self, table: DataFrame) -> DataFrame:
         """Let Spark keep a small table until the end of the run."""
@@ -257,7 +269,11 @@ class _Audit:
     def _judge(self, staged: Staged, judging: _Judging, days: int) -> None:
         facts = judging.facts
         whole = structs.replace(staged, **facts._asdict())
-        rows = verdicts(self._spark, whole, self._terms, judging.horizon)
+        partitions = len(staged.cut.half.ends)
+        horizon = without_removed(judging.horizon, judging.removed_ms, partitions)
+        # Of this run alone: by the next one such a transaction may have ended.
+        horizon = horizon._replace(hidden=_hidden(staged.cut))
+        rows = verdicts(self._spark, whole, self._terms, horizon)
         if judging.context is not None:
             rows = rows.join(judging.context.select("id"), "id", "left_anti")
         try:
@@ -285,13 +301,13 @@ class _Audit:
         if business is None:
             return summary
         self._say("comparing with the business")
-        runs = [run.run for run in chain.runs]
+        left = left_of(chain.runs, self._there(self._folders.verdicts))
         found, counts = compare(
             self._spark,
-            current_verdicts(self._spark, self._settings.out, runs),
+            current_verdicts(self._spark, self._settings.out, [run.run for run in left.runs]),
             business,
             self._terms,
-            known_from_ms=max(chain.horizon.half_begin_ms.values(), default=0),
+            known_from_ms=max(*chain.horizon.half_begin_ms.values(), left.removed_ms or 0, 0),
             half_partitions=len(chain.cut.half.ends),
         )
         found.write.parquet(self._folders.business(self._run))
@@ -328,6 +344,25 @@ def check_goes_on(chain: Chain, names: Names) -> None:
                 f"the last run with this data folder audited {was}, not {now}: give each "
                 "installation a data folder of its own"
             )
+
+
+def _hidden(cut: Cut) -> frozenset[tuple[str, int]]:
+    """Return the target partitions of which not all that is committed could be read."""
+    return frozenset((target.topic, p) for target in cut.targets for p in target.open)
+
+
+def check_window(was: Terms | None, now: Terms) -> None:
+    """Make sure that the last run told by the same dedup window which half messages count.
+
+    Raises:
+        ConfigurationError: it was another.
+    """
+    if was is not None and was.dedup_window_ms != now.dedup_window_ms:
+        raise ConfigurationError(
+            f"the last run judged by a dedup window of {was.dedup_window_ms / 1000:g} s, not "
+            f"{now.dedup_window_ms / 1000:g} s: dedup_window_s must be that of the proxies; if "
+            "theirs was changed, run a full audit (--full)"
+        )
 
 
 # --- what a run ends with ----------------------------------------------------------------------

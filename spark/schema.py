@@ -39,16 +39,20 @@ VISIBLE = """
     id string, id_ms bigint, topic string, partition int, offset bigint, at_ms bigint, seq int,
     count int, body bigint, headers bigint, headers_if_alone bigint, append_time boolean
 """
-"""One row for each record of a target topic whose first header is `txb-id`. `at_ms`: its timestamp.
-`append_time`: whether that is the broker's (timestamp type LogAppendTime), not its writer's.
+"""One row for each record that this installation promoted to a target topic.
+
+`at_ms`: its timestamp. `append_time`: whether that is the broker's (timestamp type LogAppendTime),
+not its writer's.
 `headers_if_alone`: of a message of several, what `headers` were if the number in front of them were
 a user's header of a single message. Other records of a target topic are none of ours."""
 
 PARKED = """
     id string, id_ms bigint, partition int, offset bigint, seq int, at_ms bigint, state string,
-    cause string, tombstone boolean
+    cause string, tombstone boolean, grp string, count int, topic string, target_partition int,
+    body bigint, headers bigint, timestamp_ms bigint
 """
-"""One row for each record of the parked topic."""
+"""One row for each record of the parked topic. The columns behind `tombstone` are what the copy
+holds, as in `HALF`; null in a tombstone."""
 
 BROKEN = """
     topic string, partition int, offset bigint, at_ms bigint, why string
@@ -71,8 +75,9 @@ VERDICT = """
 `attempts`: of the last round, given back ones left out.
 `visible_at_ms`: append time of the last message to become visible; null where the target's topic
 does not tell (its timestamps are the user's). `places`: where its messages are visible. `why`: the
-findings in a sentence; null without any. `carry`: whether later records, or time, can change what
-is said here without a fault: the next run looks at it again.
+findings in a sentence, and a contrary decision that changed nothing, which is no finding; null
+without either. `carry`: whether later records, or time, can change what is said here without a
+fault: the next run looks at it again.
 """
 
 
@@ -90,7 +95,9 @@ KINDS = (
     Kind("visible_without_commit", "Visible without a commit", "consumers see what nobody decided"),
     Kind("visible_twice", "Visible twice", "a message was promoted more than once"),
     Kind("lost", "Committed, not visible: lost", "a committed message has not become visible"),
+    Kind("refused_visible", "Refused but visible", "consumers see a part of what was refused"),
     Kind("half_incomplete", "Half incomplete", "only some of its messages are stored"),
+    Kind("not_kept", "Not kept whole", "parked or refused, and the copy is not whole"),
     Kind("body_changed", "Body changed", "key or value are not what was prepared"),
     Kind("headers_changed", "Headers changed", "headers are not what was prepared"),
     Kind("timestamp_changed", "Timestamp changed", "the timestamp is not what was prepared"),
@@ -98,7 +105,7 @@ KINDS = (
     Kind("out_of_order", "Out of order", "visible in another order than its key was decided in"),
     Kind("too_many_attempts", "Too many attempts", "checked more often than its policy allows"),
     Kind("check_too_early", "Check too early", "checked before its time, unasked"),
-    Kind("contrary_markers", "Contrary markers", "both decisions were stored; the first counts"),
+    Kind("contrary_markers", "Contrary markers", "what is visible follows not the first of them"),
     Kind("marker_without_half", "Marker without half", "a marker's half message does not exist"),
     Kind("late", "Committed, not visible: late", "not visible though its decision is old"),
 )
@@ -119,12 +126,17 @@ class Names(Struct, frozen=True):
     audit: str
     drift: str
 
+    @property
+    def prefix(self) -> str:
+        """What all of them begin with, without the dot: the installation's `topic_prefix`."""
+        return self.half.rpartition(".")[0]
+
 
 class Terms(Struct, frozen=True):
     """What is judged by.
 
     Attributes:
-        now_ms: when the run began, by the brokers' clocks as far as they tell.
+        now_ms: when the run began, by the brokers' clocks.
         dedup_window_ms: how far a half message may be from its id's time.
         late_after_ms: a commit older than this, and not visible, is late.
         lost_after_ms: and one older than this is lost.
@@ -138,9 +150,11 @@ class Terms(Struct, frozen=True):
 
 class TopicRead(Struct, frozen=True):
     """How far a topic was read: by partition, the first offset that was there, where reading began
-    and where it ended. `taken`: records that retention took before anybody read them.
-    `compacted`: older records of a key may be missing. A topic that is no more has no partitions
-    here."""
+    and where it ended. `taken`: offsets that retention took since the last run, and before anybody
+    read them; what it took before the first run is told by `starts` alone.
+    `compacted`: older records of a key may be missing. `open`: the partitions that ended in an open
+    transaction, so that more may have been committed than could be read. A topic that is no more
+    has no partitions here."""
 
     topic: str
     starts: tuple[int, ...]
@@ -148,6 +162,7 @@ class TopicRead(Struct, frozen=True):
     ends: tuple[int, ...]
     taken: int = 0
     compacted: bool = False
+    open: tuple[int, ...] = ()
 
 
 class Cut(Struct, frozen=True):
@@ -164,6 +179,12 @@ class Cut(Struct, frozen=True):
     """The half topic's log clock at the ends, by partition."""
     op_clock_ms: tuple[int, ...] = ()
     """And the operation topic's."""
+    named_late: tuple[str, ...] = ()
+    """Targets that only half messages behind `half_early` name; they were not read, so the next run
+    reads them."""
+    held: tuple[str, ...] = ()
+    """Partitions of targets, as `topic-0`, that ended in an open transaction for as long as the run
+    read."""
 
 
 class Example(Struct, frozen=True):
@@ -189,7 +210,7 @@ class RunSummary(Struct, frozen=True):
     Attributes:
         run: its name, which sorts by time.
         mode: `full`, `incremental` or `stream`.
-        started_ms, took_s: when, and how long.
+        started_ms, took_s: when by the clock of the machine that ran it, and how long.
         cut: how far everything was read.
         records: how many records were read, by topic kind (half, op, visible, parked).
         transactions: how many were judged.
@@ -204,6 +225,8 @@ class RunSummary(Struct, frozen=True):
             (`topic:NAME`) and by group (`group:NAME`); a bounded number.
         business: rows of the business compared, where asked for.
         terms: what was judged by; None where a run does not say.
+        strangers: records that came too late for a stream, which had forgotten their transactions:
+            they were not judged.
     """
 
     run: str
@@ -224,6 +247,7 @@ class RunSummary(Struct, frozen=True):
     visible_latency: tuple[Histogram, ...] = ()
     business: dict[str, int] = {}
     terms: Terms | None = None
+    strangers: int = 0
 
     @property
     def has_drift(self) -> bool:

@@ -10,7 +10,7 @@ the survey of a table finds what a single record cannot tell.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from pyspark.sql.types import StructType
 
 from txbroker.spark import schema
 from txbroker.spark.clock import LogClock, survey, with_clock
-from txbroker.spark.cut import KafkaAccess, TopicEnds, gone, read_on, to_end
+from txbroker.spark.cut import KafkaAccess, TopicEnds, gone, held, read_on, to_end
 from txbroker.spark.dedup import dedup_voids
 from txbroker.spark.errors import AuditError
 from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts
@@ -64,8 +64,8 @@ def stage(
     terms: Terms,
     folder: str,
     before: Cut | None = None,
-    targets_before: Iterable[str] = (),
     keys_before: DataFrame | None = None,
+    counted_from: Cut | None = None,
 ) -> Staged:
     """Read all topics and write their facts into `folder`.
 
@@ -73,15 +73,16 @@ def stage(
         folder: any path or URI that Hadoop knows; nothing is in it yet. Each table lies in a folder
             of its own name.
         before: how far an earlier run has read; None reads everything.
-        targets_before: target topics to be read beside those that half messages name.
         keys_before: rows of the half table of earlier runs that hold a `dedup_key` within the dedup
             window before `before`.
+        counted_from: how far the last run read, where this one reads everything again: what
+            retention took is counted from there on.
 
     Raises:
         AuditError: a topic is missing, Kafka does not answer, or retention took what was read.
         ConfigurationError: no right to a topic.
     """
-    return _Stage(spark, access, names, terms, folder, before).run(targets_before, keys_before)
+    return _Stage(spark, access, names, terms, folder, before, counted_from).run(keys_before)
 
 
 class _Stage:
@@ -93,29 +94,34 @@ class _Stage:
         terms: Terms,
         folder: str,
         before: Cut | None,
+        counted_from: Cut | None,
     ) -> None:
         self._spark, self._access, self._names = spark, access, names
         self._terms, self._folder, self._before = terms, folder.rstrip("/"), before
+        self._was, self._counted_from = _by_topic(before), _by_topic(counted_from)
 
-    def run(self, targets_before: Iterable[str], keys_before: DataFrame | None) -> Staged:
+    def run(self, keys_before: DataFrame | None) -> Staged:
         spark, before, names = self._spark, self._before, self._names
         op_early = self._access.own_ends(names.op)
-        half = read_on(self._access.own_ends(names.half), before.half if before else None)
+        half = self._read_on(self._access.own_ends(names.half))
         half_clock = LogClock.after(len(half.ends), () if before is None else before.half_clock_ms)
         self._write_half(half, half_clock, early=True)
 
-        parked = read_on(self._access.own_ends(names.parked), before.parked if before else None)
-        targets = self._target_reads(targets_before)
+        targets = self._target_reads()
+        # After the targets' ends: what is promoted from there in between is settled, not refused
+        # and visible.
+        parked = self._read_on(self._access.own_ends(names.parked))
         self._write("parked", parked_facts(self._records((parked,))))
-        self._write("visible", visible_facts(self._records(targets)))
+        self._write("visible", visible_facts(self._records(targets), names.prefix))
 
-        op = read_on(op_early, before.op if before else None)
+        op = self._read_on(op_early)
         op = to_end(op, self._access.own_ends(names.op))
         whole_half = to_end(half, self._access.own_ends(names.half))
         op_clock = LogClock.after(len(op.ends), () if before is None else before.op_clock_ms)
         self._write_op(op, op_clock, op_early.ends)
         tail = msgspec.structs.replace(whole_half, begins=half.ends)
         self._write_half(tail, half_clock, early=False)
+        named = self._named(F.col("early") == F.lit(False)) if _count(tail) else set()
 
         with spread(spark, _count(whole_half)):
             half_clock_ms = self._settle_half(half_clock, keys_before)
@@ -135,18 +141,41 @@ class _Stage:
             half.ends,
             half_clock_ms,
             op_clock_ms,
+            tuple(sorted(named - {target.topic for target in targets})),
+            self._held(targets),
         )
         tables = {name: self._table(name) for name in ("half", "op", "visible", "parked")}
         return Staged(**tables, broken=self._table("broken"), cut=cut)
 
-    def _target_reads(self, targets_before: Iterable[str]) -> tuple[TopicRead, ...]:
+    def _target_reads(self) -> tuple[TopicRead, ...]:
         """Return how the targets are read: those that half messages name, and those of before."""
-        before = {read.topic: read for read in self._before.targets} if self._before else {}
-        named = self._raw("half").where("why IS NULL").select("topic").distinct()
-        with _in_words():
-            topics = {row["topic"] for row in named.collect()} | set(targets_before) | set(before)
+        topics = self._named()
+        if self._before is not None:
+            topics |= {target.topic for target in self._before.targets}
+            topics |= set(self._before.named_late)
         found = self._access.ends(topics)
-        return tuple(_target_read(topic, found.get(topic), before) for topic in sorted(topics))
+        return tuple(self._target_read(topic, found.get(topic)) for topic in sorted(topics))
+
+    def _held(self, targets: Sequence[TopicRead]) -> tuple[str, ...]:
+        """Return the partitions of targets that have ended in an open transaction all the time."""
+        ended_so = [target for target in targets if target.open]
+        if not ended_so:
+            return ()
+        return held(ended_so, self._access.ends(target.topic for target in ended_so))
+
+    def _named(self, which: Column | None = None) -> set[str]:
+        """Return the targets that half messages name: all of those read by now, or some."""
+        rows = self._raw("half").where("why IS NULL")
+        if which is not None:
+            rows = rows.where(which)
+        with _in_words():
+            return {row["topic"] for row in rows.select("topic").distinct().collect()}
+
+    def _target_read(self, topic: str, now: TopicEnds | None) -> TopicRead:
+        return gone(topic) if now is None else self._read_on(now)
+
+    def _read_on(self, now: TopicEnds) -> TopicRead:
+        return read_on(now, self._was.get(now.topic), self._counted_from.get(now.topic))
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -307,8 +336,11 @@ def _count(read: TopicRead) -> int:
     return sum(read.ends) - sum(read.begins)
 
 
-def _target_read(topic: str, now: TopicEnds | None, before: Mapping[str, TopicRead]) -> TopicRead:
-    return gone(topic) if now is None else read_on(now, before.get(topic))
+def _by_topic(cut: Cut | None) -> dict[str, TopicRead]:
+    """Return how each topic was read."""
+    if cut is None:
+        return {}
+    return {read.topic: read for read in (cut.half, cut.op, cut.parked, *cut.targets)}
 
 
 def _types(name: str) -> StructType:
@@ -327,6 +359,10 @@ def _json(value: Any) -> str:
 
 # --- what goes wrong -------------------------------------------------------------------------
 
+TAKEN_BY_RETENTION = (
+    r"(?:OffsetOutOfRange|DATA_LOSS|data may have been lost|aged out|PARTITION_OFFSET_CHANGED)"
+)
+"""What Spark says where records that it is to read are there no more."""
 _SENTENCES = (
     (
         r"Not authorized to access topics: \[?([^\]\s]*)",
@@ -338,7 +374,7 @@ _SENTENCES = (
         "them to the audit",
     ),
     (
-        r"(?:OffsetOutOfRange|DATA_LOSS|data may have been lost|aged out|PARTITION_OFFSET_CHANGED)",
+        TAKEN_BY_RETENTION,
         "retention took records while they were read: run the audit again; if it comes again, the "
         "retention of a topic is shorter than an audit takes",
     ),

@@ -12,15 +12,18 @@ query again from its checkpoint, with the longer list; no tick comes until it wa
 
 import contextlib
 import json
+import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -32,6 +35,7 @@ from txbroker.spark.publish import publish
 from txbroker.spark.rows import ALWAYS
 from txbroker.spark.schema import Names, RunSummary, Terms
 from txbroker.spark.spread import spread
+from txbroker.spark.stage import TAKEN_BY_RETENTION
 from txbroker.spark.stream_home import Home, Taken, read_home, write_home
 from txbroker.spark.stream_plan import STATE_CONF, Sources, plan, ship_by_value
 from txbroker.spark.stream_sink import Calls, Sink
@@ -46,6 +50,11 @@ _TICK_S = 1.0
 """Ticks are not closer than this: see `stream_state` on the third one."""
 _DEAF_S = 60.0
 """A Kafka that does not answer is asked again for so long."""
+
+_GAP = (
+    "retention took {} before the stream read them: name another --checkpoint, with which the "
+    "stream begins anew, and run a full audit (txbroker audit run --full) for what it has missed"
+)
 
 Positions = dict[tuple[str, int], int]
 
@@ -182,6 +191,7 @@ class AuditStream:
             carried=sum(number for state, number in states.items() if state not in over),
             quarantined=progress.quarantined,
             examples=progress.examples,
+            strangers=progress.strangers,
         )
 
     # --- what is read ------------------------------------------------------------------------
@@ -260,7 +270,7 @@ class AuditStream:
         try:
             ship_by_value()
             while not self._stop.is_set():
-                with in_words(None):
+                with in_words(None), gaps_in_words():
                     self._follow_once()
         except BaseException as error:
             self._failure = error if isinstance(error, TxbrokerError) else _unexpected(error)
@@ -420,10 +430,18 @@ def _refuse_gaps(
     for (topic, number), offset in _offsets(first, "startOffset").items():
         kept = begins.get(topic)
         if topic not in new and kept is not None and offset < kept.starts[number]:
-            raise AuditError(
-                f"retention took records of {topic} before the stream read them: name another "
-                "--checkpoint, and run a full audit"
-            )
+            raise AuditError(_GAP.format(f"records of {topic}"))
+
+
+@contextlib.contextmanager
+def gaps_in_words() -> Iterator[None]:
+    """Say in a sentence that records are gone before they were read; to try again does not help."""
+    try:
+        yield
+    except (Py4JError, PySparkException) as error:
+        if re.search(TAKEN_BY_RETENTION, str(error)):
+            raise AuditError(_GAP.format("records")) from error
+        raise
 
 
 def _unexpected(error: BaseException) -> AuditError:

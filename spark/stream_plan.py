@@ -12,7 +12,7 @@ from msgspec import Struct
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from txbroker.spark import judge, rows, stream_processor, stream_state
+from txbroker.spark import judge, life, rows, stream_processor, stream_state
 from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts
 from txbroker.spark.schema import Names
 from txbroker.spark.stream_processor import BROKEN, OUTPUT, TICK, TransactionProcessor
@@ -58,7 +58,7 @@ def ship_by_value() -> None:
     from pyspark import cloudpickle as sparks
 
     register: Any = sparks.register_pickle_by_value
-    for module in (judge, rows, stream_state, stream_processor):
+    for module in (judge, life, rows, stream_state, stream_processor):
         register(module)
 
 
@@ -72,7 +72,7 @@ def plan(spark: SparkSession, sources: Sources, terms: StreamTerms, buckets: int
         _table("half", half_facts(_read(spark, sources, [names.half]))),
         _table("op", op_facts(_read(spark, sources, [names.op]))),
         _table("parked", parked_facts(_read(spark, sources, [names.parked]))),
-        _table("visible", visible_facts(_read(spark, sources, targets))),
+        _table("visible", visible_facts(_read(spark, sources, targets), names.prefix)),
         _ticks(_read(spark, sources, [names.audit], limited=False), sources.tick_key),
     )
     union = tables[0]

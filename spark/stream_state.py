@@ -15,8 +15,8 @@ rules, by which a transaction that is still under way never is an alarm:
   that record was read, and all logs were read past it.
 - A marker without a half message waits for the dedup window, in which that could still come.
 
-Only the standard library, `judge` and `rows` are used here: Spark ships these modules to its
-executors by value.
+Only the standard library, `judge`, `life` and `rows` are used here: Spark ships these modules to
+its executors by value.
 """
 
 import json
@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from txbroker.spark.judge import CLOCKS_APART_MS, GRAVITY, judge, read_id
+from txbroker.spark.judge import GRAVITY, judge, read_id
+from txbroker.spark.life import CLOCKS_APART_MS
 from txbroker.spark.rows import (
     ALWAYS,
     NOTHING_TAKEN,
@@ -37,6 +38,8 @@ from txbroker.spark.rows import (
     ParkedRow,
     TransactionFacts,
     VisibleRow,
+    as_promoted,
+    is_alone,
 )
 
 RISES = 3
@@ -181,13 +184,9 @@ class _Entry:
     def facts(self) -> TransactionFacts:
         """Return its rows as they are judged."""
         half = [HalfRow(*row) for row in self.rows.get("half", ())]
-        return TransactionFacts(
-            self.id,
-            half,
-            self._op(),
-            self._visible(half),
-            [ParkedRow(*row) for row in self.rows.get("parked", ())],
-        )
+        parked = [ParkedRow(*row) for row in self.rows.get("parked", ())]
+        visible = self._visible(is_alone(half, parked))
+        return TransactionFacts(self.id, half, self._op(), visible, parked)
 
     def _op(self) -> list[OpRow]:
         contents: dict[int, list[Content]] = {}
@@ -199,16 +198,11 @@ class _Entry:
             for marker in markers
         ]
 
-    def _visible(self, half: Sequence[HalfRow]) -> list[VisibleRow]:
-        """A header of ours that numbers several messages is the user's own on a single one."""
-        alone = bool(half) and half[0].count == 1
-        found = []
-        for *row, if_alone in self.rows.get("visible", ()):
-            visible = VisibleRow(*row)
-            if alone and if_alone is not None:
-                visible = visible._replace(seq=0, count=1, headers=if_alone)
-            found.append(visible)
-        return found
+    def _visible(self, alone: bool) -> list[VisibleRow]:
+        return [
+            as_promoted(VisibleRow(*row), if_alone, alone)
+            for *row, if_alone in self.rows.get("visible", ())
+        ]
 
 
 def _row(fact: Fact) -> tuple[str, list[Any]]:
@@ -419,6 +413,11 @@ class Bucket:
             since_ms = max([judged.decided_at_ms, *parked_ms])
             ages_ms = (since_ms + after for after in (terms.late_after_ms, terms.lost_after_ms))
             waits.extend(age_ms + 1 for age_ms in ages_ms if age_ms >= self._moment_ms)
+        elif judged.state == "parked":
+            # Its copy is to be there by then.
+            since_ms = max(row.at_ms for row in entry.facts().op if row.kind == "park")
+            age_ms = since_ms + terms.late_after_ms
+            waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
         elif judged.state in _OVER and not waits:
             times = (judged.id_ms, judged.decided_at_ms, judged.prepared_at_ms, entry.row_ms)
             over_ms = max(time or 0 for time in times) + terms.keep_ms

@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from txbroker.addresses import Address, check_url, parse_address, read_secret
 from txbroker.config_kafka import KafkaAccess, secret_settings
+from txbroker.core.codec import DEFAULT_PREFIX
 from txbroker.errors import ConfigurationError
 from txbroker.wire import FRAME_BYTES_MAX
 
@@ -98,10 +99,11 @@ class Settings(KafkaAccess):
 
     # --- topics ---
     topic_prefix: str = Field(
-        "txbroker",
+        DEFAULT_PREFIX,
         description="What the names of txbroker's own topics begin with: `PREFIX.half`, "
         "`PREFIX.op`, `PREFIX.checkpoint`, `PREFIX.parked`, `PREFIX.groups`, `PREFIX.audit` and "
-        "`PREFIX.audit.drift`.",
+        "`PREFIX.audit.drift`. Promoted messages of any other than `txbroker` begin with the "
+        "header `txb-installation: PREFIX`.",
     )
     partitions: Annotated[int, Field(ge=1, le=1000)] = Field(
         4, description="How many half partitions there are when the topics are made."

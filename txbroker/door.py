@@ -5,7 +5,7 @@ runs on both. Whoever is behind the door raises only the errors named here (and
 `KafkaUnavailable`), so that no Kafka client's exception travels further.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct
@@ -216,6 +216,19 @@ class PartitionDoor(Protocol):
 
     async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return records of this partition of the parked topic, as `Log.pick` does."""
+        ...
+
+    def unproved(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Return those target partitions of which it is not known since the claim that turns of
+        earlier claims have ended there: `prove` has to be asked before they are written."""
+        ...
+
+    async def prove(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+        """Find out whether turns of earlier claims have ended in target partitions, and return why
+        some must not be written now; the others are not `unproved` any more.
+
+        A turn that never ended there would be ended together with the next one.
+        """
         ...
 
     async def write(self, turn: Turn) -> TurnHandle:

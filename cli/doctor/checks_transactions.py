@@ -127,11 +127,15 @@ async def hanging_transactions(subject: Subject) -> Finding:
     there = [name for name in topics if name in cluster.topics and cluster.topics[name].partitions]
     open_ = await subject.kafka.open_transactions(there)
     now_s = subject.now_s()
-    old = [one for one in open_ if _age_s(one, now_s) > limit_s]
+    old = [one for one in open_ if one.lost or _age_s(one, now_s) > limit_s]
     unknown = [one for one in open_ if one.started_ms is None and one not in old]
     if old:
         lines = [_open(one, now_s) for one in old + unknown]
-        return judged(Level.FAILS, f"{len(old)} open for longer than {limit_s:g} s", lines)
+        lost = sum(one.lost for one in old)
+        summary = f"{len(old)} open for longer than {limit_s:g} s"
+        if lost:
+            summary = f"{len(old)} open for long, the end of {lost} of them lost by Kafka"
+        return judged(Level.FAILS, summary, lines)
     if unknown:
         lines = [_open(one, now_s) for one in unknown]
         return judged(Level.WARNING, "of some it is not known since when they are open", lines)
@@ -164,7 +168,11 @@ def _open(one: OpenTransaction, now_s: float) -> str:
         if one.producer_id >= 0 else "somebody who may not be asked for"
     )  # fmt: skip
     since = duration(_age_s(one, now_s))
-    return f"{one.topic}-{one.partition}: {who}, for {since}, hides {one.hidden} offsets"
+    line = f"{one.topic}-{one.partition}: {who}, for {since}, hides {one.hidden} offsets"
+    if not one.lost:
+        return line
+    # Not since when it is open, as no coordinator knows of it any more.
+    return f"{line}: its coordinator calls it ended, but from offset {one.first} on it is open"
 
 
 @book.check(

@@ -115,7 +115,7 @@ class Plant:
     async def old_audit_with_drift(self) -> None:
         await self.world.tell_audit("batch", audit(time.time() - 3 * DAY_S, lost=2))
         await self.fires("TxBrokerAuditDrift", kind="lost")
-        await self.fires("TxBrokerAuditStale")
+        await self.fires("TxBrokerAuditStale", mode="batch")
         await self.world.tell_audit("batch", audit(time.time(), lost=0))
         await self.prometheus.is_over("TxBrokerAuditDrift")
         await self.prometheus.is_over("TxBrokerAuditStale")

@@ -10,14 +10,14 @@ from txbroker.core.audit import AuditNews, encode_news
 async def test_a_running_proxy_shows_the_newest_audit_and_outlives_a_broken_record(
     service: Service,
 ) -> None:
-    assert await service.metric("audit_last_success_timestamp_seconds") == 0
+    assert await service.metric("audit_last_success_timestamp_seconds", mode="batch") == 0
     for value in (b"\xff", _news(1000, lost=0, late=3)):
         await service.world.tell_audit("batch", value)
     await until(lambda: _shows(service, "late", 3))
     await service.world.tell_audit("batch", _news(2000, lost=2, late=0))
     await until(lambda: _shows(service, "lost", 2))
     assert await service.metric("audit_drift", kind="late") == 0
-    assert await service.metric("audit_last_success_timestamp_seconds") == 2
+    assert await service.metric("audit_last_success_timestamp_seconds", mode="batch") == 2
     await service.world.tell_audit("batch", None)
     await until(lambda: _shows(service, "lost", 0))
 

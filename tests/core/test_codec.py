@@ -10,6 +10,7 @@ from core_values import COMMITS, HALVES, IDS, KEPT, MARKERS, MESSAGES, WORDS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from txbroker.config import Settings
 from txbroker.core.codec import (
     Malformed,
     NewerVersion,
@@ -23,6 +24,7 @@ from txbroker.core.codec import (
     encode_kept,
     encode_marker,
     encode_progress,
+    installation_headers,
     is_content,
     kept_tombstones,
     promoted_headers,
@@ -156,6 +158,17 @@ def test_promoted_headers_start_with_ours() -> None:
         ("txb-id", ID.encode()),
         ("txb-seq", b"1/3"),
     )
+
+
+def test_promoted_headers_say_whose_they_are_unless_the_prefix_is_the_default() -> None:
+    message = Message("t", headers=(("txb-installation", b"theirs"), ("a", None)))
+    assert installation_headers(Settings.model_fields["topic_prefix"].default) == ()
+    shops = installation_headers("shop")
+    assert shops == (("txb-installation", b"shop"),)
+    ours = (*shops, ("txb-id", ID.encode()))
+    assert promoted_headers(ID, 0, 1, message, shops) == (*ours, *message.headers)
+    several = (*ours, ("txb-seq", b"1/3"), *message.headers)
+    assert promoted_headers(ID, 1, 3, message, shops) == several
 
 
 # --- what must not be written ----------------------------------------------------------------

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from txbroker.core.codec import installation_headers, promoted_headers
 from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn
 from txbroker.core.records import Cause, Half, Kept, Message, Progress, State
-from txbroker.core.sizes import bytes_in_batch
+from txbroker.core.sizes import bytes_in_batch, headers_bytes
 from txbroker.core.transaction import Place, Transaction
 
 ROOMY = TurnLimits()
@@ -208,10 +209,12 @@ def test_a_message_is_never_larger_than_its_bound() -> None:
     id = id_of(1)
     for headers in ((), (("näme", b"x" * 300), ("🙂" * 50, None))):
         each = Message("t", b"k" * 200, b"v" * 70_000, headers)
-        builder = DefaultRecordBatchBuilder(2, 0, 0, -1, -1, -1, 1 << 30)
-        ours = [("txb-id", id.encode()), ("txb-seq", b"999/1000")]
-        builder.append(0, 2**40, each.key, each.value, [*ours, *headers])
-        assert len(builder.build()) - 61 <= bytes_in_batch(each)
+        for installation in ((), installation_headers("p" * 200)):
+            builder = DefaultRecordBatchBuilder(2, 0, 0, -1, -1, -1, 1 << 30)
+            promoted = promoted_headers(id, 999, 1000, each, installation)
+            builder.append(0, 2**40, each.key, each.value, list(promoted))
+            size = bytes_in_batch(each) + headers_bytes(installation)
+            assert len(builder.build()) - 61 <= size
 
 
 # --- exactly once, whatever breaks -----------------------------------------------------------

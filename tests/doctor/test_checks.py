@@ -435,6 +435,21 @@ async def test_a_hanging_transaction(world: World) -> None:
     )
 
 
+async def test_a_transaction_whose_end_was_lost_fails_however_young_it_is(world: World) -> None:
+    last_ms = NOW_MS - 1_000
+    world.kafka.open = [
+        OpenTransaction(
+            "payments", 1, 7, 12, "txbroker.half-0-a", "Empty", None, last_ms, first=684, lost=True
+        )
+    ]
+    found = await world.outcome("hanging-transactions")
+    assert found.level is FAILS
+    assert "the end of 1 of them lost" in found.found
+    (line,) = found.details
+    assert "transactional id txbroker.half-0-a" in line
+    assert line.endswith("from offset 684 on it is open")
+
+
 @pytest.mark.parametrize(("age_s", "level"), [(1, WARNING), (90, FAILS)])
 async def test_a_transaction_that_no_coordinator_knows(
     world: World, age_s: int, level: Level
@@ -481,6 +496,16 @@ async def test_no_audit_yet(world: World) -> None:
 async def test_an_old_audit(world: World, age_s: int, level: Level) -> None:
     world.kafka.news = {"batch": news(ended_ms=round((NOW_S - age_s) * 1000))}
     assert (await world.outcome("audit-fresh")).level is level
+
+
+async def test_a_young_stream_does_not_hide_an_old_batch(world: World) -> None:
+    world.kafka.news = {
+        "batch": news(ended_ms=round((NOW_S - 3 * 86400) * 1000)),
+        "stream": news(mode="stream"),
+    }
+    found = await world.outcome("audit-fresh")
+    assert (found.level, found.details) == (WARNING, ("stream r1 is younger",))
+    assert "the newest (full, r1) ended 3d" in found.found
 
 
 async def test_drift_of_either_audit(world: World) -> None:

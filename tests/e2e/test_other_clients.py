@@ -50,10 +50,11 @@ async def test_librdkafka_reads_everything_as_it_was_sent(shared: World) -> None
     first, tombstone = await shared.visible(topic)
     assert (first.key, first.value) == (b"k\xff", b"v\x00\xff")
     assert first.timestamp_ms == 1_600_000_000_123
-    ours = (("txb-id", id.encode()), ("txb-seq", b"0/2"))
-    assert first.headers == (*ours, *HEADERS)
+    installation = ("txb-installation", shared.prefix.encode())
+    ours = (installation, ("txb-id", id.encode()))
+    assert first.headers == (*ours, ("txb-seq", b"0/2"), *HEADERS)
     assert (tombstone.key, tombstone.value) == (b"gone", None)
-    assert tombstone.headers == (("txb-id", id.encode()), ("txb-seq", b"1/2"))
+    assert tombstone.headers == (*ours, ("txb-seq", b"1/2"))
     decided = (await shared.show(id))["decided_at_ms"]
     assert tombstone.timestamp_ms == decided
 
@@ -67,11 +68,12 @@ async def test_kcat_reads_everything_as_it_was_sent(shared: World) -> None:
     read = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60)
     first, tombstone = read.stdout.splitlines()
     stamp = b"1600000000123"
-    assert first.startswith(f"{topic} 0 ".encode() + stamp + b" 2 k\xff 3 v\x00\xff txb-id=")
-    assert f"txb-id={id},txb-seq=0/2,same=1,".encode() in first
+    ours = f"txb-installation={shared.prefix},txb-id={id}"
+    assert first.startswith(f"{topic} 0 ".encode() + stamp + b" 2 k\xff 3 v\x00\xff txb-i")
+    assert f" {ours},txb-seq=0/2,same=1,".encode() in first
     assert b"same=2,null=NULL,empty=,txb-id=the user's own" in first
     # kcat shows a tombstone as a value of length -1.
-    assert f" 4 gone -1  txb-id={id},txb-seq=1/2".encode() in tombstone
+    assert f" 4 gone -1  {ours},txb-seq=1/2".encode() in tombstone
 
 
 # --- a service without the SDK ---------------------------------------------------------------
@@ -135,7 +137,8 @@ async def test_a_service_with_nothing_but_http_is_asked_with_a_signature(
     assert (shown["source"], shown["attempts"]) == ("check", 1)
     (record,) = await shared.visible(topic)
     assert (record.key, record.value) == (b"k", b"final")
-    assert record.headers == (("txb-id", id.encode()), ("a", b"b"))
+    installation = ("txb-installation", shared.prefix.encode())
+    assert record.headers == (installation, ("txb-id", id.encode()), ("a", b"b"))
 
 
 # --- with curl only --------------------------------------------------------------------------

@@ -24,6 +24,19 @@ def test_the_judge_is_silent_on_a_sound_run() -> None:
     assert sound().judge() == []
 
 
+def test_an_installation_with_a_prefix_of_its_own_puts_a_header_in_front() -> None:
+    run = sound()
+    run.topics.targets = [
+        replace(record, headers=(("txb-installation", b"shop"), *record.headers))
+        for record in run.topics.targets
+    ]
+    assert run.judge() == []
+    first = run.topics.targets[0]
+    more = (*first.headers[:2], ("txb-installation", b"shop"), *first.headers[2:])
+    run.topics.targets[0] = replace(first, headers=more)
+    assert {name for name, _ in run.judge()} == {"I4"}
+
+
 def test_the_judge_imports_nothing_but_the_standard_library() -> None:
     found = set()
     for path in PACKAGE.glob("*.py"):

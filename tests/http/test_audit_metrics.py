@@ -13,6 +13,7 @@ from txbroker.proxy.metrics import Metrics
 
 DRIFT = "txbroker_audit_drift"
 SUCCESS = "txbroker_audit_last_success_timestamp_seconds"
+BATCH, STREAM = f"{SUCCESS}/batch", f"{SUCCESS}/stream"
 
 
 def news(ended_ms: int = 1000, **drift: int) -> bytes:
@@ -31,7 +32,7 @@ def news(ended_ms: int = 1000, **drift: int) -> bytes:
 
 def shown(metrics: Metrics) -> dict[str, float]:
     return {
-        sample.labels.get("kind", sample.name): sample.value
+        sample.labels.get("kind") or f"{SUCCESS}/{sample.labels['mode']}": sample.value
         for family in text_string_to_metric_families(metrics.text().decode())
         for sample in family.samples
         if sample.name in (DRIFT, SUCCESS)
@@ -51,19 +52,19 @@ def audit(metrics: Metrics) -> AuditMetrics:
 def test_nothing_is_shown_until_an_audit_has_run(metrics: Metrics, audit: AuditMetrics) -> None:
     assert shown(metrics) == {}
     audit.changed("batch", news(1_700_000_000_500))
-    assert shown(metrics) == {"lost": 0, "late": 0, SUCCESS: 1_700_000_000.5}
+    assert shown(metrics) == {"lost": 0, "late": 0, BATCH: 1_700_000_000.5}
 
 
-def test_of_a_batch_and_a_stream_the_worse_counts_and_the_newer_success(
+def test_of_a_batch_and_a_stream_the_worse_counts_and_each_has_its_success(
     metrics: Metrics, audit: AuditMetrics
 ) -> None:
     audit.changed("batch", news(5000, lost=3))
     audit.changed("stream", news(9000, lost=1, late=2))
-    assert shown(metrics) == {"lost": 3, "late": 2, SUCCESS: 9}
+    assert shown(metrics) == {"lost": 3, "late": 2, BATCH: 5, STREAM: 9}
     audit.changed("batch", news(7000))
-    assert shown(metrics) == {"lost": 1, "late": 2, SUCCESS: 9}
+    assert shown(metrics) == {"lost": 1, "late": 2, BATCH: 7, STREAM: 9}
     audit.changed("stream", None)
-    assert shown(metrics) == {"lost": 0, "late": 0, SUCCESS: 7}
+    assert shown(metrics) == {"lost": 0, "late": 0, BATCH: 7}
     audit.changed("batch", None)
     assert shown(metrics) == {}
 
@@ -107,7 +108,7 @@ def test_a_record_that_does_not_read_changes_nothing(
         audit.changed("batch", value)
         audit.changed("stream", value)
     assert len(lines) == 2
-    assert shown(metrics) == {"lost": 1, "late": 0, SUCCESS: 1}
+    assert shown(metrics) == {"lost": 1, "late": 0, BATCH: 1}
 
 
 def test_keys_of_nobody_are_passed_over(metrics: Metrics, audit: AuditMetrics) -> None:

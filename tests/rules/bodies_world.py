@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from msgspec import structs
 
@@ -19,6 +19,7 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import (
     RECORD_VERSION,
+    Cause,
     CheckPolicy,
     CheckReason,
     Claim,
@@ -125,6 +126,14 @@ class WatchedPartition:
         self.calls.append("pick_parked")
         self.picked_parked.append(list(offsets))
         return await self.inner.pick_parked(offsets)
+
+    def unproved(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Answer."""
+        return self.inner.unproved(places)
+
+    async def prove(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+        """Answer."""
+        return await self.inner.prove(places)
 
     async def write(self, turn: Turn) -> TurnHandle:
         """Write."""

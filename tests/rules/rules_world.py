@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -24,6 +24,7 @@ from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import (
     RECORD_VERSION,
+    Cause,
     CheckPolicy,
     CheckReason,
     Claim,
@@ -155,6 +156,14 @@ class ScriptedPartition:
         if self.stores:
             return await self.stores.popleft()(self.inner, records)
         return await self.inner.store(records)
+
+    def unproved(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Answer as it is."""
+        return self.inner.unproved(places)
+
+    async def prove(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+        """Answer as it is."""
+        return await self.inner.prove(places)
 
     async def write(self, turn: Turn) -> TurnHandle:
         """Write as the script says, else as it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 from msgspec import structs
@@ -32,14 +32,7 @@ from txbroker.core.records import Claim, Decision, MarkerKind, Progress, Record,
 from txbroker.door import Assignment, Claimed, Fenced, LogTruncated, TurnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.kafka.batch import encode_batch
-from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.fetched import Fetched
-from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.producer import Producer, Stored
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.shared_writes import SharedWrites
-from txbroker.kafka.transactions import Partition
-from txbroker.kafka.visible import StableEnds
 from txbroker.proxy.broker import Broker
 from txbroker.testing.door import MemoryPartitionDoor
 from txbroker.testing.memory import Outcome
@@ -102,52 +95,6 @@ async def test_a_hanging_claim_is_shown_and_tried_again(world: World) -> None:
     assert not broker.readiness().ready
     hangs = False
     await until(lambda: broker.readiness().ready)
-
-
-class WatchedDoor(KafkaPartitionDoor):
-    """A door to Kafka that only says what it would do."""
-
-    steps: list[str]
-
-    def _producer(self, side: str) -> Producer:
-        self.steps.append(f"producer {side}")
-        return Started(self.steps, side)
-
-    async def _write_claim(self, producer: Producer, claim: Claim, patience: Patience) -> Stored:
-        self.steps.append("claim record")
-        return Stored(7, 1)
-
-    async def _read_progress(self, claim: Claim) -> Claimed:
-        self.steps.append("read")
-        return Claimed(1, None)
-
-
-class Started(Producer):
-    """A producer that only says that it was started."""
-
-    def __init__(self, steps: list[str], side: str) -> None:
-        self._steps, self._side = steps, side
-
-    async def start(self, patience: Patience) -> None:
-        """Start."""
-        self._steps.append(f"start {self._side}")
-
-
-async def test_a_claim_reads_when_its_own_record_is_visible(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
-    client = Client(settings)
-    door = WatchedDoor(client, 0, lambda _: 1000, lambda _: None, SharedWrites(client))
-    door.steps = []
-
-    async def pass_by(_: StableEnds, last: Mapping[Partition, int], seconds: float) -> None:
-        assert 0 < seconds <= 30.0
-        door.steps.append(f"visible behind {last[settings.checkpoint_topic, 0]}")
-
-    monkeypatch.setattr(StableEnds, "pass_by", pass_by)
-    await door.claim(Claim(1, "c", "one", ""))
-    assert door.steps[2:] == ["start a", "start b", "claim record", "visible behind 7", "read"]
 
 
 # --- 10, 12 --------------------------------------------------------------------------------------

@@ -217,6 +217,23 @@ async def test_a_target_whose_leader_is_silent_holds_back_only_its_own(world: Wo
     await until(lambda: known(owner, stuck).state is State.PROMOTED, 2)
 
 
+async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: World) -> None:
+    owner = await world.owner()
+    world.kafka.untold.add(("u", 0))
+    stuck = await world.committed(owner, message("stuck", "u", b"x"))
+    await until(lambda: known(owner, stuck).cause is not None, 5)
+    id = await world.committed(owner, message("a"))
+    await until(lambda: known(owner, id).state is State.PROMOTED, 5)
+    found = known(owner, stuck)
+    assert found.state is State.COMMITTED
+    assert found.cause is not None
+    assert found.cause.code == "hanging"
+    assert all(target.topic != "u" for turn in world.partition.turns for target in turn.promoted)
+    world.kafka.untold.clear()
+    await until(lambda: known(owner, stuck).state is State.PROMOTED, 5)
+    assert world.visible("u") == ["stuck"]
+
+
 async def test_own_topics_that_refuse_stop_the_partition_and_refuse_nobody(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=QUICK)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from allowed_world import AllowedWorld
 from doctor_world import FakeProxies
+from msgspec import structs
 from secure_world import SecureKafka
 from service_world import Desk, Service, until
 
@@ -19,7 +21,9 @@ from txbroker.errors import BadTarget, ConfigurationError, TooLarge
 from txbroker.kafka.acls import Right, Role, kafka_acls_command, rights_needed
 from txbroker.kafka.audit import KafkaAuditWriter
 from txbroker.kafka.audit_access import AuditAccess
+from txbroker.kafka.client import Client
 from txbroker.kafka.examination import KafkaExamination
+from txbroker.kafka.offsets import READ_UNCOMMITTED, ends
 from txbroker.kafka.settings import KafkaSettings
 
 SMALL_BYTES = 10_000
@@ -148,6 +152,63 @@ async def test_targets_without_rights_are_refused_at_prepare(
         await service.stop()
 
 
+async def test_strangers_transactions_in_a_target_keep_nobody_off(
+    world: AllowedWorld, desk: Desk
+) -> None:
+    target = await world.create_topic("target")
+    await world.allow(rights(world, Role.PROXY, target))
+    await until(lambda: healthy(world))
+    end = await world.hang(target, 0)
+    service = Service(world, desk, partitions=1)
+    await service.start()
+    try:
+        id = await service.prepare(Message(target, b"", b"ours"))
+        await service.tell(id, "commit")
+        await until(lambda: holds_more(world, target, 1))
+        await end()
+        await service.reaches(id, "promoted")
+    finally:
+        await service.stop()
+
+
+async def test_without_read_they_must_end_before_a_target_is_written(
+    world: AllowedWorld, desk: Desk
+) -> None:
+    target = await world.create_topic("target")
+    for right in rights(world, Role.PROXY, target):
+        left = tuple(one for one in right.operations if one != "Read" or right.name != target)
+        await world.allow([structs.replace(right, operations=left)])
+    await until(lambda: healthy(world))
+    end = await world.hang(target, 0)
+    service = Service(world, desk, partitions=1)
+    await service.start()
+    try:
+        id = await service.prepare(Message(target, b"", b"ours"))
+        await service.tell(id, "commit")
+
+        async def cause() -> dict[str, Any] | None:
+            return (await service.show(id)).get("cause")
+
+        found = await until(cause)
+        assert found["code"] == "not_known"
+        assert "grant it Read" in found["message"]
+        assert not await holds_more(world, target, 1)
+        await end()
+        await service.reaches(id, "promoted")
+    finally:
+        await service.stop()
+
+
+async def holds_more(world: AllowedWorld, topic: str, offset: int) -> bool:
+    """Say whether a topic goes on behind an offset, whatever readers see of it."""
+    client = Client(world.settings())
+    try:
+        found = await ends(client, [(topic, 0)], READ_UNCOMMITTED, "test")
+    finally:
+        await client.close()
+    return found[topic, 0] > offset
+
+
 async def test_what_the_audit_needs(world: AllowedWorld) -> None:
     target = await world.create_topic("target", cleanup_policy="compact")
     settings = world.settings()
@@ -199,8 +260,8 @@ def test_commands_of_kafka() -> None:
     lines = [kafka_acls_command(right, "User:CN=it's me", "b:1") for right in needed]
     start = "kafka-acls.sh --bootstrap-server b:1 --add --allow-principal 'User:CN=it'\"'\"'s me'"
     assert all(line.startswith(start) for line in lines)
-    assert f"{start} --operation Write --operation DescribeConfigs --topic a" in lines
-    prefixed = "--topic b. --resource-pattern-type prefixed"
-    assert f"{start} --operation Write --operation DescribeConfigs {prefixed}" in lines
+    on_target = f"{start} --operation Read --operation Write --operation DescribeConfigs"
+    assert f"{on_target} --topic a" in lines
+    assert f"{on_target} --topic b. --resource-pattern-type prefixed" in lines
     assert f"{start} --operation Read --group txbroker" in lines
     assert len(set(lines)) == len(lines)

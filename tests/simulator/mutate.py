@@ -38,6 +38,8 @@ MUST_BE_CAUGHT = (
     "ghost guard off: an EndTxn without an answer is sent again",
     "read_uncommitted reader",
     "a transaction is not whole in its turn",
+    "the commit of the claim record ends what an earlier turn left open",
+    "nobody asks whether earlier turns have ended in a target",
 )
 SEEDS = 1000
 _CAUGHT, _LEFT = 1, 0

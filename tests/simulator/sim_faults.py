@@ -57,6 +57,7 @@ KINDS = (
     "rolling restart",
     "target refuses",
     "stranger hangs",
+    "aborts lost",
 )
 
 
@@ -338,6 +339,16 @@ class Faults:
         self._later(until_s, log.unhang, stranger)
         return f"in {name}"
 
+    def _aborts_lost(self, until_s: float) -> str:
+        # For as long as nobody ends it, what is for such a partition waits: the rest must go on.
+        self._cluster.aborts_lost = 0.5
+
+        def keep() -> None:
+            self._cluster.aborts_lost = 0.0
+
+        self._later(until_s, keep)
+        return "half of them"
+
     def heal(self) -> None:
         """End them all."""
         self.healed = True
@@ -348,6 +359,12 @@ class Faults:
         self._shop.reachable = True
         self._shop.trouble = False
         self._cluster.marker_s = (0.001, 0.01)
+        self._cluster.aborts_lost = 0.0
+        for log, producer in self._cluster.left_open:
+            if producer in log.open:
+                # As an operator does, with the epoch that the broker names.
+                epoch = log.producers[producer].epoch
+                log.mark(producer, epoch, self._cluster.now_ms(0), commit=False)
         for (topic, _), log in self._cluster.logs.items():
             log.learns = (0.0, 0)
             if log.leader < 0:

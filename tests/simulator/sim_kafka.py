@@ -69,24 +69,24 @@ class Log:
         """Until when a new leader does not know how far the log reaches; what it shows then."""
         self.batches: list[Batch] = []
         self._bases: list[int] = []
-        self._producers: dict[int, _Sequences] = {}
-        self._open: dict[int, int] = {}
+        self.producers: dict[int, _Sequences] = {}
+        self.open: dict[int, int] = {}
         self._aborted: list[tuple[int, int, int]] = []
 
     @property
     def stable_end(self) -> int:
         """The last stable offset."""
-        return min(self._open.values(), default=self.end)
+        return min(self.open.values(), default=self.end)
 
-    def append(self, data: bytes, now_ms: int, *, in_transaction: Callable[[int], bool]) -> Any:
+    def append(self, data: bytes, now_ms: int, *, in_transaction: Callable[..., bool]) -> Any:
         """Store a producer's batch; return (error code, base offset, append time)."""
         fields = _HEADER.unpack_from(data)
         attributes, producer, epoch, sequence, count = fields[5], *fields[9:13]
         if len(data) > self.bytes_max:
             return TOO_LARGE, -1, -1
-        known = self._producers.get(producer)
+        known = self.producers.get(producer)
         if known is None or epoch > known.epoch:
-            known = self._producers[producer] = _Sequences(epoch)
+            known = self.producers[producer] = _Sequences(epoch)
         if epoch < known.epoch:
             return BAD_EPOCH, -1, -1
         for first, base, at_ms in known.kept:
@@ -95,11 +95,11 @@ class Log:
         if sequence != known.next:
             return OUT_OF_ORDER, -1, -1
         transactional = bool(attributes & _TRANSACTIONAL)
-        if transactional and not in_transaction(producer):
+        if transactional and not in_transaction(producer, epoch):
             return BAD_STATE, -1, -1
         base = self._store(data, fields, now_ms)
         if transactional:
-            self._open.setdefault(producer, base)
+            self.open.setdefault(producer, base)
         known.next = (sequence + count) & 0x7FFFFFFF
         at_ms = now_ms if self.append_time else -1
         known.kept = [*known.kept[1 - _KEPT_BATCHES :], (sequence, base, at_ms)]
@@ -126,11 +126,11 @@ class Log:
 
     def mark(self, producer: int, epoch: int, now_ms: int, *, commit: bool) -> None:
         """Store the marker that ends a producer's transaction here."""
-        known = self._producers.get(producer)
+        known = self.producers.get(producer)
         if known is None or epoch > known.epoch:
             # Kafka bumps the epoch to abort what a fenced producer has left open.
-            self._producers[producer] = _Sequences(epoch)
-        first = self._open.pop(producer, None)
+            self.producers[producer] = _Sequences(epoch)
+        first = self.open.pop(producer, None)
         base = self.end
         if first is not None and not commit:
             self._aborted.append((producer, first, base))
@@ -170,11 +170,11 @@ class Log:
 
     def hang(self, stranger: int) -> None:
         """Let somebody else's transaction be open from here on."""
-        self._open[-stranger] = self.end
+        self.open[-stranger] = self.end
 
     def unhang(self, stranger: int) -> None:
         """End it; it held nothing."""
-        self._open.pop(-stranger, None)
+        self.open.pop(-stranger, None)
 
     def delete_older(self, before_ms: int) -> None:
         """Delete the batches at the start that were appended before a time."""
@@ -258,6 +258,8 @@ class Cluster:
         """How long the coordinator takes at least and at most to write the markers."""
         self.second = False
         """Whether it takes the second version of the transaction protocol."""
+        self.aborts_lost = 0.0  # the share of their markers that are dropped (KAFKA-20734)
+        self.left_open: list[tuple[Log, int]] = []
         self.note: Callable[[str], None] = lambda _: None
         self._producers = 0
         self._handlers = {
@@ -273,6 +275,7 @@ class Cluster:
             "BeginRequest": self._init,
             "WriteRequest": self._write,
             "EndRequest": self._end_and_raise,
+            "ProducersRequest": self._describe_producers,
         }
 
     def create(
@@ -315,10 +318,11 @@ class Cluster:
         if log.leader != node:
             return NOT_LEADER, -1, -1
 
-        def in_transaction(producer: int) -> bool:
+        def in_transaction(producer: int, epoch: int) -> bool:
             known = self.ids.get(request._transactional_id)
             ongoing = known is not None and known.state == "ongoing"
-            return ongoing and known.producer == producer and name in known.partitions
+            ours = ongoing and (known.producer, known.epoch) == (producer, epoch)
+            return ours and name in known.partitions
 
         found = log.append(data, self.now_ms(node), in_transaction=in_transaction)
         self.note(f"append {name[0]}-{name[1]} at {found[1]} code {found[0]}")
@@ -403,6 +407,17 @@ class Cluster:
                 found.append((number, NONE, -1, log.begin if which == _EARLIEST else end))
             topics.append((topic, found))
         return SimpleNamespace(topics=topics, error_code=NONE)
+
+    def _describe_producers(self, node: int, request: Any) -> Any:
+        def told(topic: str, number: int) -> tuple[Any, ...]:
+            log = self.logs.get((topic, number))
+            if log is None or log.leader != node:
+                return number, UNKNOWN_TOPIC if log is None else NOT_LEADER, None, [], {}
+            found = [(id, 0, 0, -1, 0, first, {}) for id, first in log.open.items()]
+            return number, NONE, None, found, {}
+
+        topics = [(t, [told(t, number) for number in ns], {}) for t, ns, _ in request._topics]
+        return SimpleNamespace(topics=topics)
 
     def _metadata(self, _: int, request: Any) -> Any:
         topics = []
@@ -570,7 +585,12 @@ class Cluster:
         if log.leader < 0:
             self.loop.call_later(0.1, self._mark, what, context=self.process.context)
             return
-        log.mark(known.producer, epoch, self.now_ms(log.leader), commit=commit)
+        lost = not commit and known.producer in log.open and self.aborts_lost
+        if lost and self.process.random.random() < lost:
+            self.note(f"abort of {id} lost for {name[0]}-{name[1]}")
+            self.left_open.append((log, known.producer))
+        else:
+            log.mark(known.producer, epoch, self.now_ms(log.leader), commit=commit)
         left.remove(name)
         if not left:
             known.state = "complete commit" if commit else "complete abort"

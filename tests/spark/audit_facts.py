@@ -105,6 +105,31 @@ def parked_row(state: str | None, offset: int = 0, at_ms: int = START_MS + 200) 
     return ParkedRow(PARTITION, offset, 0, at_ms, state, None, state is None)
 
 
+def copy_rows(
+    half: Sequence[HalfRow], state: str, offset: int = 0, at_ms: int = START_MS + 200
+) -> list[ParkedRow]:
+    """Return the records of the parked topic that keep a half message."""
+    return [
+        ParkedRow(
+            PARTITION,
+            offset + row.seq,
+            row.seq,
+            at_ms,
+            state if row.seq == 0 else None,
+            None,
+            False,
+            row.grp,
+            row.count,
+            row.topic,
+            row.target_partition,
+            row.body,
+            row.headers,
+            row.timestamp_ms,
+        )
+        for row in half
+    ]
+
+
 # --- from logs -------------------------------------------------------------------------------
 
 

@@ -135,6 +135,9 @@ class World:
                 "cause": "unknown_topic" if state == "refused" else None,
                 "tombstone": state is None,
             }  # fmt: skip
+            if state is not None:
+                held = ("grp", "count", "topic", "target_partition", "body", "headers")
+                row |= {name: each[name] for name in held}
             self._put("parked", NAMES.parked, each["partition"], row)
 
     def _put(self, table: str, topic: str, partition: int, row: Row) -> Row:
@@ -208,8 +211,8 @@ class World:
         terms: Terms,
         folder: str,
         before: Cut | None = None,
-        targets_before: frozenset[str] = frozenset(),
         keys_before: object = None,
+        counted_from: Cut | None = None,
     ) -> Staged:
         """Stand in for `txbroker.spark.stage.stage`: read the next of `reads`."""
         cut = self.cut(self.reads.pop(0), before)
@@ -269,7 +272,7 @@ def _contrary(world: World) -> Life:
     kinds = world.random.sample(("commit", "rollback"), 2)
     marker = world.mark(half, kinds[0])
     yield
-    if kinds[0] == "commit":
+    if kinds[0] == "commit" or world.random.random() < 0.5:
         world.promote(half, marker)
     yield
     world.mark(half, kinds[1])

@@ -14,7 +14,7 @@ import msgspec
 import planted_faults
 from planting import AT_ONCE, HOUR_MS, NEVER, TWO_ATTEMPTS, Planting, now_by, park, partition_of
 
-from txbroker.core.codec import encode_contents, encode_marker
+from txbroker.core.codec import encode_contents, encode_marker, installation_headers
 from txbroker.core.records import (
     RECORD_VERSION,
     Half,
@@ -268,13 +268,22 @@ async def in_order(p: Planting) -> None:
 
 
 async def foreign(p: Planting) -> None:
-    """Records of a target topic that are none of ours."""
+    """Records of a target topic that are none of ours, some of them other installations'."""
+    another, of = p.make().id.encode(), installation_headers
     records = (
         (),
         (("x", b"1"),),
         (("x", b"1"), ("txb-id", b"not the first")),
-        (("txb-id", None),),
-        (("txb-id", b"no id at all"),),
+        (*p.installation, ("x", b"1")),
+        p.installation,
+        (*of("another"), ("txb-id", another)),
+        (*of(p.prefix[:-1]), ("txb-id", another)),
+        (("x", b"1"), *p.installation, ("txb-id", another)),
+        # Of the default prefix, which says nothing of itself.
+        (("txb-id", another), ("a", b"b")),
+        (("txb-id", another), *p.installation),
+        (*p.installation, ("txb-id", None)),
+        (*p.installation, ("txb-id", b"no id at all")),
     )
     for headers in records:
         p.put(p.message(), headers, round(time.time() * 1000))
@@ -340,6 +349,7 @@ WRONG: tuple[Case, ...] = (
     planted_faults.out_of_order,
     planted_faults.checked_wrongly,
     planted_faults.contrary,
+    planted_faults.badly_kept,
     planted_faults.without_half,
     planted_faults.several,
     planted_faults.broken,

@@ -5,10 +5,27 @@ from __future__ import annotations
 import time
 
 import msgspec
-from planting import AT_ONCE, HOUR_MS, TWO_ATTEMPTS, Planting, now_by, park, partition_of
+from planting import (
+    AT_ONCE,
+    HOUR_MS,
+    ONE_ATTEMPT,
+    TWO_ATTEMPTS,
+    Planting,
+    now_by,
+    park,
+    partition_of,
+)
 
-from txbroker.core.codec import encode_half, encode_marker
-from txbroker.core.records import RECORD_VERSION, CheckPolicy, Marker, MarkerKind, Record
+from txbroker.core.codec import encode_half, encode_kept, encode_marker
+from txbroker.core.records import (
+    RECORD_VERSION,
+    CheckPolicy,
+    Kept,
+    Marker,
+    MarkerKind,
+    Record,
+    State,
+)
 
 
 async def decided_otherwise(p: Planting) -> None:
@@ -143,17 +160,58 @@ async def contrary(p: Planting) -> None:
     at_ms = await p.commit(half)
     await p.roll_back(half)
     p.promote(half, at_ms)
-    p.expect(half.id, "committed, then rolled back", "promoted", "contrary_markers")
+    p.expect(half.id, "committed, then rolled back", "promoted")
     back = await p.prepare()
     await p.roll_back(back)
     await p.commit(back)
-    p.expect(back.id, "rolled back, then committed", "rolled_back", "contrary_markers")
-    other = await p.prepare()
-    contents = [msgspec.structs.replace(other.messages[0], value=b"one")]
-    at_ms = await p.commit(other, contents)
-    await p.commit(other, [msgspec.structs.replace(other.messages[0], value=b"two")])
-    p.promote(other, at_ms, contents)
-    p.expect(other.id, "committed with other contents", "promoted", "contrary_markers")
+    p.expect(back.id, "rolled back, then committed", "rolled_back")
+    seen = await p.prepare()
+    await p.roll_back(seen)
+    p.promote(seen, await p.commit(seen))
+    p.expect(
+        seen.id,
+        "rolled back, then committed, and visible",
+        "rolled_back",
+        "rolled_back_visible",
+        "contrary_markers",
+    )
+    for label, which, findings in (
+        ("first", 0, ()),
+        ("second", 1, ("body_changed", "contrary_markers")),
+    ):
+        other = await p.prepare()
+        contents = [
+            [msgspec.structs.replace(other.messages[0], value=value)] for value in (b"1", b"2")
+        ]
+        at_ms = await p.commit(other, contents[0])
+        await p.commit(other, contents[1])
+        p.promote(other, at_ms, contents[which])
+        p.expect(
+            other.id, f"committed with other contents, the {label} visible", "promoted", *findings
+        )
+
+
+async def badly_kept(p: Planting) -> None:
+    """Parked or refused, and not kept as it should be."""
+    nowhere = await p.prepare(policy=ONE_ATTEMPT)
+    await p.checks(nowhere, 1)
+    await p.mark(nowhere, MarkerKind.PARK, round=1)
+    p.expect(nowhere.id, "parked without a copy", "parked", "not_kept")
+    torn = p.make(p.message(), p.message(p.bills))
+    offset, at_ms = await p.store(torn)
+    kept = Kept(torn, offset, at_ms, State.REFUSED, None, await p.commit(torn))
+    p.put_parked(partition_of(torn), encode_kept(kept)[:1])
+    p.expect(torn.id, "refused, half of it is kept", "refused", "not_kept")
+    changed = await park(p)
+    wrong = msgspec.structs.replace(changed.messages[0], key=b"another")
+    p.keep(msgspec.structs.replace(changed, messages=(wrong,)), (0, 0), State.PARKED)
+    p.expect(changed.id, "parked, another key is kept", "parked", "not_kept")
+    shown = p.make(p.message(), p.message(p.bills))
+    stored = await p.store(shown)
+    at_ms = await p.commit(shown)
+    p.keep(shown, stored, State.REFUSED, at_ms)
+    p.promote(shown, at_ms, only=[0])
+    p.expect(shown.id, "refused, half of it is visible", "refused", "refused_visible")
 
 
 async def without_half(p: Planting) -> None:
@@ -168,8 +226,8 @@ async def several(p: Planting) -> None:
     """More than one thing is wrong with one transaction."""
     half = await p.prepare(p.message(headers=(("a", b"1"),)))
     at_ms = await p.commit(half)
-    await p.roll_back(half)
     wrong = msgspec.structs.replace(half.messages[0], value=b"another", headers=(), partition=3)
+    await p.commit(half, [wrong])
     p.promote(half, at_ms, [wrong])
     p.promote(half, at_ms)
     p.expect(

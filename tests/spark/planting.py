@@ -27,6 +27,7 @@ from txbroker.core.codec import (
     encode_half,
     encode_kept,
     encode_marker,
+    installation_headers,
     kept_tombstones,
     promoted_headers,
 )
@@ -114,6 +115,7 @@ class Planting:
         self.bootstrap = bootstrap
         self._fresh = fresh
         self.prefix = prefix or f"planted-{os.getpid()}-{next(_NUMBERS)}"
+        self.installation = installation_headers(self.prefix)
         self.partitions = partitions
         self.names = Names(
             *(f"{self.prefix}.{name}" for name in ("half", "op", "parked", "audit", "audit.drift"))
@@ -278,8 +280,12 @@ class Planting:
             if only and number not in only:
                 continue
             stamp_ms = at_ms if message.timestamp_ms is None else message.timestamp_ms
-            headers = promoted_headers(half.id, number, len(messages), message)
+            headers = self.headers(half, number, len(messages), message)
             self.put(message, headers, stamp_ms)
+
+    def headers(self, half: Half, number: int, count: int, message: Message) -> tuple[Header, ...]:
+        """Return the headers of a promoted record of this installation."""
+        return promoted_headers(half.id, number, count, message, self.installation)
 
     def put(self, message: Message, headers: Sequence[Header], stamp_ms: int) -> None:
         """Write a record to a target in the next turn."""
@@ -397,7 +403,7 @@ class Planting:
         _, at_ms = await self.append_op(partition, markers) if markers else (0, 0)
         for half in halves[back:rest]:
             message = half.messages[0]
-            record = Record(message.key, message.value, promoted_headers(half.id, 0, 1, message))
+            record = Record(message.key, message.value, self.headers(half, 0, 1, message))
             record = msgspec.structs.replace(record, timestamp_ms=at_ms)
             produce(producer, Placed(message.topic, message.partition or 0, record), wrong)
         filled.states.update(rolled_back=back, promoted=rest - back, pending=undecided)

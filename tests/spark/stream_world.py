@@ -7,13 +7,13 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from topic_reader import read_topics
 
 from txbroker.config import load_settings
-from txbroker.spark.schema import Names, Terms
+from txbroker.spark.schema import Names, RunSummary, Terms
 from txbroker.spark.stream_state import RISES
 
 if TYPE_CHECKING:
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 200.0
 TERMS = Terms(0, dedup_window_ms=8_000, late_after_ms=2_500, lost_after_ms=600_000)
+
+
+class Batch(NamedTuple):
+    """What a batch audit has said: its summary, and every finding with its transaction."""
+
+    summary: RunSummary
+    findings: set[tuple[str, str]]
 
 
 class StreamWorld:
@@ -56,6 +63,18 @@ class StreamWorld:
 
         settings = msgspec.structs.replace(self.settings, **changes)
         return await asyncio.to_thread(start_stream, self._spark, self._access, settings)
+
+    def batch(self, now_ms: int, folder: Path) -> Batch:
+        """Audit the same topics by the same terms, all at once and from their starts."""
+        from txbroker.spark.run import AuditSettings, run_audit
+        from txbroker.spark.verdict_files import read_verdicts
+
+        terms = msgspec.structs.replace(self.settings.terms, now_ms=now_ms)
+        folder.mkdir()
+        settings = AuditSettings(str(folder / "out"), folder, self.names, terms, "full")
+        summary = run_audit(self._spark, self._access, settings)
+        rows = read_verdicts(self._spark, settings.out, (summary.run,)).collect()
+        return Batch(summary, {(row["id"], kind) for row in rows for kind in row["findings"]})
 
     async def told(self) -> list[dict[str, Any]]:
         """Return the values of all records of the drift topic."""

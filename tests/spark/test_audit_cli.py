@@ -7,19 +7,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
+import msgspec
 import pytest
+from audit_summaries import summary
 from cli_world import Call, Result
 
-from txbroker.cli.audit_output import drift_in_words
+from txbroker.cli import audit_run
+from txbroker.cli.audit_output import drift_in_words, show_run
 from txbroker.cli.audit_run import arguments_again
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.cli.setting_options import settings_from
+from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.schema import Example, RunSummary
+from txbroker.spark.schema import Cut, Example, RunSummary, TopicRead
 
 
 @pytest.fixture
@@ -138,7 +145,11 @@ def test_the_runs_are_listed_newest_first(call: Call, data_dir: Path) -> None:
 def test_one_run_is_shown_whole(call: Call, data_dir: Path, name: str) -> None:
     shown = call("show", name, "--data-dir", data_dir)
     assert shown.code == 0
-    lines = shown.out.splitlines()
+    heading, _, *lines = shown.out.splitlines()
+    assert heading.startswith("2026-01-01 ")
+    assert f"Run {DRIFTED.run} (incremental): " in heading
+    assert "2 transactions in 5s, 0 pending." in heading
+    assert "Drift! Committed, not visible: lost: 1" in heading
     found = [line.split()[0] for line in lines[1:6]]
     assert found == ["settled", "lost", "late", "quarantined", "taken"]
     assert "0" * 26 in lines[-1]
@@ -146,6 +157,31 @@ def test_one_run_is_shown_whole(call: Call, data_dir: Path, name: str) -> None:
     asked = call("show", name, "--data-dir", data_dir, "-o", "json").json
     assert asked["drift"] == {"late": 1, "lost": 1}
     assert asked["examples"][0]["grp"] == "orders\x1b[31m"
+
+
+def test_targets_that_end_in_an_open_transaction_are_named() -> None:
+    read = TopicRead("t", (0,), (0,), (5,))
+    held = ("payments-0", *(f"mails-{n}" for n in range(9)))
+    for some, words in (
+        (
+            held[:1],
+            "1 partition of a target ends in an open transaction, of another producer or a ",
+        ),
+        (held[:2], "2 partitions end in an open transaction"),
+        (held, "(payments-0, mails-0, mails-1, mails-2, mails-3, …)"),
+    ):
+        cut = Cut(read, read, read, (), (5,), (5,), held=some)
+        assert words in drift_in_words(msgspec.structs.replace(CLEAN, cut=cut))
+    assert "open" not in drift_in_words(CLEAN)
+
+
+def test_the_table_in_the_guide_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "audit.md").read_text()
+    table = next(block for block in guide.split("```\n") if block.startswith("WHAT "))
+    counts = {line.split()[0]: int(line.split()[1]) for line in table.splitlines()[1:]}
+    drift = {"late": counts.pop("late")}
+    show_run(msgspec.structs.replace(CLEAN, states=counts, drift=drift), "table")
+    assert capsys.readouterr().out == table
 
 
 def test_what_is_not_there(call: Call, tmp_path: Path, data_dir: Path) -> None:
@@ -166,8 +202,120 @@ def test_a_run_in_words() -> None:
     assert drift_in_words(CLEAN).endswith("10 transactions in 1m01s, 1 pending. No drift.")
     said = drift_in_words(DRIFTED)
     assert said.endswith("Drift! Committed, not visible: lost: 1, Committed, not visible: late: 1.")
-    assert "Retention took 7 records" in said
+    assert "Retention took up to 7 records" in said
     assert "3 records do not read" in said
+
+
+# --- a run that is only played ---------------------------------------------------------------
+
+
+class Played:
+    """Runs without Spark and Kafka; what they find is entered in the journal as ever.
+
+    Attributes:
+        finds: what the next run finds.
+        fails: what the proxies' topic answers, if it does not take what it is told.
+        steps: what was done, in order.
+    """
+
+    def __init__(self, call: Call, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.finds, self.steps = CLEAN, list[str]()
+        self.fails: Exception | None = None
+        self.report_fails: Exception | None = None
+        self._call, self._data_dir = call, data_dir
+        monkeypatch.setattr(audit_run, "started", self._started)
+        monkeypatch.setattr("txbroker.spark.run.run_audit", self._run)
+        monkeypatch.setattr("txbroker.spark.publish.publish", self._publish)
+        monkeypatch.setattr("txbroker.cli.audit_run._report", self._report)
+
+    def audit(self, *options: object) -> Result:
+        self.steps.clear()
+        return self._call("run", "--data-dir", self._data_dir, *options)
+
+    @contextmanager
+    def _started(self, _: object) -> Iterator[tuple[None, SimpleNamespace]]:
+        self.steps.append("spark")
+        yield None, SimpleNamespace(stage=lambda _: None)
+
+    def _run(self, *_: object) -> RunSummary:
+        Journal(self._data_dir / JOURNAL_FILE).add(self.finds)
+        return self.finds
+
+    async def _publish(
+        self, _: object, news: RunSummary, untold: Sequence[RunSummary] = ()
+    ) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.steps.append(" ".join(["told", *(run.run for run in (*untold, news))]))
+
+    def _report(self, *_: object) -> None:
+        self.steps.append("report")
+        if self.report_fails is not None:
+            raise self.report_fails
+
+
+@pytest.fixture
+def played(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(call, tmp_path, monkeypatch)
+
+
+NEXT = msgspec.structs.replace(CLEAN, run="20260101T020000Z", mode="incremental")
+
+
+@pytest.mark.parametrize("error", [ConfigurationError("a disk is full"), ValueError("of ours")])
+def test_what_was_found_is_told_though_the_report_fails(
+    played: Played, tmp_path: Path, error: Exception
+) -> None:
+    played.finds, played.report_fails = DRIFTED, error
+    result = played.audit("--report", tmp_path / "r.html")
+    assert played.steps == ["spark", f"told {DRIFTED.run}", "report"]
+    assert result.code == 4
+    assert str(error) in result.err
+    assert "Drift! " in result.err
+    assert "lost" in result.out
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(
+    played: Played, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    result = played.audit("--report", tmp_path / "file" / "r.html")
+    assert (result.code, result.out, played.steps) == (1, "", [])
+    assert "r.html cannot be written: " in result.err
+    assert played.audit("--report", tmp_path / "new" / "r.html").code == 0
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) -> None:
+    played.finds, played.fails = DRIFTED, KafkaUnavailable("no leader")
+    first = played.audit()
+    assert first.code == 4
+    assert "The proxies were not told; the next run tells them: no leader" in first.err
+    played.finds, played.fails = NEXT, None
+    second = played.audit()
+    assert played.steps == ["spark", f"told {DRIFTED.run} {NEXT.run}"]
+    assert second.code == 4  # the first may have died before it could end with it
+    assert f"The proxies were not told of run {DRIFTED.run} (incremental): Drift! " in second.err
+    third = played.audit()
+    assert (third.code, played.steps) == (0, ["spark", f"told {NEXT.run}"])
+
+
+def test_a_run_that_finds_nothing_fails_as_ever(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> RunSummary:
+        raise ConfigurationError("no right to topic x")
+
+    monkeypatch.setattr("txbroker.spark.run.run_audit", refuse)
+    result = played.audit()
+    assert (result.code, result.out, result.err) == (1, "", "Error: no right to topic x\n")
+    assert played.steps == ["spark"]
+
+
+def test_a_full_run_says_that_retention_had_been_there_before_it() -> None:
+    says = " Retention had taken the beginning of 1 of 4 topics; what was there was not judged."
+    assert says in drift_in_words(summary(0))
+    assert says not in drift_in_words(summary(0, mode="incremental"))
 
 
 @pytest.mark.parametrize("module", ["pyspark", "pandas", "pyarrow", "google.protobuf"])

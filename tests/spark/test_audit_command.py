@@ -14,7 +14,7 @@ from planted_cases import plant_all
 from planting import Planting
 from topic_reader import read_topics
 
-from txbroker.core.audit import decode_news
+from txbroker.core.audit import BATCH_KEY, BATCH_TICK_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 
@@ -39,10 +39,12 @@ def test_a_run_tells_everybody_what_it_found(planted: Planting, tmp_path: Path) 
     assert len(ended.err.splitlines()) == 2  # and where the report is
     assert report.read_text().startswith("<!doctype html>")
     assert Journal(tmp_path / JOURNAL_FILE).last() == summary
+    assert Journal(tmp_path / JOURNAL_FILE).untold() == []
     assert not list(tmp_path.glob("txbroker-spark-*"))
     assert not (tmp_path / "artifacts").exists()  # Spark's own
-    (told,) = read_topics(planted.bootstrap, [planted.names.audit])
-    news = decode_news(told.value or b"")
+    told = read_topics(planted.bootstrap, [planted.names.audit])
+    assert [record.key for record in told] == [BATCH_TICK_KEY.encode(), BATCH_KEY.encode()]
+    news = decode_news(told[1].value or b"")
     assert (news.run, news.transactions) == (summary.run, summary.transactions)
     assert {kind: count for kind, count in news.drift.items() if count} == summary.drift
 

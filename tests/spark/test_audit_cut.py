@@ -7,6 +7,7 @@ import time
 import uuid
 from pathlib import Path
 
+import msgspec
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -16,15 +17,17 @@ from txbroker.config import load_settings
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.settings import KafkaSettings
-from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, read_on, to_end
+from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, held, read_on, to_end
 from txbroker.spark.errors import AuditError
-from txbroker.spark.schema import TopicRead
+from txbroker.spark.schema import Names, TopicRead
+
+NAMES = Names("no.half", "no.op", "no.parked", "no.audit", "no.audit.drift")
 
 
-def access_to(bootstrap: str) -> KafkaAccess:
+def access_to(bootstrap: str, write_timeout_s: float = 0.3) -> KafkaAccess:
     """Return an access that gives up soon."""
     settings = KafkaSettings(
-        bootstrap_servers=(bootstrap,), instance_id="audit", write_timeout_s=0.3
+        bootstrap_servers=(bootstrap,), instance_id="audit", write_timeout_s=write_timeout_s
     )
     return KafkaAccess(settings)
 
@@ -42,6 +45,18 @@ def produce(kafka: EmbeddedKafka, topic: str, *partitions: int) -> None:
     for partition in partitions:
         producer.produce(topic, b"v", partition=partition)
     assert producer.flush(30) == 0
+
+
+def test_only_what_stays_open_at_one_place_is_held() -> None:
+    at_cut = TopicEnds("t", (0, 0, 0), (5, 5, 5), open=(0, 1))
+    read = read_on(at_cut, None)
+    assert read.open == (0, 1)
+    assert to_end(read, TopicEnds("t", (0, 0, 0), (9, 9, 9))).open == (0, 1)
+    # One has gone on to another transaction, one has come to it since.
+    later = TopicEnds("t", (0, 0, 0), (5, 7, 5), open=(0, 1, 2))
+    assert held([read], {"t": later}) == ("t-0",)
+    assert held([read], {"t": TopicEnds("t", (0, 0, 0), (9, 9, 9))}) == ()
+    assert held([read], {}) == ()
 
 
 def test_ends_are_asked_for_by_partition(kafka: EmbeddedKafka) -> None:
@@ -67,7 +82,10 @@ def test_an_end_is_where_the_last_transaction_ended(kafka: EmbeddedKafka) -> Non
     producer.begin_transaction()
     producer.produce(topic, b"v", partition=0)
     producer.flush(30)
-    assert access.ends([topic])[topic].ends == (0,)
+    found = access.ends([topic])[topic]
+    assert (found.ends, found.open) == ((0,), (0,))
+    read = read_on(found, None)
+    assert held([read], {topic: found}) == (f"{topic}-0",)
     producer.commit_transaction(30)
     # Acknowledged is not yet visible.
     deadline = time.monotonic() + 30
@@ -87,7 +105,47 @@ def test_what_retention_took_is_counted(kafka: EmbeddedKafka) -> None:
     admin.delete_records([place])[place].result(30)
     now = access.ends([topic])[topic]
     assert read_on(now, first) == TopicRead(topic, (4, 0), (4, 1), (5, 1), taken=1)
-    assert read_on(now, None) == TopicRead(topic, (4, 0), (4, 0), (5, 1), taken=4)
+    # Of what was taken before the first run nobody knows what it was, nor whose.
+    assert read_on(now, None) == TopicRead(topic, (4, 0), (4, 0), (5, 1), taken=0)
+    assert read_on(now, None, first) == TopicRead(topic, (4, 0), (4, 0), (5, 1), taken=1)
+
+
+def test_what_was_taken_is_counted_from_the_last_run_on() -> None:
+    last = TopicRead("t", (0, 0, 0), (0, 0, 0), (9, 3, 5))
+    now = TopicEnds("t", (10, 2), (12, 9))
+    assert read_on(now, None, last) == TopicRead("t", (10, 2), (10, 2), (12, 9), taken=1)
+    old = TopicEnds("t", (5_000_000_000,), (5_000_000_007,))
+    assert read_on(old, None).taken == read_on(old, gone("t")).taken == 0
+
+
+def test_the_time_is_told_by_the_broker(
+    kafka: EmbeddedKafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = new_topic(kafka, 1, message_timestamp_type="LogAppendTime")
+    access = access_to(kafka.bootstrap, write_timeout_s=30.0)
+    before_ms = round(time.time() * 1000)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)
+    names = msgspec.structs.replace(NAMES, op=topic, audit=topic)
+    first, second = access.now_ms(names), access.now_ms(names)
+    monkeypatch.undo()
+    assert before_ms <= first <= second <= round(time.time() * 1000)
+
+
+def test_a_topic_that_does_not_tell_the_time(kafka: EmbeddedKafka) -> None:
+    access = access_to(kafka.bootstrap, write_timeout_s=30.0)
+    topic = new_topic(kafka, 1)
+    written = msgspec.structs.replace(NAMES, op=topic, audit=topic)
+    with pytest.raises(ConfigurationError, match=r"must have message\.timestamp\.type=LogAppend"):
+        access.now_ms(written)
+    missing = msgspec.structs.replace(NAMES, op=topic)
+    with pytest.raises(ConfigurationError, match=r"no\.audit does not exist: make it with"):
+        access.now_ms(missing)
+    # With a wrong prefix no topic is to be made.
+    with pytest.raises(AuditError, match=r"no topic no\.op: is this the right Kafka"):
+        access.now_ms(NAMES)
+    with pytest.raises(AuditError, match="Kafka cannot be asked"):
+        access_to("127.0.0.1:1").now_ms(NAMES)
 
 
 def test_a_new_partition_is_read_from_its_start() -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from txbroker.core.codec import (
+    DEFAULT_PREFIX,
     Malformed,
     NewerVersion,
     decode_half,
@@ -20,6 +21,7 @@ from txbroker.core.codec import (
     encode_half,
     encode_kept,
     encode_marker,
+    installation_headers,
     is_content,
     kept_tombstones,
     promoted_headers,
@@ -354,7 +356,10 @@ def test_parked_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -
         assert row["cause"] == (None if facts is None or not facts.cause else facts.cause.code)
 
 
-def test_a_promoted_record_has_the_hashes_of_its_half_message(spark: SparkSession) -> None:
+@pytest.mark.parametrize("prefix", [DEFAULT_PREFIX, "shop"])
+def test_a_promoted_record_has_the_hashes_of_its_half_message(
+    spark: SparkSession, prefix: str
+) -> None:
     from txbroker.spark.facts import half_facts, visible_facts
 
     rng = random.Random(5)
@@ -365,12 +370,14 @@ def test_a_promoted_record_has_the_hashes_of_its_half_message(spark: SparkSessio
         for number, (message, record) in enumerate(
             zip(half.messages, encode_half(half), strict=True)
         ):
-            headers = promoted_headers(half.id, number, count, message)
+            headers = promoted_headers(
+                half.id, number, count, message, installation_headers(prefix)
+            )
             halves.append(record)
             promoted.append(Record(message.key, message.value, headers))
             told.append((half.id, number, count))
     before = rows_of(half_facts(frame(spark, halves)))
-    after = rows_of(visible_facts(frame(spark, promoted, "orders")))
+    after = rows_of(visible_facts(frame(spark, promoted, "orders"), prefix))
     assert before.keys() == after.keys()
     for offset, (id, number, count) in enumerate(told):
         row, was = after[offset], before[offset]
@@ -390,6 +397,63 @@ def test_a_promoted_record_has_the_hashes_of_its_half_message(spark: SparkSessio
             assert as_read == (number, count, was["headers"])
 
 
+def test_a_copy_holds_what_its_half_message_holds(spark: SparkSession) -> None:
+    from txbroker.spark.facts import half_facts, parked_facts
+
+    rng = random.Random(6)
+    halves, copies = [], []
+    for state in (State.PENDING, State.PARKED, State.REFUSED) * 40:
+        half = some_half(rng)
+        halves += encode_half(half)
+        copies += encode_kept(Kept(half, 7, AT_MS, state, None, 5))
+    before = rows_of(half_facts(frame(spark, halves)))
+    dropped = kept_tombstones(make_id(PARTITION, AT_MS, 1), 1)
+    after = rows_of(parked_facts(frame(spark, [*copies, *dropped])))
+    held = (
+        *("id", "grp", "seq", "count", "topic", "target_partition"),
+        *("body", "headers", "timestamp_ms"),
+    )
+    for offset, was in before.items():
+        assert [after[offset][name] for name in held] == [was[name] for name in held]
+    tombstone = after[len(copies)]
+    assert tombstone["tombstone"]
+    assert [tombstone[name] for name in held if name not in ("id", "seq")] == [None] * 7
+
+
+def test_each_installation_takes_what_it_promoted_itself(spark: SparkSession) -> None:
+    from txbroker.spark.facts import visible_facts
+
+    prefixes = (DEFAULT_PREFIX, "shop", "shop2", "Shop", "a" * 200)
+    # A user's own headers may say anything, and a consumer may forward those that it was given.
+    message = Message("t", b"k", b"v", (*installation_headers("shop"), ("txb-id", b"theirs")))
+    ids = [make_id(PARTITION, AT_MS, number) for number in range(2 * len(prefixes))]
+    records = [
+        Record(b"k", b"v", promoted_headers(id, 0, count, message, installation_headers(prefix)))
+        for count in (1, 2)
+        for prefix, id in zip(prefixes, ids[(count - 1) * len(prefixes) :], strict=False)
+    ]
+    records += [
+        Record(b"k", b"v", headers)
+        for headers in (
+            installation_headers("shop"),
+            (*installation_headers("shop"), ("a", b"b"), ("txb-id", ids[0].encode())),
+            (*installation_headers("shop"), *installation_headers("shop2")),
+            (("txb-installation", None), ("txb-id", ids[0].encode())),
+            (("txb-installation", b""), ("txb-id", ids[0].encode())),
+            # Nobody has written that one.
+            (("txb-installation", b"txbroker"), ("txb-id", ids[0].encode())),
+        )
+    ]
+    read = frame(spark, records)
+    for place, prefix in enumerate(prefixes):
+        rows = rows_of(visible_facts(read, prefix))
+        assert {row["id"]: (row["count"], row["why"]) for row in rows.values()} == {
+            ids[place]: (1, None),
+            ids[place + len(prefixes)]: (2, None),
+        }
+        assert len({row["headers"] for row in rows.values()}) == 1
+
+
 def test_only_records_whose_first_header_is_ours_are_visible_ones(spark: SparkSession) -> None:
     from txbroker.spark.facts import visible_facts
 
@@ -402,7 +466,7 @@ def test_only_records_whose_first_header_is_ours_are_visible_ones(spark: SparkSe
         Record(b"k", b"v", (("txb-id", b"no id"),)),
         Record(b"k", b"v", (("txb-id", None),)),
     ]
-    rows = rows_of(visible_facts(frame(spark, records)))
+    rows = rows_of(visible_facts(frame(spark, records), DEFAULT_PREFIX))
     assert {offset: row["why"] is None for offset, row in rows.items()} == {
         2: True,
         3: False,
@@ -425,7 +489,7 @@ def test_hashes_tell_null_from_empty_and_where_headers_end(spark: SparkSession) 
               (b"", b"ab"), (b"a", None), (None, b"a")]  # fmt: skip
     records = [Record(None, None, (id, *each)) for each in lists]
     records += [Record(key, value, (id,)) for key, value in bodies]
-    rows = rows_of(visible_facts(frame(spark, records)))
+    rows = rows_of(visible_facts(frame(spark, records), DEFAULT_PREFIX))
     assert len({rows[n]["headers"] for n in range(len(lists))}) == len(lists)
     assert len({rows[len(lists) + n]["body"] for n in range(len(bodies))}) == len(bodies)
 

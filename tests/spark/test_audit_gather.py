@@ -203,6 +203,35 @@ def test_the_plain_never_come_to_python(spark: SparkSession) -> None:
     assert [row["plain"] for row in gathered.collect()] == [True] * 4
 
 
+def test_no_task_carries_all_where_everything_is_one_group_topic_and_key(
+    spark: SparkSession,
+) -> None:
+    from pyspark.sql import functions as F
+
+    from txbroker.spark.gather import _gathered
+
+    count, tasks = 2000, 8
+    hot = [ordered(n, n, 10 * n) for n in range(1, count + 1)]
+    conf = {
+        "spark.sql.shuffle.partitions": str(tasks),
+        # Spark would join small parts to one task.
+        "spark.sql.adaptive.coalescePartitions.enabled": "false",
+    }
+    was = {name: spark.conf.get(name) for name in conf}
+    for name, value in conf.items():
+        spark.conf.set(name, value)
+    try:
+        gathered = _gathered(tables(spark, hot))
+        rows = gathered.groupBy(F.spark_partition_id().alias("task")).count().collect()
+    finally:
+        for name, value in was.items():
+            spark.conf.set(name, value or "")
+    shares = [row["count"] for row in rows]
+    assert (sum(shares), len(shares)) == (count, tasks)
+    assert max(shares) < 2 * count / tasks
+    assert {row["verdict"] for row in judged_by_spark(spark, hot).values()} == {"settled"}
+
+
 # --- order -----------------------------------------------------------------------------------
 
 
@@ -297,7 +326,8 @@ def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
     assert horizon.half_begin_ms == {PARTITION: START_MS}
     assert horizon.op_begin_ms == {PARTITION: START_MS + 100}
     assert horizon.taken_ms == {
-        ("t", 0): START_MS + 5000,
+        # Another half partition's may have been promoted an hour sooner after their decision.
+        ("t", 0): START_MS + 5000 + 3_600_000,
         ("t", 1): ALWAYS,
         ("newest", -1): ALWAYS,
         ("deleted", -1): ALWAYS,
@@ -308,6 +338,48 @@ def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
         )
     )
     assert whole == Horizon()
+
+
+def test_order_is_judged_where_the_parked_topic_tells_of_refusals(spark: SparkSession) -> None:
+    facts = [ordered(1, 1, 20), ordered(2, 2, 10)]
+    decided_ms = facts[0].op[0].at_ms
+    for since_ms, findings in ((decided_ms, ["out_of_order"]), (decided_ms + 1, [])):
+        horizon = Horizon(parked_from_ms={PARTITION: since_ms, PARTITION + 1: ALWAYS})
+        assert judged_by_spark(spark, facts, horizon)[id_of(1)]["findings"] == findings
+
+
+def test_the_parked_topic_tells_from_its_first_dropped_copy_on_that_is_still_there(
+    spark: SparkSession,
+) -> None:
+    from txbroker.spark.gather import horizon_of
+
+    day_ms = 86_400_000
+    now_ms = START_MS + 3 * day_ms
+    half = half_rows()
+
+    def since_ms(ends: tuple[int, ...], *parked: ParkedRow) -> dict[int, int]:
+        starts = (0,) * len(ends)
+        cut = Cut(
+            TopicRead("half", starts, starts, starts),
+            TopicRead("op", starts, starts, starts),
+            TopicRead("parked", starts, starts, ends),
+            (),
+            starts,
+            starts,
+            op_clock_ms=(0, now_ms),
+        )
+        staged = tables(spark, [TransactionFacts(id_of(1), half, parked=parked)])
+        return dict(horizon_of(staged._replace(cut=cut)).parked_from_ms)
+
+    copy = parked_row("refused", 4, START_MS)
+    dropped = parked_row(None, 5, START_MS + 700)
+    assert since_ms((0,) * (PARTITION + 1)) == {}
+    written = (0,) * PARTITION + (6,)
+    for rows in ((), (copy,), (dropped,), (dropped._replace(offset=3), copy)):
+        assert since_ms(written, *rows) == {PARTITION: now_ms - day_ms}
+    assert since_ms(written, copy, dropped) == {PARTITION: START_MS + 700}
+    young = dropped._replace(at_ms=now_ms)
+    assert since_ms(written, copy, young) == {PARTITION: now_ms - day_ms}
 
 
 @pytest.mark.parametrize("until_ms", [ALWAYS, -1])

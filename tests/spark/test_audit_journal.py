@@ -93,6 +93,31 @@ def test_an_example_that_is_named_twice_stands_once(journal: Journal) -> None:
     assert rows(journal, "select count(*) from examples") == [(1,)]
 
 
+def test_drift_that_nobody_was_told_is_known_until_it_is(journal: Journal) -> None:
+    assert journal.untold() == []
+    journal.told("run-000009")  # nothing is there
+    for run in (drifted(2), drifted(0), summary(1), drifted(3, mode="stream", cut=None)):
+        journal.add(run)
+    assert journal.untold() == [drifted(0), drifted(2)]
+    journal.told("run-000001")
+    assert journal.untold() == [drifted(2)]
+    journal.told("run-000002")
+    assert journal.untold() == []
+    assert len(journal.runs()) == 4
+
+
+def test_runs_of_an_earlier_txbroker_count_as_told(journal: Journal) -> None:
+    journal.add(drifted(1))
+    connection = sqlite3.connect(journal.path)
+    with connection:
+        connection.execute("drop table untold")  # which was not there yet
+    connection.close()
+    assert journal.untold() == []
+    journal.told("run-000001")
+    journal.add(drifted(2))
+    assert journal.untold() == [drifted(2)]
+
+
 def test_a_run_whose_entry_breaks_off_does_not_count(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from audit_facts import (
     NOW_MS,
     TERMS,
     check_row,
+    copy_rows,
     facts_from,
     half_rows,
     op_row,
@@ -101,15 +102,15 @@ def test_kinds_are_those_of_the_schema_in_its_order() -> None:
 def test_it_runs_where_nothing_of_ours_is_installed() -> None:
     from pyspark import cloudpickle
 
-    from txbroker.spark import rows
+    from txbroker.spark import life, rows
 
-    for module in (judge_module, rows):
+    for module in (judge_module, life, rows):
         cloudpickle.register_pickle_by_value(module)
     try:
         facts = TransactionFacts(ID, HALF, [COMMIT], visible_rows(HALF))
         shipped = cloudpickle.dumps((judge, facts, TERMS))
     finally:
-        for module in (judge_module, rows):
+        for module in (judge_module, life, rows):
             cloudpickle.unregister_pickle_by_value(module)
     script = (
         "import sys, pickle\n"
@@ -136,8 +137,8 @@ def test_states_without_findings() -> None:
         "pending": judged(),
         "settled": judged(op=[COMMIT], visible=visible_rows(HALF)),
         "committed": judged(op=[COMMIT], now_ms=young_ms),
-        "parked": judged(op=[*tries, park]),
-        "refused": judged(op=[COMMIT], parked=[parked_row("refused")]),
+        "parked": judged(op=[*tries, park], parked=copy_rows(HALF, "parked")),
+        "refused": judged(op=[COMMIT], parked=copy_rows(HALF, "refused")),
         "void": judged(void),
         "gone": judged([], parked=[parked_row(None)]),
     }
@@ -156,7 +157,7 @@ def test_states_without_findings() -> None:
 def test_one_that_was_refused_and_then_taken_is_promoted() -> None:
     parked = [parked_row("refused"), parked_row(None, 1)]
     verdict = judged(op=[COMMIT], visible=visible_rows(HALF), parked=parked)
-    assert (verdict.verdict, verdict.state, verdict.final) == ("settled", "promoted", True)
+    assert (verdict.verdict, verdict.state, verdict.carry) == ("settled", "promoted", False)
 
 
 def test_a_retry_seen_only_in_the_parked_topic_is_not_lost() -> None:
@@ -169,7 +170,7 @@ def test_a_retry_seen_only_in_the_parked_topic_is_not_lost() -> None:
 def test_a_void_half_message_may_still_be_followed_by_one_that_counts() -> None:
     void = half_rows(void="dedup")
     assert judged(void, now_ms=START_MS + WINDOW_MS).carry
-    assert judged(void, now_ms=START_MS + WINDOW_MS + 1).final
+    assert not judged(void, now_ms=START_MS + WINDOW_MS + 1).carry
     later = half_rows(offset=9)
     verdict = judged(void + later, [COMMIT], visible_rows(later))
     assert (verdict.verdict, verdict.half_offset) == ("settled", 9)
@@ -276,23 +277,94 @@ def test_messages_that_came_with_the_commit_are_what_must_be_visible() -> None:
     assert judged(op=[half_told]).state == "pending"
 
 
-def test_contrary_markers_and_those_that_are_not() -> None:
+def test_a_contrary_marker_that_changed_nothing_is_told_and_no_drift() -> None:
     visible = visible_rows(HALF)
-
-    def findings(*more: OpRow) -> tuple[str, ...]:
-        return judged(op=[COMMIT, *more], visible=visible).findings
-
-    assert findings(op_row("rollback", 1)) == ("contrary_markers",)
-    assert findings(op_row("rollback", 1, grp="stranger")) == ()
-    assert findings(op_row("commit", 1)) == ()
     same = Content(0, "t", 5, HALF[0].body, HALF[0].headers, None)
-    assert findings(op_row("commit", 1, contents=[same], contents_count=1)) == ()
     other = same._replace(body=1)
-    assert findings(op_row("commit", 1, contents=[other], contents_count=1)) == (
-        "contrary_markers",
-    )
+
+    def why(*more: OpRow) -> str | None:
+        found = judged(op=[COMMIT, *more], visible=visible)
+        assert (found.verdict, found.findings) == ("settled", ())
+        return found.why
+
+    assert "rollback at 1" in (why(op_row("rollback", 1)) or "")
+    assert why(op_row("rollback", 1, grp="stranger")) is None
+    assert why(op_row("commit", 1)) is None
+    assert why(op_row("commit", 1, contents=[same], contents_count=1)) is None
+    assert "other messages" in (why(op_row("commit", 1, contents=[other], contents_count=1)) or "")
     first = judged(op=[op_row("rollback", 1), op_row("commit", 2)])
-    assert (first.decision, first.findings) == ("rollback", ("contrary_markers",))
+    assert (first.decision, first.verdict) == ("rollback", "settled")
+    assert "commit at 2" in (first.why or "")
+    young = judged(op=[COMMIT, op_row("rollback", 1)], now_ms=DECIDED_MS + 60_000)
+    assert (young.verdict, young.findings) == ("committed", ())
+    void = judged(half_rows(void="expired"), [COMMIT, op_row("rollback", 1)])
+    assert (void.verdict, void.why) == ("void", None)
+
+
+def test_what_follows_another_than_the_first_decision_is_drift() -> None:
+    visible = visible_rows(HALF)
+    back = [op_row("rollback"), op_row("commit", 1)]
+    assert judged(op=back, visible=visible).findings == ("rolled_back_visible", "contrary_markers")
+    unseen = judged(op=[COMMIT, op_row("rollback", 1)])
+    assert unseen.findings == ("lost", "contrary_markers")
+    other = Content(0, "t", 0, 1, HALF[0].headers, None)
+    two = [COMMIT, op_row("commit", 1, contents=[other], contents_count=1)]
+    second = [visible[0]._replace(body=1)]
+    assert judged(op=two, visible=second).findings == ("body_changed", "contrary_markers")
+    neither = [visible[0]._replace(body=2)]
+    assert judged(op=two, visible=neither).findings == ("body_changed",)
+
+
+# --- what is kept ----------------------------------------------------------------------------
+
+TRIES = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3)]
+PARK = op_row("park", 4, TRIES[-1].at_ms + 5000)
+
+
+def test_what_is_parked_has_a_whole_copy_once_that_could_be_written() -> None:
+    half = half_rows(["t", "u"])
+    copy = copy_rows(half, "parked")
+    op = [*TRIES, PARK]
+    missing = judged(half, op)
+    assert (missing.state, missing.findings) == ("parked", ("not_kept",))
+    assert judged(half, op, now_ms=PARK.at_ms + 60_000).findings == ()
+    assert judged(half, [*TRIES, PARK._replace(early=False)]).findings == ()
+    assert judged(half, op, parked=copy).findings == ()
+    torn = judged(half, op, parked=copy[:1])
+    assert torn.findings == ("not_kept",)
+    assert "message 1 of 2" in (torn.why or "")
+    for field in ("body", "headers", "count"):
+        changed = [copy[0], copy[1]._replace(**{field: 9})]
+        assert judged(half, op, parked=changed).findings == ("not_kept",)
+    dropped = [*copy, parked_row(None, 9)]
+    assert judged(half, op, parked=dropped).findings == ("not_kept",)
+    # An earlier version has read it: it is there, and nobody knows what it holds.
+    assert judged(op=op, parked=[parked_row("parked")]).findings == ()
+
+
+def test_what_is_refused_is_kept_whole_and_nothing_of_it_is_visible() -> None:
+    half = half_rows(["t", "u"])
+    copy, shown = copy_rows(half, "refused"), visible_rows(half)
+    assert judged(half, [COMMIT], parked=copy).findings == ()
+    torn = judged(half, [COMMIT], parked=copy[:1])
+    assert (torn.state, torn.findings, torn.carry) == ("refused", ("not_kept",), True)
+    partly = judged(half, [COMMIT], shown[:1], copy)
+    assert (partly.state, partly.findings) == ("refused", ("refused_visible",))
+    assert judged(half, [COMMIT], shown, copy).verdict == "settled"
+    fresh = [shown[0]._replace(append_time=True, at_ms=NOW_MS - 60_000)]
+    assert judged(half, [COMMIT], fresh, copy).verdict == "refused"
+    old = [fresh[0]._replace(at_ms=NOW_MS - 60_001)]
+    assert judged(half, [COMMIT], old, copy).verdict == "refused_visible"
+
+
+def test_a_copy_may_hold_what_came_with_the_commit() -> None:
+    contents = [Content(0, "t", 0, 55, 66, None)]
+    commit = COMMIT._replace(contents=contents, contents_count=1)
+    copy = copy_rows(HALF, "refused")
+    assert judged(op=[commit], parked=copy).verdict == "refused"
+    replaced = [copy[0]._replace(body=55, headers=66)]
+    assert judged(op=[commit], parked=replaced).verdict == "refused"
+    assert judged(op=[COMMIT], parked=replaced).verdict == "not_kept"
 
 
 def test_more_attempts_than_allowed() -> None:
@@ -380,6 +452,62 @@ def test_a_copy_in_the_parked_topic_stands_for_what_retention_took() -> None:
     assert (found.state, found.carry) == ("rolled_back", False)
     found = judged([], [COMMIT], parked=[parked_row("parked")], horizon=taken)
     assert (found.verdict, found.carry) == ("committed", True)
+
+
+TAKEN = Horizon({PARTITION: 5}, {PARTITION: START_MS})
+
+
+def test_what_is_left_of_a_copy_is_judged_where_retention_took_the_half_message() -> None:
+    half = half_rows(["t", "u"])
+    copy, shown = copy_rows(half, "pending"), visible_rows(half)
+
+    def found(op: list[OpRow], visible: list[VisibleRow], parked: list[ParkedRow]) -> Judged:
+        return judged([], op, visible, parked, horizon=TAKEN)
+
+    lost = found([COMMIT], [], copy)
+    assert (lost.state, lost.findings, lost.carry) == ("committed", ("lost",), True)
+    assert (lost.grp, lost.messages, lost.topics) == ("g", 2, ("t", "u"))
+    assert found([COMMIT], shown[:1], copy).findings == ("lost",)
+    assert found([COMMIT], shown, copy).verdict == "settled"
+    changed = [shown[0]._replace(body=9), shown[1]]
+    assert found([COMMIT], changed, copy).findings == ("body_changed",)
+    assert found([op_row("commit", grp="stranger")], [], copy).verdict == "pending"
+    assert found([], shown, copy).findings == ("visible_without_commit",)
+    refused = copy_rows(half, "refused")
+    assert found([], shown, refused).verdict == "settled"
+    assert found([], shown[:1], refused).findings == ("refused_visible",)
+    assert found([COMMIT], [], refused).verdict == "refused"
+    # The tombstones were written, and the messages were not.
+    dropped = [parked_row(None, 8), parked_row(None, 9)._replace(seq=1)]
+    assert found([COMMIT], [], [*copy, *dropped]).findings == ("lost",)
+    assert found([COMMIT], shown, [*copy, *dropped]).verdict == "settled"
+    assert found([COMMIT], [], dropped).verdict == "gone"
+
+
+def test_a_copy_whose_markers_retention_took_says_nothing() -> None:
+    copy = copy_rows(HALF, "pending")
+    horizon = TAKEN._replace(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
+    found = judged([], [], visible_rows(HALF), copy, horizon=horizon)
+    assert (found.verdict, found.carry) == ("gone", False)
+
+
+def test_what_may_be_hidden_behind_an_open_transaction_is_late_at_most() -> None:
+    hours_later_ms = DECIDED_MS + 10_000_000
+    both = Horizon(hidden=frozenset({("t", 0), ("u", 0)}))
+    one = Horizon(hidden=frozenset({("t", 0)}))
+    two = half_rows(("t", "u"))
+
+    def found(horizon: Horizon, visible: list[VisibleRow] | None = None) -> Judged:
+        return judged(two, [COMMIT], visible, now_ms=hours_later_ms, horizon=horizon)
+
+    late = found(both)
+    assert (late.state, late.findings, late.carry) == ("committed", ("late",), True)
+    assert "which ends in an open transaction" in (late.why or "")
+    # One of them could have been read, had it been there.
+    assert found(one).findings == ("lost",)
+    shown = visible_rows(two)
+    assert found(one, shown[1:]).findings == ("late",)
+    assert found(both, shown).findings == ()
 
 
 def test_a_target_that_may_have_lost_it_proves_nothing() -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 from subprocess import run
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from audit_summaries import STARTED_MS, drifted, summary
 from kafka_world import KafkaWorld
 from service_world import Desk, Service, until
 
-from txbroker.core.audit import decode_news
+from txbroker.cli.audit_run import _tell_until_it_ends
+from txbroker.core.audit import decode_news, encode_news
 from txbroker.errors import ConfigurationError
 from txbroker.spark.publish import key_of, news_of, publish
-from txbroker.spark.schema import KIND_NAMES
+from txbroker.spark.schema import KIND_NAMES, RunSummary
+from txbroker.spark.stream import AuditStream
+from txbroker.spark.stream_home import Home
+from txbroker.spark.stream_sink import Progress, Sink
 
 
 @pytest.fixture
@@ -37,6 +42,50 @@ def test_every_kind_is_told_also_those_that_were_not_found() -> None:
     assert (told.taken, told.quarantined, told.carried) == (7, 1, 27)
 
 
+def test_what_was_not_told_before_is_told_with_what_is_found_now() -> None:
+    untold = [
+        drifted(1, drift={"visible_twice": 3, "late": 4, "row_without_message": 1}),
+        drifted(2, drift={"visible_twice": 2, "lost": 5}),
+    ]
+    now = summary(3, drift={"visible_twice": 1, "late": 1})
+    told = news_of(now, untold)
+    # Who is late or lost is so in the later run, too, if nothing has mended it.
+    assert {kind: count for kind, count in told.drift.items() if count} == {
+        "visible_twice": 3,
+        "late": 1,
+        "row_without_message": 1,
+    }
+    assert told.run == now.run
+
+
+def test_what_a_stream_did_not_judge_is_told() -> None:
+    # Neither needs Spark to be there.
+    stream = AuditStream.__new__(AuditStream)
+    stream._sink = cast(Sink, SimpleNamespace(progress=Progress(strangers=3)))
+    stream._home = Home(name="n", installation="half", started_ms=5, buckets=1, slot_ms=1)
+    stream._judged_ms = 0
+    told = decode_news(encode_news(news_of(stream.summary())))
+    assert told.strangers == 3
+    assert news_of(summary()).strangers == 0
+
+
+def test_what_a_stream_did_not_judge_is_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    class Watched:
+        looks = 0
+
+        def wait(self, timeout_s: float) -> bool:
+            self.looks += 1
+            return self.looks > 4
+
+        def summary(self) -> RunSummary:
+            return summary(mode="stream", strangers=(self.looks - 1) // 2 * 7)
+
+    _tell_until_it_ends(cast(AuditStream, Watched()))
+    told = capsys.readouterr().err
+    assert told.startswith("7 records came when the stream had forgotten their transactions: not ")
+    assert told.count("records came") == 1
+
+
 def test_a_record_stays_small_whatever_a_run_saw() -> None:
     many = {f"topic-{number:05}-{'x' * 200}": number for number in range(5000)}
     example = drifted().examples[0]
@@ -57,7 +106,7 @@ async def test_a_proxy_shows_what_was_published(world: KafkaWorld) -> None:
         await service.start()
         try:
             kinds = ("lost", "visible_twice", "late")
-            assert await service.metric("audit_last_success_timestamp_seconds") == 0
+            assert await service.metric("audit_last_success_timestamp_seconds", mode="batch") == 0
             await publish(world.settings(), drifted(1))
 
             async def shown() -> bool:
@@ -67,7 +116,8 @@ async def test_a_proxy_shows_what_was_published(world: KafkaWorld) -> None:
 
             await until(shown)
             ended_s = drifted(1).started_ms / 1000 + 12.5
-            assert await service.metric("audit_last_success_timestamp_seconds") == ended_s
+            success = "audit_last_success_timestamp_seconds"
+            assert await service.metric(success, mode="batch") == ended_s
             await world.tell_audit("batch", b"\xff broken")
             await publish(world.settings(), summary(2))
 

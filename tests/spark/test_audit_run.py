@@ -13,9 +13,9 @@ import pytest
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark.alone import Note, alone, note_down, tidy_up
-from txbroker.spark.carry import Gaps, KeptHorizon, gaps_between, with_gaps
-from txbroker.spark.folders import Folders, exists, read_bytes, remove, write_bytes
-from txbroker.spark.history import Span, joined
+from txbroker.spark.carry import Gaps, KeptHorizon, gaps_between, with_gaps, without_removed
+from txbroker.spark.folders import Folders, exists, read_bytes, remove, runs_in, write_bytes
+from txbroker.spark.history import Left, PastRun, Span, joined, left_of
 from txbroker.spark.journal import Journal
 from txbroker.spark.rows import ALWAYS, Horizon
 from txbroker.spark.schema import VERDICT, Cut, RunSummary, TopicRead
@@ -106,6 +106,14 @@ def test_small_files_come_back_and_go(spark: SparkSession, tmp_path: Path) -> No
     assert read_bytes(spark, path) == bytes(range(256))
     remove(spark, f"{tmp_path}/a b")
     assert not exists(spark, path)
+
+
+def test_runs_whose_files_are_there_are_listed(spark: SparkSession, tmp_path: Path) -> None:
+    folders = Folders(f"{tmp_path}/a b")
+    assert runs_in(spark, folders.facts("1")) == frozenset()
+    for path in (folders.facts("1"), folders.facts("2"), folders.verdicts("3")):
+        write_bytes(spark, f"{path}/part", b"1")
+    assert runs_in(spark, folders.facts("3")) == {"1", "2"}
 
 
 def test_an_output_folder_of_an_unknown_kind_is_told_in_a_sentence(spark: SparkSession) -> None:
@@ -239,6 +247,23 @@ def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
         {}, {0: NOW_MS}, {1: NOW_MS}, {("t", 0): NOW_MS, ("w", -1): ALWAYS}
     )
     assert not gaps_between(was, was)
+
+
+def test_nothing_before_a_removed_run_is_looked_up() -> None:
+    runs = tuple(PastRun(str(n), n * 10, n * 10 + 5, ()) for n in range(4))
+    assert left_of(runs, {"0", "1", "2", "3"}) == Left(runs, None)
+    assert left_of(runs, {"2", "3"}) == Left(runs[2:], 15)
+    # Not the oldest first: what is left of older runs is no whole story.
+    assert left_of(runs, {"0", "1", "3"}) == Left(runs[3:], 25)
+    assert left_of(runs, set()) == Left((), 35)
+    assert left_of((PastRun("0", None, None, ()),), set()) == Left((), None)
+
+
+def test_what_was_removed_is_behind_the_horizon() -> None:
+    horizon = Horizon({0: 7}, {0: 900, 1: 100}, {1: 5}, {("t", 0): 3})
+    assert without_removed(horizon, None, 3) == horizon
+    widened = Horizon({0: 7}, {0: 900, 1: 500, 2: 500}, {1: 5}, {("t", 0): 3})
+    assert without_removed(horizon, 500, 3) == widened
 
 
 def test_names_of_runs_sort_by_time() -> None:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from planting import Planting, partition_of
 from topic_reader import delete_topic
+from world import until
 
 from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.ids import make_id
@@ -84,7 +85,7 @@ async def test_everything_is_read_once_and_what_does_not_read_is_set_aside(
         planting.keep(kept, (0, 0), State.PARKED)
         planting.put_parked(0, [Record(b"nonsense", b"")])
         await planting.turn()
-        planting.put(one.messages[0], [("txb-id", b"aborted")], 0)
+        planting.put(one.messages[0], [*planting.installation, ("txb-id", b"aborted")], 0)
         await planting.turn(abort=True)
         await planting.append_half(0, [Record(b"k", b"no half message")])
         await planting.append_op(0, [Record(b"k", b"no marker")])
@@ -144,7 +145,7 @@ async def test_what_comes_meanwhile_is_read_but_not_early(
         access = Watched(kafka.bootstrap, before)
         read = await staged(spark, planting, tmp_path / "work", access)
         assert access.asked == [
-            (names.op,), (names.half,), (names.parked,), (planting.orders,), (names.op,),
+            (names.op,), (names.half,), (planting.orders,), (names.parked,), (names.op,),
             (names.half,),
         ]  # fmt: skip
         early = {id: rows[0]["early"] for id, rows in by_id(read.half).items()}
@@ -184,6 +185,67 @@ async def test_a_second_run_goes_on_where_the_first_has_ended(
         assert void[again.id] == "dedup"
         assert {why for id, why in void.items() if id != again.id} == {None}
         assert by_id(first.half)[held.id][0]["void"] is None
+
+
+async def test_a_target_that_is_first_named_meanwhile_is_read_by_the_next_run(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        loop = asyncio.get_running_loop()
+        await planting.prepare()
+        late = planting.make(planting.message(planting.bills))
+
+        async def come() -> None:
+            await planting.store(late)
+            planting.promote(late, await planting.commit(late))
+            await planting.turn()
+
+        def before(question: int) -> None:
+            if question == 2:  # half was read, and tells which targets there are
+                asyncio.run_coroutine_threadsafe(come(), loop).result(60)
+
+        first = await staged(spark, planting, tmp_path / "one", Watched(kafka.bootstrap, before))
+        assert late.id in by_id(first.half)
+        assert by_id(first.visible) == {}
+        assert [target.topic for target in first.cut.targets] == [planting.orders]
+        assert first.cut.named_late == (planting.bills,)
+        # Nothing that comes later names it.
+        access = Watched(kafka.bootstrap)
+        second = await staged(spark, planting, tmp_path / "two", access, before=first.cut)
+        assert by_id(second.visible).keys() == {late.id}
+        assert second.cut.named_late == ()
+        targets = sorted((planting.bills, planting.orders))
+        assert [target.topic for target in second.cut.targets] == targets
+
+
+async def test_what_another_producer_hides_is_told(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        half = await planting.prepare(planting.message(planting.orders, 1))
+        other = Producer(
+            {"bootstrap.servers": kafka.bootstrap, "transactional.id": f"{planting.prefix}-other"}
+        )
+        await asyncio.to_thread(other.init_transactions, 60)
+        other.begin_transaction()
+        other.produce(planting.orders, b"theirs", partition=1)
+        assert await asyncio.to_thread(other.flush, 60) == 0
+        planting.promote(half, await planting.commit(half))
+        await planting.turn()
+        before = await staged(spark, planting, tmp_path / "before", Watched(kafka.bootstrap))
+        assert before.cut.held == (f"{planting.orders}-1",)
+        assert [target.open for target in before.cut.targets] == [(1,)]
+        assert before.visible.count() == 0
+        await asyncio.to_thread(other.abort_transaction, 60)
+
+        async def there() -> bool:
+            return not Watched(kafka.bootstrap).ends((planting.orders,))[planting.orders].open
+
+        await until(there)
+        after = await staged(
+            spark, planting, tmp_path / "after", Watched(kafka.bootstrap), before=before.cut
+        )
+        assert (after.cut.held, set(by_id(after.visible))) == ((), {half.id})
 
 
 async def test_half_messages_that_do_not_count_are_void(

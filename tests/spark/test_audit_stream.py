@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from planted_cases import plant_all
@@ -17,9 +17,12 @@ from txbroker.core.audit import decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import TxbrokerError
 from txbroker.kafka.drift import KafkaDrift
+from txbroker.spark.stream_state import NOT_STREAMED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from txbroker.spark.stream import AuditStream
 
 
 class Power:
@@ -65,11 +68,18 @@ async def broken_off(stream: Any) -> None:
         await asyncio.to_thread(stream.wait, 200)
 
 
-@pytest.mark.timeout(600)
-async def test_what_was_planted_is_told_once_whatever_breaks_off(
-    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    power = Power(monkeypatch)
+class Followed(NamedTuple):
+    """A stream that has told all that was planted, and was stopped."""
+
+    planting: Planting
+    world: StreamWorld
+    stream: AuditStream
+
+
+async def followed(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, power: Power
+) -> Followed:
+    """Plant everything, and follow it with a stream that is broken off in between."""
     async with Planting(kafka.bootstrap) as planting:
         await plant_all(planting)
         planted_ms = time.time() * 1000
@@ -99,18 +109,40 @@ async def test_what_was_planted_is_told_once_whatever_breaks_off(
             await confirmed(stream)
         finally:
             await asyncio.to_thread(stream.stop)
-        found = await world.kinds()
-        labels = {id: each.label for id, each in planting.expected.items()}
-        assert named(found - expected(planting), labels) == []
-        assert named(expected(planting) - found, labels) == []
-        summary = stream.summary()
-        # A marker and contents that do not find each other read well, each by itself.
-        assert summary.quarantined == planting.broken.total() - 2
-        records = await asyncio.to_thread(read_topics, world.bootstrap, [world.names.audit])
-        news = [record for record in records if record.key == b"stream"]
-        assert decode_news(news[-1].value or b"").mode == "stream"
+        return Followed(planting, world, stream)
 
 
-def named(found: set[tuple[str, str]], labels: dict[str, str]) -> list[str]:
+@pytest.mark.timeout(600)
+async def test_what_was_planted_is_told_once_whatever_breaks_off(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planting, world, stream = await followed(spark, kafka, tmp_path, Power(monkeypatch))
+    found = await world.kinds()
+    assert named(found - expected(planting), planting) == []
+    assert named(expected(planting) - found, planting) == []
+    summary = stream.summary()
+    assert summary.strangers == 0
+    # A marker and contents that do not find each other read well, each by itself.
+    assert summary.quarantined == planting.broken.total() - 2
+    records = await asyncio.to_thread(read_topics, world.bootstrap, [world.names.audit])
+    news = [record for record in records if record.key == b"stream"]
+    assert decode_news(news[-1].value or b"").mode == "stream"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_a_batch_over_the_same_topics_comes_to_the_same(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planting, world, stream = await followed(spark, kafka, tmp_path, Power(monkeypatch))
+    found = await world.kinds()
+    batch = await asyncio.to_thread(world.batch, stream.judged_ms, tmp_path / "batch")
+    comparable = {each for each in batch.findings if each[1] not in NOT_STREAMED}
+    assert named(found ^ comparable, planting) == []
+    assert stream.summary().states == batch.summary.states
+
+
+def named(found: set[tuple[str, str]], planting: Planting) -> list[str]:
     """Return findings in words."""
+    labels = {id: each.label for id, each in planting.expected.items()}
     return sorted(f"{labels.get(id, id)}: {kind}" for id, kind in found)

@@ -4,22 +4,67 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from audit_load import Load
-from stream_world import StreamWorld, confirmed, judged
+from planting import Planting
+from stream_world import StreamWorld, confirmed, judged, reached
+from topic_reader import read_topics
 from workload import Shop
 from world import World
 
+from txbroker.core.audit import STREAM_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.schema import Terms
+from txbroker.spark.stream import StreamSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LIVE, LIVE_RATE = 300, 30.0
+PROMISED_MS = 60_000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_drift_is_told_within_a_minute_of_its_deadline(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        terms = Terms(0, late_after_ms=5_000)
+        world = StreamWorld(spark, kafka.bootstrap, planting.prefix, tmp_path, terms)
+        usual = StreamSettings(world.settings.checkpoint, world.names)
+        stream = await world.start(
+            every_s=usual.every_s, summary_s=usual.summary_s, keep_s=usual.keep_s
+        )
+        try:
+            await judged(stream, 0)
+            # All is well meanwhile, and one is not.
+            await planting.fill_clean(2000)
+            lost = await planting.prepare()
+            deadline_ms = await planting.commit(lost) + terms.late_after_ms
+            await planting.fill_clean(2000)
+            await reached(stream, lambda: bool(stream.summary().drift))
+            told_after_ms = time.time() * 1000 - deadline_ms
+            assert await world.kinds() == {(lost.id, "late")}
+            while not await metric(world):
+                assert time.time() * 1000 - deadline_ms < PROMISED_MS
+            shown_after_ms = time.time() * 1000 - deadline_ms
+        finally:
+            await asyncio.to_thread(stream.stop)
+    print(f"told after {told_after_ms:.0f} ms, shown after {shown_after_ms:.0f} ms")
+    assert told_after_ms < PROMISED_MS
+    assert shown_after_ms < PROMISED_MS
+
+
+async def metric(world: StreamWorld) -> int:
+    """Return how many late ones the proxies have been told of."""
+    records = await asyncio.to_thread(read_topics, world.bootstrap, [world.names.audit])
+    news = [decode_news(each.value or b"") for each in records if each.key == STREAM_KEY.encode()]
+    return news[-1].drift["late"] if news else 0
 
 
 @pytest.mark.long

@@ -168,6 +168,28 @@ def test_a_marker_waits_for_its_half_as_long_as_that_may_come(stream: Stream) ->
     assert stream.told == [(tx.id, "marker_without_half")]
 
 
+def parked(tx: Tx, stream: Stream) -> list[Fact]:
+    """Return a transaction after its only attempt, and the marker that parks it."""
+    policy = {"after_ms": 0, "interval_ms": 0, "attempts_max": 1, "timeout_ms": 0}
+    check = tx.op("check", stream.moment_ms, round=1, number=1, reason="due")
+    return [tx.half(**policy), check, tx.op("park", stream.moment_ms, round=1)]
+
+
+def test_what_is_parked_has_a_copy_before_a_commit_would_be_late(stream: Stream) -> None:
+    kept, bare = Tx(randomness=1), Tx(randomness=2)
+    stream.read(*parked(kept, stream), *parked(bare, stream))
+    held = {"grp": "g", "count": 1, "topic": TARGET, "target_partition": 0, "body": 1, "headers": 2}
+    place = {"partition": 0, "offset": 1, "at_ms": T0, "seq": 0, "state": "parked"}
+    stream.read(Fact("parked", kept.id, {**place, "tombstone": False, **held}))
+    stream.go(60_000)
+    assert stream.told == []
+    assert stream.states == {"parked": 2}
+    stream.go(4000)
+    assert stream.told == [(bare.id, "not_kept")]
+    stream.go(1_000_000, 10_000)
+    assert stream.told == [(bare.id, "not_kept")]
+
+
 def test_a_second_copy_is_found_until_what_is_over_is_forgotten(stream: Stream) -> None:
     tx, other = Tx(randomness=1), Tx(randomness=2)
     stream.read(tx.half(), tx.op(), tx.visible(), other.half(), other.op(), other.visible())

@@ -14,6 +14,7 @@ import pytest
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark import connector
+from txbroker.spark.errors import AuditError
 from txbroker.spark.java import java_home
 from txbroker.spark.trouble import SparkFailed, in_words, why_not_launched
 
@@ -202,3 +203,25 @@ def test_a_java_that_has_ended_is_told(tmp_path: Path) -> None:
         raise ConnectionResetError
     with pytest.raises(ValueError, match="of ours"), in_words(log):
         raise ValueError("of ours")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[KAFKA_DATA_LOSS.COULD_NOT_READ_OFFSET_RANGE] Some data may have been lost because they "
+        "are not available in Kafka any more",
+        "Task failed: OffsetOutOfRangeException: Fetch position is out of range",
+    ],
+)
+def test_a_stream_that_comes_back_too_late_says_how_to_go_on(said: str) -> None:
+    from pyspark.errors import StreamingQueryException
+
+    from txbroker.spark.stream import gaps_in_words
+
+    with (
+        pytest.raises(AuditError, match=r"another --checkpoint.*run a full audit"),
+        gaps_in_words(),
+    ):
+        raise StreamingQueryException(said)
+    with pytest.raises(StreamingQueryException, match="a disk"), gaps_in_words():
+        raise StreamingQueryException("a disk is full")

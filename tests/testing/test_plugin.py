@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from txbroker.core.records import Message, State
-from txbroker.errors import ConfigurationError, TxbrokerError, UnknownTopic
+from txbroker.errors import ConfigurationError, TooLarge, TxbrokerError, UnknownTopic
 from txbroker.sdk import (
     BlockingTransactionalProducer,
     CheckRequest,
@@ -64,6 +64,40 @@ def test_several_messages_keep_their_own_headers(txbroker: InMemoryBroker) -> No
         txbroker.wait_until_settled()
     assert txbroker.messages("payments")[0].headers == MESSAGE.headers
     assert txbroker.messages("mails")[0].headers == ()
+
+
+def test_headers_of_an_installation_with_its_own_prefix_are_taken_off_too() -> None:
+    with InMemoryBroker(topic_prefix="shop") as broker:
+        with BlockingTransactionalProducer(broker.url, group="orders") as producer:
+            with producer.transaction(MESSAGE) as alone:
+                pass
+            with producer.transaction(MESSAGE, Message("mails", None, None)) as several:
+                pass
+            broker.wait_until_settled()
+        assert [each.transaction_id for each in broker.messages("payments")] == [
+            alone.id,
+            several.id,
+        ]
+        assert {each.headers for each in broker.messages("payments")} == {MESSAGE.headers}
+        assert [each.headers for each in broker.messages("mails")] == [()]
+
+
+def test_what_is_accepted_fits_with_the_header_of_its_installation() -> None:
+    """What a target takes is known at the prepare: it is refused there, or promoted."""
+    with InMemoryBroker(topic_prefix="p" * 200) as broker:
+        broker.create_topic("small", message_bytes_max=1000)
+        accepted = 0
+        with BlockingTransactionalProducer(broker.url, group="orders") as producer:
+            for size in range(500, 1000, 10):
+                try:
+                    with producer.transaction(Message("small", b"", bytes(size))):
+                        accepted += 1
+                except TooLarge:
+                    break
+            broker.wait_until_settled()
+        assert 0 < accepted < 50
+        assert len(broker.messages("small")) == accepted
+        assert broker.transactions() == []
 
 
 def test_what_is_rolled_back_is_not(txbroker: InMemoryBroker) -> None:

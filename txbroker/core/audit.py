@@ -9,6 +9,8 @@ from txbroker.core.codec import Malformed, NewerVersion
 
 BATCH_KEY, STREAM_KEY = "batch", "stream"
 """Under what the newest record of an audit of either sort stands."""
+BATCH_TICK_KEY = "batch-tick"
+"""Under what a batch audit writes a record to learn the brokers' time; its value says nothing."""
 
 AUDIT_VERSION = 1
 TAKEN_TOPICS_MAX = 50
@@ -36,6 +38,7 @@ class AuditNews(Struct, frozen=True, kw_only=True):
         taken: records that retention took before they were read.
         taken_topics: the same by topic, the most first, a bounded number.
         business: rows of the business compared, where asked for.
+        strangers: records that came when a stream had forgotten their transactions, not judged.
     """
 
     v: int = AUDIT_VERSION
@@ -51,6 +54,7 @@ class AuditNews(Struct, frozen=True, kw_only=True):
     taken: _Count = 0
     taken_topics: dict[str, _Count] = {}
     business: dict[str, _Count] = {}
+    strangers: _Count = 0
 
 
 class _Version(Struct):

@@ -30,6 +30,9 @@ from txbroker.core.records import (
 VERSION_HEADER = "txb-v"
 ID_HEADER = "txb-id"
 SEQUENCE_HEADER = "txb-seq"
+INSTALLATION_HEADER = "txb-installation"
+DEFAULT_PREFIX = "txbroker"
+"""What the names of an installation's own topics begin with, unless it is told another prefix."""
 _FIXED = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
 DURATION_MAX_S = 1e9
 """The longest duration of a check policy, seconds: thirty years, far from any overflow."""
@@ -257,9 +260,27 @@ def _decode_policy(text: bytes | None) -> CheckPolicy:
 # --- promoted messages -----------------------------------------------------------------------
 
 
-def promoted_headers(id: str, sequence: int, count: int, message: Message) -> tuple[Header, ...]:
-    """Return the headers of a promoted record: ours first, then the user's as they came."""
-    ours: tuple[Header, ...] = ((ID_HEADER, id.encode()),)
+def installation_headers(prefix: str) -> tuple[Header, ...]:
+    """Return what promoted records of an installation begin with: nothing of the default one.
+
+    Installations may write to the same targets; by this one tells whose a record is.
+    """
+    return () if prefix == DEFAULT_PREFIX else ((INSTALLATION_HEADER, prefix.encode()),)
+
+
+def promoted_headers(
+    id: str,
+    sequence: int,
+    count: int,
+    message: Message,
+    installation: tuple[Header, ...] = (),
+) -> tuple[Header, ...]:
+    """Return the headers of a promoted record: ours first, then the user's as they came.
+
+    Args:
+        installation: as `installation_headers` gives them.
+    """
+    ours = (*installation, (ID_HEADER, id.encode()))
     if count > 1:
         ours += ((SEQUENCE_HEADER, f"{sequence}/{count}".encode()),)
     return ours + message.headers

@@ -67,7 +67,7 @@ def rights_needed(
     return [
         *_proxy(settings, named, create_targets),
         *_apply(settings),
-        *_doctor(settings, named),
+        *_doctor(settings),
         *_audit(settings, named),
     ]
 
@@ -115,7 +115,8 @@ def _proxy(
         (settings.groups_topic, "producer groups"),
     )
     own = [_topic(role, name, (READ, WRITE, DESCRIBE_CONFIGS), why) for name, why in whys]
-    on_targets = (WRITE, DESCRIBE_CONFIGS, *((CREATE,) if create_targets else ()))
+    # Read for one thing: whether a turn of an earlier claim is still open there.
+    on_targets = (READ, WRITE, DESCRIBE_CONFIGS, *((CREATE,) if create_targets else ()))
     return [
         *own,
         _topic(role, settings.audit_topic, (READ,), "what audits tell, for metrics and console"),
@@ -141,14 +142,10 @@ def _apply(settings: KafkaSettings) -> list[Right]:
     ]
 
 
-def _doctor(settings: KafkaSettings, targets: list[tuple[str, bool]]) -> list[Right]:
-    role = Role.DOCTOR
+def _doctor(settings: KafkaSettings) -> list[Right]:
     return [
-        *(
-            _topic(role, name, (READ, DESCRIBE_CONFIGS), "whether audits are fresh")
-            for name in settings.audit_topics
-        ),
-        *_on_targets(role, targets, (READ,), "whose transaction hides its end"),
+        _topic(Role.DOCTOR, name, (READ, DESCRIBE_CONFIGS), "whether audits are fresh")
+        for name in settings.audit_topics
     ]
 
 

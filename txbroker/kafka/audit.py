@@ -112,8 +112,12 @@ class KafkaAuditWriter:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def put(self, topic: str, key: str, value: bytes | None) -> None:
+    async def put(self, topic: str, key: str, value: bytes | None) -> int:
         """Append a record to partition 0 of a topic; returns once it is stored. One call at a time.
+
+        Returns:
+            Its append time, ms by the broker's clock; negative where the topic's timestamps are
+            their writers'.
 
         Raises:
             ConfigurationError: there is no such topic, or no right to it, or it does not take the
@@ -124,7 +128,7 @@ class KafkaAuditWriter:
             await self._examine(topic)
             self._logs[topic] = KafkaLog(self._client, topic, 0, topic, _BYTES_MAX)
         try:
-            await self._logs[topic].append([Record(key.encode(), value)])
+            return (await self._logs[topic].append([Record(key.encode(), value)]))[1]
         except AppendRefused as error:
             raise ConfigurationError(
                 f"{topic} does not take what the audit tells: {error}"

@@ -34,11 +34,13 @@ _Place = tuple[str, int]
 class TopicBounds(Struct, frozen=True):
     """What of a topic can be read, by partition: the first offset that is kept, and the last stable
     offset, below which every transaction has ended. `compacted`: older records of a key may be
-    missing."""
+    missing. `open`: the partitions that end in an open transaction, so that records behind the last
+    stable offset may be committed and cannot be read yet."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     compacted: bool
+    open: tuple[int, ...] = ()
 
 
 class AuditAccess:
@@ -64,7 +66,7 @@ class AuditAccess:
     async def bounds(self, topics: Iterable[str]) -> dict[str, TopicBounds]:
         """Return what of topics can be read; those that do not exist are left out.
 
-        The starts are asked for before the ends.
+        The starts are asked for before the ends, and these last of all.
 
         Raises:
             ConfigurationError: no right to a topic.
@@ -90,6 +92,7 @@ class AuditAccess:
             return {}
         leaders = _leaders(there)
         starts = await self._offsets(leaders, _EARLIEST, _READ_UNCOMMITTED)
+        high = await self._offsets(leaders, _LATEST, _READ_UNCOMMITTED)
         ends = await self._offsets(leaders, _LATEST, _READ_COMMITTED)
         configs = await Admin(self._client).configs(there)
         return {
@@ -97,6 +100,7 @@ class AuditAccess:
                 tuple(starts[name, p] for p in sorted(facts.partitions)),
                 tuple(ends[name, p] for p in sorted(facts.partitions)),
                 "compact" in configs.get(name, {}).get("cleanup.policy", ""),
+                tuple(p for p in sorted(facts.partitions) if high[name, p] > ends[name, p]),
             )
             for name, facts in there.items()
         }

@@ -42,6 +42,8 @@ _DENIED = frozenset(
         Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
     }
 )
+_ENDED = frozenset({"Empty", "CompleteCommit", "CompleteAbort"})
+"""States of a coordinator in which no transaction is under way, nor any marker."""
 _AUDIT_KEYS = (BATCH_KEY, STREAM_KEY)
 _FETCH = 1
 
@@ -115,6 +117,9 @@ class OpenTransaction(Struct, frozen=True):
         transactional_id: "" where no coordinator that may be asked knows the producer.
         started_ms: by the coordinator's clock, ms since 1970; None where none knows.
         last_write_ms: the timestamp of its newest record, which may be its writer's.
+        first: the offset from which on it hides; -1 where the leader may not be asked.
+        lost: whether its coordinator had called it ended before the leader still told of it: its
+            end was lost, and nobody sends it any more.
     """
 
     topic: str
@@ -125,6 +130,8 @@ class OpenTransaction(Struct, frozen=True):
     state: str = ""
     started_ms: int | None = None
     last_write_ms: int | None = None
+    first: int = -1
+    lost: bool = False
 
 
 class KafkaExamination:
@@ -320,6 +327,7 @@ class KafkaExamination:
         behind = await self._behind(high)
         found = await self._producers(cluster, behind)
         found = await self._named(cluster, found)
+        found = await self._look_for_lost(cluster, behind, found)
         # What was ended meanwhile keeps nobody waiting.
         still = await self._behind({place: high[place] for place in behind})
         return [one for one in found if (one.topic, one.partition) in still]
@@ -344,12 +352,29 @@ class KafkaExamination:
                         continue
                     found += [
                         OpenTransaction(
-                            topic, number, one[0], behind[topic, number], last_write_ms=one[3]
+                            topic,
+                            number,
+                            one[0],
+                            behind[topic, number],
+                            last_write_ms=one[3],
+                            first=one[5],
                         )
                         for one in producers
                         if one[5] >= 0
                     ]
         return found
+
+    async def _look_for_lost(
+        self, cluster: Cluster, behind: Mapping[Place, int], found: Sequence[OpenTransaction]
+    ) -> list[OpenTransaction]:
+        """Mark those that are open still, though their coordinator said before that all that these
+        producers had begun was ended: it says so only when every leader has been told."""
+        if not any(one.state in _ENDED for one in found):
+            return list(found)
+        still = {_begun(one) for one in await self._producers(cluster, behind)}
+        return [
+            structs.replace(one, lost=one.state in _ENDED and _begun(one) in still) for one in found
+        ]
 
     async def _named(
         self, cluster: Cluster, found: Sequence[OpenTransaction]
@@ -397,6 +422,10 @@ def _by_leader(
             if copies.leader >= 0 and (only is None or (name, number) in only):
                 led[copies.leader][name].append(number)
     return led
+
+
+def _begun(one: OpenTransaction) -> tuple[str, int, int, int]:
+    return one.topic, one.partition, one.producer_id, one.first
 
 
 def _with(one: OpenTransaction, state: tuple[Any, ...] | None) -> OpenTransaction:

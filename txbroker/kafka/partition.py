@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from txbroker.core.codec import encode_claim
 from txbroker.core.records import Cause, Claim, Record
@@ -23,6 +23,7 @@ from txbroker.door import (
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.ended import HANGING, Ended
 from txbroker.kafka.log import KafkaLog
 from txbroker.kafka.picker import Picker
 from txbroker.kafka.producer import (
@@ -82,6 +83,7 @@ class KafkaPartitionDoor(PartitionDoor):
         self._parked = self._parked_reader("parked")
         self._parked_picker = Picker(self._parked_reader)
         self._writer: TwinWriter | None = None
+        self._ended: Ended | None = None
 
     def _log(self, topic: str, name: str, shared: SharedWrites | None = None) -> KafkaLog:
         lane, bytes_max = self._lane + name, self._bytes_max(topic)
@@ -118,7 +120,8 @@ class KafkaPartitionDoor(PartitionDoor):
 
         Raises:
             Fenced: another owner claimed at the same time; try again after a random pause.
-            Hanging: a transaction that nobody ends hides the progress.
+            Hanging: a transaction that nobody ends hides the progress, or would be ended by the
+                commit of the claim record.
             NewerRecord: a newer version wrote the progress.
             KafkaUnavailable: Kafka does not answer.
         """
@@ -130,6 +133,8 @@ class KafkaPartitionDoor(PartitionDoor):
             for producer in producers:
                 await producer.start(patience)
                 hit("claim.fenced")
+            ended = Ended(self._client, f"{self._lane}ended", producers)
+            await self._all_ended(ended, patience)
             stored = await self._write_claim(producers[0], claim, patience)
         except ProducerFenced:
             raise Fenced("another owner claimed at the same time") from None
@@ -139,12 +144,24 @@ class KafkaPartitionDoor(PartitionDoor):
         hit("claim.seen")
         claimed = await self._read_progress(claim)
         hit("claim.read")
+        self._ended = ended
         self._writer = TwinWriter(self._client, self.partition, producers, self._bytes_max)
         return claimed
 
     def _producer(self, side: str) -> Producer:
         transactional_id = f"{self._settings.half_topic}-{self.partition}-{side}"
         return Producer(self._client, self._lane + side, transactional_id)
+
+    async def _all_ended(self, ended: Ended, patience: Patience) -> None:
+        """See that our own topics hold no open turn of an earlier claim: the commit of the claim
+        record would end it too, and the progress of a turn that was aborted would count."""
+        own = [self._checkpoint_at, (self._settings.parked_topic, self.partition)]
+        while causes := await ended.prove(own):
+            for cause in causes:
+                if cause.code == HANGING:
+                    raise Hanging(cause.message)
+            if not await patience.pause():
+                raise KafkaUnavailable(causes[0].message)
 
     async def _write_claim(self, producer: Producer, claim: Claim, patience: Patience) -> Stored:
         await producer.add([self._checkpoint_at], patience)
@@ -208,6 +225,21 @@ class KafkaPartitionDoor(PartitionDoor):
 
     # --- turns -------------------------------------------------------------------------------
 
+    def unproved(self, places: Collection[Partition]) -> Sequence[Partition]:
+        """Return those target partitions of which it is not known that earlier turns have ended
+        there; all while the partition is not claimed."""
+        return list(places) if self._ended is None else self._ended.unproved(places)
+
+    async def prove(self, places: Collection[Partition]) -> Sequence[Cause]:
+        """Find out whether earlier turns have ended in target partitions; return why some must
+        not be written now. Raises nothing: what is not answered is a cause that passes."""
+        if self._ended is None:
+            return [
+                Cause("no_answer", f"partition {self.partition} is not claimed", *place, True)
+                for place in places
+            ]
+        return await self._ended.prove(places)
+
     async def write(self, turn: Turn) -> TurnWritten:
         """Write one turn; return once its records are acknowledged and the next may be written.
 
@@ -252,5 +284,6 @@ class KafkaPartitionDoor(PartitionDoor):
 
     async def _retire(self) -> None:
         writer, self._writer = self._writer, None
+        self._ended = None
         if writer is not None:
             await writer.close()

@@ -110,11 +110,18 @@ class Producer:
         self._sequences: dict[Partition, int] = {}
         self._added: set[Partition] = set()
         self._ended_s = float("-inf")
+        self.told_by: dict[Partition, int] = {}
+        """The broker that told of a partition what holds only if it takes the first batch there."""
 
     @property
     def started(self) -> bool:
         """Whether it has a producer id."""
         return self._producer_id >= 0
+
+    @property
+    def id(self) -> int:
+        """Its producer id, -1 before it has one."""
+        return self._producer_id
 
     @property
     def protocol(self) -> int:
@@ -196,6 +203,7 @@ class Producer:
         Raises:
             BatchRefused: a batch was refused; others of the same call may have been stored.
             BatchUnknown: patience is over.
+            NotSent: another broker leads a partition than that in `told_by`.
             ProducerFenced
         """
         waiting = {partition: self._encode(partition, run) for partition, run in batches.items()}
@@ -209,6 +217,7 @@ class Producer:
                 if code in (Code.NONE, Code.DUPLICATE_SEQUENCE):
                     stored[partition] = where
                     del waiting[partition]
+                    self.told_by.pop(partition, None)
                     continue
                 reason = message or describe(code)
                 if code in FENCED and self._id is not None:
@@ -253,6 +262,8 @@ class Producer:
             except KafkaUnavailable as error:
                 results.append(_Result(partition, Code.NETWORK_EXCEPTION, _NOWHERE, str(error)))
             else:
+                if self.told_by.get(partition, leader) != leader:
+                    raise NotSent(f"{partition[0]}-{partition[1]} is led by another broker now")
                 by_leader.setdefault(leader, []).append(partition)
         requests = [
             (leader, {partition: batches[partition] for partition in part})

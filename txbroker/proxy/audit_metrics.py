@@ -42,8 +42,6 @@ class AuditMetrics:
         for news in self._news.values():
             for kind, count in news.drift.items():
                 drift[kind] = max(drift.get(kind, 0), count)
-        ended_ms = max((news.ended_ms for news in self._news.values()), default=None)
-        return Gauges(
-            audit_drift=drift,
-            audit_last_success_timestamp_seconds=None if ended_ms is None else ended_ms / 1000,
-        )
+        # Each by itself: a stream that runs must not hide that no batch does any more.
+        ended = {mode: news.ended_ms / 1000 for mode, news in self._news.items()}
+        return Gauges(audit_drift=drift, audit_last_success_timestamp_seconds=ended)

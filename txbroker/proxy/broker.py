@@ -23,7 +23,9 @@ from txbroker.contract import (
     Standing,
     TransactionView,
 )
+from txbroker.core.codec import installation_headers
 from txbroker.core.records import CheckPolicy, Half, Message
+from txbroker.core.sizes import headers_bytes
 from txbroker.core.states import SETTLED
 from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import Transaction
@@ -93,6 +95,7 @@ class Broker:
     ) -> None:
         self._door = door
         self._settings = settings
+        self._beside = headers_bytes(installation_headers(settings.topic_prefix))
         self._groups = groups
         self._around = around
         self.admin_url = ""
@@ -243,7 +246,7 @@ class Broker:
         half = Half(
             id,
             request.group,
-            place(request.messages, facts, owner.now_ms()),
+            place(request.messages, facts, owner.now_ms(), self._beside),
             request.order_key,
             request.dedup_key,
             policy,
@@ -356,7 +359,7 @@ class Broker:
             raise OwnerUnavailable(str(error), id=transaction.id) from None
         check_timestamps(placed, owner.now_ms())
         for message in placed:
-            cause = verdict(message, facts[message.topic])
+            cause = verdict(message, facts[message.topic], self._beside)
             # Only what the caller can change is refused here. What is wrong with the target
             # itself can pass, so the commit stands and the transaction is refused or deferred.
             if cause is not None and cause.code == "too_large":

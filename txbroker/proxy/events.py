@@ -219,6 +219,14 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
         ),
         LogEvent("target unknown", "warning", "partition why", "Kafka was asked in vain.", _KAFKA),
         LogEvent(
+            "target kept off",
+            "warning",
+            "partition why",
+            "It is not known, or not so, that earlier turns have ended in a target partition.",
+            "Where a turn was never ended there: docs/runbooks/TxBrokerPromotionStalled.md. Else "
+            "nothing, while it passes; it is tried again by itself.",
+        ),
+        LogEvent(
             "messages not read", "warning", "partition why", "They were not in memory.", _KAFKA
         ),
         LogEvent(

@@ -5,9 +5,9 @@ another owner has claimed the partition meanwhile it is fenced instead.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
-from txbroker.core.records import Claim, Record
+from txbroker.core.records import Cause, Claim, Record
 from txbroker.door import Appended, Claimed, Log, PartitionDoor, Turn, TurnHandle
 
 
@@ -80,6 +80,14 @@ class GatedDoor:
     async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return the records of the parked topic at these offsets."""
         return await self._inner.pick_parked(offsets)
+
+    def unproved(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Return those target partitions where turns of earlier claims may be open."""
+        return self._inner.unproved(places)
+
+    async def prove(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+        """Return why some target partitions must not be written now."""
+        return await self._inner.prove(places)
 
     async def write(self, turn: Turn) -> TurnHandle:
         """Write one turn once the gate is open."""

@@ -57,7 +57,7 @@ class Gauges:
     half_retention_headroom_seconds: float | None = None
     ready: bool | None = None
     audit_drift: Mapping[str, int] = field(default_factory=dict)
-    audit_last_success_timestamp_seconds: float | None = None
+    audit_last_success_timestamp_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class Described(NamedTuple):
@@ -106,15 +106,17 @@ _FAMILIES = (
     _Family("ready", "1 if the proxy takes calls, else 0.", None, min),
     _Family(
         "audit_drift",
-        "Transactions that did not end as they were decided, by the newest audit; of a batch and a "
-        "stream the worse. Nothing until an audit has run.",
+        "Transactions that did not end as they were decided: of what the newest batch has judged, "
+        "or all that a stream has found since it began, the worse of the two. Nothing until an "
+        "audit has run.",
         "kind",
         max,
     ),
     _Family(
         "audit_last_success_timestamp_seconds",
-        "When the newest audit ended, seconds since 1970. Nothing until an audit has run.",
-        None,
+        "When the newest `batch` audit ended, and up to when a `stream` has judged, seconds since "
+        "1970. Nothing until one has run.",
+        "mode",
         max,
     ),
 )

@@ -13,7 +13,7 @@ from txbroker.contract import DecideRequest, PartitionState, Standing
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Outcome
 from txbroker.core.promotion import TurnLimits
-from txbroker.core.records import Claim, Half, Message, State
+from txbroker.core.records import Claim, Half, Header, Message, State
 from txbroker.core.transaction import Transaction
 from txbroker.door import Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
@@ -58,6 +58,8 @@ class OwnerSettings(Struct, frozen=True):
     half_retention_ms: int
     turns: TurnLimits = TurnLimits()
     snapshot_records_min: int = 20_000
+    installation: tuple[Header, ...] = ()
+    """What the headers of promoted records begin with."""
 
     def bounds(self) -> Bounds:
         """Return how much a half partition holds."""
@@ -204,6 +206,7 @@ class Owner:
             self._record_version,
             self._half.catch_up,
             pace,
+            self._settings.installation,
         )
         self.checks = CheckBack(
             ledger,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from txbroker.config import Settings
 from txbroker.contract import PartitionState, Readiness
+from txbroker.core.codec import installation_headers
 from txbroker.core.records import RECORD_VERSION
 from txbroker.core.telling import sentence, telling, where_raised
 from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated
@@ -365,6 +366,7 @@ class Ownership:
                 settled_max=settings.settled_max,
                 half_retention_ms=round(settings.half_retention_s * 1000),
                 snapshot_records_min=settings.snapshot_records_min,
+                installation=installation_headers(settings.topic_prefix),
             ),
             identity=(settings.instance, self.url),
             still_ours=lambda: self._still_ours(partition),

@@ -12,7 +12,7 @@ This file tells how turns are written; `txbroker.proxy.trouble` keeps what is ke
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -24,10 +24,12 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn, transaction_bytes
 from txbroker.core.records import (
     Cause,
+    Header,
     Progress,
     Record,
     State,
 )
+from txbroker.core.sizes import headers_bytes
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Place, Transaction
 from txbroker.door import (
@@ -123,6 +125,7 @@ class Promoter:
         record_version: the version of the records to write.
         read_half: reads and applies the half topic to an end that is asked for now.
         pace: lets turns begin; the same for all partitions of a proxy.
+        installation: what the headers of promoted records begin with.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Promoter:
         record_version: Callable[[], int],
         read_half: Callable[[], Awaitable[None]],
         pace: TurnPace,
+        installation: tuple[Header, ...] = (),
     ) -> None:
         self._door = door
         self._ledger = ledger
@@ -152,6 +156,8 @@ class Promoter:
         self._record_version = record_version
         self._read_half = read_half
         self._pace = pace
+        self._installation = installation
+        self._beside = headers_bytes(installation)
         # Of so many commits read before their half message that has been read for since.
         self._half_read_for = 0
         self._trouble = Trouble(ledger, limits)
@@ -371,7 +377,7 @@ class Promoter:
                 if facts is None:
                     unknown[place.topic] = None
                     return Cause("unexamined", "", place.topic, -1, passing=True)
-                return takes(place.topic, place.partition, place.size, facts)
+                return takes(place.topic, place.partition, place.size + self._beside, facts)
 
             plan = plan_turn(
                 self._ledger.ready.values(),
@@ -384,7 +390,18 @@ class Promoter:
                 progressed=self._ledger.op_progress,
             )
             if not unknown:
-                return plan
+                unproved = self._door.unproved(_places(plan))
+                if not unproved:
+                    return plan
+                # Planned anew in any case: something may have been decided meanwhile.
+                for cause in await self._door.prove(unproved):
+                    log.warning(
+                        "target kept off", partition=self._door.partition, why=cause.message
+                    )
+                    self._trouble.avoid(cause)
+                    # It may be gone, or without a leader, since it was examined.
+                    self._targets.forget(cause.topic)
+                continue
             asked = await asyncio.gather(*[self._examined(topic) for topic in unknown])
             found.update(zip(unknown, asked, strict=True))
 
@@ -420,7 +437,7 @@ class Promoter:
             flight.copies.append((transaction, len(records)))
         flight.traced = traced_turn([*plan.promote, *[each for each, _ in plan.refuse]])
         for transaction in plan.promote:
-            promoted.extend(_targets(transaction))
+            promoted.extend(_targets(transaction, self._installation))
         for transaction in [*[each for each in plan.promote if each.kept], *flight.release]:
             parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
         # Not as of the plan: refused are also those whose messages turned out to be gone.
@@ -529,14 +546,20 @@ class Promoter:
         self._trouble.retry_all()
 
 
-def _targets(transaction: Transaction) -> Iterable[Target]:
+def _places(plan: Plan) -> Collection[tuple[str, int]]:
+    # In the order of decisions, as a set has none that comes again.
+    places = ((each.topic, each.partition) for one in plan.promote for each in one.places)
+    return dict.fromkeys(places)
+
+
+def _targets(transaction: Transaction, installation: tuple[Header, ...]) -> Iterable[Target]:
     messages = transaction.messages
     for sequence, message in enumerate(messages):
         stamp = message.timestamp_ms
         record = Record(
             message.key,
             message.value,
-            promoted_headers(transaction.id, sequence, len(messages), message),
+            promoted_headers(transaction.id, sequence, len(messages), message, installation),
             transaction.decided_at_ms if stamp is None else stamp,
         )
         assert message.partition is not None

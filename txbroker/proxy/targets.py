@@ -16,9 +16,13 @@ TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 """Brokers refuse records that are further ahead of their clock than this, by default."""
 
 
-def verdict(message: Message, facts: TargetFacts | Cause) -> Verdict:
-    """Say whether a target with these facts takes a message, or why not."""
-    return takes(message.topic, message.partition, bytes_in_batch(message), facts)
+def verdict(message: Message, facts: TargetFacts | Cause, beside: int = 0) -> Verdict:
+    """Say whether a target with these facts takes a message, or why not.
+
+    Args:
+        beside: bytes that its installation's header takes.
+    """
+    return takes(message.topic, message.partition, bytes_in_batch(message) + beside, facts)
 
 
 def takes(topic: str, partition: int | None, size: int, facts: TargetFacts | Cause) -> Verdict:
@@ -79,9 +83,15 @@ async def examine_all(
 
 
 def place(
-    messages: Sequence[Message], facts: dict[str, TargetFacts | Cause], now_ms: int
+    messages: Sequence[Message],
+    facts: dict[str, TargetFacts | Cause],
+    now_ms: int,
+    beside: int = 0,
 ) -> tuple[Message, ...]:
     """Return the messages with their target partitions fixed.
+
+    Args:
+        beside: bytes that the installation's header takes in each.
 
     Raises:
         UnknownTopic, TooLarge, BadTarget: a target would not take its message.
@@ -94,7 +104,7 @@ def place(
         if message.partition is None:
             partition = _partition(message.key, known.partitions)
             message = structs.replace(message, partition=partition)
-        cause = verdict(message, known)
+        cause = verdict(message, known, beside)
         if cause is not None and not cause.passing:
             raise _refusal(cause)
         placed.append(message)

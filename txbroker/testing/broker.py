@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 from txbroker.config import DAY_S, Settings
 from txbroker.contract import ListRequest, TransactionView
+from txbroker.core.codec import INSTALLATION_HEADER, SEQUENCE_HEADER
 from txbroker.core.records import Message, Record, State
 from txbroker.core.schedule import due_ms
 from txbroker.core.states import UNDECIDED
@@ -30,7 +31,8 @@ class NotSettled(AssertionError):
 class PromotedMessage(Message, frozen=True, kw_only=True):
     """A message as a `read_committed` consumer sees it.
 
-    `headers` are the user's own, without the first ones (`txb-id` and `txb-seq`).
+    `headers` are the user's own, without the first ones (`txb-installation`, `txb-id` and
+    `txb-seq`).
 
     Attributes:
         offset: in its partition.
@@ -322,15 +324,17 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 def _as_message(topic: str, partition: int, record: Record) -> PromotedMessage:
     """Take our own headers, which come first, off a promoted record."""
-    names = [name for name, _ in record.headers[:2]]
-    ours = 2 if names[1:] == ["txb-seq"] else 1
+    headers = record.headers
+    if headers[0][0] == INSTALLATION_HEADER:
+        headers = headers[1:]
+    ours = 2 if [name for name, _ in headers[1:2]] == [SEQUENCE_HEADER] else 1
     return PromotedMessage(
         topic,
         record.key,
         record.value,
-        record.headers[ours:],
+        headers[ours:],
         partition,
         record.timestamp_ms,
         offset=record.offset,
-        transaction_id=(record.headers[0][1] or b"").decode(),
+        transaction_id=(headers[0][1] or b"").decode(),
     )

@@ -7,7 +7,7 @@ takes them away, because no session times out.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -365,6 +365,17 @@ class MemoryPartitionDoor:
         if any(found.stable_end <= offset < found.end for offset in offsets):
             raise KafkaUnavailable(f"{self._parked}: an open transaction hides a record")
         return found.pick(offsets)
+
+    def unproved(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Return those target partitions where a turn of an earlier claim has not ended."""
+        return [place for place in places if place in self._kafka.untold]
+
+    async def prove(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+        """Return why target partitions must not be written now."""
+        return [
+            Cause("hanging", f"{topic}-{number} has an open turn", topic, number, passing=True)
+            for topic, number in self.unproved(places)
+        ]
 
     async def write(self, turn: Turn) -> TurnHandle:
         """Write one turn; return once the next may be written.

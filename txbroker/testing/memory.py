@@ -189,6 +189,8 @@ class MemoryKafka:
         self._lost_append: Outcome | None = None
         self._lost_commit: Outcome | None = None
         self._waiting: set[asyncio.Future[None]] = set()
+        self.untold: set[tuple[str, int]] = set()
+        """Partitions that were never told of the end of a turn that an earlier claim began."""
 
     # --- topics ------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from confluent_kafka import KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, ClusterMetadata
 from confluent_kafka.cimpl import NewTopic
 from links import Link, Relay
 
@@ -131,9 +131,18 @@ class Node:
 
     def knows(self, topic: str) -> bool:
         """Whether it, and not only some other broker, has heard of a topic; blocks."""
+        return topic in self._metadata().topics
+
+    def led_by(self, topic: str) -> int:
+        """The node that, as far as it has heard, leads a topic's first partition; -1: none, or the
+        topic is not known; blocks."""
+        found = self._metadata().topics.get(topic)
+        return int(found.partitions[0].leader) if found is not None and found.partitions else -1
+
+    def _metadata(self) -> ClusterMetadata:
         # What a new client asks first can only go to the one broker that it has heard of.
         admin = AdminClient({"bootstrap.servers": f"{_HOST}:{self.port}", "log_level": 0})
-        return topic in admin.list_topics(timeout=START_S).topics
+        return admin.list_topics(timeout=START_S)
 
     def said(self) -> str:
         """The last that it said."""

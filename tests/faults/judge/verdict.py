@@ -181,6 +181,8 @@ class Judge:
                 continue
             message = tx.messages[sequence]
             ours = 2 if len(tx.messages) > 1 else 1
+            # Of an installation with a prefix of its own there is one header more, in front.
+            ours += record.headers[0][0] == "txb-installation"
             stamp = tx.decided_ms if message.timestamp_ms is None else message.timestamp_ms
             seen = (record.topic, record.partition, record.key, record.value, record.headers[ours:])
             meant = (message.topic, message.partition, message.key, message.value, message.headers)

@@ -1,0 +1,203 @@
+"""A transaction as its markers make it: the ledger's fold, on the audit's narrow rows.
+
+Only the standard library and `rows` are used here, as in `judge`.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from txbroker.spark.rows import Content, HalfRow, OpRow
+
+ASK_SPACING_MS = 1000
+"""Attempts that were asked for are not closer than this to the last one."""
+LATER_MIN_MS, LATER_MAX_MS = 1000, 3_600_000
+"""A deliberate "not yet" postpones the next attempt by no less and no more than this."""
+CLOCKS_APART_MS = 1000
+"""As far as brokers' clocks may be apart: a check that is early by less is no finding."""
+_DECISIONS = frozenset({"commit", "rollback"})
+
+
+class Kept(NamedTuple):
+    """The messages of a copy, whether or not it has been dropped since."""
+
+    grp: str
+    messages: Sequence[Content]
+
+
+class Life:
+    """A transaction as its markers make it: the ledger's fold.
+
+    `half` None: nothing of the half message is known, so only the first decision is looked for; if
+    a copy of it is, with that one's group and messages.
+    """
+
+    def __init__(self, half: Sequence[HalfRow] | None, kept: Kept | None = None) -> None:
+        self.half = half
+        self.grp = half[0].grp if half else None if kept is None else kept.grp
+        self.prepared: Sequence[HalfRow | Content] | None = half
+        if half is None and kept is not None:
+            self.prepared = kept.messages
+        self.found: dict[str, str] = {}
+        self.contrary = ""
+        """What decisions came behind the one that counts, in words."""
+        self.others: list[OpRow] = []
+        """Those decisions."""
+        self.parked: OpRow | None = None
+        self.state = "pending"
+        self.decided: OpRow | None = None
+        self.contents: Sequence[Content] | None = None
+        first = None if half is None else half[0]
+        self.after_ms = (first and first.after_ms) or 0
+        self.interval_ms = (first and first.interval_ms) or 0
+        self.attempts_max = (first and first.attempts_max) or 0
+        self.timeout_ms = (first and first.timeout_ms) or 0
+        self.round = 1
+        self.round_started_ms = 0 if half is None else max(row.clock_ms for row in half)
+        self.number = 0
+        self.counted_ms: list[int] = []
+        self.last_check_ms = 0
+        self.not_before_ms = 0
+        self.last_counts = False
+        """Whether the last attempt of this round can still be given back."""
+
+    def apply(self, marker: OpRow) -> None:
+        """Apply the next marker; one that is not legal changes nothing."""
+        if marker.contents_count and not _whole(marker):
+            return
+        if marker.kind in _DECISIONS:
+            self._decide(marker)
+        elif self.half is None:
+            return
+        elif marker.kind == "check":
+            self._check(marker)
+        elif marker.kind == "returned" or marker.kind == "later":
+            self._give_back(marker)
+        elif marker.kind == "park":
+            self._park(marker)
+        elif marker.kind == "revive":
+            self._revive(marker)
+
+    def _decide(self, marker: OpRow) -> None:
+        if self.prepared is not None:
+            if marker.grp and marker.grp != self.grp:
+                return
+            contents = None if self.decided is not None else marker.contents
+            if contents and not _fits(self.prepared, contents):
+                return
+        if self.decided is None:
+            self.decided = marker
+            self.state = "committed" if marker.kind == "commit" else "rolled_back"
+            self.contents = in_sequence(marker.contents) if marker.contents else None
+        elif marker.kind != self.decided.kind:
+            self._contradict(
+                marker,
+                f"{self.decided.kind} at {self.decided.offset}, {marker.kind} at {marker.offset}",
+            )
+        elif marker.contents and self._other_contents(marker.contents):
+            self._contradict(
+                marker, f"other messages came with the commit at {marker.offset} than stand"
+            )
+
+    def _contradict(self, marker: OpRow, words: str) -> None:
+        self.others.append(marker)
+        self.contrary = self.contrary or words
+
+    def _other_contents(self, contents: Sequence[Content]) -> bool:
+        stand: Iterable[HalfRow | Content] = self.contents or self.prepared or ()
+        return [_content_of(each) for each in in_sequence(contents)] != [
+            _content_of(each) for each in stand
+        ]
+
+    def _check(self, marker: OpRow) -> None:
+        if self.decided is not None or marker.round != self.round:
+            return
+        made, at_ms = len(self.counted_ms), marker.clock_ms
+        if marker.number != self.number + 1:
+            return
+        if made >= self.attempts_max:
+            self.found.setdefault(
+                "too_many_attempts",
+                f"attempt {marker.number} at {marker.offset} after {made} that count,"
+                f" of {self.attempts_max}",
+            )
+            return
+        if marker.reason == "asked":
+            if made + 1 >= self.attempts_max or at_ms < self.last_check_ms + ASK_SPACING_MS:
+                return
+        elif marker.reason != "due":
+            return
+        elif at_ms < self.next_check_ms():
+            early_ms = self.next_check_ms() - at_ms
+            if self.state == "pending" and early_ms > CLOCKS_APART_MS:
+                self.found.setdefault(
+                    "check_too_early",
+                    f"attempt {marker.number} at {marker.offset} came {early_ms} ms early",
+                )
+            return
+        if self.state != "pending":
+            return
+        self.number = marker.number
+        self.counted_ms.append(at_ms)
+        self.last_check_ms = at_ms
+        self.not_before_ms = 0
+        self.last_counts = True
+
+    def next_check_ms(self) -> int:
+        """Return when the next attempt is due, ms by the log clock."""
+        if self.not_before_ms:
+            return self.not_before_ms
+        if self.counted_ms:
+            return self.counted_ms[-1] + self.interval_ms
+        return self.round_started_ms + self.after_ms
+
+    def _give_back(self, marker: OpRow) -> None:
+        named = (marker.round, marker.number) == (self.round, self.number)
+        if self.state != "pending" or not self.last_counts or not named:
+            return
+        self.counted_ms.pop()
+        self.last_counts = False
+        if marker.kind == "later":
+            delay_ms = min(max(marker.later_ms, LATER_MIN_MS), LATER_MAX_MS)
+            self.not_before_ms = marker.clock_ms + delay_ms
+
+    def _park(self, marker: OpRow) -> None:
+        if self.state != "pending" or marker.round != self.round:
+            return
+        if len(self.counted_ms) < self.attempts_max:
+            return
+        if marker.clock_ms >= self.counted_ms[-1] + self.timeout_ms:
+            self.state = "parked"
+            self.parked = marker
+
+    def _revive(self, marker: OpRow) -> None:
+        if self.state != "parked" or marker.round != self.round:
+            return
+        self.state = "pending"
+        self.round += 1
+        self.round_started_ms = marker.clock_ms
+        self.number = 0
+        self.counted_ms = []
+        self.last_check_ms = self.not_before_ms = 0
+        self.last_counts = False
+
+
+def _whole(marker: OpRow) -> bool:
+    """Say whether the messages that a marker announces are all there."""
+    given = [each.seq for each in in_sequence(marker.contents or ())]
+    return given == list(range(marker.contents_count))
+
+
+def in_sequence(contents: Sequence[Content]) -> list[Content]:
+    return sorted(contents, key=lambda content: content.seq)
+
+
+def _fits(prepared: Sequence[HalfRow | Content], contents: Sequence[Content]) -> bool:
+    """Say whether messages can replace the prepared ones: same topics, same partitions."""
+    return [(each.topic, each.target_partition) for each in in_sequence(contents)] == [
+        (row.topic, row.target_partition) for row in prepared
+    ]
+
+
+def _content_of(message: HalfRow | Content) -> tuple[str, int, int, int | None]:
+    """Return what a message is, its partition left out."""
+    return message.topic, message.body, message.headers, message.timestamp_ms

@@ -1,0 +1,106 @@
+"""A turn whose end a Kafka of three nodes loses, as 4.3.1 does where a partition has no leader
+(KAFKA-20734), or keeps sending, as other versions do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
+from three_nodes import START_S, ThreeNodes
+
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import Target, Turn
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.producer import Producer
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+NODE = 3
+LOSING, SENDING = "4.3.1", "4.2.1"
+_POLL_S = 0.1
+
+
+@pytest.fixture(params=[LOSING, SENDING])
+async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ThreeNodes]:
+    """Three nodes of a version."""
+    made = ThreeNodes(tmp_path, [], version=request.param)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+def create_on(nodes: ThreeNodes, topic: str) -> None:
+    """Create a topic that only one node holds."""
+    admin = AdminClient({"bootstrap.servers": nodes.bootstrap, "log_level": 0})
+    new = NewTopic(topic, num_partitions=1, replica_assignment=[[NODE]])
+    admin.create_topics([new])[topic].result(ADMIN_TIMEOUT_S)
+
+
+async def leads(nodes: ThreeNodes, topic: str, node: int) -> None:
+    """Wait until every broker that runs says who leads a topic's partition; -1: nobody."""
+    end = time.monotonic() + START_S
+    for each in nodes.nodes.values():
+        while each.running and await asyncio.to_thread(each.led_by, topic) != node:
+            assert time.monotonic() < end
+            await asyncio.sleep(_POLL_S)
+
+
+async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
+    nodes: ThreeNodes, request: pytest.FixtureRequest
+) -> None:
+    loses = request.node.callspec.params["nodes"] == LOSING
+    world = KafkaWorld(nodes.bootstrap)
+    topic = world.name("target")
+    await asyncio.to_thread(create_on, nodes, topic)
+    await leads(nodes, topic, NODE)
+    servers = tuple(nodes.bootstrap.split(","))
+    door = await world.door("one", bootstrap_servers=servers, claim_timeout_s=10.0)
+    partition = door.partition(0)
+    client = Client(world.settings("lost", bootstrap_servers=servers))
+    lost = Producer(client, "lost", f"{client.settings.half_topic}-0-a")
+    patience = Patience(30.0, 0.01)
+    try:
+        await lost.start(patience)
+        await lost.add([(topic, 0)], patience)
+        await lost.produce({(topic, 0): [Record(b"lost", b"")]}, patience)
+        await nodes.nodes[NODE].stop()
+        await leads(nodes, topic, -1)
+        if not loses:
+            with pytest.raises(KafkaUnavailable):
+                await partition.claim(claim("waits"))
+        else:
+            await partition.claim(claim("let through"))
+            (cause,) = await partition.prove([(topic, 0)])
+            assert cause.code == "no_answer"
+
+        await nodes.nodes[NODE].launch()
+        await nodes.nodes[NODE].ready()
+        await leads(nodes, topic, NODE)
+        await partition.claim(claim("next"))
+        causes = await partition.prove([(topic, 0)])
+        assert [cause.code for cause in causes] == ["hanging"] * loses
+        assert await world.visible(topic) == []
+        # What it is kept off for: written all the same, both become visible.
+        turn = Turn(
+            (Target(topic, 0, Record(b"next", b"")),), (), Progress(RECORD_VERSION, "next", 1, 1)
+        )
+        await (await partition.write(turn)).visible()
+        seen = [record.key for record in await world.visible(topic)]
+        assert seen == [*[b"lost"] * loses, b"next"]
+    finally:
+        await client.close()
+        await world.close()
+
+
+def claim(name: str) -> Claim:
+    """Return a claim record."""
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")

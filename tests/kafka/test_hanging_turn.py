@@ -1,0 +1,117 @@
+"""Turns that were never ended in a partition, as Kafka 4.3.1 leaves them (KAFKA-20734).
+
+Made here by writing with our transactional id what its coordinator knows nothing of, which takes
+a broker that does not ask it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
+
+from txbroker.core.codec import encode_progress
+from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.door import Hanging, Target, Turn
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.examination import KafkaExamination
+from txbroker.kafka.producer import BatchRefused, Producer
+from txbroker.kafka.transactions import Partition
+
+_VERIFICATION = "transaction.partition.verification.enable"
+
+
+def claim(name: str) -> Claim:
+    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+
+
+@asynccontextmanager
+async def unverified(world: KafkaWorld) -> AsyncIterator[None]:
+    """The broker takes what its coordinator knows nothing of, a moment from now."""
+    admin = AdminClient({"bootstrap.servers": world.bootstrap, "log_level": 0})
+    (broker,) = admin.list_topics(timeout=ADMIN_TIMEOUT_S).brokers
+
+    async def change(operation: AlterConfigOpType) -> None:
+        entry = ConfigEntry(_VERIFICATION, "false", incremental_operation=operation)
+        kind = ConfigResource.Type.BROKER
+        resource = ConfigResource(kind, str(broker), incremental_configs=[entry])
+        future = admin.incremental_alter_configs([resource])[resource]
+        await asyncio.to_thread(future.result, ADMIN_TIMEOUT_S)
+
+    await change(AlterConfigOpType.SET)
+    try:
+        yield
+    finally:
+        await change(AlterConfigOpType.DELETE)
+
+
+async def leave_open(world: KafkaWorld, at: Partition, records: Sequence[Record]) -> None:
+    """Write with half partition 0's first transactional id, and never end it there."""
+    # By the first version of the protocol, in which writing puts no partition into a transaction.
+    settings = world.settings("itself", transactions=1)
+    client = Client(settings)
+    patience = Patience(10.0, 0.01)
+    written = False
+    try:
+        async with unverified(world):
+            while not written:
+                producer = Producer(client, "lost", f"{settings.half_topic}-0-a")
+                await producer.start(patience)
+                try:
+                    await producer.produce({at: records}, patience)
+                    written = True
+                except BatchRefused:
+                    # The setting has not reached the broker yet.
+                    if not await patience.pause():
+                        raise
+    finally:
+        await client.close()
+
+
+async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> None:
+    topic = await world.create_topic("target")
+    door = await world.door("one", transactions=1)
+    await leave_open(world, (topic, 0), [Record(b"lost", b"")])
+    partition = door.partition(0)
+    await partition.claim(claim("next"))
+    assert partition.unproved([(topic, 0)]) == [(topic, 0)]
+    (cause,) = await partition.prove([(topic, 0)])
+    assert (cause.code, cause.topic, cause.partition) == ("hanging", topic, 0)
+    assert await world.visible(topic) == []
+    async with KafkaExamination(world.settings("doctor")) as kafka:
+        (found,) = await kafka.open_transactions([topic])
+    assert (found.lost, found.first, found.state) == (True, 0, "CompleteCommit")
+    # What it is kept off for: the end of the next turn ends what was left open, too.
+    turn = Turn(
+        (Target(topic, 0, Record(b"next", b"")),), (), Progress(RECORD_VERSION, "next", 1, 1)
+    )
+    handle = await partition.write(turn)
+    await handle.visible()
+    assert [record.key for record in await world.visible(topic)] == [b"lost", b"next"]
+
+
+async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaWorld) -> None:
+    door = await world.door("one")
+    checkpoint = world.name("checkpoint")
+    lost = encode_progress(Progress(RECORD_VERSION, "lost", 5, 5))
+    await leave_open(world, (checkpoint, 0), [lost])
+    partition = door.partition(0)
+    with pytest.raises(Hanging, match=r"checkpoint-0 .*offset 0"):
+        await partition.claim(claim("next"))
+    assert await world.visible(checkpoint) == []
+
+
+async def test_after_a_claim_every_target_is_asked_about_once(world: KafkaWorld) -> None:
+    topic = await world.create_topic("target")
+    partition = (await world.door("one")).partition(0)
+    await partition.claim(claim("first"))
+    assert partition.unproved([(topic, 0)]) == [(topic, 0)]
+    assert await partition.prove([(topic, 0)]) == []
+    assert partition.unproved([(topic, 0)]) == []
+    await partition.claim(claim("second"))
+    assert partition.unproved([(topic, 0)]) == [(topic, 0)]
+    assert await partition.prove([(topic, 0)]) == []

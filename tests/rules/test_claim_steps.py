@@ -1,0 +1,119 @@
+"""Rules 8 and 9: the steps of a claim, of a door to Kafka that only says what it would do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from txbroker.core.records import Claim
+from txbroker.door import Claimed, Hanging
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.partition import KafkaPartitionDoor
+from txbroker.kafka.producer import Producer, Stored
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.shared_writes import SharedWrites
+from txbroker.kafka.transactions import Partition
+from txbroker.kafka.visible import StableEnds
+from txbroker.kafka.wire import ProducersRequest
+
+PRODUCER_ID = 7
+
+
+class Leaders(Client):
+    """A client whose brokers only say what is open in a partition."""
+
+    steps: list[str]
+    open: Mapping[Partition, int]
+
+    async def leader(self, topic: str, partition: int) -> int:
+        """Name a broker."""
+        return 0
+
+    async def ask(
+        self, node: int, request: Any, lane: str, timeout_s: float | None = None
+    ) -> SimpleNamespace:
+        """Tell where a transaction of the asker is open."""
+        assert isinstance(request, ProducersRequest)
+        topics = []
+        for topic, numbers, _ in request._topics:
+            self.steps += [f"ask about {topic}-{number}" for number in numbers]
+            told = [(n, 0, None, self._found((topic, n)), {}) for n in numbers]
+            topics.append((topic, told, {}))
+        return SimpleNamespace(topics=topics)
+
+    def _found(self, partition: Partition) -> list[tuple[Any, ...]]:
+        return [(PRODUCER_ID, 0, 0, 0, 0, self.open.get(partition, -1), {})]
+
+
+class WatchedDoor(KafkaPartitionDoor):
+    """A door to Kafka that only says what it would do."""
+
+    steps: list[str]
+
+    def _producer(self, side: str) -> Producer:
+        self.steps.append(f"producer {side}")
+        return Started(self.steps, side)
+
+    async def _write_claim(self, producer: Producer, claim: Claim, patience: Patience) -> Stored:
+        self.steps.append("claim record")
+        return Stored(7, 1)
+
+    async def _read_progress(self, claim: Claim) -> Claimed:
+        self.steps.append("read")
+        return Claimed(1, None)
+
+
+class Started(Producer):
+    """A producer that only says that it was started."""
+
+    def __init__(self, steps: list[str], side: str) -> None:
+        self._steps, self._side = steps, side
+        self._producer_id = PRODUCER_ID
+
+    async def start(self, patience: Patience) -> None:
+        """Start."""
+        self._steps.append(f"start {self._side}")
+
+
+def watched_door(found_open: Mapping[Partition, int]) -> WatchedDoor:
+    """A door, and where an earlier turn is open, by its first offset."""
+    client = Leaders(KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one"))
+    door = WatchedDoor(client, 0, lambda _: 1000, lambda _: None, SharedWrites(client))
+    door.steps = client.steps = []
+    client.open = found_open
+    return door
+
+
+async def test_a_claim_reads_when_its_own_record_is_visible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    door = watched_door({})
+    settings = door._settings
+
+    async def pass_by(_: StableEnds, last: Mapping[Partition, int], seconds: float) -> None:
+        assert 0 < seconds <= 30.0
+        door.steps.append(f"visible behind {last[settings.checkpoint_topic, 0]}")
+
+    monkeypatch.setattr(StableEnds, "pass_by", pass_by)
+    await door.claim(Claim(1, "c", "one", ""))
+    assert door.steps[2:] == [
+        "start a",
+        "start b",
+        "ask about txbroker.checkpoint-0",
+        "ask about txbroker.parked-0",
+        "claim record",
+        "visible behind 7",
+        "read",
+    ]
+
+
+@pytest.mark.parametrize("topic", ["txbroker.checkpoint", "txbroker.parked"])
+async def test_a_claim_writes_nothing_where_an_earlier_turn_is_open(topic: str) -> None:
+    door = watched_door({(topic, 0): 17})
+    with pytest.raises(Hanging, match=rf"{topic}-0 .* offset 17"):
+        await door.claim(Claim(1, "c", "one", ""))
+    assert "claim record" not in door.steps
+    assert door.unproved([("t", 0)]) == [("t", 0)]
