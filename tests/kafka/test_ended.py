@@ -13,8 +13,9 @@ from txbroker.core.records import Record
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.codes import Code
 from txbroker.kafka.ended import HANGING, Ended
-from txbroker.kafka.producer import Partition, Producer
+from txbroker.kafka.producer import Producer
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.wire import ProducersRequest
 
 OURS, STRANGER = 7, 8

@@ -19,7 +19,8 @@ from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import Hanging, Target, Turn
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.examination import KafkaExamination
-from txbroker.kafka.producer import BatchRefused, Partition, Producer
+from txbroker.kafka.producer import BatchRefused, Producer
+from txbroker.kafka.transactions import Partition
 
 _VERIFICATION = "transaction.partition.verification.enable"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
+from msgspec import structs
 from rules_world import Gate, World, commit, marker, settled, until
 
 from txbroker.core.codec import encode_marker
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import MarkerKind, Record
 from txbroker.door import Appended, Log
 from txbroker.errors import OwnerUnavailable
@@ -111,3 +113,70 @@ async def test_who_waits_is_answered_when_the_owner_is_suspended(world: World) -
     owner.resume()
     await asyncio.gather(*[commit(owner, id) for id in ids[1:]])
     assert len(batches) >= 1
+
+
+class Told:
+    """A log that counts how often it is asked where it ends; `strangers` wrote to it, too."""
+
+    batch_bytes_max = 1 << 20
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.end = 0
+        self.strangers: list[Record] = []
+
+    async def append(self, records: Sequence[Record]) -> Appended:
+        base = self.end + len(self.strangers)
+        self.end += len(records)
+        return Appended(base, 1)
+
+    async def bounds(self) -> tuple[int, int]:
+        self.asked += 1
+        return 0, self.end + len(self.strangers)
+
+    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+        theirs = self.strangers[start : start + 1]
+        yield [structs.replace(record, offset=start, timestamp_ms=1) for record in theirs]
+        if start + len(theirs) < end:
+            yield [Record(b"mine", b"", offset=start + len(theirs), timestamp_ms=1)]
+
+
+async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
+    log, position = Told(), 0
+
+    def apply(record: Record) -> Outcome:
+        nonlocal position
+        assert record.offset == position
+        position += 1
+        return Outcome(Effect.APPLIED)
+
+    own = appender.Appender(log, apply, lambda: position, lambda: None)  # type: ignore[arg-type]
+    running = asyncio.create_task(own.run())
+    await own.look(60.0)
+    assert log.asked == 1
+    await own.append([Record(b"mine", b"")])
+    await own.look(60.0)
+    assert log.asked == 1
+    # Not of the last moments any more.
+    await own.look(0.0)
+    assert log.asked == 2
+    running.cancel()
+
+
+async def test_an_append_behind_a_gap_has_told_nothing() -> None:
+    log, position = Told(), 0
+
+    def apply(_: Record) -> Outcome:
+        nonlocal position
+        position += 1
+        return Outcome(Effect.APPLIED)
+
+    own = appender.Appender(log, apply, lambda: position, lambda: None)  # type: ignore[arg-type]
+    running = asyncio.create_task(own.run())
+    log.strangers.append(Record(b"theirs", b""))
+    await own.append([Record(b"mine", b"")])
+    assert position == 2
+    asked = log.asked
+    await own.look(60.0)
+    assert log.asked == asked + 1
+    running.cancel()

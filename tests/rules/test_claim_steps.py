@@ -12,8 +12,10 @@ from txbroker.core.records import Claim
 from txbroker.door import Claimed, Hanging
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.producer import Partition, Producer, Stored
+from txbroker.kafka.producer import Producer, Stored
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.shared_writes import SharedWrites
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.visible import StableEnds
 from txbroker.kafka.wire import ProducersRequest
 
@@ -79,7 +81,7 @@ class Started(Producer):
 def watched_door(found_open: Mapping[Partition, int]) -> WatchedDoor:
     """A door, and where an earlier turn is open, by its first offset."""
     client = Leaders(KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one"))
-    door = WatchedDoor(client, 0, lambda _: 1000, lambda _: None)
+    door = WatchedDoor(client, 0, lambda _: 1000, lambda _: None, SharedWrites(client))
     door.steps = client.steps = []
     client.open = found_open
     return door

@@ -35,8 +35,10 @@ from txbroker.door import (
 from txbroker.errors import BadTarget, KafkaUnavailable, Overloaded, TooLarge
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.producer import Partition, ProducerFenced, Stored
+from txbroker.kafka.producer import ProducerFenced, Stored
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.shared_writes import SharedWrites
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.twin import TwinWriter
 from txbroker.proxy.targets import TIMESTAMP_AHEAD_MAX_MS, check_timestamps
 from txbroker.testing.door import MemoryPartitionDoor
@@ -50,7 +52,9 @@ def test_transactional_ids_are_of_the_installation_and_times_are_short() -> None
     settings = KafkaSettings(
         bootstrap_servers=("127.0.0.1:1",), instance_id="one", half_topic="shop.half"
     )
-    door = KafkaPartitionDoor(Client(settings), 7, lambda _: 1000, lambda _: None)
+    client = Client(settings)
+    shared = SharedWrites(client)
+    door = KafkaPartitionDoor(client, 7, lambda _: 1000, lambda _: None, shared)
     assert [door._producer(side)._id for side in "ab"] == ["shop.half-7-a", "shop.half-7-b"]
     assert settings.transaction_timeout_s == 15.0
     assert settings.request_timeout_s <= 5.0

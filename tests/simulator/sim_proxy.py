@@ -23,6 +23,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client
 from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.shared_writes import SharedWrites
 from txbroker.proxy.broker import Broker
 
 FACTS_TTL_S = 5.0
@@ -104,6 +105,7 @@ class SimDoor(Door):
         )
         self._cluster = network.cluster
         self._client = Client(settings, network.open)
+        self._shared = SharedWrites(self._client)
         self.targets = self._targets = SimTargets(network)
         self.groups = NoGroups()
         self.audit = NoAudit()
@@ -118,13 +120,16 @@ class SimDoor(Door):
 
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition."""
-        return KafkaPartitionDoor(self._client, partition, self._bytes_max, self._targets.note)
+        return KafkaPartitionDoor(
+            self._client, partition, self._bytes_max, self._targets.note, self._shared
+        )
 
     def _bytes_max(self, topic: str) -> int:
         return self._cluster.logs[topic, 0].bytes_max
 
     async def close(self) -> None:
         """Close the connections."""
+        await self._shared.close()
         await self._client.close()
 
 

@@ -226,6 +226,7 @@ def _natural(text: str) -> int:
     return int(text)
 
 
+@lru_cache(maxsize=1000)
 def _encode_policy(policy: CheckPolicy) -> str:
     _check_policy(policy)
     after, interval, timeout = (

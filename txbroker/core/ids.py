@@ -8,6 +8,7 @@ is repeated too late can be told from a new one by the records alone.
 
 import hashlib
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -46,6 +47,7 @@ def make_id(partition: int, time_ms: int, randomness: int) -> str:
     return "".join([_PAIRS[number >> shift & 1023] for shift in range(120, -1, -10)])
 
 
+@lru_cache(maxsize=10_000)  # a call and its records name the same id half a dozen times
 def parse_id(text: str) -> IdParts:
     """Return the parts of a transaction id.
 

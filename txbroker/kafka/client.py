@@ -151,6 +151,14 @@ class Client:
         await self.refresh(())
         raise last
 
+    async def connect(self, node: int, lane: str) -> None:
+        """Have a connection to broker `node` ready; at once where there is one.
+
+        Raises:
+            NotSent
+        """
+        await self._connection(node, lane, None)
+
     async def _connection(self, node: int, lane: str, timeout_s: float | None) -> Connection:
         key = (node, lane)
         connection = self._connections.get(key)

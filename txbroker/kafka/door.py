@@ -25,6 +25,7 @@ from txbroker.kafka.membership import KafkaMembership
 from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.reader import Reader
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.shared_writes import SharedWrites
 from txbroker.kafka.targets import KafkaTargets
 from txbroker.kafka.topic_ids import topic_ids
 from txbroker.own_topics import Layout, encode_layout, find_layout
@@ -49,6 +50,7 @@ class KafkaDoor(Door):
         self.settings = settings
         self.partitions = 0
         self._client = Client(settings, opener)
+        self._shared = SharedWrites(self._client)
         self.admin = Admin(self._client)
         self.targets = self._targets = KafkaTargets(self._client, self.admin)
         self.groups = self._groups = KafkaGroupStore(self._client, self._bytes_max)
@@ -148,7 +150,9 @@ class KafkaDoor(Door):
 
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""
-        return KafkaPartitionDoor(self._client, partition, self._bytes_max, self._targets.note)
+        return KafkaPartitionDoor(
+            self._client, partition, self._bytes_max, self._targets.note, self._shared
+        )
 
     def _bytes_max(self, topic: str) -> int:
         own = self._own_bytes_max.get(topic)
@@ -159,4 +163,5 @@ class KafkaDoor(Door):
         await self._membership.close()
         await self._groups.close()
         await self._audit.close()
+        await self._shared.close()
         await self._client.close()

@@ -21,7 +21,8 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused, Patience
 from txbroker.kafka.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
-from txbroker.kafka.producer import Partition, Producer
+from txbroker.kafka.producer import Producer
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.wire import ProducersRequest
 
 HANGING = "hanging"

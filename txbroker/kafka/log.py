@@ -14,15 +14,22 @@ from txbroker.kafka.codes import SEQUENCE_LOST
 from txbroker.kafka.picker import Picker
 from txbroker.kafka.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
 from txbroker.kafka.reader import Reader
+from txbroker.kafka.shared_writes import SharedWrites
 
 _NEW_PRODUCERS_MAX = 2
 
 
 class KafkaLog(Log):
-    """A `txbroker.door.Log` on a real Kafka."""
+    """A `txbroker.door.Log` on a real Kafka. With `shared`, its batches share requests."""
 
     def __init__(
-        self, client: Client, topic: str, partition: int, lane: str, batch_bytes_max: int
+        self,
+        client: Client,
+        topic: str,
+        partition: int,
+        lane: str,
+        batch_bytes_max: int,
+        shared: SharedWrites | None = None,
     ) -> None:
         self.batch_bytes_max = batch_bytes_max
         self._client = client
@@ -33,6 +40,7 @@ class KafkaLog(Log):
         self._sending, self._stored = f"{name}.sending", f"{name}.stored"
         self._reader = Reader(client, topic, partition, f"{lane}/read")
         self._picker = Picker(lambda name: Reader(client, topic, partition, f"{lane}/{name}"))
+        self._shared = shared
         self._producer: Producer | None = None
 
     async def append(self, records: Sequence[Record]) -> Appended:
@@ -55,7 +63,7 @@ class KafkaLog(Log):
         for _attempt in range(_NEW_PRODUCERS_MAX):
             try:
                 if producer is None:
-                    producer = Producer(self._client, self._lane)
+                    producer = Producer(self._client, self._lane, shared=self._shared)
                     await producer.start(patience)
                 hit(self._sending)
                 stored = (await producer.produce({self._at: records}, patience))[self._at]

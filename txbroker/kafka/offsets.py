@@ -8,7 +8,7 @@ from aiokafka.protocol.offset import OffsetRequest
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, NotSent, Unanswered
 from txbroker.kafka.codes import LEADER_MOVED, Code
-from txbroker.kafka.producer import Partition
+from txbroker.kafka.transactions import Partition
 
 _LATEST = -1
 _CONSUMER = -1

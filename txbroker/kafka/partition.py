@@ -29,12 +29,13 @@ from txbroker.kafka.picker import Picker
 from txbroker.kafka.producer import (
     BatchRefused,
     BatchUnknown,
-    Partition,
     Producer,
     ProducerFenced,
     Stored,
 )
 from txbroker.kafka.reader import Reader
+from txbroker.kafka.shared_writes import SharedWrites
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.turns import TurnWritten
 from txbroker.kafka.twin import TwinWriter
 from txbroker.kafka.visible import StableEnds
@@ -51,7 +52,10 @@ _NUMBERS = itertools.count()
 
 
 class KafkaPartitionDoor(PartitionDoor):
-    """A `txbroker.door.PartitionDoor` on a real Kafka."""
+    """A `txbroker.door.PartitionDoor` on a real Kafka.
+
+    Through `shared` the half partitions of a client append together.
+    """
 
     half: Log
     op: Log
@@ -62,6 +66,7 @@ class KafkaPartitionDoor(PartitionDoor):
         partition: int,
         bytes_max: Callable[[str], int],
         refused: Callable[[Cause], None],
+        shared: SharedWrites,
     ) -> None:
         settings = client.settings
         self.partition = partition
@@ -70,8 +75,8 @@ class KafkaPartitionDoor(PartitionDoor):
         self._bytes_max = bytes_max
         self._refused = refused
         self._lane = f"p{partition}.{next(_NUMBERS)}/"
-        self.half = self._log(settings.half_topic, "half")
-        self.op = self._log(settings.op_topic, "op")
+        self.half = self._log(settings.half_topic, "half", shared)
+        self.op = self._log(settings.op_topic, "op", shared)
         self._checkpoint_at: Partition = (settings.checkpoint_topic, partition)
         self._checkpoint = Reader(client, *self._checkpoint_at, f"{self._lane}checkpoint")
         self._snapshots = self._log(settings.checkpoint_topic, "snapshots")
@@ -80,10 +85,9 @@ class KafkaPartitionDoor(PartitionDoor):
         self._writer: TwinWriter | None = None
         self._ended: Ended | None = None
 
-    def _log(self, topic: str, name: str) -> KafkaLog:
-        return KafkaLog(
-            self._client, topic, self.partition, self._lane + name, self._bytes_max(topic)
-        )
+    def _log(self, topic: str, name: str, shared: SharedWrites | None = None) -> KafkaLog:
+        lane, bytes_max = self._lane + name, self._bytes_max(topic)
+        return KafkaLog(self._client, topic, self.partition, lane, bytes_max, shared)
 
     def _parked_reader(self, lane: str) -> Reader:
         topic = self._settings.parked_topic

@@ -7,8 +7,8 @@ is not wanted any more is simply dropped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
@@ -25,10 +25,16 @@ from txbroker.kafka.client import (
     may_pass,
 )
 from txbroker.kafka.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
-from txbroker.kafka.transactions import FIRST, NOBODY, Current, Question, chosen
-
-Partition: TypeAlias = tuple[str, int]
-"""A topic and the number of one of its partitions."""
+from txbroker.kafka.shared_writes import SharedWrites
+from txbroker.kafka.transactions import (
+    FIRST,
+    NOBODY,
+    Answered,
+    Current,
+    Partition,
+    Question,
+    chosen,
+)
 
 _SEQUENCE_MASK = (1 << 31) - 1
 # A topic made just now is known everywhere within this; one that was deleted never is, and what
@@ -81,15 +87,23 @@ class ProducerFenced(TxbrokerError):
 class Producer:
     """One producer id: idempotent, and transactional where it has a transactional id.
 
-    Calls come one at a time; `lane` names its connections.
+    Calls come one at a time; `lane` names its connections. With `shared`, what it writes to one
+    partition outside of transactions goes along with what others write.
     """
 
-    def __init__(self, client: Client, lane: str, transactional_id: str | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        lane: str,
+        transactional_id: str | None = None,
+        shared: SharedWrites | None = None,
+    ) -> None:
         self._client = client
         self._settings = client.settings
         self._lane = lane
         # Any, because the library's types do not know that Kafka takes null.
         self._id: Any = transactional_id
+        self._shared = shared if transactional_id is None else None
         self._protocol = FIRST
         self._producer_id = -1
         self._epoch = -1
@@ -251,37 +265,44 @@ class Producer:
                 if self.told_by.get(partition, leader) != leader:
                     raise NotSent(f"{partition[0]}-{partition[1]} is led by another broker now")
                 by_leader.setdefault(leader, []).append(partition)
-        answers = await asyncio.gather(
-            *(
-                self._send_to(leader, {partition: batches[partition] for partition in part})
-                for leader, partitions in by_leader.items()
-                for part in _by_request(partitions, batches)
-            )
-        )
-        for answer in answers:
-            results.extend(answer)
+        requests = [
+            (leader, {partition: batches[partition] for partition in part})
+            for leader, partitions in by_leader.items()
+            for part in _by_request(partitions, batches)
+        ]
+        if len(requests) == 1:
+            # As every append: no task has to be made for it.
+            return results + await self._send_to(*requests[0])
+        for answers in await asyncio.gather(*(self._send_to(*request) for request in requests)):
+            results.extend(answers)
         return results
 
     async def _send_to(self, leader: int, batches: Mapping[Partition, bytes]) -> list[_Result]:
-        topics: dict[str, list[tuple[int, bytes]]] = {}
-        for (topic, number), batch in batches.items():
-            topics.setdefault(topic, []).append((number, batch))
-        timeout_ms = round(self._settings.request_timeout_s * 1000)
-        request = self._protocol.write(self._id, timeout_ms, list(topics.items()))
         try:
-            answer = await self._client.ask(leader, request, self._lane)
+            answers = await self._write(leader, batches)
         except (NotSent, Unanswered) as error:
             code = Code.UNKNOWN if isinstance(error, Unanswered) else Code.NETWORK_EXCEPTION
             for partition in batches:
                 self._client.forget_leader(*partition)
             return [_Result(partition, code, _NOWHERE, str(error)) for partition in batches]
         results = []
-        for each in self._protocol.written(answer):
+        for each in answers:
             if each.code in LEADER_MOVED:
                 self._client.forget_leader(each.topic, each.partition)
             where = Stored(each.base_offset, each.timestamp_ms)
             results.append(_Result((each.topic, each.partition), each.code, where, each.message))
         return results
+
+    async def _write(self, leader: int, batches: Mapping[Partition, bytes]) -> Iterable[Answered]:
+        if self._shared is not None and len(batches) == 1:
+            ((partition, batch),) = batches.items()
+            return [await self._shared.write(leader, partition, batch, self._lane)]
+        topics: dict[str, list[tuple[int, bytes]]] = {}
+        for (topic, number), batch in batches.items():
+            topics.setdefault(topic, []).append((number, batch))
+        timeout_ms = round(self._settings.request_timeout_s * 1000)
+        request = self._protocol.write(self._id, timeout_ms, list(topics.items()))
+        return self._protocol.written(await self._client.ask(leader, request, self._lane))
 
     # --- transactions ------------------------------------------------------------------------
 

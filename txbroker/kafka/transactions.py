@@ -9,7 +9,7 @@ answer, and a write puts its partition into the transaction by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import EndTxnRequest, InitProducerIdRequest
@@ -32,6 +32,9 @@ _NEEDED = {
     WriteRequest.API_KEY: WriteRequest.VERSION,
 }
 _EPOCH_MAX = (1 << 15) - 1
+
+Partition: TypeAlias = tuple[str, int]
+"""A topic and the number of one of its partitions."""
 
 Batches = Sequence[tuple[str, Sequence[tuple[int, bytes]]]]
 """Of each topic, the numbers of partitions and what is to be written to each."""

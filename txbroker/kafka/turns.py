@@ -11,7 +11,8 @@ from txbroker.core.records import Cause
 from txbroker.door import Fenced, TurnHandle, TurnLost, TurnRefused
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.codes import RETRIABLE, Code, describe
-from txbroker.kafka.producer import BatchRefused, BatchUnknown, Partition, ProducerFenced
+from txbroker.kafka.producer import BatchRefused, BatchUnknown, ProducerFenced
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.visible import StableEnds
 
 

@@ -21,7 +21,8 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.kafka.batch import split_by_bytes
 from txbroker.kafka.client import Client, Patience
-from txbroker.kafka.producer import Partition, Producer, ProducerFenced, Stored
+from txbroker.kafka.producer import Producer, ProducerFenced, Stored
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.turns import TurnWritten, translated
 from txbroker.kafka.visible import StableEnds
 

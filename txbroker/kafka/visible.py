@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
-from txbroker.kafka.producer import Partition
+from txbroker.kafka.transactions import Partition
 
 _LANE = "visible"
 _POLL_S = 0.001

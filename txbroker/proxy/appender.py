@@ -106,6 +106,8 @@ class Appender:
         self._lock = asyncio.Lock()
         self._asked = 0
         self._answered = 0
+        self._told_s = float("-inf")
+        """When an append told where the log ends, on the event loop's clock."""
 
     async def append(self, records: Sequence[Record], lane: Lane = Lane.SCHEDULE) -> Outcome:
         """Append records that belong together, and return what applying the last one did.
@@ -152,6 +154,16 @@ class Appender:
             asked = self._asked
             await self._catch_up()
             self._answered = asked
+
+    async def look(self, seconds: float) -> None:
+        """Catch up, unless an append of the last `seconds` followed on what was read: then
+        nobody else had written before it.
+
+        Raises:
+            KafkaUnavailable, LogTruncated: as the log says.
+        """
+        if asyncio.get_running_loop().time() - self._told_s >= seconds:
+            await self.catch_up()
 
     async def run(self) -> None:
         """Write what is queued, batch after batch, until cancelled.
@@ -256,6 +268,7 @@ class Appender:
                 "the topic was truncated or recreated"
             )
         if base_offset == position and timestamp_ms >= 0:
+            self._told_s = asyncio.get_running_loop().time()
             outcomes = [
                 self._apply(structs.replace(record, timestamp_ms=timestamp_ms, offset=offset))
                 for offset, record in enumerate(records, position)

@@ -400,8 +400,8 @@ class Owner:
             await asyncio.sleep(IDLE_S)
             self.tally.sample()
             try:
-                await self._half.catch_up()
-                await self._op.catch_up()
+                await self._half.look(IDLE_S)
+                await self._op.look(IDLE_S)
                 await self._edges.keep_old()
                 if time.monotonic() - looked_s >= EDGES_S:
                     looked_s = time.monotonic()

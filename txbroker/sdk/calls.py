@@ -100,21 +100,13 @@ class _Patience:
         Raises:
             RequestError: one that repeating does not cure.
         """
-        answer_timeout_s = None if slow else self._limits.answer_timeout_s
         try:
-            async with asyncio.timeout(answer_timeout_s) as answering:
-                return await session.call(make, partition)
+            return await session.call(make, partition, slow=slow)
         except SessionLost as error:
             self.sent = self.sent or error.sent
             self._last = error
             if error.moved:
                 self.choice = -1
-        except TimeoutError as error:
-            if not answering.expired():
-                raise
-            self.sent = True
-            self._last = SessionLost(f"{session.url} did not answer", sent=True)
-            self._last.__cause__ = error
         except RequestError as error:
             if not error.retryable:
                 raise

@@ -23,6 +23,7 @@ from txbroker.errors import (
     Unauthorized,
     request_errors,
 )
+from txbroker.sdk.deadlines import Deadlines
 from txbroker.sdk.limits import Limits
 from txbroker.tls import ClientTls, tls_trouble
 from txbroker.wire import (
@@ -118,6 +119,7 @@ class Session:
         welcome: Welcome,
         url: str,
         listener: Listener,
+        answer_timeout_s: float,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.url = url.rstrip("/")
@@ -131,6 +133,7 @@ class Session:
         self._clock_at = loop.time()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
+        self._deadlines = Deadlines(answer_timeout_s, self._unanswered)
         self._outbox: deque[tuple[bytes, _Call | None]] = deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -156,12 +159,16 @@ class Session:
         """True where nothing waits for an answer, on neither side."""
         return not self._calls and not self._checks and not self._outbox
 
-    async def call(self, make: Callable[[int], FromProducer], partition: int) -> Standing:
-        """Send the operation that `make` returns for its call number; return the answer.
+    async def call(
+        self, make: Callable[[int], FromProducer], partition: int, *, slow: bool = False
+    ) -> Standing:
+        """Send the operation that `make` returns for its call number; return the answer, for a
+        `slow` one however long that takes.
 
         Raises:
             RequestError: the proxy refused, or the operation is larger than a frame.
-            SessionLost: the session ended, or `partition` moved to another proxy, before that.
+            SessionLost: the session ended, or `partition` moved to another proxy, before that; or
+                the proxy did not answer in time.
         """
         if self._lost is not None:
             raise SessionLost(self._lost, sent=False)
@@ -169,6 +176,8 @@ class Session:
         encoded = _encode(make(number))
         call = _Call(self._loop.create_future(), partition)
         self._calls[number] = call
+        if not slow:
+            self._deadlines.begin(number)
         self._queue(encoded, call)
         try:
             return await call.answer
@@ -178,6 +187,7 @@ class Session:
             raise
         finally:
             del self._calls[number]
+            self._deadlines.end(number)
             if call.answer.done() and not call.answer.cancelled():
                 call.answer.exception()  # looked at, also where a cancellation came between
 
@@ -299,10 +309,19 @@ class Session:
                 if not call.sent:
                     self._unqueue(call)
 
+    def _unanswered(self, number: int) -> None:
+        """A call has waited long enough; it is asked again, and may have come through."""
+        call = self._calls[number]
+        if not call.answer.done():
+            call.answer.set_exception(SessionLost(f"{self.url} did not answer", sent=True))
+            if not call.sent:
+                self._unqueue(call)
+
     def _lose(self, why: str) -> None:
         if self._lost is not None:
             return
         self._lost = why
+        self._deadlines.close()
         for call in list(self._calls.values()):
             if not call.answer.done():
                 call.answer.set_exception(SessionLost(why, sent=call.sent))
@@ -356,7 +375,7 @@ async def open_session(
             raise CannotTrust(f"{address}: {why}") from None
         raise CannotConnect(f"{address}: {error or type(error).__name__}") from None
     assert isinstance(welcome, Welcome)
-    session = Session(socket, welcome, welcome.url or address, listener)
+    session = Session(socket, welcome, welcome.url or address, listener, limits.answer_timeout_s)
     session.start(rest)
     return session
 

@@ -1,0 +1,489 @@
+"""Batches of several partitions in one request: who goes along, who waits, and who hears what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.conn import CloseReason
+from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError
+
+from txbroker.core.records import Record
+from txbroker.door import AppendRefused, AppendUnknown
+from txbroker.errors import ConfigurationError
+from txbroker.kafka import shared_writes
+from txbroker.kafka.client import Client, NotSent, Unanswered
+from txbroker.kafka.log import KafkaLog
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.shared_writes import REQUEST_BYTES_MAX, SharedWrites
+from txbroker.kafka.transactions import ACKS_ALL, Answered, Partition
+
+LONG_S = 60.0
+TOO_LARGE, NOT_LEADER, TIMED_OUT, OUT_OF_ORDER = 10, 6, 7, 45
+A, B, C = ("half", 0), ("op", 0), ("half", 1)
+
+
+class Sent:
+    """A request on its way to a broker."""
+
+    def __init__(self, node: int, lane: str, request: Any) -> None:
+        self.node = node
+        self.lane = lane
+        self.request = request
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    @property
+    def batches(self) -> dict[Partition, bytes]:
+        """What it writes."""
+        topics = self.request._topics
+        pairs = [((topic, number), data) for topic, some in topics for number, data in some]
+        assert len(dict(pairs)) == len(pairs), "a partition is there twice"
+        return dict(pairs)
+
+    def store(self, offset: int = 5, leave_out: Partition | None = None, **codes: int) -> None:
+        """Answer it; `codes` are those of topics whose batches are not stored."""
+        topics = [
+            (topic, [(number, codes.get(topic, 0), offset, 77)])
+            for topic, number in self.batches
+            if (topic, number) != leave_out
+        ]
+        self.answer.set_result(SimpleNamespace(topics=topics))
+
+    def lose(self) -> None:
+        """Break its connection."""
+        self.answer.set_exception(KafkaConnectionError("reset"))
+
+
+class Scripted:
+    """A connection that leaves answers to the test."""
+
+    def __init__(self, brokers: Brokers, node: int) -> None:
+        self._brokers = brokers
+        self._node = node
+        self._up = True
+
+    def connected(self) -> bool:
+        return self._up
+
+    def send(self, request: Any) -> asyncio.Future[Any]:
+        if self._brokers.send_fails is not None:
+            raise self._brokers.send_fails
+        connections = self._brokers.client._connections.items()
+        lane = next(lane for (_, lane), each in connections if each is self)
+        sent = Sent(self._node, lane, request)
+        if type(request).__name__ == "InitProducerIdRequest":
+            told = SimpleNamespace(error_code=0, producer_id=7, producer_epoch=0)
+            sent.answer.set_result(told)
+        else:
+            self._brokers.sent.append(sent)
+        return sent.answer
+
+    def close(self, reason: CloseReason | None = None) -> asyncio.Future[None]:
+        self._up = False
+        closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        closed.set_result(None)
+        return closed
+
+
+class Brokers:
+    """Brokers 1 and 2 and a client of theirs, whose connections the test answers."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.sent: list[Sent] = []
+        self.send_fails: Exception | None = None
+        self.refused: Exception | None = None
+        self.open = asyncio.Event()
+        self.open.set()
+        settings = KafkaSettings(bootstrap_servers=("x:1",), instance_id="one", **changes)
+        self.client = Client(settings, self._open)
+        self.client._brokers = {1: ("one", 1), 2: ("two", 2)}
+        for at in (A, B, C):
+            self.client._leaders[at] = 1
+
+    async def _open(self, _host: str, port: int, **_: Any) -> Any:
+        await self.open.wait()
+        if self.refused is not None:
+            raise self.refused
+        return Scripted(self, port)
+
+
+@pytest.fixture
+async def brokers() -> Brokers:
+    """Brokers whose answers the test gives."""
+    return Brokers()
+
+
+@pytest.fixture
+async def shared(brokers: Brokers) -> AsyncIterator[SharedWrites]:
+    """What is tested: two requests at once, and a batch waits for as long as it takes."""
+    made = SharedWrites(brokers.client, at_once=2, wait_max_s=LONG_S)
+    yield made
+    await made.close()
+
+
+Writing = asyncio.Task[Answered]
+
+
+def start(shared: SharedWrites, at: Partition, data: bytes = b"x", leader: int = 1) -> Writing:
+    return asyncio.create_task(shared.write(leader, at, data, f"own/{at[0]}-{at[1]}"))
+
+
+async def heard(writing: Writing) -> Answered:
+    """Wait for what a writer hears; one that hears nothing fails its test."""
+    return await asyncio.wait_for(writing, 5.0)
+
+
+async def settle() -> None:
+    """Let everything run that needs nothing else to happen."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_what_is_ready_in_one_round_leaves_in_one_request(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    writing = [start(shared, at, data) for at, data in ((A, b"a"), (B, b"b"), (C, b"c"))]
+    await settle()
+    (sent,) = brokers.sent
+    assert sent.batches == {A: b"a", B: b"b", C: b"c"}
+    request = sent.request
+    assert (request._required_acks, request._timeout) == (ACKS_ALL, 5000)
+    assert request._transactional_id is None
+    sent.store()
+    told = [await each for each in writing]
+    assert [(each.topic, each.partition, each.base_offset) for each in told] == [
+        (*A, 5),
+        (*B, 5),
+        (*C, 5),
+    ]
+
+
+async def test_each_partition_hears_its_own_error(brokers: Brokers, shared: SharedWrites) -> None:
+    first, second = start(shared, A), start(shared, B)
+    await settle()
+    brokers.sent[0].store(op=TOO_LARGE)
+    assert ((await first).code, (await second).code) == (0, TOO_LARGE)
+
+
+async def test_one_alone_leaves_at_once(brokers: Brokers, shared: SharedWrites) -> None:
+    for number in range(3):
+        writing = start(shared, A)
+        await settle()
+        assert len(brokers.sent) == number + 1
+        brokers.sent[number].store()
+        await writing
+
+
+async def test_each_broker_gets_its_own(brokers: Brokers, shared: SharedWrites) -> None:
+    writing = [start(shared, A, leader=1), start(shared, B, leader=2)]
+    await settle()
+    assert [(sent.node, set(sent.batches)) for sent in brokers.sent] == [(1, {A}), (2, {B})]
+    for sent in brokers.sent:
+        sent.store()
+    await asyncio.gather(*writing)
+
+
+async def test_while_enough_are_under_way_others_wait_and_go_together(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    late = [("late", number) for number in range(3)]
+    writing = []
+    for at in (A, B, *late):
+        writing.append(start(shared, at))
+        await settle()
+    assert [set(sent.batches) for sent in brokers.sent] == [{A}, {B}]
+    assert [sent.lane for sent in brokers.sent] == ["shared/0", "shared/1"]
+    brokers.sent[0].store()
+    await settle()
+    assert set(brokers.sent[2].batches) == set(late)
+    assert brokers.sent[2].lane == "shared/0"
+    for sent in brokers.sent[1:]:
+        sent.store()
+    await asyncio.gather(*writing)
+
+
+async def test_nobody_waits_long_for_requests_that_do_not_come_through(brokers: Brokers) -> None:
+    shared = SharedWrites(brokers.client, at_once=1, wait_max_s=0.001)
+    writing = []
+    async with asyncio.timeout(LONG_S):
+        for number, at in enumerate((A, B, C), 1):
+            writing.append(start(shared, at))
+            while len(brokers.sent) < number:
+                await asyncio.sleep(0.001)
+    assert [sent.lane for sent in brokers.sent] == ["shared/0", "shared/1", "shared/2"]
+    for sent in brokers.sent:
+        sent.store()
+    await asyncio.gather(*writing)
+
+
+async def test_a_request_is_bounded_and_what_is_too_large_goes_alone(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    some = [("some", number) for number in range(3)]
+    writing = [start(shared, at, bytes(REQUEST_BYTES_MAX // 2)) for at in some]
+    writing.append(start(shared, A, bytes(REQUEST_BYTES_MAX + 1)))
+    await settle()
+    assert [(sent.lane, set(sent.batches)) for sent in brokers.sent] == [
+        ("own/half-0", {A}),
+        ("shared/0", set(some[:2])),
+        ("shared/1", {some[2]}),
+    ]
+    for sent in brokers.sent:
+        sent.store()
+    await asyncio.gather(*writing)
+
+
+async def test_a_partition_is_never_in_one_request_twice(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    """As where one who gave up has an heir in the same moment."""
+    batches = [shared._write_with_others(1, A, data) for data in (b"1", b"2")]
+    writing = [asyncio.create_task(each) for each in batches]
+    await settle()
+    assert [sent.batches for sent in brokers.sent] == [{A: b"1"}, {A: b"2"}]
+    for number, sent in enumerate(brokers.sent):
+        sent.store(number)
+    assert [(await each).base_offset for each in writing] == [0, 1]
+
+
+# --- who gives up --------------------------------------------------------------------------------
+
+
+async def test_what_is_given_up_before_it_left_never_leaves(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    brokers.open.clear()
+    given_up, stays = start(shared, A), start(shared, B)
+    await settle()
+    given_up.cancel()
+    brokers.open.set()
+    await settle()
+    (sent,) = brokers.sent
+    assert set(sent.batches) == {B}
+    sent.store()
+    assert (await stays).code == 0
+    assert given_up.cancelled()
+
+
+async def test_what_is_given_up_in_the_very_round_never_leaves(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    assert (await _done(brokers, shared, A)).code == 0
+    brokers.sent.clear()
+    given_up = start(shared, A)
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await settle()
+    assert not brokers.sent
+    again = start(shared, A)
+    await settle()
+    # It did not come through as far as is known, so the next one goes alone.
+    (sent,) = brokers.sent
+    assert sent.lane == "own/half-0"
+    sent.store()
+    await again
+
+
+async def _done(brokers: Brokers, shared: SharedWrites, at: Partition) -> Answered:
+    writing = start(shared, at)
+    await settle()
+    brokers.sent[-1].store()
+    return await writing
+
+
+async def test_one_that_gives_up_under_way_takes_nobody_along(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    given_up, stays = start(shared, A), start(shared, B)
+    await settle()
+    given_up.cancel()
+    await settle()
+    brokers.sent[0].store()
+    assert (await stays).code == 0
+    assert given_up.cancelled()
+
+
+# --- trouble -------------------------------------------------------------------------------------
+
+
+async def test_a_broken_connection_is_no_answer_for_all_that_it_carried(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    lost = [start(shared, A), start(shared, B)]
+    await settle()
+    other = start(shared, C)
+    await settle()
+    waiting = start(shared, ("late", 0))
+    await settle()
+    brokers.sent[0].lose()
+    for each in lost:
+        with pytest.raises(Unanswered, match="reset"):
+            await heard(each)
+    await settle()
+    assert [set(sent.batches) for sent in brokers.sent[1:]] == [{C}, {("late", 0)}]
+    for sent in brokers.sent[1:]:
+        sent.store()
+    assert [(await each).code for each in (other, waiting)] == [0, 0]
+
+
+async def test_without_a_connection_nothing_was_sent(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    brokers.refused = ConnectionRefusedError(111, "connection refused")
+    for each in [start(shared, A), start(shared, B)]:
+        with pytest.raises(NotSent, match="no connection"):
+            await heard(each)
+    assert not brokers.sent
+
+
+async def test_a_connection_that_breaks_as_it_is_used_has_sent_nothing(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    brokers.send_fails = KafkaConnectionError("broken")
+    for each in [start(shared, A), start(shared, B)]:
+        with pytest.raises(NotSent, match="broken"):
+            await each
+
+
+async def test_everybody_hears_of_a_surprise(brokers: Brokers, shared: SharedWrites) -> None:
+    brokers.send_fails = IncompatibleBrokerVersion("produce")
+    for each in [start(shared, A), start(shared, B)]:
+        with pytest.raises(ConfigurationError, match="too old"):
+            await each
+
+
+async def test_no_word_about_a_partition_is_no_answer_for_it_alone(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    first, second = start(shared, A), start(shared, B)
+    await settle()
+    brokers.sent[0].store(leave_out=B)
+    assert (await first).code == 0
+    with pytest.raises(Unanswered, match="op-0"):
+        await second
+
+
+async def test_a_partition_in_trouble_writes_alone_until_one_came_through(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    for code in (TIMED_OUT, NOT_LEADER, 0):
+        first, second = start(shared, A), start(shared, B)
+        await settle()
+        lanes = {sent.lane: sent for sent in brokers.sent}
+        brokers.sent.clear()
+        for sent in lanes.values():
+            sent.store(half=code)
+        assert ((await first).code, (await second).code) == (code, 0)
+        together = code == TIMED_OUT
+        assert set(lanes) == ({"shared/0"} if together else {"own/half-0", "shared/0"})
+    first, second = start(shared, A), start(shared, B)
+    await settle()
+    assert [set(sent.batches) for sent in brokers.sent] == [{A, B}]
+    brokers.sent[0].store()
+    await asyncio.gather(first, second)
+
+
+async def test_who_was_slow_writes_alone_and_holds_nobody_back(
+    brokers: Brokers, shared: SharedWrites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_writes, "SLOW_S", 0.0)
+    await _done(brokers, shared, A)
+    monkeypatch.setattr(shared_writes, "SLOW_S", LONG_S)
+    await _done(brokers, shared, A)
+    await _done(brokers, shared, A)
+    assert [sent.lane for sent in brokers.sent] == ["shared/0", "own/half-0", "shared/0"]
+
+
+async def test_a_closed_door_leaves_nobody_waiting(brokers: Brokers, shared: SharedWrites) -> None:
+    under_way = [start(shared, A)]
+    await settle()
+    under_way.append(start(shared, B))
+    await settle()
+    waiting = start(shared, C)
+    await settle()
+    await shared.close()
+    for each in under_way:
+        with pytest.raises(Unanswered):
+            await heard(each)
+    with pytest.raises(NotSent):
+        await heard(waiting)
+    with pytest.raises(NotSent):
+        await heard(start(shared, A))
+
+
+# --- as the logs see it --------------------------------------------------------------------------
+
+
+def log(brokers: Brokers, shared: SharedWrites, at: Partition) -> KafkaLog:
+    return KafkaLog(brokers.client, *at, f"p/{at[0]}", 1 << 20, shared)
+
+
+async def sent_to(brokers: Brokers, number: int) -> Sent:
+    """Wait for a request."""
+    async with asyncio.timeout(LONG_S):
+        while len(brokers.sent) <= number:
+            await asyncio.sleep(0.001)
+    return brokers.sent[number]
+
+
+async def test_one_logs_poison_is_refused_and_the_others_are_stored(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    half, op = log(brokers, shared, A), log(brokers, shared, B)
+    appends = [asyncio.create_task(each.append([Record(b"k", b"v")])) for each in (half, op)]
+    (await sent_to(brokers, 0)).store(half=TOO_LARGE)
+    with pytest.raises(AppendRefused, match="too large"):
+        await appends[0]
+    assert await appends[1] == (5, 77)
+    assert len(brokers.sent) == 1
+
+
+async def test_what_was_not_answered_is_sent_again_alone_with_the_same_bytes_and_in_order(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    half = log(brokers, shared, A)
+    first = asyncio.create_task(half.append([Record(b"1", b"")]))
+    lost = await sent_to(brokers, 0)
+    lost.lose()
+    brokers.client._leaders[A] = 1
+    # The leader is looked up again; its answer is the same.
+    brokers.client.refresh = _same_leader  # type: ignore[method-assign]
+    again = await sent_to(brokers, 1)
+    assert (again.lane, again.batches) == ("p/half/append", lost.batches)
+    await settle()
+    assert len(brokers.sent) == 2
+    again.store(8)
+    assert (await first).base_offset == 8
+    second = asyncio.create_task(half.append([Record(b"2", b"")]))
+    (await sent_to(brokers, 2)).store(9)
+    assert (await second).base_offset == 9
+    assert brokers.sent[2].lane == "shared/0"
+
+
+async def _same_leader(topics: Any) -> Any:
+    facts = SimpleNamespace(leader=1)
+    return {topic: SimpleNamespace(error=0, partitions={0: facts, 1: facts}) for topic in topics}
+
+
+async def test_without_any_answer_an_append_is_unknown_for_every_log() -> None:
+    brokers = Brokers(write_timeout_s=0.05)
+    brokers.client.refresh = _same_leader  # type: ignore[method-assign]
+    shared = SharedWrites(brokers.client)
+    logs = [log(brokers, shared, at) for at in (A, B)]
+    appends = [asyncio.create_task(each.append([Record(b"k", b"v")])) for each in logs]
+    losing = asyncio.create_task(_lose_all(brokers))
+    for append in appends:
+        with pytest.raises(AppendUnknown, match="reset"):
+            await append
+    losing.cancel()
+    assert set(brokers.sent[0].batches) == {A, B}
+
+
+async def _lose_all(brokers: Brokers) -> None:
+    number = 0
+    while True:
+        (await sent_to(brokers, number)).lose()
+        number += 1

@@ -1,0 +1,258 @@
+"""Batches of several partitions in one request.
+
+A request costs the proxy and a broker the same whatever is in it, and under load every half
+partition appends to two logs all the time. What is ready in one round of the event loop for
+partitions of one broker leaves in one request; while as many of these are under way as pay, what
+comes waits a moment for company. With nobody else about, a batch leaves at once.
+
+A broker answers a request when its slowest partition is done. So a partition that was slow or in
+trouble writes over a connection of its own until one of its writes was quick again, and holds
+nobody back meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection, Mapping
+
+from msgspec import Struct
+
+from txbroker.kafka.client import Client, NotSent, Unanswered
+from txbroker.kafka.codes import Code
+from txbroker.kafka.transactions import FIRST, Answered, Partition
+
+AT_ONCE = 2
+"""Requests under way to one broker from which on batches wait for company."""
+WAIT_MAX_S = 0.02
+"""So long a batch waits for company at most, seconds: then one more request is under way."""
+REQUEST_BYTES_MAX = 1 << 20
+"""Bytes of batches in one shared request. A larger batch goes alone: it is worth a request."""
+SLOW_S = 1.0
+"""A partition whose write took longer, seconds, writes alone the next time."""
+
+_CLOSED = "the door to Kafka is closed"
+
+
+class _Batch(Struct, eq=False):
+    """What is to be written to one partition, and who waits for the answer."""
+
+    partition: Partition
+    encoded: bytes
+    answer: asyncio.Future[Answered]
+
+
+class _Broker:
+    """What waits for one broker, in order, and the connections that are busy."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+        self.waiting: dict[_Batch, None] = {}
+        self.lanes: set[int] = set()
+        self.beginning = False
+        """Whether a request begins in the next round of the loop."""
+        self.alarm: asyncio.TimerHandle | None = None
+
+
+class SharedWrites:
+    """Writes batches of idempotent producers without a transactional id: those of several
+    partitions in one request. One for each client. Each partition writes one batch at a time.
+
+    Args:
+        client: whose connections are used.
+        at_once: requests under way to one broker from which on batches wait.
+        wait_max_s: how long one waits at most, seconds.
+    """
+
+    def __init__(
+        self, client: Client, at_once: int = AT_ONCE, wait_max_s: float = WAIT_MAX_S
+    ) -> None:
+        self._client = client
+        self._at_once = at_once
+        self._wait_max_s = wait_max_s
+        self._brokers: dict[int, _Broker] = {}
+        self._apart: set[Partition] = set()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def write(
+        self, leader: int, partition: Partition, encoded: bytes, own_lane: str
+    ) -> Answered:
+        """Write one batch and return what the broker says of it.
+
+        Whoever gives up takes the batch along, if it is not on its way yet.
+
+        Args:
+            leader: the broker that leads the partition.
+            partition: topic and number.
+            encoded: the batch.
+            own_lane: the connection over which the partition writes when it writes alone.
+
+        Raises:
+            NotSent, Unanswered: about the whole request, as from `Client.ask`.
+            KafkaRefused: the broker does not know this request in a version that we do.
+        """
+        if self._closed:
+            raise NotSent(_CLOSED)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        alone = partition in self._apart or len(encoded) > REQUEST_BYTES_MAX
+        # Until it is known that this one came through, and in good time.
+        self._apart.add(partition)
+        if alone:
+            batch = _Batch(partition, encoded, loop.create_future())
+            answered = _said(await self._ask(leader, [batch], own_lane), partition)
+        else:
+            answered = await self._write_with_others(leader, partition, encoded)
+        if answered.code == Code.NONE and loop.time() - began_s < SLOW_S:
+            self._apart.discard(partition)
+        return answered
+
+    async def close(self) -> None:
+        """Give up what waits and what is under way."""
+        self._closed = True
+        tasks = list(self._sending)
+        for task in tasks:
+            task.cancel()
+        for broker in self._brokers.values():
+            _quiet(broker)
+            _fail(broker.waiting, NotSent(_CLOSED))
+            broker.waiting.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write_with_others(
+        self, leader: int, partition: Partition, encoded: bytes
+    ) -> Answered:
+        broker = self._brokers.get(leader)
+        if broker is None:
+            broker = self._brokers[leader] = _Broker(leader)
+        batch = _Batch(partition, encoded, asyncio.get_running_loop().create_future())
+        broker.waiting[batch] = None
+        self._go_on(broker)
+        try:
+            return await batch.answer
+        finally:
+            broker.waiting.pop(batch, None)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def _go_on(self, broker: _Broker) -> None:
+        """Let a request take what waits, now or in a moment."""
+        if not broker.waiting or broker.beginning:
+            return
+        if len(broker.lanes) < self._at_once:
+            self._begin(broker)
+        elif broker.alarm is None:
+            loop = asyncio.get_running_loop()
+            broker.alarm = loop.call_later(self._wait_max_s, self._waited, broker)
+
+    def _waited(self, broker: _Broker) -> None:
+        """Those under way do not come through: wait no longer for them."""
+        broker.alarm = None
+        if broker.waiting and not broker.beginning:
+            self._begin(broker)
+
+    def _begin(self, broker: _Broker) -> None:
+        _quiet(broker)
+        broker.beginning = True
+        number = next(n for n in itertools.count() if n not in broker.lanes)
+        broker.lanes.add(number)
+        # A task begins in the next round of the loop: what is ready in this one goes along.
+        task = asyncio.create_task(self._send(broker, number), name="txbroker shared write")
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _send(self, broker: _Broker, number: int) -> None:
+        """Write what waits in one request; the answers go to those that wait."""
+        broker.beginning = False
+        batches: list[_Batch] = []
+        lane = f"shared/{number}"
+        try:
+            batches = await self._when_connected(broker, lane)
+            self._go_on(broker)
+            if batches:
+                _answer(batches, await self._ask(broker.node, batches, lane))
+        except asyncio.CancelledError:
+            _fail(batches, Unanswered(_CLOSED))
+            raise
+        except Exception as error:
+            # Whatever it is: whoever waits must hear of it.
+            _fail(batches, error)
+        finally:
+            broker.lanes.discard(number)
+            self._go_on(broker)
+
+    async def _when_connected(self, broker: _Broker, lane: str) -> list[_Batch]:
+        """Take what waits once there is a connection, so that what comes before that goes along
+        and what is given up does not. Without one all that waits has failed."""
+        try:
+            await self._client.connect(broker.node, lane)
+        except Exception as error:
+            waiting = list(broker.waiting)
+            broker.waiting.clear()
+            _fail(waiting, error)
+            return []
+        return _take(broker)
+
+    async def _ask(
+        self, node: int, batches: Collection[_Batch], lane: str
+    ) -> dict[Partition, Answered]:
+        topics: dict[str, list[tuple[int, bytes]]] = {}
+        for batch in batches:
+            topic, number = batch.partition
+            topics.setdefault(topic, []).append((number, batch.encoded))
+        timeout_ms = round(self._client.settings.request_timeout_s * 1000)
+        request = FIRST.write(None, timeout_ms, list(topics.items()))
+        answer = await self._client.ask(node, request, lane)
+        return {(each.topic, each.partition): each for each in FIRST.written(answer)}
+
+
+def _take(broker: _Broker) -> list[_Batch]:
+    """Take what fits one request out of what waits, in order; of each partition one batch."""
+    batches: dict[Partition, _Batch] = {}
+    size = 0
+    for batch in broker.waiting:
+        if batch.answer.done():
+            continue  # given up in this very round
+        size += len(batch.encoded)
+        if batches and size > REQUEST_BYTES_MAX:
+            break
+        batches.setdefault(batch.partition, batch)
+    for batch in batches.values():
+        del broker.waiting[batch]
+    return list(batches.values())
+
+
+def _quiet(broker: _Broker) -> None:
+    if broker.alarm is not None:
+        broker.alarm.cancel()
+        broker.alarm = None
+
+
+def _said(answers: Mapping[Partition, Answered], partition: Partition) -> Answered:
+    """Return what a broker says of a partition.
+
+    Raises:
+        Unanswered: nothing.
+    """
+    said = answers.get(partition)
+    if said is None:
+        raise Unanswered(f"the broker says nothing of {partition[0]}-{partition[1]}")
+    return said
+
+
+def _answer(batches: Collection[_Batch], answers: Mapping[Partition, Answered]) -> None:
+    for batch in batches:
+        try:
+            said = _said(answers, batch.partition)
+        except Unanswered as error:
+            _fail([batch], error)
+        else:
+            if not batch.answer.done():
+                batch.answer.set_result(said)
+
+
+def _fail(batches: Collection[_Batch], error: Exception) -> None:
+    for batch in batches:
+        if not batch.answer.done():
+            batch.answer.set_exception(error)
