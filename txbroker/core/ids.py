@@ -47,7 +47,7 @@ def make_id(partition: int, time_ms: int, randomness: int) -> str:
     return "".join([_PAIRS[number >> shift & 1023] for shift in range(120, -1, -10)])
 
 
-@lru_cache(maxsize=10_000)  # a call and its records name the same id half a dozen times
+@lru_cache(maxsize=2_000)  # a call and its records name the same id half a dozen times
 def parse_id(text: str) -> IdParts:
     """Return the parts of a transaction id.
 
