@@ -256,7 +256,9 @@ class Found(NamedTuple):
     @property
     def has_drift(self) -> bool:
         """Whether there is any that is told now."""
-        return self.summary.has_drift or bool(self.untold)
+        from txbroker.spark.publish import news_of
+
+        return any(news_of(self.summary, self.untold).drift.values())
 
 
 def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> Found:

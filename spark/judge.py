@@ -222,14 +222,25 @@ def _hold_copy(life: Life, copy: _Copy) -> None:
             return
 
 
-def _hold_refused(life: Life, visible: Sequence[VisibleRow], copy: _Copy, terms: TermsLike) -> None:
+def _hold_refused(
+    life: Life,
+    visible: Sequence[VisibleRow],
+    copy: _Copy,
+    terms: TermsLike,
+    horizon: Horizon,
+) -> None:
     """See that what was refused is kept whole, and that nothing of it is visible."""
     _hold_copy(life, copy)
+    if not visible:
+        return
     # The turn that promotes it may be on its way: not all partitions show it at the same time.
+    seen = {row.seq for row in visible}
+    missing = [row for row in life.prepared or () if row.seq not in seen]
+    ends = all((row.topic, row.target_partition) in horizon.open for row in missing)
     fresh = all(row.append_time for row in visible) and any(
         terms.now_ms - row.at_ms <= terms.late_after_ms for row in visible
     )
-    if visible and not fresh:
+    if not ends and not fresh:
         life.found["refused_visible"] = _shown(visible)
 
 
@@ -249,7 +260,7 @@ def _end(
         return "promoted", False
     copy = _copy(facts.parked)
     if copy.state == "refused":
-        _hold_refused(life, facts.visible, copy, terms)
+        _hold_refused(life, facts.visible, copy, terms, horizon)
         return "refused", True
     # What was refused and is tried again leaves the parked topic in the turn that promotes it.
     age_ms = terms.now_ms - max(decided.at_ms, copy.last_ms)
@@ -407,7 +418,7 @@ def _undecided_copy(
         if {row.seq for row in visible} >= set(range(len(life.prepared or ()))):
             return "promoted", False
         if state == "refused":
-            _hold_refused(life, visible, copy, terms)
+            _hold_refused(life, visible, copy, terms, horizon)
         return state, True
     if parts.time_ms <= horizon.op_begin_ms.get(parts.partition, -1) + terms.dedup_window_ms:
         return "gone", False

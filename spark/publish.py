@@ -13,8 +13,8 @@ from txbroker.kafka.audit import KafkaAuditWriter
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.spark.schema import BUSINESS_KINDS, KIND_NAMES, RunSummary
 
-_FOUND_AGAIN = frozenset({"late", "lost"})
-"""Whoever is so still is so in the next run, too."""
+_FOUND_AGAIN = frozenset({"late", "lost", "not_kept", "refused_visible"})
+"""Whoever is so still is so in the next run, too, unless it was mended."""
 
 
 def news_of(summary: RunSummary, untold: Sequence[RunSummary] = ()) -> AuditNews:

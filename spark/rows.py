@@ -45,8 +45,10 @@ class Horizon(NamedTuple):
             stands for all of a topic's.
         parked_from_ms: by half partition, since when the parked topic tells of every refusal that
             is over: what was decided before may have been refused, and nothing says so any more.
-        hidden: target topics and partitions that end in an open transaction: what is missing there
-            may have been committed behind it.
+        open: target topics and partitions that end in an open transaction, mostly a turn that is
+            under way: what is missing there may be visible in a moment.
+        hidden: those in which it is the same transaction since the run has begun to read: what is
+            missing there may have been committed behind it.
     """
 
     half_start: Mapping[int, int] = {}
@@ -54,6 +56,7 @@ class Horizon(NamedTuple):
     op_begin_ms: Mapping[int, int] = {}
     taken_ms: Mapping[tuple[str, int], int] = {}
     parked_from_ms: Mapping[int, int] = {}
+    open: frozenset[tuple[str, int]] = frozenset()
     hidden: frozenset[tuple[str, int]] = frozenset()
 
 

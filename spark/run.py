@@ -272,11 +272,11 @@ class _Audit:
         partitions = len(staged.cut.half.ends)
         horizon = without_removed(judging.horizon, judging.removed_ms, partitions)
         # Of this run alone: by the next one such a transaction may have ended.
-        horizon = horizon._replace(hidden=_hidden(staged.cut))
-        rows = verdicts(self._spark, whole, self._terms, horizon)
-        if judging.context is not None:
-            rows = rows.join(judging.context.select("id"), "id", "left_anti")
+        horizon = horizon._replace(open=_open(staged.cut), hidden=_hidden(staged.cut))
         try:
+            rows = verdicts(self._spark, whole, self._terms, horizon)
+            if judging.context is not None:
+                rows = rows.join(judging.context.select("id"), "id", "left_anti")
             write_verdicts(rows, self._folders, self._run, days)
         finally:
             release(self._spark)
@@ -346,9 +346,14 @@ def check_goes_on(chain: Chain, names: Names) -> None:
             )
 
 
-def _hidden(cut: Cut) -> frozenset[tuple[str, int]]:
-    """Return the target partitions of which not all that is committed could be read."""
+def _open(cut: Cut) -> frozenset[tuple[str, int]]:
+    """Return the target partitions that ended in an open transaction."""
     return frozenset((target.topic, p) for target in cut.targets for p in target.open)
+
+
+def _hidden(cut: Cut) -> frozenset[tuple[str, int]]:
+    """Return those of them that one transaction has held open while the run read."""
+    return frozenset((topic, p) for topic, p in _open(cut) if f"{topic}-{p}" in cut.held)
 
 
 def check_window(was: Terms | None, now: Terms) -> None:

@@ -418,6 +418,11 @@ class Bucket:
             since_ms = max(row.at_ms for row in entry.facts().op if row.kind == "park")
             age_ms = since_ms + terms.late_after_ms
             waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
+        elif judged.state == "refused" and not judged.findings:
+            # What is visible of it may be of a turn that is under way, but not for ever.
+            shown_ms = [row.at_ms for row in entry.facts().visible]
+            age_ms = max(shown_ms, default=-terms.late_after_ms - 1) + terms.late_after_ms
+            waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
         elif judged.state in _OVER and not waits:
             times = (judged.id_ms, judged.decided_at_ms, judged.prepared_at_ms, entry.row_ms)
             over_ms = max(time or 0 for time in times) + terms.keep_ms

@@ -287,7 +287,8 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(
 
 
 def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) -> None:
-    played.finds, played.fails = DRIFTED, KafkaUnavailable("no leader")
+    played.finds = msgspec.structs.replace(DRIFTED, drift={"visible_twice": 1})
+    played.fails = KafkaUnavailable("no leader")
     first = played.audit()
     assert first.code == 4
     assert "The proxies were not told; the next run tells them: no leader" in first.err
@@ -298,6 +299,16 @@ def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) 
     assert f"The proxies were not told of run {DRIFTED.run} (incremental): Drift! " in second.err
     third = played.audit()
     assert (third.code, played.steps) == (0, ["spark", f"told {NEXT.run}"])
+
+
+def test_what_was_late_when_nobody_was_told_is_no_drift_once_it_is_not_found_again(
+    played: Played,
+) -> None:
+    played.finds = msgspec.structs.replace(DRIFTED, drift={"late": 3})
+    played.fails = KafkaUnavailable("no leader")
+    assert played.audit().code == 4
+    played.finds, played.fails = NEXT, None
+    assert played.audit().code == 0
 
 
 def test_a_run_that_finds_nothing_fails_as_ever(

@@ -355,6 +355,11 @@ def test_what_is_refused_is_kept_whole_and_nothing_of_it_is_visible() -> None:
     assert judged(half, [COMMIT], fresh, copy).verdict == "refused"
     old = [fresh[0]._replace(at_ms=NOW_MS - 60_001)]
     assert judged(half, [COMMIT], old, copy).verdict == "refused_visible"
+    # A turn that promotes it may be ending: its other partition is not read to the end of it.
+    ending = Horizon(open=frozenset({("u", 0)}))
+    assert judged(half, [COMMIT], old, copy, horizon=ending).verdict == "refused"
+    elsewhere = Horizon(open=frozenset({("t", 0), ("v", 0)}))
+    assert judged(half, [COMMIT], old, copy, horizon=elsewhere).verdict == "refused_visible"
 
 
 def test_a_copy_may_hold_what_came_with_the_commit() -> None:

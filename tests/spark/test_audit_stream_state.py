@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -188,6 +189,24 @@ def test_what_is_parked_has_a_copy_before_a_commit_would_be_late(stream: Stream)
     assert stream.told == [(bare.id, "not_kept")]
     stream.go(1_000_000, 10_000)
     assert stream.told == [(bare.id, "not_kept")]
+
+
+def test_what_is_refused_is_not_visible_for_long(stream: Stream) -> None:
+    tx, settled = Tx(randomness=1), Tx(randomness=2)
+    held = {"grp": "g", "count": 2, "topic": TARGET, "target_partition": 0, "body": 1, "headers": 2}
+    place = {"partition": 0, "at_ms": T0, "state": "refused", "tombstone": False, **held}
+    for each in (tx, settled):
+        stream.read(each.half(count=2), each.half(count=2, seq=1, offset=each.offset + 1))
+        stream.read(*(Fact("parked", each.id, {**place, "offset": n, "seq": n}) for n in (0, 1)))
+        shown = each.visible(append_time=True, count=2, at_ms=stream.moment_ms)
+        stream.read(each.op(at_ms=stream.moment_ms), shown)
+    stream.go(30_000)
+    stream.read(settled.visible(append_time=True, count=2, seq=1))
+    stream.go(30_000)
+    assert stream.told == []
+    stream.go(10_000)
+    assert stream.told == [(tx.id, "refused_visible")]
+    assert +Counter(stream.states) == {"refused": 1, "promoted": 1}
 
 
 def test_a_second_copy_is_found_until_what_is_over_is_forgotten(stream: Stream) -> None:
