@@ -117,7 +117,9 @@ async def refused(subject: Subject) -> Finding:
 @kafka_book.check(
     "no Kafka transaction keeps consumers waiting",
     hint="End the application whose transaction it is; if it is gone, Kafka's own "
-    "`kafka-transactions.sh abort` ends what is hanging.",
+    "`kafka-transactions.sh abort` ends what is hanging. One of txbroker's own, or one whose end "
+    "was lost, may hold committed messages: read the runbook before any abort.",
+    doc="docs/runbooks/TxBrokerPromotionStalled.md",
 )
 async def hanging_transactions(subject: Subject) -> Finding:
     """Whether a transaction that is open for long hides the end of a topic of ours or a target."""

@@ -150,7 +150,7 @@ async def test_what_is_ready_in_one_round_leaves_in_one_request(
     (sent,) = brokers.sent
     assert sent.batches == {A: b"a", B: b"b", C: b"c"}
     request = sent.request
-    assert (request._required_acks, request._timeout) == (ACKS_ALL, 5000)
+    assert (request._required_acks, request._timeout) == (ACKS_ALL, 1000)
     assert request._transactional_id is None
     sent.store()
     told = [await each for each in writing]
@@ -384,6 +384,19 @@ async def test_a_partition_in_trouble_writes_alone_until_one_came_through(
     assert [set(sent.batches) for sent in brokers.sent] == [{A, B}]
     brokers.sent[0].store()
     await asyncio.gather(first, second)
+
+
+async def test_a_broker_answers_for_all_before_one_of_them_holds_the_others_up_for_long(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    writing = [start(shared, A), start(shared, B), start(shared, C, b"x" * REQUEST_BYTES_MAX)]
+    await settle()
+    waits = sorted((len(sent.batches), sent.request._timeout) for sent in brokers.sent)
+    patience_ms = round(brokers.client.settings.request_timeout_s * 1000)
+    assert waits == [(1, patience_ms), (2, 1000)]
+    for sent in brokers.sent:
+        sent.store()
+    await asyncio.gather(*writing)
 
 
 async def test_who_was_slow_writes_alone_and_holds_nobody_back(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Sequence
 
+import pytest
 from msgspec import structs
 from rules_world import Gate, World, commit, marker, settled, until
 
@@ -12,7 +14,7 @@ from txbroker.core.codec import encode_marker
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import MarkerKind, Record
 from txbroker.door import Appended, Log
-from txbroker.errors import OwnerUnavailable
+from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy import appender
 from txbroker.proxy.owner import Owner
 
@@ -35,6 +37,27 @@ async def held_up(world: World, owner: Owner) -> tuple[Gate, list[Sequence[Recor
     world.partition.op.script.append(gate.append)
     world.partition.op.script.extend([seen] * 1000)
     return gate, batches
+
+
+async def test_a_failed_append_leaves_nothing_for_the_garbage_collector(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+
+    async def fails(_: Log, __: Sequence[Record]) -> Appended:
+        raise KafkaUnavailable("no leader")
+
+    world.partition.op.script.extend([fails] * 5)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            with pytest.raises(OwnerUnavailable):
+                await owner._op.append([check(id)])
+        await settled()
+        left = [each for each in gc.get_objects() if isinstance(each, appender._Entry)]
+    finally:
+        gc.enable()
+    assert len(left) <= 2  # each of the two logs has its last batch at hand
 
 
 async def test_a_storm_of_checks_does_not_hold_back_decisions(world: World) -> None:

@@ -133,6 +133,10 @@ class SharedWrites:
             return await batch.answer
         finally:
             broker.waiting.pop(batch, None)
+            if batch.answer.done() and not batch.answer.cancelled():
+                batch.answer.exception()  # looked at, also where a cancellation came between
+            # Its error holds this frame: without this each failed write is a cycle, with its bytes.
+            del batch
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -201,7 +205,11 @@ class SharedWrites:
         for batch in batches:
             topic, number = batch.partition
             topics.setdefault(topic, []).append((number, batch.encoded))
-        timeout_ms = round(self._client.settings.request_timeout_s * 1000)
+        timeout_s = self._client.settings.request_timeout_s
+        if len(batches) > 1:
+            # The broker answers by then, so that the others hear of theirs.
+            timeout_s = min(timeout_s, SLOW_S)
+        timeout_ms = round(timeout_s * 1000)
         request = FIRST.write(None, timeout_ms, list(topics.items()))
         answer = await self._client.ask(node, request, lane)
         return {(each.topic, each.partition): each for each in FIRST.written(answer)}

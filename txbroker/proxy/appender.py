@@ -137,6 +137,8 @@ class Appender:
             return await entry.outcome
         finally:
             queue.remove(entry)
+            # Its error holds this frame: without this each failed append is a cycle, with its body.
+            del entry
 
     async def catch_up(self) -> None:
         """Read and apply the log up to an end offset that is asked for now.
