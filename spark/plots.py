@@ -149,11 +149,16 @@ class _Plot:
         """Label the bounds between bars, as many as have room."""
         bounds, first = self._histogram.bounds, self._window.first
         step = max(1, ceil(_TICK_APART / self._bar))
+        free_from = 0.0
         for place in range(first, min(self._window.last, len(bounds)) + 1, step):
             x = self._x(place)
             yield self.line("axis", x, x, _FLOOR, _FLOOR + 4)
             words = "0" if place == 0 else duration(bounds[place - 1])
-            yield self.label(x, _FLOOR + 17, words, "tick")
+            # The last one ends at the plot's side, and may have no room there.
+            left, right = self._sides(x, words)
+            if left >= free_from:
+                free_from = right + _CHAR
+                yield self.label(x, _FLOOR + 17, words, "tick")
         if self._has_more:
             yield self.label(self._width - _SIDE, _FLOOR + 32, "and more", "tick", "end")
 
@@ -169,6 +174,15 @@ class _Plot:
             class_=f"mark {mark.name}",
         )
 
+    def _sides(self, x: float, words: str) -> tuple[float, float]:
+        """Return where a text at `x` begins and ends: it stays within the plot."""
+        wide = len(words) * _CHAR
+        if x < wide / 2:
+            return x, x + wide
+        if x > self._width - wide / 2:
+            return x - wide, x
+        return x - wide / 2, x + wide / 2
+
     def line(self, class_: str | None, x1: float, x2: float, y1: float, y2: float) -> Html:
         return tag("line", class_=class_, x1=f"{x1:.2f}", x2=f"{x2:.2f}", y1=y1, y2=y2)
 
@@ -176,9 +190,9 @@ class _Plot:
         self, x: float, y: float, words: str, class_: str | None, anchor: str | None = None
     ) -> Html:
         """Return a text; one near the plot's sides begins or ends there."""
-        half = len(words) * _CHAR / 2
-        if anchor is None and (x < half or x > self._width - half):
-            anchor = "start" if x < half else "end"
+        if anchor is None:
+            left, right = self._sides(x, words)
+            anchor = "start" if left == x else "end" if right == x else None
         return tag(
             "text",
             words,

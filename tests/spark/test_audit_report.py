@@ -344,6 +344,7 @@ PLOTS = {
     "middle": one_bucket(14, 10**9),
     "beyond all bounds": one_bucket(28),
     "everywhere": Histogram("x", FINE, tuple(range(1, 30))),
+    "narrow at its end": Histogram("x", (5, 10, 20, 50, 100, 200), (67, 6, 4, 2, 0, 0, 0)),
     "both ends": Histogram("x", FINE, (99, *(0,) * 27, 99)),
     "few": Histogram("x", (1000, 60_000), (3, 4, 5)),
     "nothing": Histogram("x", FINE, (0,) * 29),
