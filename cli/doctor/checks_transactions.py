@@ -118,8 +118,8 @@ async def refused(subject: Subject) -> Finding:
     "no Kafka transaction keeps consumers waiting",
     hint="End the application whose transaction it is; if it is gone, Kafka's own "
     "`kafka-transactions.sh abort` ends what is hanging. One of txbroker's own, or one whose end "
-    "was lost, may hold committed messages: read the runbook before any abort.",
-    doc="docs/runbooks/TxBrokerPromotionStalled.md",
+    "was lost, may hold committed messages: read the page before any abort.",
+    doc="docs/operate/lost-end.md",
 )
 async def hanging_transactions(subject: Subject) -> Finding:
     """Whether a transaction that is open for long hides the end of a topic of ours or a target."""
