@@ -5,8 +5,7 @@ and as it was prepared. Those are judged by SQL alone, as `judge` would; all oth
 Ids are spread evenly, so a hot group or topic makes no task longer than others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, reduce
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -26,6 +25,7 @@ from txbroker.spark.facts import id_partition, id_time_ms, is_id
 from txbroker.spark.judge import judge_rows
 from txbroker.spark.rows import ALWAYS, Horizon, Limits, TermsLike
 from txbroker.spark.schema import Cut
+from txbroker.spark.spread import setting
 
 _SIDES = ("half", "op", "visible", "parked")
 _LEFT_OUT = frozenset({"id", "id_ms", "dedup", "cause"})
@@ -103,7 +103,9 @@ def verdicts(
     release(spark)
     # Each is read twice, by the order's check too; to gather again would cost more.
     gathered = _by_sql(_gathered(staged))
-    with _sorting(spark):
+    # Aggregates that sort at once: Spark would try to collect arrays in a hash table first, and
+    # give up after a few ids: half as much work again.
+    with setting(spark, _HASH_FIRST, "false"):
         gathered = gathered.persist(StorageLevel.DISK_ONLY)
     rest = _by_judge(gathered.where("not plain"), terms, horizon).persist(StorageLevel.DISK_ONLY)
     _cached[spark] = [gathered, rest]
@@ -151,21 +153,6 @@ def _gathered(staged: StagedFacts) -> DataFrame:
         side: F.when(F.size(side) > 1, F.sort_array(side)).otherwise(F.col(side)) for side in _FIRST
     }
     return arrays.withColumns(in_order).withColumn("id", F.reverse("di")).drop("di")
-
-
-@contextmanager
-def _sorting(spark: SparkSession) -> Iterator[None]:
-    """Plan aggregates that sort at once.
-
-    Spark would try to collect arrays in a hash table first, and give up after a few ids: half as
-    much work again.
-    """
-    was = spark.conf.get(_HASH_FIRST, "true")
-    spark.conf.set(_HASH_FIRST, "false")
-    try:
-        yield
-    finally:
-        spark.conf.set(_HASH_FIRST, was or "true")
 
 
 def _struct(side: str, table: DataFrame) -> Column:

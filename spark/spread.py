@@ -24,12 +24,22 @@ def spread(spark: SparkSession, rows: int) -> Iterator[None]:
     if spark.sparkContext.getConf().contains(_PARTITIONS):
         yield
         return
-    was = spark.conf.get(_PARTITIONS)
-    spark.conf.set(_PARTITIONS, str(tasks_for(rows, spark.sparkContext.defaultParallelism)))
+    with setting(spark, _PARTITIONS, str(tasks_for(rows, spark.sparkContext.defaultParallelism))):
+        yield
+
+
+@contextmanager
+def setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
+    """Give one of Spark SQL's settings another value meanwhile."""
+    was = spark.conf.get(name)
+    spark.conf.set(name, value)
     try:
         yield
     finally:
-        spark.conf.set(_PARTITIONS, was or "200")
+        if was is None:
+            spark.conf.unset(name)
+        else:
+            spark.conf.set(name, was)
 
 
 def tasks_for(rows: int, cores: int) -> int:

@@ -31,7 +31,7 @@ from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_fac
 from txbroker.spark.folders import exists, replace
 from txbroker.spark.replaced import with_contents
 from txbroker.spark.schema import Cut, Names, Terms, TopicRead
-from txbroker.spark.spread import spread
+from txbroker.spark.spread import setting, spread
 
 _V1_SOURCES = "spark.sql.sources.useV1SourceList"
 _RECORDS_MIN, _RECORDS_MAX = 10_000, 500_000
@@ -233,14 +233,10 @@ class _Stage:
 
         The older one, which batches use unless told otherwise, makes an object for each header.
         """
-        conf = self._spark.conf
-        sources = conf.get(_V1_SOURCES) or ""
-        conf.set(_V1_SOURCES, ",".join(each for each in sources.split(",") if each != "kafka"))
-        try:
-            with _in_words():
-                return self._spark.read.format("kafka").options(**options).load()
-        finally:
-            conf.set(_V1_SOURCES, sources)
+        sources = (self._spark.conf.get(_V1_SOURCES) or "").split(",")
+        others = ",".join(each for each in sources if each != "kafka")
+        with setting(self._spark, _V1_SOURCES, others), _in_words():
+            return self._spark.read.format("kafka").options(**options).load()
 
     # --- settling ----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from pyspark.sql import functions as F
 
 from txbroker.spark.folders import Folders, exists
 from txbroker.spark.schema import VERDICT
+from txbroker.spark.spread import setting
 
 PARTITIONED_BY = ("day", "verdict")
 _DAYS_AS_THEY_COME = 3
@@ -31,13 +32,8 @@ def write_verdicts(rows: DataFrame, folders: Folders, run: str, days: int) -> No
     rows = rows.drop("run")
     if days > _DAYS_AS_THEY_COME:
         rows = rows.hint("rebalance", *PARTITIONED_BY)
-    conf = rows.sparkSession.conf
-    was = conf.get(_WRITERS)
-    conf.set(_WRITERS, str(_WRITERS_MAX))
-    try:
+    with setting(rows.sparkSession, _WRITERS, str(_WRITERS_MAX)):
         rows.write.partitionBy(*PARTITIONED_BY).parquet(folders.verdicts(run))
-    finally:
-        conf.set(_WRITERS, was or "0")
 
 
 def read_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFrame:
