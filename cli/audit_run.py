@@ -386,15 +386,16 @@ def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> F
     from txbroker.kafka.wiring import kafka_settings
     from txbroker.spark.publish import publish
 
-    untold: list[RunSummary] = []
+    untold: list[RunSummary] | None = None
     try:
-        untold += (run for run in journal.untold() if run.run < summary.run)
+        untold = [run for run in journal.untold() if run.run < summary.run]
     except TxbrokerError as error:
         click.echo(f"What earlier runs have not told is not known: {error}", err=True)
     try:
-        asyncio.run(publish(kafka_settings(settings), summary, untold))
-        journal.told(summary.run)
+        asyncio.run(publish(kafka_settings(settings), summary, untold or ()))
+        if untold is not None:  # else the next run tells what this one could not look up
+            journal.told(summary.run)
     except TxbrokerError as error:
         # The run counts all the same, and what it found is said.
         click.echo(f"The proxies were not told; the next run tells them: {error}", err=True)
-    return Found(summary, untold)
+    return Found(summary, untold or ())

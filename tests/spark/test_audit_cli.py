@@ -301,6 +301,25 @@ def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) 
     assert (third.code, played.steps) == (0, ["spark", f"told {NEXT.run}"])
 
 
+def test_what_could_not_be_looked_up_is_told_by_the_run_after_it(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.finds = msgspec.structs.replace(DRIFTED, drift={"visible_twice": 1})
+    played.fails = KafkaUnavailable("no leader")
+    assert played.audit().code == 4
+
+    def refuse(_: Journal) -> list[RunSummary]:
+        raise ConfigurationError("the journal is locked")
+
+    played.finds, played.fails = NEXT, None
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "untold", refuse)
+        assert "the journal is locked" in played.audit().err
+    played.finds = msgspec.structs.replace(NEXT, run="20260101T030000Z")
+    assert played.audit().code == 4
+    assert DRIFTED.run in played.steps[-1]
+
+
 def test_what_was_late_when_nobody_was_told_is_no_drift_once_it_is_not_found_again(
     played: Played,
 ) -> None:

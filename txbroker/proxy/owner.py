@@ -38,7 +38,7 @@ from txbroker.proxy.turn_pace import TurnPace
 __all__ = ["Owner", "OwnerEvents", "OwnerSettings", "standing"]
 
 IDLE_S = 1.0
-"""An idle owner looks this often whether somebody else wrote to its logs."""
+"""An owner that has appended nothing for so long looks whether somebody else wrote to its logs."""
 EDGES_S = 10.0
 """An owner looks this often whether its logs are still what they were."""
 CLAIM_PAUSE_S = 0.2
