@@ -152,7 +152,11 @@ class _Part:
         left = F.greatest(F.size("headers") - self._count, F.lit(0))
         self.user_headers = F.slice("headers", self._count + 1, left)
         self.timestamp_ms = self._ts.try_cast("bigint")
-        self._policy = F.split(self._check, "/")
+        # Nothing is taken apart, and no number read, where it is the usual one.
+        self.records = self.records.withColumn(
+            "_policy", F.when(~self._is_default, F.split(self._check, "/"))
+        )
+        self._policy = F.col("_policy")
 
     def _header_names(self) -> Column:
         """Return the names of the headers that are ours."""
@@ -396,8 +400,12 @@ def op_facts(records: DataFrame) -> DataFrame:
     part = _Part(records.withColumn("headers", F.when(is_content, F.col("headers"))))
     is_content = F.col("_first").isNotNull()
     text = F.col("value").cast("string")
-    json = _Json(text)
-    plain = text.rlike(_PLAIN)
+    # Spark does at the beginning of a row what is done more than once, asked for or not: a column
+    # that is null for nearly all is what keeps it from parsing each of them.
+    odd = F.when(~text.rlike(_PLAIN), text)
+    part.records = part.records.withColumn("_odd", odd)
+    json = _Json(F.col("_odd"))
+    plain = F.col("_odd").isNull()
     reads = plain | _strict(json)
     marker = F.when(~is_content & reads & F.is_valid_utf8(text), F.from_json(text, _MARKER, _JSON))
     content = F.struct(
