@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -34,7 +34,9 @@ from txbroker.door import (
     TurnHandle,
     TurnLost,
 )
+from txbroker.core.transaction import Transaction
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
+from txbroker.proxy.trouble import Trouble
 from txbroker.testing.door import MemoryPartitionDoor
 
 # --- appending -----------------------------------------------------------------------------------
@@ -232,6 +234,34 @@ async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: Wor
     world.kafka.untold.clear()
     await until(lambda: known(owner, stuck).state is State.PROMOTED, 5)
     assert world.visible("u") == ["stuck"]
+
+
+async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await world.owner()
+    prove, take_due = world.partition.inner.prove, Trouble.take_due
+    plans, asked = 0, []
+
+    def planned(trouble: Trouble, in_flight: Collection[str]) -> list[Transaction]:
+        nonlocal plans
+        plans += 1
+        return take_due(trouble, in_flight)
+
+    async def noted(places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+        asked.append(plans)
+        if len(asked) > 2:
+            world.kafka.untold.clear()
+        return await prove(places)
+
+    monkeypatch.setattr(Trouble, "take_due", planned)
+    monkeypatch.setattr(world.partition, "prove", noted)
+    # By the time that there is an answer the pause is over.
+    monkeypatch.setattr("txbroker.proxy.trouble.RETRY_FIRST_S", 0.0)
+    world.kafka.untold.add(("u", 0))
+    id = await world.committed(owner, message("kept off", "u", b"x"))
+    await until(lambda: known(owner, id).state is State.PROMOTED, 5)
+    assert len(asked) == len(set(asked)) == 3
 
 
 async def test_own_topics_that_refuse_stop_the_partition_and_refuse_nobody(world: World) -> None:
