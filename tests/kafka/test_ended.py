@@ -65,9 +65,7 @@ class Leaders:
         """Return a broker."""
         return 1
 
-    async def ask(
-        self, node: int, request: Any, lane: str, timeout_s: float | None = None
-    ) -> Any:
+    async def ask(self, node: int, request: Any, lane: str, timeout_s: float | None = None) -> Any:
         """Answer about producers, or about ends."""
         if node in self.silent:
             self.patience.append(timeout_s)
@@ -358,5 +356,9 @@ def test_producers_are_read_as_they_were_written(tags: bytes) -> None:
     found = request.RESPONSE_TYPE.decode(io.BytesIO(answer))
     ((topic, (zero, one), _),) = found.topics
     assert (topic, zero[0], one[0]) == ("t", 0, 1)
-    assert [(each[0], each[2], each[5]) for each in zero[3]] == [(7, -1, -1), (8, -1, 5), (9, -1, 6)]
+    assert [(each[0], each[2], each[5]) for each in zero[3]] == [
+        (7, -1, -1),
+        (8, -1, 5),
+        (9, -1, 6),
+    ]
     assert one[3] == []

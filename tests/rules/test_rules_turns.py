@@ -21,7 +21,7 @@ from rules_world import (
 from twins import Twins
 
 from txbroker.core.promotion import TurnLimits
-from txbroker.core.records import Cause, Message, State
+from txbroker.core.records import Cause, Message, Record, State
 from txbroker.door import (
     Appended,
     AppendRefused,

@@ -22,6 +22,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.transaction import Transaction
 from txbroker.door import (
     Appended,
     AppendRefused,
@@ -34,7 +35,6 @@ from txbroker.door import (
     TurnHandle,
     TurnLost,
 )
-from txbroker.core.transaction import Transaction
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.trouble import Trouble
 from txbroker.testing.door import MemoryPartitionDoor

@@ -139,8 +139,7 @@ class TwinWriter:
         return offsets
 
     async def _write(self, producer: Producer, runs: _Runs) -> dict[Partition, list[int]]:
-        """Write everything; return the offsets of each partition, in the order in which they went.
-        """
+        """Write everything; return the offsets of each partition's records, in their order."""
         offsets: dict[Partition, list[int]] = {partition: [] for partition in runs}
         with translated():
             await producer.add(list(runs), self._patience(_ADD_TIMEOUT_S))

@@ -187,9 +187,9 @@ class _Producers(CompactArray):
         length = UnsignedVarInt32.decode(data) - 1
         if length < 0:
             return None
-        start = data.tell()
-        told = data.read(length * _PRODUCER.size)
-        if len(told) == length * _PRODUCER.size and not any(told[_PRODUCER.size - 1 :: _PRODUCER.size]):
+        start, size = data.tell(), _PRODUCER.size
+        told = data.read(length * size)
+        if len(told) == length * size and not any(told[size - 1 :: size]):
             return list(_PRODUCER.iter_unpack(told))
         data.seek(start)
         return [self.array_of.decode(data) for _ in range(length)]
