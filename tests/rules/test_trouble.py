@@ -7,7 +7,18 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
-from rules_world import QUICK, Gate, ScriptedDoor, World, commit, known, message, settled, until
+from rules_world import (
+    QUICK,
+    Gate,
+    Held,
+    ScriptedDoor,
+    World,
+    commit,
+    known,
+    message,
+    settled,
+    until,
+)
 
 from txbroker.checkers.base import Answered
 from txbroker.contract import DecideRequest, PrepareRequest
@@ -231,7 +242,13 @@ async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: Wor
     assert found.cause is not None
     assert found.cause.code == "hanging"
     assert all(target.topic != "u" for turn in world.partition.turns for target in turn.promoted)
+    held = Held(visible=False)
+    world.partition.writes.append(held.write)
     world.kafka.untold.clear()
+    # It waits no more, so that nobody takes its turn for an old one.
+    await until(lambda: known(owner, stuck).cause is None, 5)
+    assert known(owner, stuck).state is State.COMMITTED
+    held.at_visible.open()
     await until(lambda: known(owner, stuck).state is State.PROMOTED, 5)
     assert world.visible("u") == ["stuck"]
 

@@ -423,6 +423,10 @@ class Promoter:
             transaction = self._ledger.ready.get(id)
             if transaction is not None:
                 transaction.cause = cause
+        for transaction in plan.promote:
+            if transaction.state is State.COMMITTED:
+                # Nobody may take one whose turn is on its way for one that waits.
+                transaction.cause = None
         self.full = plan.full
         self._trouble.note_deferred(waiting=bool(plan.deferred))
 
