@@ -225,7 +225,7 @@ class Unseen:
             if self._last.get(partition) == offset:
                 del self._last[partition]
 
-    async def over(self, partitions: Iterable[Partition], patience: Patience) -> None:
+    async def over(self, partitions: Collection[Partition], patience: Patience) -> None:
         """Return once all that the producer wrote to partitions has ended there. As a rule it is
         known, and nothing is asked. Called before they are put into its next transaction: whatever
         becomes of that one would become of what is left open, too.
