@@ -349,7 +349,10 @@ class Faults:
         return self._ends_lost(until_s, 0.5, commit=False)
 
     def _commits_lost(self, until_s: float) -> str:
-        return self._ends_lost(until_s, self._random.choice([0.1, 0.4]), commit=True)
+        what = self._ends_lost(until_s, self._random.choice([0.1, 0.4]), commit=True)
+        # Only an abort behind it takes a commit back, so one is made likely.
+        abort = self._random.choice([self._target_refuses, self._kill_at_a_step])
+        return f"{what}, {abort(until_s)}"
 
     def _ends_lost(self, until_s: float, share: float, *, commit: bool) -> str:
         self._cluster.lost[commit] = share
