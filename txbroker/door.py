@@ -56,6 +56,18 @@ class Hanging(KafkaUnavailable):
     """A Kafka transaction that nobody ends hides the progress: the partition cannot be read."""
 
 
+class NotVisible(KafkaUnavailable):
+    """A turn is committed, but readers did not come past it in time.
+
+    Attributes:
+        partitions: where they did not.
+    """
+
+    def __init__(self, message: str, partitions: Sequence[tuple[str, int]]) -> None:
+        super().__init__(message)
+        self.partitions = partitions
+
+
 class Appended(NamedTuple):
     """Where a batch went: the offset of its first record and the broker's append time.
 
@@ -144,7 +156,8 @@ class TurnHandle(Protocol):
         """Wait until every `read_committed` reader can see the turn (its LSO has passed it).
 
         Raises:
-            KafkaUnavailable: not visible within 60 s; the partitions are named.
+            NotVisible: it is not within 60 s.
+            KafkaUnavailable: Kafka does not answer.
         """
         ...
 

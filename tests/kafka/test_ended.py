@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.core.records import Record
+from txbroker.door import TurnLost
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.codes import Code
-from txbroker.kafka.ended import HANGING, Ended
+from txbroker.kafka.ended import HANGING, Ended, Unseen
 from txbroker.kafka.producer import Producer
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.transactions import Partition
+from txbroker.kafka.visible import StableEnds
 from txbroker.kafka.wire import ProducersRequest
 
 OURS, STRANGER = 7, 8
@@ -35,6 +40,10 @@ class Leaders:
         self.silent: set[int] = set()
         self.left_out: set[Partition] = set()
         self.asked: list[Partition] = []
+        self.requests: list[int] = []
+        """How many partitions each question was about."""
+        self.patience: list[float | None] = []
+        self.refuses: KafkaRefused | None = None
         self.taken: list[tuple[str, int, int]] = []
         self.forgotten: list[Partition] = []
 
@@ -48,15 +57,31 @@ class Leaders:
         """Remember that it was forgotten."""
         self.forgotten.append((topic, partition))
 
-    async def ask(self, node: int, request: Any, lane: str) -> Any:
+    def known_leader(self, topic: str, partition: int) -> int:
+        """Return a broker."""
+        return self.leaders[topic, partition]
+
+    async def transaction_coordinator(self, id: str) -> int:
+        """Return a broker."""
+        return 1
+
+    async def ask(self, node: int, request: Any, lane: str, timeout_s: float | None = None) -> Any:
         """Answer about producers, or about ends."""
         if node in self.silent:
+            self.patience.append(timeout_s)
             raise Unanswered(f"broker {node} did not answer")
         if isinstance(request, OffsetRequest):
             return self._ends(request)
         if isinstance(request, ProduceRequest):
             return self._take(node, request)
+        if isinstance(request, AddPartitionsToTxnRequest):
+            self.taken += [(topic, n, -1) for topic, ns in request._topics for n in ns]
+            return SimpleNamespace(errors=[])
         assert isinstance(request, ProducersRequest)
+        self.patience.append(timeout_s)
+        if self.refuses is not None:
+            raise self.refuses
+        self.requests.append(sum(len(numbers) for _, numbers, _ in request._topics))
         topics = []
         for topic, numbers, _ in request._topics:
             self.asked += [(topic, number) for number in numbers]
@@ -145,6 +170,46 @@ async def test_without_the_right_to_ask_readers_must_have_come_past_the_end(
     assert [cause.code for cause in await ended.prove([T])] == ["not_known"]
     leaders.open[T] = {STRANGER: 10}
     assert await ended.prove([T]) == []
+    # Only that broker may take the first batch.
+    leaders.leaders[T] = 2
+    assert ended.unproved([T]) == [T]
+
+
+async def test_a_topic_that_was_made_anew_is_not_waited_for_to_its_old_end(
+    leaders: Leaders, ended: Ended
+) -> None:
+    leaders.codes[T] = Code.TOPIC_AUTHORIZATION_FAILED
+    leaders.open[T] = {STRANGER: 4}
+    assert [cause.code for cause in await ended.prove([T])] == ["not_known"]
+    leaders.ends[T] = 3
+    leaders.open.clear()
+    assert await ended.prove([T]) == []
+
+
+async def test_a_kafka_that_cannot_be_asked_is_named(leaders: Leaders, ended: Ended) -> None:
+    leaders.refuses = KafkaRefused(Code.UNSUPPORTED_VERSION)
+    (cause,) = await ended.prove([T])
+    assert cause.code == "no_answer"
+    assert "DescribeProducers" in cause.message
+
+
+async def test_many_partitions_are_asked_about_in_pieces_and_a_silent_leader_once(
+    leaders: Leaders, ended: Ended
+) -> None:
+    many = [("t", number) for number in range(20)]
+    leaders.leaders |= dict.fromkeys(many, 1)
+    leaders.open[many[15]] = {OURS: 3}
+    assert [(cause.code, cause.partition) for cause in await ended.prove(many)] == [(HANGING, 15)]
+    assert leaders.asked == many
+    assert leaders.requests == [8, 8, 4]
+    # It waits for a plan, so that it must not wait for long.
+    assert all(seconds is not None and 0 < seconds <= 2 for seconds in leaders.patience)
+    again = [("u", number) for number in range(20)]
+    leaders.leaders |= dict.fromkeys(again, 1)
+    leaders.silent.add(1)
+    leaders.patience.clear()
+    assert [cause.code for cause in await ended.prove(again)] == ["no_answer"] * 20
+    assert len(leaders.patience) == 1
 
 
 @pytest.mark.parametrize("how", ["silent", "no leader", "moved", "left out"])
@@ -187,3 +252,113 @@ async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Lea
     leaders.leaders[T] = 2
     await other.produce(batch, patience)
     assert leaders.taken == [("t", 0, 1), ("t", 0, 2)]
+
+
+async def test_where_another_broker_leads_than_was_asked_nothing_is_put_in(
+    leaders: Leaders,
+) -> None:
+    client = cast(Client, leaders)
+    producer = Producer(client, "a", "a")
+    ended = Ended(client, "ended", [producer])
+    assert await ended.prove([T, U]) == []
+    # What aborts the transaction then reaches the one that leads in truth.
+    leaders.leaders[T] = 2
+    with pytest.raises(NotSent, match="t-0 is led by another broker"):
+        await producer.add([U, T], Patience(1.0, 0.01))
+    assert leaders.taken == []
+    # So it is found out before, where there is time to ask again.
+    assert ended.unproved([T, U]) == [T]
+    assert await ended.prove([T, U]) == []
+    await producer.add([U, T], Patience(1.0, 0.01))
+    assert leaders.taken == [("u", 0, -1), ("t", 0, -1)]
+
+
+# --- between turns -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unseen(leaders: Leaders, ended: Ended) -> Unseen:
+    return Unseen(ended._producers[1], ended, StableEnds(cast(Client, leaders)))
+
+
+async def test_what_was_seen_is_not_asked_about(leaders: Leaders, unseen: Unseen) -> None:
+    leaders.silent |= {1, 2}
+    unseen.wrote({T: 9, U: 3})
+    unseen.wrote({U: 5})
+    unseen.seen({T: 9})
+    await unseen.over([T], Patience(0.0, 0.01))
+    # The turn before that one was seen, and it was not.
+    unseen.seen({U: 3})
+    with pytest.raises(TurnLost, match="u-0"):
+        await unseen.over([T, U], Patience(0.0, 0.01))
+
+
+async def test_where_readers_come_past_no_leader_is_asked(leaders: Leaders, unseen: Unseen) -> None:
+    unseen.wrote({T: 9})
+    leaders.open[T] = {STRANGER: 10}
+    await unseen.over([T], Patience(5.0, 0.01))
+    assert leaders.asked == []
+
+
+async def test_what_was_never_ended_gets_no_other_turn(leaders: Leaders, unseen: Unseen) -> None:
+    unseen.wrote({T: 8, U: 8})
+    leaders.open[T] = {OURS: 7}
+    with pytest.raises(TurnLost, match="offset 7") as lost:
+        await unseen.over([T, U], Patience(0.05, 0.01))
+    assert lost.value.cause is not None
+    assert (lost.value.cause.code, lost.value.cause.topic) == (HANGING, "t")
+    # A turn that does not write there does not end it either.
+    await unseen.over([U], Patience(0.0, 0.01))
+
+
+async def test_an_end_that_takes_its_time_is_waited_for(leaders: Leaders, unseen: Unseen) -> None:
+    unseen.wrote({T: 8})
+    leaders.open[T] = {OURS: 7}
+    waiting = asyncio.create_task(unseen.over([T], Patience(30.0, 0.01)))
+    async with asyncio.timeout(30):
+        while not leaders.asked:
+            await asyncio.sleep(0.001)
+        assert not waiting.done()
+        leaders.open.clear()
+        await waiting
+
+
+async def test_others_that_hold_readers_back_hold_no_turn_back(
+    leaders: Leaders, ended: Ended, unseen: Unseen
+) -> None:
+    unseen.wrote({T: 8})
+    # The other producer of the claim may rightly have something open.
+    leaders.open[T] = {STRANGER: 2, OURS - 1: 9}
+    await unseen.over([T], Patience(30.0, 0.01))
+    assert leaders.asked == [T]
+    await unseen.over([T], Patience(30.0, 0.01))
+    assert leaders.asked == [T]
+    # If the leader that said so was deposed, its word is not enough.
+    assert ended._producers[1].told_by == {T: 1}
+
+
+@pytest.mark.parametrize("tags", [b"\x00", b"\x01\x05\x02xx"])
+def test_producers_are_read_as_they_were_written(tags: bytes) -> None:
+    def told(id: int, first: int, tags: bytes) -> bytes:
+        entry = id.to_bytes(8) + bytes(4) + b"\xff" * 4 + bytes(8) + bytes(4)
+        return entry + first.to_bytes(8, signed=True) + tags
+
+    answer = (
+        bytes(4)
+        + b"\x02\x02t"
+        + (b"\x03" + bytes(4) + bytes(2) + b"\x00")
+        + (b"\x04" + told(7, -1, b"\x00") + told(8, 5, tags) + told(9, 6, b"\x00") + b"\x00")
+        + (bytes(3) + b"\x01" + bytes(2) + b"\x00" + b"\x01" + b"\x00")
+        + b"\x00"
+        + b"\x00"
+    )
+    request = ProducersRequest({"t": [0, 1]}).prepare({ProducersRequest.API_KEY: (0, 0)})
+    found = request.RESPONSE_TYPE.decode(io.BytesIO(answer))
+    ((topic, (zero, one), _),) = found.topics
+    assert (topic, zero[0], one[0]) == ("t", 0, 1)
+    assert [(each[0], each[2], each[5]) for each in zero[3]] == [
+        (7, -1, -1),
+        (8, -1, 5),
+        (9, -1, 6),
+    ]
+    assert one[3] == []

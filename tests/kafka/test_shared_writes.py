@@ -355,6 +355,33 @@ async def test_everybody_hears_of_a_surprise(brokers: Brokers, shared: SharedWri
             await each
 
 
+async def test_of_a_surprise_that_stops_partitions_one_hears(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    # An answer that does not read, whatever it is.
+    first, second = start(shared, A), start(shared, B)
+    await settle()
+    brokers.sent[0].answer.set_result(SimpleNamespace(topics=[("half",)]))
+    with pytest.raises(ValueError, match="unpack"):
+        await first
+    with pytest.raises(Unanswered, match="several partitions"):
+        await second
+
+
+async def test_what_was_not_sent_holds_nobody_back(brokers: Brokers, shared: SharedWrites) -> None:
+    brokers.refused = ConnectionRefusedError(111, "connection refused")
+    for each in [start(shared, A), start(shared, B)]:
+        with pytest.raises(NotSent):
+            await heard(each)
+    brokers.refused = None
+    both = [start(shared, A), start(shared, B)]
+    await settle()
+    (sent,) = brokers.sent
+    assert set(sent.batches) == {A, B}
+    sent.store()
+    assert [(await each).code for each in both] == [0, 0]
+
+
 async def test_no_word_about_a_partition_is_no_answer_for_it_alone(
     brokers: Brokers, shared: SharedWrites
 ) -> None:

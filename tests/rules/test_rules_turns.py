@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 
 import pytest
 from rules_world import (
@@ -19,27 +18,26 @@ from rules_world import (
     settled,
     until,
 )
+from twins import Twins
 
 from txbroker.core.promotion import TurnLimits
-from txbroker.core.records import Message, Progress, Record, State
+from txbroker.core.records import Cause, Message, Record, State
 from txbroker.door import (
     Appended,
     AppendRefused,
     Fenced,
     Log,
-    Target,
+    NotVisible,
     Turn,
     TurnHandle,
     TurnLost,
 )
 from txbroker.errors import BadTarget, KafkaUnavailable, Overloaded, TooLarge
-from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.client import Client
 from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.producer import ProducerFenced, Stored
+from txbroker.kafka.producer import ProducerFenced
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.shared_writes import SharedWrites
-from txbroker.kafka.transactions import Partition
-from txbroker.kafka.twin import TwinWriter
 from txbroker.proxy.targets import TIMESTAMP_AHEAD_MAX_MS, check_timestamps
 from txbroker.testing.door import MemoryPartitionDoor
 
@@ -102,62 +100,6 @@ async def _batch(world: World, owner: object) -> tuple[str, str]:
 # --- 14 ------------------------------------------------------------------------------------------
 
 
-class FakeProducer:
-    """A producer that answers when the test says so."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name = name
-        self.log = log
-        self.produce_now = asyncio.Event()
-        self.produce_now.set()
-        self.end_now = asyncio.Event()
-        self.end_now.set()
-        self.end_error: Exception | None = None
-        self.produce_error: Exception | None = None
-
-    async def add(self, partitions: Sequence[Partition], patience: Patience) -> None:
-        """Begin."""
-        self.log.append(f"{self.name} begins")
-
-    async def produce(
-        self, batches: Mapping[Partition, Sequence[Record]], patience: Patience
-    ) -> dict[Partition, Stored]:
-        """Write."""
-        self.log.append(f"{self.name} writes")
-        await self.produce_now.wait()
-        if self.produce_error is not None:
-            raise self.produce_error
-        self.log.append(f"{self.name} written")
-        return {partition: Stored(0, 0) for partition in batches}
-
-    async def end(self, *, commit: bool, patience: Patience) -> None:
-        """Commit or abort."""
-        what = "commit" if commit else "abort"
-        self.log.append(f"{self.name} {what}s")
-        if not commit:
-            return
-        await self.end_now.wait()
-        if self.end_error is not None:
-            raise self.end_error
-        self.log.append(f"{self.name} {what} acknowledged")
-
-
-class Twins:
-    """A twin writer on two fake producers, and what they did."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.a, self.b = FakeProducer("a", self.log), FakeProducer("b", self.log)
-        settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
-        client = SimpleNamespace(settings=settings)
-        self.writer = TwinWriter(client, 0, (self.a, self.b), lambda _: 1000)  # type: ignore[arg-type]
-
-    async def write(self, number: int) -> TurnHandle:
-        """Write a turn."""
-        promoted = (Target("t", 0, Record(b"k", b"v", (), 1)),)
-        return await self.writer.write(Turn(promoted, (), Progress(1, "c", number, number)))
-
-
 async def test_a_turn_is_written_after_the_writes_of_the_one_before(world: World) -> None:
     twins = Twins()
     twins.a.produce_now.clear()
@@ -218,6 +160,43 @@ async def test_a_turn_behind_one_that_is_aborted_is_never_committed(world: World
         await twins.write(3)
     assert twins.log.count("a begins") == 1
     twins.a.end_now.set()
+    await twins.writer.close()
+
+
+@pytest.mark.parametrize("at", [("t", 0), ("txbroker.checkpoint", 0)])
+async def test_a_turn_is_not_begun_where_what_its_producer_wrote_before_is_open(
+    world: World, at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txbroker.kafka.twin._ADD_TIMEOUT_S", 0.05)
+    twins = Twins()
+    twins.open["a"] = {at: Cause("hanging", f"{at[0]} was never told", *at, True)}
+    first = await twins.write(1)
+    await first.committed()
+    # The other producer's records end with its own transactions.
+    await twins.write(2)
+    with pytest.raises(TurnLost, match="was never told") as lost:
+        await twins.write(3)
+    assert lost.value.cause == twins.open["a"][at]
+    assert twins.log.count("a begins") == 1
+    assert "a aborts" not in twins.log
+    twins.open.clear()
+    with pytest.raises(TurnLost):
+        await twins.write(3)
+    await twins.writer.close()
+
+
+async def test_what_readers_have_come_past_is_not_asked_about(world: World) -> None:
+    twins = Twins()
+    twins.stable = 1
+    for number in range(1, 5):
+        turn = await twins.write(number)
+        await turn.visible()
+    assert twins.asked == []
+    twins.stable = 0
+    await (await twins.write(5)).committed()
+    await twins.write(6)
+    await twins.write(7)
+    assert twins.asked == [("a", ("t", 0)), ("a", ("txbroker.checkpoint", 0))]
     await twins.writer.close()
 
 
@@ -426,12 +405,16 @@ async def test_what_is_committed_and_not_seen_is_waited_for_and_never_written_ag
             nonlocal tries
             tries += 1
             if tries < 3:
-                raise KafkaUnavailable("written and committed, but not visible")
+                raise NotVisible("committed, but not visible", [("u", 0), ("t", 0)])
+            cause = known(owner, id).cause
+            assert cause is not None
+            assert (cause.code, cause.topic, cause.partition) == ("not_visible", "t", 0)
 
     world.partition.writes.append(Unseen().write)
     id = await world.committed(owner)
     await until(lambda: world.told.promotions == [id])
     assert tries == 3
+    assert known(owner, id).cause is None
     assert world.visible() == [id]
     assert world.partition.calls.count("claim") == 1
 

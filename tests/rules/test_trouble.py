@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
-from rules_world import QUICK, Gate, ScriptedDoor, World, commit, known, message, settled, until
+from rules_world import (
+    QUICK,
+    Gate,
+    Held,
+    ScriptedDoor,
+    World,
+    commit,
+    known,
+    message,
+    settled,
+    until,
+)
 
 from txbroker.checkers.base import Answered
 from txbroker.contract import DecideRequest, PrepareRequest
@@ -22,6 +33,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.transaction import Transaction
 from txbroker.door import (
     Appended,
     AppendRefused,
@@ -35,6 +47,7 @@ from txbroker.door import (
     TurnLost,
 )
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
+from txbroker.proxy.trouble import Trouble
 from txbroker.testing.door import MemoryPartitionDoor
 
 # --- appending -----------------------------------------------------------------------------------
@@ -229,9 +242,43 @@ async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: Wor
     assert found.cause is not None
     assert found.cause.code == "hanging"
     assert all(target.topic != "u" for turn in world.partition.turns for target in turn.promoted)
+    held = Held(visible=False)
+    world.partition.writes.append(held.write)
     world.kafka.untold.clear()
+    # It waits no more, so that nobody takes its turn for an old one.
+    await until(lambda: known(owner, stuck).cause is None, 5)
+    assert known(owner, stuck).state is State.COMMITTED
+    held.at_visible.open()
     await until(lambda: known(owner, stuck).state is State.PROMOTED, 5)
     assert world.visible("u") == ["stuck"]
+
+
+async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await world.owner()
+    prove, take_due = world.partition.inner.prove, Trouble.take_due
+    plans, asked = 0, []
+
+    def planned(trouble: Trouble, in_flight: Collection[str]) -> list[Transaction]:
+        nonlocal plans
+        plans += 1
+        return take_due(trouble, in_flight)
+
+    async def noted(places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+        asked.append(plans)
+        if len(asked) > 2:
+            world.kafka.untold.clear()
+        return await prove(places)
+
+    monkeypatch.setattr(Trouble, "take_due", planned)
+    monkeypatch.setattr(world.partition, "prove", noted)
+    # By the time that there is an answer the pause is over.
+    monkeypatch.setattr("txbroker.proxy.trouble.RETRY_FIRST_S", 0.0)
+    world.kafka.untold.add(("u", 0))
+    id = await world.committed(owner, message("kept off", "u", b"x"))
+    await until(lambda: known(owner, id).state is State.PROMOTED, 5)
+    assert len(asked) == len(set(asked)) == 3
 
 
 async def test_own_topics_that_refuse_stop_the_partition_and_refuse_nobody(world: World) -> None:

@@ -40,6 +40,7 @@ MUST_BE_CAUGHT = (
     "a transaction is not whole in its turn",
     "the commit of the claim record ends what an earlier turn left open",
     "nobody asks whether earlier turns have ended in a target",
+    "a turn is begun where a commit of its producer may be lost",
 )
 SEEDS = 1000
 _CAUGHT, _LEFT = 1, 0

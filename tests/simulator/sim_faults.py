@@ -37,7 +37,7 @@ class Shape(Struct, frozen=True):
     """Whether all proxies are begun anew in the end, to compare what they remember then."""
 
 
-KINDS = (
+_DRAWN = (
     "kill",
     "kill at a step",
     "pause",
@@ -59,13 +59,18 @@ KINDS = (
     "stranger hangs",
     "aborts lost",
 )
+COMMITS_LOST = "commits lost"
+KINDS = (*_DRAWN, COMMITS_LOST)
 
 
 def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
     """Draw a run's shape. Of all kinds of faults each run has only some: together they would hide
     what a few do."""
     draw = random.Random(f"shape {seed}")
-    kinds = tuple(kind for kind in KINDS if draw.random() < 0.35)
+    kinds = [kind for kind in _DRAWN if draw.random() < 0.35]
+    # Drawn apart, so that most seeds are what they were without it.
+    if random.Random(f"{COMMITS_LOST} {seed}").random() < 0.15:
+        kinds.append(COMMITS_LOST)
     return Shape(
         proxies=draw.choice([1, 2, 2, 2, 3]),
         partitions=draw.choice([1, 1, 2]),
@@ -341,13 +346,22 @@ class Faults:
 
     def _aborts_lost(self, until_s: float) -> str:
         # For as long as nobody ends it, what is for such a partition waits: the rest must go on.
-        self._cluster.aborts_lost = 0.5
+        return self._ends_lost(until_s, 0.5, commit=False)
+
+    def _commits_lost(self, until_s: float) -> str:
+        what = self._ends_lost(until_s, self._random.choice([0.1, 0.4]), commit=True)
+        # Only an abort behind it takes a commit back, so one is made likely.
+        abort = self._random.choice([self._target_refuses, self._kill_at_a_step])
+        return f"{what}, {abort(until_s)}"
+
+    def _ends_lost(self, until_s: float, share: float, *, commit: bool) -> str:
+        self._cluster.lost[commit] = share
 
         def keep() -> None:
-            self._cluster.aborts_lost = 0.0
+            self._cluster.lost[commit] = 0.0
 
         self._later(until_s, keep)
-        return "half of them"
+        return f"{share:g} of them"
 
     def heal(self) -> None:
         """End them all."""
@@ -359,12 +373,12 @@ class Faults:
         self._shop.reachable = True
         self._shop.trouble = False
         self._cluster.marker_s = (0.001, 0.01)
-        self._cluster.aborts_lost = 0.0
-        for log, producer in self._cluster.left_open:
+        self._cluster.lost = {False: 0.0, True: 0.0}
+        for log, producer, commit in self._cluster.left_open:
             if producer in log.open:
                 # As an operator does, with the epoch that the broker names.
                 epoch = log.producers[producer].epoch
-                log.mark(producer, epoch, self._cluster.now_ms(0), commit=False)
+                log.mark(producer, epoch, self._cluster.now_ms(0), commit=commit)
         for (topic, _), log in self._cluster.logs.items():
             log.learns = (0.0, 0)
             if log.leader < 0:

@@ -256,10 +256,10 @@ class Cluster:
         self.coordinators: dict[str, int] = {}
         self.marker_s = (0.001, 0.01)
         """How long the coordinator takes at least and at most to write the markers."""
-        self.second = False
-        """Whether it takes the second version of the transaction protocol."""
-        self.aborts_lost = 0.0  # the share of their markers that are dropped (KAFKA-20734)
-        self.left_open: list[tuple[Log, int]] = []
+        self.second = False  # whether it takes the second version of the transaction protocol
+        # The share of the markers of aborts and of commits that are dropped (KAFKA-20734).
+        self.lost = {False: 0.0, True: 0.0}
+        self.left_open: list[tuple[Log, int, bool]] = []
         self.note: Callable[[str], None] = lambda _: None
         self._producers = 0
         self._handlers = {
@@ -585,10 +585,10 @@ class Cluster:
         if log.leader < 0:
             self.loop.call_later(0.1, self._mark, what, context=self.process.context)
             return
-        lost = not commit and known.producer in log.open and self.aborts_lost
+        lost = known.producer in log.open and self.lost[commit]
         if lost and self.process.random.random() < lost:
-            self.note(f"abort of {id} lost for {name[0]}-{name[1]}")
-            self.left_open.append((log, known.producer))
+            self.note(f"{'commit' if commit else 'abort'} of {id} lost for {name[0]}-{name[1]}")
+            self.left_open.append((log, known.producer, commit))
         else:
             log.mark(known.producer, epoch, self.now_ms(log.leader), commit=commit)
         left.remove(name)

@@ -325,6 +325,10 @@ class Client:
             raise KafkaRefused(Code.LEADER_NOT_AVAILABLE)
         return leader
 
+    def known_leader(self, topic: str, partition: int) -> int:
+        """Return the broker that led a partition when last heard of, -1 where none is known."""
+        return self._leaders.get((topic, partition), -1)
+
     def forget_leader(self, topic: str, partition: int) -> None:
         """Look again for the leader of a partition before the next request to it."""
         self._leaders.pop((topic, partition), None)

@@ -8,21 +8,26 @@ partition before its leader has said that none of our producer ids has a transac
 
 Asked behind InitProducerId, the answer holds: every marker has been written by then or never will
 be, and whatever a fenced producer still sends is refused unless its transaction is open already.
+
+An end can also be lost between two turns of one claim: `Unseen` keeps where a producer has written
+what readers were not seen to have come past, until its leader has said that it ended there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from txbroker.core.records import Cause
+from txbroker.door import TurnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused, Patience
 from txbroker.kafka.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.producer import Producer
 from txbroker.kafka.transactions import Partition
+from txbroker.kafka.visible import StableEnds
 from txbroker.kafka.wire import ProducersRequest
 
 HANGING = "hanging"
@@ -30,11 +35,19 @@ HANGING = "hanging"
 
 _STABLE_S, _PAUSE_S, _PAUSE_MAX_S = 0.2, 0.005, 0.05
 """Transactions of others take so long to end as a rule; nothing is planned meanwhile."""
+_ANSWER_S = 2.0
+"""A leader that takes longer to answer has not, seconds: nothing is planned meanwhile."""
+_TOGETHER = 8
+"""Partitions asked about in one request: a leader tells of every producer of a day, and a long
+answer holds up the event loop while it is read."""
+_SEEN_S, _SEEN_MAX_S = 0.02, 0.1
+"""Readers come past a turn within so long as a rule, seconds: only then leaders are asked, and
+again after twice the time."""
 
 
 class _Told(NamedTuple):
     """What a leader says of a partition: an error code, where a transaction of ours that is open
-    begins, -1 where none is, and who says so."""
+    begins, -1 where none is, and who says so, -1 if nobody does."""
 
     code: int
     first: int = -1
@@ -63,29 +76,51 @@ class Ended:
         self._ends: dict[Partition, int] = {}
 
     def unproved(self, partitions: Iterable[Partition]) -> list[Partition]:
-        """Return those of which it is not known yet."""
-        return [each for each in dict.fromkeys(partitions) if each not in self._proved]
+        """Return those of which it is not known yet, or not of who leads them now."""
+        return [each for each in dict.fromkeys(partitions) if not self._holds(each)]
+
+    def _holds(self, partition: Partition) -> bool:
+        told_by = self._told_by.get(partition)
+        return partition in self._proved and (
+            told_by is None or told_by == self._client.known_leader(*partition)
+        )
+
+    async def left_open(
+        self, producer: Producer, partitions: Iterable[Partition]
+    ) -> dict[Partition, Cause]:
+        """Ask whether what one producer wrote to partitions has ended there, between two of its
+        transactions; return why it must not write to some now."""
+        causes = {}
+        for partition, said in (await self._told(partitions, {producer.id})).items():
+            if said.code == Code.NONE and said.first < 0:
+                self._told_by[partition] = said.leader
+            else:
+                causes[partition] = _cause(partition, said)
+        return causes
 
     async def prove(self, partitions: Iterable[Partition]) -> list[Cause]:
         """Ask about partitions; return why some must not be written now. Each is asked about until
         it is proved once, as only our own writes come after that."""
-        told = await self._told(self.unproved(partitions))
-        forbidden = [
-            each for each, said in told.items() if said.code == Code.TOPIC_AUTHORIZATION_FAILED
-        ]
+        ours = {producer.id for producer in self._producers}
+        told = await self._told(self.unproved(partitions), ours)
+        forbidden = {
+            each: said
+            for each, said in told.items()
+            if said.code == Code.TOPIC_AUTHORIZATION_FAILED
+        }
         stable = await self._stable(forbidden)
         causes = []
         for partition, said in told.items():
-            if said.code == Code.NONE and said.first < 0:
+            if (said.code == Code.NONE and said.first < 0) or partition in stable:
                 self._proved.add(partition)
                 self._told_by[partition] = said.leader
-            elif partition in stable:
-                self._proved.add(partition)
             else:
                 causes.append(_cause(partition, said))
         return causes
 
-    async def _told(self, partitions: Iterable[Partition]) -> dict[Partition, _Told]:
+    async def _told(
+        self, partitions: Iterable[Partition], ours: Collection[int]
+    ) -> dict[Partition, _Told]:
         told: dict[Partition, _Told] = {}
         by_leader: dict[int, list[Partition]] = {}
         for partition in partitions:
@@ -96,24 +131,45 @@ class Ended:
             except KafkaUnavailable:
                 told[partition] = _Told(Code.NETWORK_EXCEPTION)
         for answer in await asyncio.gather(
-            *(self._ask(leader, led) for leader, led in by_leader.items())
+            *(self._ask_all(leader, led, ours) for leader, led in by_leader.items())
         ):
             told.update(answer)
         return told
 
-    async def _ask(self, leader: int, partitions: Sequence[Partition]) -> dict[Partition, _Told]:
+    async def _ask_all(
+        self, leader: int, partitions: Sequence[Partition], ours: Collection[int]
+    ) -> dict[Partition, _Told]:
+        told: dict[Partition, _Told] = {}
+        silent = False
+        for first in range(0, len(partitions), _TOGETHER):
+            some = partitions[first : first + _TOGETHER]
+            if silent:
+                # Each question would take as long again.
+                told.update(dict.fromkeys(some, _Told(Code.NETWORK_EXCEPTION)))
+                continue
+            answer = await self._ask(leader, some, ours)
+            silent = answer[some[0]].code == Code.NETWORK_EXCEPTION
+            told.update(answer)
+        return told
+
+    async def _ask(
+        self, leader: int, partitions: Sequence[Partition], ours: Collection[int]
+    ) -> dict[Partition, _Told]:
         topics: dict[str, list[int]] = {}
         for topic, number in partitions:
             topics.setdefault(topic, []).append(number)
         # What the leader leaves out, it has not denied.
         told = dict.fromkeys(partitions, _Told(Code.UNKNOWN))
         try:
-            answer = await self._client.ask(leader, ProducersRequest(topics), self._lane)
+            answer = await self._client.ask(
+                leader, ProducersRequest(topics), f"{self._lane}/told", _ANSWER_S
+            )
+        except KafkaRefused as error:
+            return dict.fromkeys(partitions, _Told(error.code))
         except KafkaUnavailable:
             for partition in partitions:
                 self._client.forget_leader(*partition)
             return dict.fromkeys(partitions, _Told(Code.NETWORK_EXCEPTION))
-        ours = {producer.id for producer in self._producers}
         for topic, parts, _ in answer.topics:
             for number, code, _message, producers, _ in parts:
                 if code in LEADER_MOVED:
@@ -122,13 +178,15 @@ class Ended:
                 told[topic, number] = _Told(code, min(open_at, default=-1), leader)
         return told
 
-    async def _stable(self, partitions: Sequence[Partition]) -> set[Partition]:
+    async def _stable(self, told: Mapping[Partition, _Told]) -> set[Partition]:
         """Return those whose end, as it was when first asked for, readers have come past: nobody's
-        transaction from before is open there. That takes no right beyond Describe."""
-        new = [each for each in partitions if each not in self._ends]
-        if new:
-            self._ends.update(await ends(self._client, new, READ_UNCOMMITTED, self._lane))
-        left = {each: self._ends[each] for each in partitions if each in self._ends}
+        transaction from before is open there that was replicated. It takes no right but Describe.
+        """
+        if told:
+            now = await ends(self._client, told, READ_UNCOMMITTED, self._lane)
+            # A topic that was made anew ends sooner than the one that was met.
+            self._ends |= {each: min(end, self._ends.get(each, end)) for each, end in now.items()}
+        left = {each: self._ends[each] for each in told if each in self._ends}
         passed: set[Partition] = set()
         patience = Patience(_STABLE_S, _PAUSE_S, _PAUSE_MAX_S)
         while left:
@@ -137,7 +195,54 @@ class Ended:
             left = {each: end for each, end in left.items() if each not in passed}
             if left and not await patience.pause():
                 break
-        return passed
+        # Only of the leader that takes the first batch.
+        return {each for each in passed if self._client.known_leader(*each) == told[each].leader}
+
+
+class Unseen:
+    """Where one producer has written in this claim what readers were not seen to have come past:
+    its end may have been lost there.
+
+    Args:
+        producer: of this claim.
+        ended: asks the leaders.
+        stable: waits for readers.
+    """
+
+    def __init__(self, producer: Producer, ended: Ended, stable: StableEnds) -> None:
+        self._producer = producer
+        self._ended = ended
+        self._stable = stable
+        self._last: dict[Partition, int] = {}
+
+    def wrote(self, last: Mapping[Partition, int]) -> None:
+        """A turn was written; `last` has its last offset of each partition."""
+        self._last.update(last)
+
+    def seen(self, last: Mapping[Partition, int]) -> None:
+        """Readers have come past a turn."""
+        for partition, offset in last.items():
+            if self._last.get(partition) == offset:
+                del self._last[partition]
+
+    async def over(self, partitions: Collection[Partition], patience: Patience) -> None:
+        """Return once all that the producer wrote to partitions has ended there. As a rule it is
+        known, and nothing is asked. Called before they are put into its next transaction: whatever
+        becomes of that one would become of what is left open, too.
+
+        Raises:
+            TurnLost: it is open still, or not known; a claim keeps off what is open.
+        """
+        pause_s = _SEEN_S
+        while last := {each: self._last[each] for each in partitions if each in self._last}:
+            left = await self._stable.left(last, max(0.0, min(pause_s, patience.left_s)))
+            causes = await self._ended.left_open(self._producer, left) if left else {}
+            for partition in last.keys() - causes.keys():
+                self._last.pop(partition, None)
+            if causes and patience.left_s <= 0:
+                cause = next(iter(causes.values()))
+                raise TurnLost(cause.message, cause)
+            pause_s = min(pause_s * 2, _SEEN_MAX_S)
 
 
 def _cause(partition: Partition, said: _Told) -> Cause:
@@ -146,7 +251,7 @@ def _cause(partition: Partition, said: _Told) -> Cause:
     if said.first >= 0:
         return Cause(
             HANGING,
-            f"{name} was never told of the end of a turn that an earlier claim began: its records "
+            f"{name} was never told of the end of an earlier turn: its records "
             f"from offset {said.first} on are open, and keep read_committed consumers waiting. "
             "Nothing is written there until they are ended: see docs/runbooks/"
             "TxBrokerPromotionStalled.md",
@@ -163,5 +268,8 @@ def _cause(partition: Partition, said: _Told) -> Cause:
             number,
             passing=True,
         )
-    sentence = f"{name} does not say whether earlier turns have ended: {describe(said.code)}"
+    why = describe(said.code)
+    if said.code == Code.UNSUPPORTED_VERSION:
+        why = "this Kafka does not tell of producers (DescribeProducers), as Kafka has since 2.8"
+    sentence = f"{name} does not say whether earlier turns have ended: {why}"
     return Cause("no_answer", sentence, topic, number, passing=True)

@@ -145,7 +145,7 @@ class KafkaPartitionDoor(PartitionDoor):
         claimed = await self._read_progress(claim)
         hit("claim.read")
         self._ended = ended
-        self._writer = TwinWriter(self._client, self.partition, producers, self._bytes_max)
+        self._writer = TwinWriter(self._client, self.partition, producers, self._bytes_max, ended)
         return claimed
 
     def _producer(self, side: str) -> Producer:

@@ -111,7 +111,7 @@ class Producer:
         self._added: set[Partition] = set()
         self._ended_s = float("-inf")
         self.told_by: dict[Partition, int] = {}
-        """The broker that told of a partition what holds only if it takes the first batch there."""
+        """The broker that told of a partition what holds only if it takes the next batch there."""
 
     @property
     def started(self) -> bool:
@@ -262,8 +262,7 @@ class Producer:
             except KafkaUnavailable as error:
                 results.append(_Result(partition, Code.NETWORK_EXCEPTION, _NOWHERE, str(error)))
             else:
-                if self.told_by.get(partition, leader) != leader:
-                    raise NotSent(f"{partition[0]}-{partition[1]} is led by another broker now")
+                self._see_told_by(partition, leader)
                 by_leader.setdefault(leader, []).append(partition)
         requests = [
             (leader, {partition: batches[partition] for partition in part})
@@ -276,6 +275,10 @@ class Producer:
         for answers in await asyncio.gather(*(self._send_to(*request) for request in requests)):
             results.extend(answers)
         return results
+
+    def _see_told_by(self, partition: Partition, leader: int) -> None:
+        if self.told_by.get(partition, leader) != leader:
+            raise NotSent(f"{partition[0]}-{partition[1]} is led by another broker now")
 
     async def _send_to(self, leader: int, batches: Mapping[Partition, bytes]) -> list[_Result]:
         try:
@@ -316,11 +319,15 @@ class Producer:
 
         Raises:
             BatchRefused: a partition cannot be added.
+            NotSent: another broker leads a partition than that in `told_by`.
             ProducerFenced
             Unanswered: the coordinator's answer never came; this producer must not be used again.
                 Not under the second version: what is late names an epoch that is over.
             KafkaUnavailable: nothing was added.
         """
+        # An abort of what is in the transaction reaches the true leader, whatever was written.
+        for partition in [each for each in partitions if each in self.told_by]:
+            self._see_told_by(partition, await self._client.leader(*partition))
         while self._epoch >= self._protocol.renews_from:
             await self._begin(patience, (self._producer_id, self._epoch))
         if not self._protocol.adds and self._settled and await self._led_by_one(partitions):

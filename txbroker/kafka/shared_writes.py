@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
 
+from txbroker.errors import TxbrokerError
 from txbroker.kafka.client import Client, NotSent, Unanswered
 from txbroker.kafka.codes import Code
 from txbroker.kafka.transactions import FIRST, Answered, Partition
@@ -99,11 +100,16 @@ class SharedWrites:
         alone = partition in self._apart or len(encoded) > REQUEST_BYTES_MAX
         # Until it is known that this one came through, and in good time.
         self._apart.add(partition)
-        if alone:
-            batch = _Batch(partition, encoded, loop.create_future())
-            answered = _said(await self._ask(leader, [batch], own_lane), partition)
-        else:
-            answered = await self._write_with_others(leader, partition, encoded)
+        try:
+            if alone:
+                batch = _Batch(partition, encoded, loop.create_future())
+                answered = _said(await self._ask(leader, [batch], own_lane), partition)
+            else:
+                answered = await self._write_with_others(leader, partition, encoded)
+        except NotSent:
+            # It has not slowed anybody; connections that are up may take it.
+            self._apart.discard(partition)
+            raise
         if answered.code == Code.NONE and loop.time() - began_s < SLOW_S:
             self._apart.discard(partition)
         return answered
@@ -181,7 +187,7 @@ class SharedWrites:
             raise
         except Exception as error:
             # Whatever it is: whoever waits must hear of it.
-            _fail(batches, error)
+            _fail_all(batches, error)
         finally:
             broker.lanes.discard(number)
             self._go_on(broker)
@@ -194,7 +200,7 @@ class SharedWrites:
         except Exception as error:
             waiting = list(broker.waiting)
             broker.waiting.clear()
-            _fail(waiting, error)
+            _fail_all(waiting, error)
             return []
         return _take(broker)
 
@@ -258,6 +264,15 @@ def _answer(batches: Collection[_Batch], answers: Mapping[Partition, Answered]) 
         else:
             if not batch.answer.done():
                 batch.answer.set_result(said)
+
+
+def _fail_all(batches: Sequence[_Batch], error: Exception) -> None:
+    """Fail the batches of a request. A surprise stops the partition that hears of it; one does."""
+    if isinstance(error, TxbrokerError):
+        _fail(batches, error)
+        return
+    _fail(batches[:1], error)
+    _fail(batches[1:], Unanswered(f"a write of several partitions failed: {error!r}"))
 
 
 def _fail(batches: Collection[_Batch], error: Exception) -> None:

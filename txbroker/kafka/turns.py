@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from txbroker.commits import outcome
@@ -27,6 +27,7 @@ class TurnWritten(TurnHandle):
         last: Mapping[Partition, int],
         commit: asyncio.Task[None],
         visible_timeout_s: float,
+        seen: Callable[[Mapping[Partition, int]], None],
     ) -> None:
         self.offsets = offsets
         self.parked_offsets = parked_offsets
@@ -34,6 +35,7 @@ class TurnWritten(TurnHandle):
         self._visible_timeout_s = visible_timeout_s
         self._last = last
         self._commit = commit
+        self._seen = seen
 
     async def committed(self) -> None:
         """Wait until the turn's commit is acknowledged.
@@ -48,10 +50,11 @@ class TurnWritten(TurnHandle):
 
         Raises:
             Fenced, TurnLost: it is not committed, as far as is known.
-            KafkaUnavailable: not visible in time; the partitions are named.
+            NotVisible: it is not in time.
         """
         await self.committed()
         await self._stable.pass_by(self._last, self._visible_timeout_s)
+        self._seen(self._last)
 
 
 # The producer's state is lost, or the coordinator's; the record is not to blame.

@@ -2,16 +2,17 @@
 coordinator still finishes the other's markers.
 
 What keeps a turn whole: only an answer of the coordinator ends it; a turn is written after the
-one before it was written, and ended after that one's commit was acknowledged; whatever else
-happens breaks the writer for good, and only a claim, with new producers, goes on.
+one before it was written, and ended after that one's commit was acknowledged; no partition is
+put into it where what the same producer wrote before may still be open; whatever else happens
+breaks the writer for good, and only a claim, with new producers, goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
 
 from txbroker.commits import again, begin, outcome
 from txbroker.core.codec import encode_progress
@@ -21,6 +22,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.kafka.batch import split_by_bytes
 from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.ended import Ended, Unseen
 from txbroker.kafka.producer import Producer, ProducerFenced, Stored
 from txbroker.kafka.transactions import Partition
 from txbroker.kafka.turns import TurnWritten, translated
@@ -33,12 +35,8 @@ _ADD_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 1.0
 
 
-class _Written(NamedTuple):
-    """Where a turn's records are: each promoted one's partition and number among those that went
-    there, and the offsets of all, in the order in which they went."""
-
-    places: list[tuple[Partition, int]]
-    offsets: dict[Partition, list[int]]
+_Runs: TypeAlias = dict[Partition, list[Sequence[Record]]]
+"""A turn's records by partition, cut into batches."""
 
 
 class TwinWriter:
@@ -50,9 +48,12 @@ class TwinWriter:
         partition: int,
         producers: tuple[Producer, Producer],
         bytes_max: Callable[[str], int],
+        ended: Ended,
     ) -> None:
         settings = client.settings
+        self._ended = ended
         self._stable = StableEnds(client)
+        self._unseen = tuple(Unseen(producer, ended, self._stable) for producer in producers)
         self._settings = settings
         self._producers = producers
         self._bytes_max = bytes_max
@@ -79,9 +80,13 @@ class TwinWriter:
         try:
             if own is not None:
                 await outcome(own)
-            places, offsets = await self._write_or_break(producer, turn)
+            runs, places = self._runs(turn)
+            await self._ended_before(self._unseen[side], runs)
+            offsets = await self._write_or_break(producer, runs)
         finally:
             self._writing = False
+        last = {partition: found[-1] for partition, found in offsets.items()}
+        self._unseen[side].wrote(last)
         self._turns += 1
         commit = begin(self._commit(producer, self._commits[1 - side]))
         self._commits[side] = commit
@@ -89,9 +94,10 @@ class TwinWriter:
             self._stable,
             [offsets[partition][index] for partition, index in places],
             offsets.get(self._parked, ()),
-            {partition: found[-1] for partition, found in offsets.items()},
+            last,
             commit,
             self._settings.visible_timeout_s,
+            self._unseen[side].seen,
         )
 
     async def close(self) -> None:
@@ -104,9 +110,22 @@ class TwinWriter:
 
     # --- writing -----------------------------------------------------------------------------
 
-    async def _write_or_break(self, producer: Producer, turn: Turn) -> _Written:
+    async def _ended_before(self, unseen: Unseen, partitions: Collection[Partition]) -> None:
+        """See that nothing is open that the end of this turn would end, too. Nothing is begun yet,
+        so there is nothing to abort either."""
         try:
-            written = await self._write(producer, turn)
+            await unseen.over(partitions, self._patience(_ADD_TIMEOUT_S))
+            if self._parked in partitions:
+                # It was asked about at the claim, and has another leader by now perhaps.
+                for cause in await self._ended.prove([self._parked]):
+                    raise TurnLost(cause.message)
+        except TurnLost as error:
+            self._break(error)
+            raise
+
+    async def _write_or_break(self, producer: Producer, runs: _Runs) -> dict[Partition, list[int]]:
+        try:
+            offsets = await self._write(producer, runs)
             # The commit of the turn before may have failed meanwhile.
             self._check()
         except (Fenced, TurnLost, TurnRefused) as error:
@@ -117,11 +136,10 @@ class TwinWriter:
             # Given up half-way: what was sent is unknown, and the next claim aborts it.
             self._break(TurnLost("the write of a turn was given up"))
             raise
-        return written
+        return offsets
 
-    async def _write(self, producer: Producer, turn: Turn) -> _Written:
-        """Write everything; return where."""
-        runs, places = self._runs(turn)
+    async def _write(self, producer: Producer, runs: _Runs) -> dict[Partition, list[int]]:
+        """Write everything; return the offsets of each partition's records, in their order."""
         offsets: dict[Partition, list[int]] = {partition: [] for partition in runs}
         with translated():
             await producer.add(list(runs), self._patience(_ADD_TIMEOUT_S))
@@ -135,12 +153,11 @@ class TwinWriter:
                 for partition, where in stored.items():
                     offsets[partition].extend(_offsets(where, len(batches[partition])))
             hit("turn.produced")
-        return _Written(places, offsets)
+        return offsets
 
-    def _runs(
-        self, turn: Turn
-    ) -> tuple[dict[Partition, list[Sequence[Record]]], list[tuple[Partition, int]]]:
-        """Return each partition's records cut into batches, and where each promoted one is."""
+    def _runs(self, turn: Turn) -> tuple[_Runs, list[tuple[Partition, int]]]:
+        """Return each partition's records cut into batches, and where each promoted one is: its
+        partition, and its number among those that go there."""
         by_partition: dict[Partition, list[Record]] = {}
         places = []
         for topic, number, record in turn.promoted:

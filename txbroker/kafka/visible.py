@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from txbroker.errors import KafkaUnavailable
+from txbroker.door import NotVisible
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.transactions import Partition
@@ -34,8 +34,13 @@ class StableEnds:
         An offset of -1 stands for the partition's end as it is now.
 
         Raises:
-            KafkaUnavailable: the time is up; the partitions are named.
+            NotVisible: the time is up.
         """
+        if left := await self.left(last, seconds):
+            raise _invisible(left, seconds)
+
+    async def left(self, last: Mapping[Partition, int], seconds: float) -> list[Partition]:
+        """Wait as `pass_by` does; return those for which the time was not enough."""
         patience = Patience(seconds, _POLL_S, _POLL_MAX_S)
         wanted = await self._wanted(last, patience)
         futures = {partition: self._wait(partition, end) for partition, end in wanted.items()}
@@ -43,11 +48,10 @@ class StableEnds:
             async with asyncio.timeout(max(patience.left_s, 0.0)):
                 await asyncio.gather(*futures.values())
         except TimeoutError:
-            raise _invisible(
-                [partition for partition, future in futures.items() if future.cancelled()], seconds
-            ) from None
+            pass
         finally:
             self._give_up(futures)
+        return [each for each in last if each not in wanted or futures[each].cancelled()]
 
     def _give_up(self, futures: Mapping[Partition, asyncio.Future[None]]) -> None:
         """Ask no more for what nobody waits for."""
@@ -65,7 +69,7 @@ class StableEnds:
     async def _wanted(
         self, last: Mapping[Partition, int], patience: Patience
     ) -> dict[Partition, int]:
-        """Return where each partition must be stable up to."""
+        """Return where each partition must be stable up to; without those that do not tell."""
         wanted = {partition: offset + 1 for partition, offset in last.items() if offset >= 0}
         unknown = last.keys() - wanted.keys()
         while unknown:
@@ -73,7 +77,7 @@ class StableEnds:
             wanted.update(found)
             unknown -= found.keys()
             if unknown and not await patience.pause():
-                raise _invisible(list(unknown), 0.0)
+                break
         return wanted
 
     def _wait(self, partition: Partition, end: int) -> asyncio.Future[None]:
@@ -120,9 +124,10 @@ class StableEnds:
         return moved
 
 
-def _invisible(partitions: list[Partition], seconds: float) -> KafkaUnavailable:
+def _invisible(partitions: list[Partition], seconds: float) -> NotVisible:
     names = ", ".join(sorted(f"{topic}-{number}" for topic, number in partitions))
-    return KafkaUnavailable(
+    return NotVisible(
         f"written and committed {seconds:g} s ago, but not visible in {names}: "
-        "see whether a transaction hangs there"
+        "see whether a transaction hangs there",
+        partitions,
     )

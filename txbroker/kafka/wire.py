@@ -8,6 +8,7 @@ producer's epoch (KIP-890).
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from aiokafka.protocol.types import (
     Schema,
     String,
     TaggedFields,
+    UnsignedVarInt32,
 )
 
 _TAGS = ("tags", TaggedFields)
@@ -172,6 +174,27 @@ class NewestRequest(Request[_NewestStruct]):
         return request_struct_class(_CONSUMER, _READ_UNCOMMITTED, self._topics, {})
 
 
+_PRODUCER = struct.Struct(">qiiqiqb")
+"""What is told of a producer, and that no tags follow."""
+
+
+class _Producers(CompactArray):
+    """What is told of producers. A partition can have ten thousands of them, so they are read
+    together: one by one they would hold up the event loop for that long."""
+
+    def decode(self, data: BytesIO) -> list[Any] | None:
+        """Read them; of those without tags the last field is 0."""
+        length = UnsignedVarInt32.decode(data) - 1
+        if length < 0:
+            return None
+        start, size = data.tell(), _PRODUCER.size
+        told = data.read(length * size)
+        if len(told) == length * size and not any(told[size - 1 :: size]):
+            return list(_PRODUCER.iter_unpack(told))
+        data.seek(start)
+        return [self.array_of.decode(data) for _ in range(length)]
+
+
 class _ProducersResponse(Response):
     API_KEY = 61
     API_VERSION = 0
@@ -189,7 +212,7 @@ class _ProducersResponse(Response):
                         ("error_message", CompactString("utf-8")),
                         (
                             "active_producers",
-                            CompactArray(
+                            _Producers(
                                 ("producer_id", Int64),
                                 ("producer_epoch", Int32),
                                 ("last_sequence", Int32),

@@ -34,6 +34,7 @@ from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Place, Transaction
 from txbroker.door import (
     Fenced,
+    NotVisible,
     PartitionDoor,
     Target,
     TargetFacts,
@@ -49,7 +50,7 @@ from txbroker.proxy.bodies import BODY_LOST, Bodies, lost_cause
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.targets import takes
 from txbroker.proxy.tracing import TracedTurn, traced_turn, turn_ended
-from txbroker.proxy.trouble import Trouble
+from txbroker.proxy.trouble import Trouble, note_invisible
 from txbroker.proxy.turn_pace import TurnPace, UnderWay
 
 COPIES_MAX = 100
@@ -365,12 +366,15 @@ class Promoter:
         # What was asked for this plan counts to its end: with many targets the facts of the first
         # would be out of date before the last was asked about, and no plan would ever be made.
         found: dict[str, TargetFacts | Cause] = {}
+        # So does what is kept off, however long that took: a silent leader is asked once.
+        kept_off: dict[tuple[str, int | None], Cause] = {}
         while True:
             # In the order of decisions, as a set has none that comes again.
             unknown: dict[str, None] = {}
 
             def examine(place: Place, unknown: dict[str, None] = unknown) -> Verdict:
-                cause = self._trouble.avoided(place.topic, place.partition)
+                cause = kept_off.get((place.topic, place.partition))
+                cause = cause or self._trouble.avoided(place.topic, place.partition)
                 if cause is not None:
                     return cause
                 facts = found.get(place.topic) or self._targets.known(place.topic)
@@ -399,6 +403,7 @@ class Promoter:
                         "target kept off", partition=self._door.partition, why=cause.message
                     )
                     self._trouble.avoid(cause)
+                    kept_off[cause.topic, cause.partition] = cause
                     # It may be gone, or without a leader, since it was examined.
                     self._targets.forget(cause.topic)
                 continue
@@ -418,6 +423,10 @@ class Promoter:
             transaction = self._ledger.ready.get(id)
             if transaction is not None:
                 transaction.cause = cause
+        for transaction in plan.promote:
+            if transaction.state is State.COMMITTED:
+                # Nobody may take one whose turn is on its way for one that waits.
+                transaction.cause = None
         self.full = plan.full
         self._trouble.note_deferred(waiting=bool(plan.deferred))
 
@@ -494,7 +503,7 @@ class Promoter:
         if plan.refuse:
             self._events.refused([transaction for transaction, _ in plan.refuse])
         _note_copies(flight, handle)
-        await self._visible(handle)
+        await self._visible(plan, handle)
         hit("turn.visible")
         now_ms = self._now_ms()
         taken = 0
@@ -523,13 +532,15 @@ class Promoter:
         self._events.turn_lost()
         self._lost = True
 
-    async def _visible(self, handle: TurnHandle) -> None:
+    async def _visible(self, plan: Plan, handle: TurnHandle) -> None:
         """Wait for as long as it takes: the turn is committed, so it will be seen."""
         while True:
             try:
                 await handle.visible()
             except KafkaUnavailable as error:
                 log.error("committed, not visible", partition=self._door.partition, why=str(error))
+                if isinstance(error, NotVisible):
+                    note_invisible(plan.promote, error)
             else:
                 return
 

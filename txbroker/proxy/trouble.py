@@ -19,6 +19,7 @@ from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Cause
 from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
+from txbroker.door import NotVisible
 from txbroker.errors import InvariantBroken
 from txbroker.proxy.bodies import refused_as_lost
 
@@ -26,6 +27,27 @@ RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 30.0
 """Deferred and refused transactions are tried again after the first pause, then after twice the
 last one, up to the longest."""
+
+
+NOT_VISIBLE = "not_visible"
+"""The code of the cause of a transaction whose turn is committed, and that readers do not see."""
+
+
+def note_invisible(transactions: Iterable[Transaction], error: NotVisible) -> None:
+    """Say of the transactions of a committed turn why readers do not see them yet: whoever looks
+    for what to abort must not take them for ones that will be promoted again."""
+    for transaction in transactions:
+        places = {(place.topic, place.partition) for place in transaction.places}
+        topic, number = next((p for p in error.partitions if p in places), error.partitions[0])
+        transaction.cause = Cause(
+            NOT_VISIBLE,
+            f"its turn is committed, but readers do not come past it in {topic}-{number}, where a "
+            "transaction is open; if that is this turn, an abort would lose its messages: see "
+            "docs/operate/lost-end.md",
+            topic,
+            number,
+            passing=True,
+        )
 
 
 class _Retry(Struct, frozen=True):

@@ -24,6 +24,7 @@ from txbroker.door import (
     Hanging,
     Log,
     Membership,
+    NotVisible,
     PartitionDoor,
     TargetFacts,
     Targets,
@@ -443,12 +444,13 @@ class _Writer:
             for topic, number, record in turn.promoted:
                 offset = self._kafka.write(topic, number, [record], transaction)
                 written.offsets.append(offset)
-                written.last[self._kafka.partition(topic, number)] = offset
+                written.last[topic, number] = (self._kafka.partition(topic, number), offset)
             for topic, record in own:
                 offset = self._kafka.write(topic, self._partition, [record], transaction)
                 if topic == self._parked:
                     written.parked.append(offset)
-                written.last[self._kafka.partition(topic, self._partition)] = offset
+                partition = self._kafka.partition(topic, self._partition)
+                written.last[topic, self._partition] = (partition, offset)
         return written
 
     async def _commit(self, transaction: Transaction, before: asyncio.Task[None] | None) -> None:
@@ -489,7 +491,7 @@ class _Written(NamedTuple):
 
     offsets: list[int]
     parked: list[int]
-    last: dict[Partition, int]
+    last: dict[tuple[str, int], tuple[Partition, int]]
 
 
 class MemoryTurn:
@@ -520,15 +522,20 @@ class MemoryTurn:
 
         Raises:
             Fenced, TurnLost: it is not committed, as far as is known.
-            KafkaUnavailable: not visible within 60 s.
+            NotVisible: it is not within 60 s.
         """
         await self.committed()
         try:
             async with asyncio.timeout(_VISIBLE_TIMEOUT_S):
-                while any(part.stable_end <= offset for part, offset in self._last.items()):
+                while self._hidden():
                     await self._kafka.ended()
         except TimeoutError:
-            raise KafkaUnavailable("an open transaction hides a committed turn") from None
+            if hidden := self._hidden():
+                why = "an open transaction hides a committed turn"
+                raise NotVisible(why, hidden) from None
+
+    def _hidden(self) -> list[tuple[str, int]]:
+        return [name for name, (at, offset) in self._last.items() if at.stable_end <= offset]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
 from three_nodes import START_S, ThreeNodes
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door import Target, Turn
+from txbroker.door import Target, Turn, TurnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.producer import Producer
@@ -90,15 +90,67 @@ async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
         assert [cause.code for cause in causes] == ["hanging"] * loses
         assert await world.visible(topic) == []
         # What it is kept off for: written all the same, both become visible.
-        turn = Turn(
-            (Target(topic, 0, Record(b"next", b"")),), (), Progress(RECORD_VERSION, "next", 1, 1)
-        )
-        await (await partition.write(turn)).visible()
+        await (await partition.write(turn(1, topic, b"next"))).visible()
         seen = [record.key for record in await world.visible(topic)]
         assert seen == [*[b"lost"] * loses, b"next"]
     finally:
         await client.close()
         await world.close()
+
+
+@pytest.mark.parametrize("nodes", [LOSING], indirect=True)
+async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
+    nodes: ThreeNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = KafkaWorld(nodes.bootstrap)
+    topic = world.name("target")
+    await asyncio.to_thread(create_on, nodes, topic)
+    await leads(nodes, topic, NODE)
+    # As long as it takes to stop a node and to notice it.
+    door = await world.door(
+        "one", bootstrap_servers=tuple(nodes.bootstrap.split(",")), transaction_timeout_s=120.0
+    )
+    partition = door.partition(0)
+    may_end, end = asyncio.Event(), Producer.end
+
+    async def held_back(producer: Producer, *, commit: bool, patience: Patience) -> None:
+        await may_end.wait()
+        await end(producer, commit=commit, patience=patience)
+
+    try:
+        await partition.claim(claim("first"))
+        assert await partition.prove([(topic, 0)]) == []
+        monkeypatch.setattr(Producer, "end", held_back)
+        first = await partition.write(turn(1, topic, b"first"))
+        await nodes.nodes[NODE].stop()
+        await leads(nodes, topic, -1)
+        may_end.set()
+        await first.committed()
+        # The third is of the same producer: its coordinator says that the first is over.
+        for number in (2, 3, 4):
+            await (await partition.write(turn(number))).committed()
+        await nodes.nodes[NODE].launch()
+        await nodes.nodes[NODE].ready()
+        await leads(nodes, topic, NODE)
+        with pytest.raises(TurnLost) as lost:
+            await partition.write(turn(5, topic, b"fifth"))
+        assert lost.value.cause is not None
+        assert (lost.value.cause.code, lost.value.cause.topic) == ("hanging", topic)
+        await partition.claim(claim("second"))
+        (cause,) = await partition.prove([(topic, 0)])
+        assert cause.code == "hanging"
+        # Nobody has taken it back: the next commit makes it visible.
+        assert await world.visible(topic) == []
+        await (await partition.write(turn(5, topic, b"fifth"))).visible()
+        assert [record.key for record in await world.visible(topic)] == [b"first", b"fifth"]
+    finally:
+        await world.close()
+
+
+def turn(number: int, topic: str = "", key: bytes = b"") -> Turn:
+    """Return a turn, with a message for a topic or without."""
+    promoted = (Target(topic, 0, Record(key, b"")),) if topic else ()
+    return Turn(promoted, (), Progress(RECORD_VERSION, "next", number, number))
 
 
 def claim(name: str) -> Claim:

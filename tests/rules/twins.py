@@ -1,0 +1,104 @@
+"""A twin writer on two producers that answer when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from txbroker.core.records import Cause, Progress, Record
+from txbroker.door import Target, Turn
+from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.ended import Ended
+from txbroker.kafka.producer import Producer, Stored
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.transactions import Partition
+from txbroker.kafka.turns import TurnWritten
+from txbroker.kafka.twin import TwinWriter
+
+
+class FakeProducer:
+    """A producer that answers when the test says so."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+        self.produce_now = asyncio.Event()
+        self.produce_now.set()
+        self.end_now = asyncio.Event()
+        self.end_now.set()
+        self.end_error: Exception | None = None
+        self.produce_error: Exception | None = None
+
+    async def add(self, partitions: Sequence[Partition], patience: Patience) -> None:
+        """Begin."""
+        self.log.append(f"{self.name} begins")
+
+    async def produce(
+        self, batches: Mapping[Partition, Sequence[Record]], patience: Patience
+    ) -> dict[Partition, Stored]:
+        """Write."""
+        self.log.append(f"{self.name} writes")
+        await self.produce_now.wait()
+        if self.produce_error is not None:
+            raise self.produce_error
+        self.log.append(f"{self.name} written")
+        return {partition: Stored(0, 0) for partition in batches}
+
+    async def end(self, *, commit: bool, patience: Patience) -> None:
+        """Commit or abort."""
+        what = "commit" if commit else "abort"
+        self.log.append(f"{self.name} {what}s")
+        if not commit:
+            return
+        await self.end_now.wait()
+        if self.end_error is not None:
+            raise self.end_error
+        self.log.append(f"{self.name} {what} acknowledged")
+
+
+class Twins:
+    """A twin writer on two fake producers, and what they did."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.stable = 0
+        """How far readers come, in every partition."""
+        self.open: dict[str, dict[Partition, Cause]] = {}
+        """Where which producer has something open."""
+        self.asked: list[tuple[str, Partition]] = []
+        self.a, self.b = FakeProducer("a", self.log), FakeProducer("b", self.log)
+        settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
+        client = SimpleNamespace(settings=settings, leader=self._leader, ask=self._ask)
+        ended = SimpleNamespace(left_open=self._left_open)
+        self.writer = TwinWriter(
+            cast(Client, client),
+            0,
+            (cast(Producer, self.a), cast(Producer, self.b)),
+            lambda _: 1000,
+            cast(Ended, ended),
+        )
+
+    async def write(self, number: int) -> TurnWritten:
+        """Write a turn."""
+        promoted = (Target("t", 0, Record(b"k", b"v", (), 1)),)
+        return await self.writer.write(Turn(promoted, (), Progress(1, "c", number, number)))
+
+    async def _leader(self, topic: str, partition: int) -> int:
+        return 1
+
+    async def _ask(self, node: int, request: Any, lane: str) -> Any:
+        topics = [
+            (topic, [(number, 0, -1, self.stable) for number, _ in parts])
+            for topic, parts in request._topics
+        ]
+        return SimpleNamespace(topics=topics)
+
+    async def _left_open(
+        self, producer: Producer, partitions: Collection[Partition]
+    ) -> dict[Partition, Cause]:
+        name = cast(FakeProducer, producer).name
+        self.asked += [(name, partition) for partition in partitions]
+        found = self.open.get(name, {})
+        return {partition: found[partition] for partition in partitions if partition in found}
