@@ -309,7 +309,7 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     elif life.decided is None:
         state, carry = life.state, True
         parked = life.parked if state == "parked" else None
-        if parked and parked.early and terms.now_ms - parked.at_ms > terms.late_after_ms:
+        if parked and parked.early and terms.now_ms - parked.at_ms > terms.lost_after_ms:
             _hold_copy(life, _copy(facts.parked))
         if visible:
             begin_ms = horizon.op_begin_ms.get(parts.partition, -1)
