@@ -214,15 +214,29 @@ def _hold_copy(life: Life, copy: _Copy) -> None:
         if row is None or row.tombstone:
             life.found["not_kept"] = f"message {number} of {count} has no copy"
             return
-        right = {(count, message.body, message.headers)}
+        right = {_told(message)}
         if life.contents:
-            right.add((count, life.contents[number].body, life.contents[number].headers))
-        if row.count is not None and (row.count, row.body, row.headers) not in right:
+            right.add(_told(life.contents[number]))
+        # An earlier version did not read what a copy holds.
+        same = (row.grp, row.count) == (life.grp, count) and _told(row) in right
+        if row.count is not None and not same:
             life.found["not_kept"] = f"the copy at {row.offset} is not message {number} of {count}"
             return
 
 
 def _hold_refused(
+def _told(message: HalfRow | Content | ParkedRow) -> tuple[object, ...]:
+    """Return what a message is, wherever it lies."""
+    place = message.topic, message.target_partition
+    return *place, message.body, message.headers, message.timestamp_ms
+
+
+def _left_over(copy: _Copy) -> str:
+    """Say where there is still a copy of what is settled; the turn that settles it drops that."""
+    left = [row.offset for row in copy.newest.values() if not row.tombstone]
+    return f"its copy is still in the parked topic, at {min(left)}" if left else ""
+
+
     life: Life,
     visible: Sequence[VisibleRow],
     copy: _Copy,
@@ -454,6 +468,8 @@ def _judged(
     return Judged(
         id=facts.id,
         id_ms=None if parts is None else parts.time_ms,
+    if state in _SETTLED:
+        words += filter(None, [_left_over(_copy(facts.parked))])
         verdict=findings[0] if findings else settled,
         findings=findings,
         state=state,

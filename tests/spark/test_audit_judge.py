@@ -335,13 +335,27 @@ def test_what_is_parked_has_a_whole_copy_once_that_could_be_written() -> None:
     torn = judged(half, op, parked=copy[:1])
     assert torn.findings == ("not_kept",)
     assert "message 1 of 2" in (torn.why or "")
-    for field in ("body", "headers", "count"):
-        changed = [copy[0], copy[1]._replace(**{field: 9})]
-        assert judged(half, op, parked=changed).findings == ("not_kept",)
+    others = {"body": 9, "headers": 9, "count": 9, "target_partition": 9, "timestamp_ms": 9}
+    for field, other in {**others, "grp": "h", "topic": "v"}.items():
+        changed = [copy[0], copy[1]._replace(**{field: other})]
+        assert judged(half, op, parked=changed).findings == ("not_kept",), field
     dropped = [*copy, parked_row(None, 9)]
     assert judged(half, op, parked=dropped).findings == ("not_kept",)
     # An earlier version has read it: it is there, and nobody knows what it holds.
     assert judged(op=op, parked=[parked_row("parked")]).findings == ()
+
+
+def test_a_copy_that_is_still_there_though_all_is_over_is_told_and_no_drift() -> None:
+    half = half_rows(["t", "u"])
+    copy, dropped = copy_rows(half, "refused", 7), parked_row(None, 9)
+    ends = {"promoted": ([COMMIT], visible_rows(half)), "rolled_back": ([op_row("rollback")], [])}
+    for state, (op, shown) in ends.items():
+        for parked, offset in ((copy, 7), ([*copy, dropped], 8)):
+            left = judged(half, op, shown, parked)
+            assert (left.state, left.verdict, left.carry) == (state, "settled", False)
+            assert left.why == f"its copy is still in the parked topic, at {offset}"
+        over = [*copy, dropped, dropped._replace(seq=1, offset=10)]
+        assert judged(half, op, shown, over).why is None
 
 
 def test_what_is_refused_is_kept_whole_and_nothing_of_it_is_visible() -> None:
@@ -365,11 +379,11 @@ def test_what_is_refused_is_kept_whole_and_nothing_of_it_is_visible() -> None:
 
 
 def test_a_copy_may_hold_what_came_with_the_commit() -> None:
-    contents = [Content(0, "t", 0, 55, 66, None)]
+    contents = [Content(0, "t", 0, 55, 66, 77)]
     commit = COMMIT._replace(contents=contents, contents_count=1)
     copy = copy_rows(HALF, "refused")
     assert judged(op=[commit], parked=copy).verdict == "refused"
-    replaced = [copy[0]._replace(body=55, headers=66)]
+    replaced = [copy[0]._replace(body=55, headers=66, timestamp_ms=77)]
     assert judged(op=[commit], parked=replaced).verdict == "refused"
     assert judged(op=[COMMIT], parked=replaced).verdict == "not_kept"
 
