@@ -7,7 +7,7 @@ follows the number of such strangers: files are opened only where the time in th
 there can be something, and Parquet's statistics skip most of these.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple
@@ -67,7 +67,8 @@ class PastRun(Struct, frozen=True):
 
     Attributes:
         run: its name.
-        first_ms, last_ms: least and greatest time in the ids of its facts; None without facts.
+        first_ms, last_ms: least and greatest time in the ids of its facts that can count; None
+            without facts.
         op_ends: how far it read the operation topic.
     """
 
@@ -257,6 +258,19 @@ def counted(facts: Facts) -> dict[str, Counted]:
 
 
 def spans_of(ids: DataFrame) -> list[Span]:
+def times_of(read: Mapping[str, Counted], terms: schema.Terms) -> Span | None:
+    """Return from when to when the ids of a run's records are, None without any.
+
+    Anybody may write an id of the far future into a target: nothing that counts is that far ahead.
+    """
+    spans = [each.span for each in read.values() if each.span is not None]
+    if not spans:
+        return None
+    end_ms = terms.now_ms + terms.dedup_window_ms
+    first_ms = min(span.first_ms for span in spans)
+    return Span(min(first_ms, end_ms), min(max(span.last_ms for span in spans), end_ms))
+
+
     """Return time spans in which all ids are, a bounded number. `ids`: column `id_ms`."""
     minutes = ids.groupBy(F.floor(F.col("id_ms") / _BUCKET_MS))
     ends = (F.min("id_ms").alias("first"), F.max("id_ms").alias("last"))

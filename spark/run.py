@@ -34,7 +34,7 @@ from txbroker.spark.carry import (
 from txbroker.spark.cut import KafkaAccess
 from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.gather import horizon_of, release, verdicts
-from txbroker.spark.history import Counted, Facts, History, PastRun, counted, left_of
+from txbroker.spark.history import Counted, Facts, History, PastRun, counted, left_of, times_of
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.rows import Horizon
 from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms
@@ -193,10 +193,8 @@ class _Audit:
         """Judge what was read, and write down what was found and what goes on."""
         judging = self._to_judge(staged, new, before)
         self._say("judging")
-        spans = [each.span for each in read.values() if each.span is not None]
-        first_ms = min((span.first_ms for span in spans), default=None)
-        last_ms = max((span.last_ms for span in spans), default=None)
-        days = 1 if first_ms is None or last_ms is None else (last_ms - first_ms) // _DAY_MS + 1
+        times = times_of(read, self._terms)
+        days = 1 if times is None else (times.last_ms - times.first_ms) // _DAY_MS + 1
         self._judge(staged, judging, days)
         written = read_verdicts(self._spark, self._settings.out, (self._run,))
         self._say("adding up")
@@ -204,6 +202,7 @@ class _Audit:
         self._say("writing down what goes on")
         runs = () if before is None else before.chain.runs
         this = PastRun(self._run, first_ms, last_ms, staged.cut.op.ends)
+        first_ms, last_ms = times or (None, None)
         horizon = KeptHorizon.of(judging.horizon, self._terms.now_ms)
         keyed = bool(read["half"].keyed) or (before is not None and before.chain.keys)
         chain = Chain(
