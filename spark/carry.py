@@ -47,14 +47,16 @@ class KeptHorizon(Struct, frozen=True):
 
         Where nothing was left, all of the past is unknown; but what came after `now_ms` was read.
         """
+        A topic that was compacted or not there may be another one by then: each run looks.
         return cls(
             dict(horizon.half_start),
             {p: min(ms, now_ms) for p, ms in horizon.half_begin_ms.items()},
             {p: min(ms, now_ms) for p, ms in horizon.op_begin_ms.items()},
             tuple(
-                TakenFrom(topic, p, ms if p < 0 else min(ms, now_ms))
+                TakenFrom(topic, p, min(ms, now_ms))
                 for (topic, p), ms in sorted(horizon.taken_ms.items())
             ),
+                if p >= 0
         )
 
     def read(self) -> Horizon:

@@ -241,10 +241,12 @@ def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
     assert merged == Horizon(
         {0: 11}, {0: 900}, {1: 601}, {("u", 0): 7, ("t", 1): 2, ("v", 0): 3, ("w", -1): 9}
     )
-    assert KeptHorizon.of(merged, 10_000).read() == merged
+    # A topic that was compacted, or not there, may be another one by the next run.
+    places = {("u", 0): 7, ("t", 1): 2, ("v", 0): 3}
+    assert KeptHorizon.of(merged, 10_000).read() == merged._replace(taken_ms=places)
     nothing_left = Horizon({}, {0: ALWAYS}, {1: ALWAYS}, {("t", 0): ALWAYS, ("w", -1): ALWAYS})
     assert KeptHorizon.of(nothing_left, NOW_MS).read() == Horizon(
-        {}, {0: NOW_MS}, {1: NOW_MS}, {("t", 0): NOW_MS, ("w", -1): ALWAYS}
+        {}, {0: NOW_MS}, {1: NOW_MS}, {("t", 0): NOW_MS}
     )
     assert not gaps_between(was, was)
 
