@@ -288,10 +288,9 @@ class _Audit:
         new: Facts,
         before: Carried | None,
     ) -> None:
-        halves = new.half
-        if before is not None and before.keys is not None:
-            halves = halves.unionByName(before.keys)
-        keys = keys_in_window(halves, chain.cut.half_clock_ms, self._terms.dedup_window_ms)
+        known = None if before is None else before.keys
+        window_ms = self._terms.dedup_window_ms
+        keys = keys_in_window(new.half, known, chain.cut.half_clock_ms, window_ms)
         write_carried(self._spark, self._folders, self._run, chain, facts, written, keys)
 
     def _compared(self, summary: RunSummary, chain: Chain) -> RunSummary:
