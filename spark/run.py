@@ -237,7 +237,9 @@ class _Audit:
         horizon = before.chain.horizon.read()
         gaps = gaps_between(before.chain.cut, staged.cut)
         if gaps:
-            horizon = with_gaps(horizon, horizon_of(staged), gaps)
+            # Markers that this run has not read are older than all that it has.
+            decided_ms = max(before.chain.cut.op_clock_ms, default=-1)
+            horizon = with_gaps(horizon, horizon_of(staged, decided_ms), gaps)
         old, judged = before.facts, before.ids
         strangers = history.strangers(new, before.ids)
         if strangers is not None:
