@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from msgspec import Struct, structs
+from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -259,9 +260,11 @@ class _Audit:
         """Return the runs that have a folder of a kind."""
         return runs_in(self._spark, folder(self._run))
 
-    def _kept(self, table: DataFrame) -> DataFrame:
-        """Let Spark keep a small table until the end of the run."""
-        self._cached.append(table.persist())
+    def _kept(
+        self, table: DataFrame, where: StorageLevel = StorageLevel.MEMORY_AND_DISK_DESER
+    ) -> DataFrame:
+        """Let Spark keep a table until the end of the run; small ones in memory."""
+        self._cached.append(table.persist(where))
         return table
 
     def _all_kept(self, facts: Facts) -> Facts:
@@ -314,6 +317,7 @@ class _Audit:
         drift = {kind: counts[kind] for kind in FINDINGS if counts.get(kind)}
         written = self._spark.read.schema("id string, kind string").parquet(
             self._folders.business(self._run)
+            keep=self._kept,
         )
         return structs.replace(
             summary,
