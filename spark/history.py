@@ -257,7 +257,6 @@ def counted(facts: Facts) -> dict[str, Counted]:
     }
 
 
-def spans_of(ids: DataFrame) -> list[Span]:
 def times_of(read: Mapping[str, Counted], terms: schema.Terms) -> Span | None:
     """Return from when to when the ids of a run's records are, None without any.
 
@@ -271,6 +270,7 @@ def times_of(read: Mapping[str, Counted], terms: schema.Terms) -> Span | None:
     return Span(min(first_ms, end_ms), min(max(span.last_ms for span in spans), end_ms))
 
 
+def spans_of(ids: DataFrame) -> list[Span]:
     """Return time spans in which all ids are, a bounded number. `ids`: column `id_ms`."""
     minutes = ids.groupBy(F.floor(F.col("id_ms") / _BUCKET_MS))
     ends = (F.min("id_ms").alias("first"), F.max("id_ms").alias("last"))

@@ -37,7 +37,7 @@ from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.gather import horizon_of, release, verdicts
 from txbroker.spark.history import Counted, Facts, History, PastRun, counted, left_of, times_of
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.rows import Horizon
+from txbroker.spark.rows import Horizon, kept_from_ms
 from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms
 from txbroker.spark.spread import spread
 from txbroker.spark.stage import Staged, stage
@@ -202,8 +202,8 @@ class _Audit:
         tally = add_up(written, self._terms.now_ms)
         self._say("writing down what goes on")
         runs = () if before is None else before.chain.runs
-        this = PastRun(self._run, first_ms, last_ms, staged.cut.op.ends)
         first_ms, last_ms = times or (None, None)
+        this = PastRun(self._run, first_ms, last_ms, staged.cut.op.ends)
         horizon = KeptHorizon.of(judging.horizon, self._terms.now_ms)
         keyed = bool(read["half"].keyed) or (before is not None and before.chain.keys)
         chain = Chain(
@@ -276,7 +276,14 @@ class _Audit:
         partitions = len(staged.cut.half.ends)
         horizon = without_removed(judging.horizon, judging.removed_ms, partitions)
         # Of this run alone: by the next one such a transaction may have ended.
-        horizon = horizon._replace(open=_open(staged.cut), hidden=_hidden(staged.cut))
+        now_ms, targets = self._terms.now_ms, staged.cut.targets
+        horizon = horizon._replace(
+            open=_open(staged.cut),
+            hidden=_hidden(staged.cut),
+            kept_from_ms={
+                each.topic: kept_from_ms(now_ms, each.kept_ms) for each in targets if each.kept_ms
+            },
+        )
         try:
             rows = verdicts(self._spark, whole, self._terms, horizon)
             if judging.context is not None:
@@ -310,6 +317,7 @@ class _Audit:
             current_verdicts(self._spark, self._settings.out, [run.run for run in left.runs]),
             business,
             self._terms,
+            keep=self._kept,
             known_from_ms=max(*chain.horizon.half_begin_ms.values(), left.removed_ms or 0, 0),
             half_partitions=len(chain.cut.half.ends),
         )
@@ -317,7 +325,6 @@ class _Audit:
         drift = {kind: counts[kind] for kind in FINDINGS if counts.get(kind)}
         written = self._spark.read.schema("id string, kind string").parquet(
             self._folders.business(self._run)
-            keep=self._kept,
         )
         return structs.replace(
             summary,

@@ -538,6 +538,24 @@ def test_a_target_that_may_have_lost_it_proves_nothing() -> None:
     half = half_rows(["t", "u"])
     horizon = Horizon(taken_ms={("t", 0): ALWAYS})
     assert judged(half, [COMMIT], horizon=horizon).verdict == "lost"
+    # Of a partition something is known, and then the whole topic is deleted.
+    both = Horizon(taken_ms={("t", 0): 0, ("t", -1): ALWAYS})
+    assert judged(op=[COMMIT], horizon=both).verdict == "gone"
+
+
+def test_what_retention_cannot_have_taken_yet_is_lost() -> None:
+    def verdict(kept_from_ms: int, half: list[HalfRow] = HALF, *op: OpRow) -> str:
+        horizon = Horizon(taken_ms={("t", 0): ALWAYS}, kept_from_ms={"t": kept_from_ms})
+        return judged(half, list(op) or [COMMIT], horizon=horizon).verdict
+
+    assert verdict(DECIDED_MS) == "lost"
+    assert verdict(DECIDED_MS + 1) == "gone"
+    # Retention goes by a timestamp that may be the user's, or the broker's.
+    assert verdict(DECIDED_MS, half_rows(timestamp_ms=5)) == "gone"
+    assert verdict(5, half_rows(timestamp_ms=5)) == "lost"
+    assert verdict(DECIDED_MS + 1, half_rows(timestamp_ms=ALWAYS)) == "gone"
+    new = COMMIT._replace(contents=[Content(0, "t", 0, 55, 66, 5)], contents_count=1)
+    assert verdict(DECIDED_MS, HALF, new) == "gone"
 
 
 def test_markers_that_retention_took_may_have_decided() -> None:

@@ -251,8 +251,6 @@ def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
     assert not gaps_between(was, was)
 
 
-def test_nothing_before_a_removed_run_is_looked_up() -> None:
-    runs = tuple(PastRun(str(n), n * 10, n * 10 + 5, ()) for n in range(4))
 def test_ids_of_the_far_future_are_nobodys_time() -> None:
     terms = Terms(NOW_MS, dedup_window_ms=500)
 
@@ -267,6 +265,8 @@ def test_ids_of_the_far_future_are_nobodys_time() -> None:
     assert times_of(counted(None), terms) is None
 
 
+def test_nothing_before_a_removed_run_is_looked_up() -> None:
+    runs = tuple(PastRun(str(n), n * 10, n * 10 + 5, ()) for n in range(4))
     assert left_of(runs, {"0", "1", "2", "3"}) == Left(runs, None)
     assert left_of(runs, {"2", "3"}) == Left(runs[2:], 15)
     # Not the oldest first: what is left of older runs is no whole story.
