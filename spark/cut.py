@@ -33,6 +33,7 @@ class TopicEnds(Struct, frozen=True):
     open: tuple[int, ...] = ()
     append_time: bool = True
     kept_ms: int = 0
+    id: str = ""
 
 
 class KafkaAccess:
@@ -144,18 +145,28 @@ def read_on(
         AuditError: it is not the topic that was read before.
     """
     was = () if before is None else before.ends
+    if not _is_same(now, before):
+        raise AuditError(
+            f"topic {now.topic} is another one than was read before: it was made anew, or this is "
+            "another Kafka. Run a full audit"
+        )
     if len(now.ends) < len(was) or any(end < old for end, old in zip(now.ends, was, strict=False)):
         raise AuditError(
-            f"topic {now.topic} ends before it was read up to: it was truncated, or made anew. Run "
-            "a full audit"
+            f"topic {now.topic} ends before it was read up to: it was truncated. Run a full audit"
         )
     wanted = (*was, *[0] * (len(now.ends) - len(was)))
     begins = tuple(max(start, old) for start, old in zip(now.starts, wanted, strict=True))
-    taken = _taken(begins, counted_from if before is None else before)
+    last = counted_from if before is None else before
+    taken = _taken(begins, last if _is_same(now, last) else None)
     # Retention may have taken what was below the last stable offset in the meantime.
     ends = tuple(max(begin, end) for begin, end in zip(begins, now.ends, strict=True))
-    told = now.compacted, now.open, now.kept_ms
+    told = now.compacted, now.open, now.kept_ms, now.id
     return TopicRead(now.topic, now.starts, begins, ends, taken, *told)
+
+
+def _is_same(now: TopicEnds, last: TopicRead | None) -> bool:
+    """Say whether a topic may be the one that was read last; earlier versions kept no ids."""
+    return last is None or last.id in ("", now.id)
 
 
 def _taken(begins: Sequence[int], last: TopicRead | None) -> int:

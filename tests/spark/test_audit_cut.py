@@ -65,9 +65,11 @@ def test_ends_are_asked_for_by_partition(kafka: EmbeddedKafka) -> None:
     other = new_topic(kafka, 1, cleanup_policy="compact,delete", retention_ms="5000")
     produce(kafka, topic, 0, 0, 1)
     found = access_to(kafka.bootstrap).ends([topic, other, "there-is-no-such-topic"])
+    ids = {name: each.id for name, each in found.items()}
+    assert len(set(ids.values()) - {""}) == 2
     assert found == {
-        topic: TopicEnds(topic, (0, 0), (2, 1), kept_ms=5000),
-        other: TopicEnds(other, (0,), (0,), compacted=True, append_time=False),
+        topic: TopicEnds(topic, (0, 0), (2, 1), kept_ms=5000, id=ids[topic]),
+        other: TopicEnds(other, (0,), (0,), compacted=True, append_time=False, id=ids[other]),
     }
 
 
@@ -110,14 +112,14 @@ def test_what_retention_took_is_counted(kafka: EmbeddedKafka) -> None:
     access = access_to(kafka.bootstrap)
     first = read_on(access.ends([topic])[topic], None)
     assert (first.begins, first.ends, first.taken) == ((0, 0), (3, 1), 0)
-    week_ms = first.kept_ms
-    assert week_ms == 604_800_000
+    assert first.kept_ms == 604_800_000
     produce(kafka, topic, 0, 0)
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
     place = TopicPartition(topic, 0, 4)
     admin.delete_records([place])[place].result(30)
     now = access.ends([topic])[topic]
-    read = TopicRead(topic, (4, 0), (4, 1), (5, 1), taken=1, kept_ms=week_ms)
+    told = first.kept_ms, first.id
+    read = TopicRead(topic, (4, 0), (4, 1), (5, 1), 1, False, (), *told)
     assert read_on(now, first) == read
     whole = msgspec.structs.replace(read, begins=(4, 0))
     # Of what was taken before the first run nobody knows what it was, nor whose.
@@ -173,10 +175,22 @@ def test_a_new_partition_is_read_from_its_start() -> None:
 
 
 @pytest.mark.parametrize("ends", [(6, 3), (7,)])
-def test_a_topic_that_was_made_anew_asks_for_a_full_audit(ends: tuple[int, ...]) -> None:
+def test_a_topic_that_was_truncated_asks_for_a_full_audit(ends: tuple[int, ...]) -> None:
     before = TopicRead("t", (0, 0), (0, 0), (7, 3))
     with pytest.raises(AuditError, match=r"topic t ends before .* Run a full audit"):
         read_on(TopicEnds("t", (0,) * len(ends), ends), before)
+
+
+def test_a_topic_that_was_made_anew_and_has_grown_past_the_old_end_is_not_read_on() -> None:
+    before = TopicRead("t", (0,), (0,), (7,), id="one")
+    assert read_on(TopicEnds("t", (0,), (9,), id="one"), before).begins == (7,)
+    anew = TopicEnds("t", (8,), (9,), id="two")
+    with pytest.raises(AuditError, match=r"topic t is another one .* Run a full audit"):
+        read_on(anew, before)
+    # What is gone of it is nothing that a full run has to count.
+    assert read_on(anew, None, before) == TopicRead("t", (8,), (8,), (9,), taken=0, id="two")
+    assert read_on(anew, msgspec.structs.replace(before, id="")).taken == 1
+    assert read_on(anew, gone("t")).begins == (8,)
 
 
 def test_a_read_goes_on_to_where_the_topic_ends_now() -> None:

@@ -22,6 +22,7 @@ from txbroker.kafka.client import (
 )
 from txbroker.kafka.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.topic_ids import topic_ids
 
 _LANE = "audit"
 _CONSUMER = -1
@@ -40,7 +41,8 @@ class TopicBounds(Struct, frozen=True):
     missing. `open`: the partitions that end in an open transaction, so that records behind the last
     stable offset may be committed and cannot be read yet. `append_time`: whether the broker's clock
     gives the timestamps; taken for granted where settings may not be read. `kept_ms`: so long
-    retention leaves a record, by its timestamp; 0 where size or compaction may take it sooner."""
+    retention leaves a record, by its timestamp; 0 where size or compaction may take it sooner.
+    `id`: another one for each topic that is made, also under a name used before."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -48,6 +50,7 @@ class TopicBounds(Struct, frozen=True):
     open: tuple[int, ...] = ()
     append_time: bool = True
     kept_ms: int = 0
+    id: str = ""
 
 
 class AuditAccess:
@@ -102,8 +105,11 @@ class AuditAccess:
         high = await self._offsets(leaders, _LATEST, _READ_UNCOMMITTED)
         ends = await self._offsets(leaders, _LATEST, _READ_COMMITTED)
         all_configs = await Admin(self._client).configs(there)
+        ids = await topic_ids(self._client, list(there))
         bounds = {}
         for name, facts in there.items():
+            if name not in ids:
+                raise KafkaRefused(Code.UNKNOWN_TOPIC_OR_PARTITION, f"{name} was just deleted")
             configs, partitions = all_configs.get(name, {}), sorted(facts.partitions)
             bounds[name] = TopicBounds(
                 tuple(starts[name, p] for p in partitions),
@@ -112,6 +118,7 @@ class AuditAccess:
                 tuple(p for p in partitions if high[name, p] > ends[name, p]),
                 configs.get("message.timestamp.type", _APPEND_TIME) == _APPEND_TIME,
                 kept_ms(configs),
+                ids[name].hex(),
             )
         return bounds
 
