@@ -197,7 +197,7 @@ class World:
             return TopicRead(topic, (0,) * len(ends), begins or (0,) * len(ends), ends)
 
         targets = [self._target(topic, moment, was.get(topic)) for topic in sorted(named)]
-        open = [f"{target.topic}-{p}" for target in targets for p in target.open]
+        unended = [f"{target.topic}-{p}" for target in targets for p in target.open]
         return Cut(
             read(NAMES.half, moment.rest, before and before.half.ends),
             read(NAMES.op, moment.rest, before and before.op.ends),
@@ -208,7 +208,7 @@ class World:
             self._clock(NAMES.half, moment.rest),
             self._clock(NAMES.op, moment.rest),
             tuple(sorted(self._named(moment.rest) - named)),
-            tuple(place for place in open if self.random.random() < 0.5),
+            tuple(place for place in unended if self.random.random() < 0.5),
         )
 
     def _named(self, records: int) -> set[str]:
@@ -220,13 +220,13 @@ class World:
         begins, ends = was or starts, self.ends(topic, moment.targets)
         if moment == self.end():
             return TopicRead(topic, starts, begins, ends, kept_ms=KEPT_MS)
-        open = tuple(p for p in range(len(ends)) if self.random.random() < 0.4)
+        unended = tuple(p for p in range(len(ends)) if self.random.random() < 0.4)
         before = self.ends(topic, self.random.randint(0, moment.targets))
         ends = tuple(
-            max(begin, earlier if p in open else end)
+            max(begin, earlier if p in unended else end)
             for p, (begin, earlier, end) in enumerate(zip(begins, before, ends, strict=True))
         )
-        return TopicRead(topic, starts, begins, ends, open=open, kept_ms=KEPT_MS)
+        return TopicRead(topic, starts, begins, ends, open=unended, kept_ms=KEPT_MS)
 
     def _clock(self, topic: str, records: int) -> tuple[int, ...]:
         seen = [r for r in self.records[:records] if r.topic == topic]

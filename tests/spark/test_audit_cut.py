@@ -155,7 +155,9 @@ def test_a_topic_that_does_not_tell_the_time(kafka: EmbeddedKafka) -> None:
     topic = new_topic(kafka, 1)
     for op, audit in ((stamped, topic), (topic, stamped)):
         written = msgspec.structs.replace(NAMES, op=op, audit=audit)
-        with pytest.raises(ConfigurationError, match=rf"{topic} must have message\.timestamp\.type"):
+        with pytest.raises(
+            ConfigurationError, match=rf"{topic} must have message\.timestamp\.type"
+        ):
             access.now_ms(written)
     missing = msgspec.structs.replace(NAMES, op=stamped)
     with pytest.raises(ConfigurationError, match=r"no\.audit does not exist: make it with"):

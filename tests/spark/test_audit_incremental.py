@@ -93,6 +93,7 @@ def test_any_life_in_parts_gets_the_verdicts_of_one_run(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     world = World(seed)
+    world.prepare()
     world.live(400)
     world.now_ms += 700_000
     world.prepare()  # by now whatever is not visible is lost

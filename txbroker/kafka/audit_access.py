@@ -153,7 +153,7 @@ class AuditAccess:
 
 
 def kept_ms(configs: Mapping[str, str]) -> int:
-    """Return for how long a topic's settings keep a record, by its timestamp; 0: they do not tell."""
+    """Return for how long a topic keeps a record, by its timestamp; 0: its settings do not tell."""
     if configs.get("cleanup.policy") != "delete" or configs.get("retention.bytes") != "-1":
         return 0
     retention_ms = int(configs.get("retention.ms", "0"))
