@@ -94,7 +94,7 @@ def _counts(run: RunSummary) -> Iterator[Row]:
     if run.quarantined:
         yield _count("quarantined", run.quarantined, "records that do not read, set aside")
     for topic, count in run.taken.items():
-        yield _count("taken", count, f"records of {topic} that retention took before any run")
+        yield _count("taken", count, f"offsets of {topic} that retention took before any run")
 
 
 def _count(what: str, count: int, means: str) -> Row:

@@ -12,7 +12,7 @@ that time is void. What was still open at the cut is left to a later run.
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.spark.schema import Terms
 
 if TYPE_CHECKING:
+    from pyspark import StorageLevel
     from pyspark.sql import Column, DataFrame, SparkSession
 
 MESSAGE_WITHOUT_ROW = "message_without_row"
@@ -85,6 +86,7 @@ def compare(
     business: Business,
     terms: Terms,
     *,
+    keep: "Callable[[DataFrame, StorageLevel], DataFrame] | None" = None,
     known_from_ms: int = 0,
     half_partitions: int = 1,
 ) -> tuple["DataFrame", dict[str, int]]:
@@ -94,6 +96,7 @@ def compare(
         verdicts: one row for each transaction, of this run and, where it did not begin at the start
             of the logs, of earlier ones.
         terms: as the verdicts were judged by.
+        keep: lets Spark keep a table until what is returned was used; None: until Spark ends.
         known_from_ms: append time of the first half message that retention has left, or the last
             time in the ids of verdicts that were removed; 0 where nothing was taken. Nothing need
             be known of what was prepared earlier.
@@ -109,6 +112,7 @@ def compare(
         ConfigurationError: the rows cannot be read; the sentence says why.
     """
     from pyspark import StorageLevel
+    from pyspark.sql import DataFrame
     from pyspark.sql import functions as F
 
     from txbroker.spark.facts import id_time_ms, is_id
@@ -130,7 +134,9 @@ def compare(
     )
     kind = _kind(business, terms, known_from_ms)
     found = joined.select("id", kind.alias("kind"), F.coalesce("rows", F.lit(0)).alias("rows"))
-    found = found.where("kind IS NOT NULL").persist(StorageLevel.DISK_ONLY)
+    found = found.where("kind IS NOT NULL")
+    keep = keep or DataFrame.persist
+    found = keep(found, StorageLevel.DISK_ONLY)
     with _readable(business):
         counted = found.groupBy("kind").agg(F.count("*").alias("ids"), F.sum("rows").alias("rows"))
         counts = _counts(counted.collect())

@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
+from txbroker.spark.dedup import whole_with_key
 from txbroker.spark.facts import id_time_ms
 from txbroker.spark.folders import Folders, read_bytes, write_bytes
 from txbroker.spark.history import TABLES, Facts, PastRun, read_facts
@@ -46,14 +47,16 @@ class KeptHorizon(Struct, frozen=True):
         """Return the horizon of a run for those after it.
 
         Where nothing was left, all of the past is unknown; but what came after `now_ms` was read.
+        A topic that was compacted or not there may be another one by then: each run looks.
         """
         return cls(
             dict(horizon.half_start),
             {p: min(ms, now_ms) for p, ms in horizon.half_begin_ms.items()},
             {p: min(ms, now_ms) for p, ms in horizon.op_begin_ms.items()},
             tuple(
-                TakenFrom(topic, p, ms if p < 0 else min(ms, now_ms))
+                TakenFrom(topic, p, min(ms, now_ms))
                 for (topic, p), ms in sorted(horizon.taken_ms.items())
+                if p >= 0
             ),
         )
 
@@ -232,15 +235,20 @@ def _later(was: Mapping[_Key, int], now: Mapping[_Key, int], where: Set[_Key]) -
     return {key: max(was.get(key, 0), fresh.get(key, 0)) for key in {**was, **fresh}}
 
 
-def keys_in_window(half: DataFrame, clock_ms: Sequence[int], dedup_window_ms: int) -> DataFrame:
+def keys_in_window(
+    half: DataFrame, before: DataFrame | None, clock_ms: Sequence[int], dedup_window_ms: int
+) -> DataFrame:
     """Return half messages with a `dedup_key` that may still void a later one.
 
     Args:
-        half: rows of the half topic, old and new.
+        half: rows of the half topic that this run has read.
+        before: what this came to in the last run, or None.
         clock_ms: the half topic's log clock at the end of this run, by partition.
         dedup_window_ms: how long a key is remembered on it.
     """
-    keyed = half.where("seq = 0 and dedup is not null and void is null")
+    keyed = whole_with_key(half)
+    if before is not None:
+        keyed = keyed.unionByName(before)
     if not clock_ms:
         return keyed
     recent = [

@@ -23,14 +23,17 @@ _Result = TypeVar("_Result")
 
 
 class TopicEnds(Struct, frozen=True):
-    """What of a topic can be read now, by partition: first kept offset and last stable offset.
-    `open`: the partitions that end in an open transaction."""
+    """What of a topic can be read now, by partition: first kept offset and last stable offset; the
+    rest as in `TopicBounds`."""
 
     topic: str
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     compacted: bool = False
     open: tuple[int, ...] = ()
+    append_time: bool = True
+    kept_ms: int = 0
+    id: str = ""
 
 
 class KafkaAccess:
@@ -61,7 +64,7 @@ class KafkaAccess:
         except KafkaUnavailable as error:
             raise AuditError(f"Kafka cannot be asked where its topics end: {error}") from None
         return {
-            name: TopicEnds(name, bounds.starts, bounds.ends, bounds.compacted, bounds.open)
+            name: TopicEnds(name, **msgspec.structs.asdict(bounds))
             for name, bounds in found.items()
         }
 
@@ -70,13 +73,16 @@ class KafkaAccess:
 
         Raises:
             AuditError: it does not exist, or Kafka does not answer.
-            ConfigurationError: no right to it, or the settings contradict themselves.
+            ConfigurationError: no right to it, its timestamps are not the broker's, or the settings
+                contradict themselves.
         """
         found = self.ends((topic,)).get(topic)
         if found is None:
             raise AuditError(
                 f"there is no topic {topic}: is this the right Kafka, and the right topic_prefix?"
             )
+        if not found.append_time:
+            raise _clockless(topic)
         return found
 
     def now_ms(self, names: Names) -> int:
@@ -94,10 +100,7 @@ class KafkaAccess:
         except KafkaUnavailable as error:
             raise AuditError(f"Kafka cannot be asked what time it is: {error}") from None
         if at_ms < 0:
-            raise ConfigurationError(
-                f"{names.audit} must have message.timestamp.type=LogAppendTime: run `txbroker "
-                "topics apply`"
-            )
+            raise _clockless(names.audit)
         return at_ms
 
     async def _tick(self, audit_topic: str) -> int:
@@ -107,6 +110,13 @@ class KafkaAccess:
     async def _bounds(self, topics: Sequence[str]) -> dict[str, TopicBounds]:
         async with AuditAccess(self.settings) as access:
             return await access.bounds(topics)
+
+
+def _clockless(topic: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{topic} must have message.timestamp.type=LogAppendTime, or nothing tells what came when: "
+        "run `txbroker topics apply`"
+    )
 
 
 def access_from(settings: Settings) -> KafkaAccess:
@@ -135,17 +145,28 @@ def read_on(
         AuditError: it is not the topic that was read before.
     """
     was = () if before is None else before.ends
+    if not _is_same(now, before):
+        raise AuditError(
+            f"topic {now.topic} is another one than was read before: it was made anew, or this is "
+            "another Kafka. Run a full audit"
+        )
     if len(now.ends) < len(was) or any(end < old for end, old in zip(now.ends, was, strict=False)):
         raise AuditError(
-            f"topic {now.topic} ends before it was read up to: it was truncated, or made anew. Run "
-            "a full audit"
+            f"topic {now.topic} ends before it was read up to: it was truncated. Run a full audit"
         )
     wanted = (*was, *[0] * (len(now.ends) - len(was)))
     begins = tuple(max(start, old) for start, old in zip(now.starts, wanted, strict=True))
-    taken = _taken(begins, counted_from if before is None else before)
+    last = counted_from if before is None else before
+    taken = _taken(begins, last if _is_same(now, last) else None)
     # Retention may have taken what was below the last stable offset in the meantime.
     ends = tuple(max(begin, end) for begin, end in zip(begins, now.ends, strict=True))
-    return TopicRead(now.topic, now.starts, begins, ends, taken, now.compacted, now.open)
+    told = now.compacted, now.open, now.kept_ms, now.id
+    return TopicRead(now.topic, now.starts, begins, ends, taken, *told)
+
+
+def _is_same(now: TopicEnds, last: TopicRead | None) -> bool:
+    """Say whether a topic may be the one that was read last; earlier versions kept no ids."""
+    return last is None or last.id in ("", now.id)
 
 
 def _taken(begins: Sequence[int], last: TopicRead | None) -> int:

@@ -18,7 +18,7 @@ def dedup_voids(half: DataFrame, before: DataFrame | None, window_ms: int) -> Da
         half: the half table; `void` tells what is void for other reasons.
         before: rows of an earlier run that hold a key, or None.
     """
-    of_now = _whole(half).select(*_COLUMNS, F.lit(True).alias("now"))
+    of_now = whole_with_key(half).select(*_COLUMNS, F.lit(True).alias("now"))
     rows = of_now
     if before is not None:
         rows = rows.unionByName(before.select(*_COLUMNS, F.lit(False).alias("now")))
@@ -38,7 +38,7 @@ def dedup_voids(half: DataFrame, before: DataFrame | None, window_ms: int) -> Da
     return held.select("partition", F.explode(void["offset"]).alias("offset"))
 
 
-def _whole(half: DataFrame) -> DataFrame:
+def whole_with_key(half: DataFrame) -> DataFrame:
     """Return the first records of half messages that are whole and hold a key."""
     firsts = half.where(F.col("dedup").isNotNull() & (F.col("seq") == 0) & F.col("void").isNull())
     same = ("partition", "base", "id", "grp", "count")

@@ -110,7 +110,7 @@ def verdicts(
     rest = _by_judge(gathered.where("not plain"), terms, horizon).persist(StorageLevel.DISK_ONLY)
     _cached[spark] = [gathered, rest]
     judged = gathered.where("plain").select(*_judged_columns()).unionByName(rest)
-    return _with_order(judged, horizon)
+    return _with_order(spark, judged, horizon)
 
 
 def release(spark: SparkSession) -> None:
@@ -327,7 +327,7 @@ def _judging(
 # --- order within a key ----------------------------------------------------------------------
 
 
-def _with_order(judged: DataFrame, horizon: Horizon) -> DataFrame:
+def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> DataFrame:
     """Add `out_of_order` to transactions that are visible behind one decided later.
 
     Looks for them at once: mostly there are none, and then the verdicts need not be joined at all.
@@ -357,7 +357,7 @@ def _with_order(judged: DataFrame, horizon: Horizon) -> DataFrame:
         ).alias("late_why")
     )  # fmt: skip
     late = late.persist(StorageLevel.DISK_ONLY)
-    _cached[judged.sparkSession].append(late)
+    _cached[spark].append(late)
     count = late.count()
     names = [name for name in _judged_columns() if name not in _NO_VERDICT]
     if not count:
@@ -394,10 +394,14 @@ def _told_ms(horizon: Horizon) -> Column:
 # --- what retention has left -----------------------------------------------------------------
 
 
-def horizon_of(staged: StagedCut) -> Horizon:
+def horizon_of(staged: StagedCut, decided_ms: int = -1) -> Horizon:
     """Return what retention has left of the topics, told from a run that reads from their starts.
 
     What comes to the driver is as large as the number of partitions.
+
+    Args:
+        decided_ms: no marker that the run has not read is younger than this; -1 where it has read
+            all that can matter.
     """
     cut = staged.cut
     half = {p: start for p, start in enumerate(cut.half.starts) if start > 0}
@@ -406,7 +410,7 @@ def horizon_of(staged: StagedCut) -> Horizon:
         half,
         _begins_ms(staged.half, half),
         _begins_ms(staged.op, op),
-        _taken_ms(staged),
+        _taken_ms(staged, decided_ms),
         _parked_from_ms(staged),
     )
 
@@ -443,7 +447,7 @@ def _parked_from_ms(staged: StagedCut) -> dict[int, int]:
     return {p: min(found.get(p, latest_ms), latest_ms) for p in written}
 
 
-def _taken_ms(staged: StagedCut) -> dict[tuple[str, int], int]:
+def _taken_ms(staged: StagedCut, decided_ms: int) -> dict[tuple[str, int], int]:
     """Return until when decided messages may have been visible and be gone, by target partition.
 
     Timestamps there may be the users', so the oldest ones' decisions are looked up. A partition
@@ -467,9 +471,9 @@ def _taken_ms(staged: StagedCut) -> dict[tuple[str, int], int]:
     )
     decided = staged.op.where("kind = 'commit'").select("id", F.col("at_ms").alias("decided_ms"))
     until = oldest.select("id", "topic", "partition").join(decided, "id", "left")
-    # Without a marker they are older than all that is judged.
+    # Without a marker they are older than all that was read.
     rows = until.groupBy("topic", "partition").agg(
-        F.coalesce(F.max("decided_ms"), F.lit(-1)).alias("until_ms")
+        F.coalesce(F.max("decided_ms"), F.lit(decided_ms)).alias("until_ms")
     )
     for row in rows.collect():
         place = row["topic"], row["partition"]

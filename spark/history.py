@@ -7,7 +7,7 @@ follows the number of such strangers: files are opened only where the time in th
 there can be something, and Parquet's statistics skip most of these.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple
@@ -67,7 +67,8 @@ class PastRun(Struct, frozen=True):
 
     Attributes:
         run: its name.
-        first_ms, last_ms: least and greatest time in the ids of its facts; None without facts.
+        first_ms, last_ms: least and greatest time in the ids of its facts that can count; None
+            without facts.
         op_ends: how far it read the operation topic.
     """
 
@@ -254,6 +255,19 @@ def counted(facts: Facts) -> dict[str, Counted]:
         )
         for row in reduce(DataFrame.union, lines).collect()
     }
+
+
+def times_of(read: Mapping[str, Counted], terms: schema.Terms) -> Span | None:
+    """Return from when to when the ids of a run's records are, None without any.
+
+    Anybody may write an id of the far future into a target: nothing that counts is that far ahead.
+    """
+    spans = [each.span for each in read.values() if each.span is not None]
+    if not spans:
+        return None
+    end_ms = terms.now_ms + terms.dedup_window_ms
+    first_ms = min(span.first_ms for span in spans)
+    return Span(min(first_ms, end_ms), min(max(span.last_ms for span in spans), end_ms))
 
 
 def spans_of(ids: DataFrame) -> list[Span]:

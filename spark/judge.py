@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from txbroker.spark.life import Kept, Life
 from txbroker.spark.rows import (
+    ALWAYS,
     NOTHING_TAKEN,
     Content,
     HalfRow,
@@ -214,12 +215,26 @@ def _hold_copy(life: Life, copy: _Copy) -> None:
         if row is None or row.tombstone:
             life.found["not_kept"] = f"message {number} of {count} has no copy"
             return
-        right = {(count, message.body, message.headers)}
+        right = {_told(message)}
         if life.contents:
-            right.add((count, life.contents[number].body, life.contents[number].headers))
-        if row.count is not None and (row.count, row.body, row.headers) not in right:
+            right.add(_told(life.contents[number]))
+        # An earlier version did not read what a copy holds.
+        same = (row.grp, row.count) == (life.grp, count) and _told(row) in right
+        if row.count is not None and not same:
             life.found["not_kept"] = f"the copy at {row.offset} is not message {number} of {count}"
             return
+
+
+def _told(message: HalfRow | Content | ParkedRow) -> tuple[object, ...]:
+    """Return what a message is, wherever it lies."""
+    place = message.topic, message.target_partition
+    return *place, message.body, message.headers, message.timestamp_ms
+
+
+def _left_over(copy: _Copy) -> str:
+    """Say where there is still a copy of what is settled; the turn that settles it drops that."""
+    left = [row.offset for row in copy.newest.values() if not row.tombstone]
+    return f"its copy is still in the parked topic, at {min(left)}" if left else ""
 
 
 def _hold_refused(
@@ -251,7 +266,7 @@ def _end(
     life: Life, facts: TransactionFacts, terms: TermsLike, horizon: Horizon
 ) -> tuple[str, bool]:
     """Return state and `carry` of a committed transaction; note whether it is late or lost."""
-    half, decided = life.prepared, life.decided
+    half, decided = life.contents or life.prepared, life.decided
     assert half is not None
     assert decided is not None
     seen = {row.seq for row in facts.visible}
@@ -266,7 +281,7 @@ def _end(
     age_ms = terms.now_ms - max(decided.at_ms, copy.last_ms)
     if not decided.early or age_ms <= terms.late_after_ms:
         return "committed", True
-    if all(decided.at_ms <= _taken_ms(horizon, row) for row in missing):
+    if all(_may_be_gone(horizon, decided, row) for row in missing):
         return "gone", False
     first = missing[0]
     hidden = all((row.topic, row.target_partition) in horizon.hidden for row in missing)
@@ -279,10 +294,13 @@ def _end(
     return "committed", True
 
 
-def _taken_ms(horizon: Horizon, row: HalfRow | Content) -> int:
-    """Return until when what was decided for this place may have been there and be gone."""
-    whole_topic = horizon.taken_ms.get((row.topic, -1), -1)
-    return horizon.taken_ms.get((row.topic, row.target_partition), whole_topic)
+def _may_be_gone(horizon: Horizon, decided: OpRow, row: HalfRow | Content) -> bool:
+    """Say whether a message may have been visible, and been taken away since."""
+    places = (row.topic, row.target_partition), (row.topic, -1)
+    until_ms = max(horizon.taken_ms.get(place, -1) for place in places)
+    # By whichever timestamp it has there, the user's or the broker's, it is no older than this.
+    stamp_ms = decided.at_ms if row.timestamp_ms is None else min(decided.at_ms, row.timestamp_ms)
+    return decided.at_ms <= until_ms and stamp_ms < horizon.kept_from_ms.get(row.topic, ALWAYS)
 
 
 # --- the verdict -----------------------------------------------------------------------------
@@ -309,7 +327,7 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     elif life.decided is None:
         state, carry = life.state, True
         parked = life.parked if state == "parked" else None
-        if parked and parked.early and terms.now_ms - parked.at_ms > terms.late_after_ms:
+        if parked and parked.early and terms.now_ms - parked.at_ms > terms.lost_after_ms:
             _hold_copy(life, _copy(facts.parked))
         if visible:
             begin_ms = horizon.op_begin_ms.get(parts.partition, -1)
@@ -450,6 +468,8 @@ def _judged(
     words = [f"{kind}: {life.found[kind]}" for kind in findings]
     if life.contrary and "contrary_markers" not in life.found:
         words.append(f"contrary markers, and the first counts: {life.contrary}")
+    if state in _SETTLED:
+        words += filter(None, [_left_over(_copy(facts.parked))])
     tell = bool(visible) and all(row.append_time for row in visible)
     return Judged(
         id=facts.id,

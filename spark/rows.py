@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 ALWAYS = (1 << 63) - 1
 """A time that never passes."""
+_ASKED_MS = 3_600_000
+"""By so much later than an audit begins it may ask where a target does."""
 
 
 class TermsLike(Protocol):
@@ -43,6 +45,8 @@ class Horizon(NamedTuple):
         taken_ms: by target topic and partition. What was decided no later may have been visible
             and be gone; `ALWAYS` for a topic that is compacted or no longer there. Partition -1
             stands for all of a topic's.
+        kept_from_ms: by target topic, the timestamp from which on nothing can be gone: retention
+            takes older records only. Not of topics from which size or compaction takes.
         parked_from_ms: by half partition, since when the parked topic tells of every refusal that
             is over: what was decided before may have been refused, and nothing says so any more.
         open: target topics and partitions that end in an open transaction, mostly a turn that is
@@ -58,9 +62,20 @@ class Horizon(NamedTuple):
     parked_from_ms: Mapping[int, int] = {}
     open: frozenset[tuple[str, int]] = frozenset()
     hidden: frozenset[tuple[str, int]] = frozenset()
+    kept_from_ms: Mapping[str, int] = {}
 
 
 NOTHING_TAKEN = Horizon()
+
+
+def kept_from_ms(now_ms: int, kept_ms: int) -> int:
+    """Return from which timestamp on nothing can be gone of a target.
+
+    Args:
+        now_ms: when it was asked for where it begins, or up to an hour before.
+        kept_ms: for how long retention leaves a record.
+    """
+    return now_ms - kept_ms + _ASKED_MS
 
 
 class HalfRow(NamedTuple):

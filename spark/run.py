@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from msgspec import Struct, structs
+from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -34,9 +35,9 @@ from txbroker.spark.carry import (
 from txbroker.spark.cut import KafkaAccess
 from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.gather import horizon_of, release, verdicts
-from txbroker.spark.history import Counted, Facts, History, PastRun, counted, left_of
+from txbroker.spark.history import Counted, Facts, History, PastRun, counted, left_of, times_of
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.rows import Horizon
+from txbroker.spark.rows import Horizon, kept_from_ms
 from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms
 from txbroker.spark.spread import spread
 from txbroker.spark.stage import Staged, stage
@@ -193,16 +194,15 @@ class _Audit:
         """Judge what was read, and write down what was found and what goes on."""
         judging = self._to_judge(staged, new, before)
         self._say("judging")
-        spans = [each.span for each in read.values() if each.span is not None]
-        first_ms = min((span.first_ms for span in spans), default=None)
-        last_ms = max((span.last_ms for span in spans), default=None)
-        days = 1 if first_ms is None or last_ms is None else (last_ms - first_ms) // _DAY_MS + 1
+        times = times_of(read, self._terms)
+        days = 1 if times is None else (times.last_ms - times.first_ms) // _DAY_MS + 1
         self._judge(staged, judging, days)
         written = read_verdicts(self._spark, self._settings.out, (self._run,))
         self._say("adding up")
         tally = add_up(written, self._terms.now_ms)
         self._say("writing down what goes on")
         runs = () if before is None else before.chain.runs
+        first_ms, last_ms = times or (None, None)
         this = PastRun(self._run, first_ms, last_ms, staged.cut.op.ends)
         horizon = KeptHorizon.of(judging.horizon, self._terms.now_ms)
         keyed = bool(read["half"].keyed) or (before is not None and before.chain.keys)
@@ -238,7 +238,9 @@ class _Audit:
         horizon = before.chain.horizon.read()
         gaps = gaps_between(before.chain.cut, staged.cut)
         if gaps:
-            horizon = with_gaps(horizon, horizon_of(staged), gaps)
+            # Markers that this run has not read are older than all that it has.
+            decided_ms = max(before.chain.cut.op_clock_ms, default=-1)
+            horizon = with_gaps(horizon, horizon_of(staged, decided_ms), gaps)
         old, judged = before.facts, before.ids
         strangers = history.strangers(new, before.ids)
         if strangers is not None:
@@ -258,9 +260,11 @@ class _Audit:
         """Return the runs that have a folder of a kind."""
         return runs_in(self._spark, folder(self._run))
 
-    def _kept(self, table: DataFrame) -> DataFrame:
-        """Let Spark keep a small table until the end of the run."""
-        self._cached.append(table.persist())
+    def _kept(
+        self, table: DataFrame, where: StorageLevel = StorageLevel.MEMORY_AND_DISK_DESER
+    ) -> DataFrame:
+        """Let Spark keep a table until the end of the run; small ones in memory."""
+        self._cached.append(table.persist(where))
         return table
 
     def _all_kept(self, facts: Facts) -> Facts:
@@ -272,7 +276,14 @@ class _Audit:
         partitions = len(staged.cut.half.ends)
         horizon = without_removed(judging.horizon, judging.removed_ms, partitions)
         # Of this run alone: by the next one such a transaction may have ended.
-        horizon = horizon._replace(open=_open(staged.cut), hidden=_hidden(staged.cut))
+        now_ms, targets = self._terms.now_ms, staged.cut.targets
+        horizon = horizon._replace(
+            open=_open(staged.cut),
+            hidden=_hidden(staged.cut),
+            kept_from_ms={
+                each.topic: kept_from_ms(now_ms, each.kept_ms) for each in targets if each.kept_ms
+            },
+        )
         try:
             rows = verdicts(self._spark, whole, self._terms, horizon)
             if judging.context is not None:
@@ -289,10 +300,9 @@ class _Audit:
         new: Facts,
         before: Carried | None,
     ) -> None:
-        halves = new.half
-        if before is not None and before.keys is not None:
-            halves = halves.unionByName(before.keys)
-        keys = keys_in_window(halves, chain.cut.half_clock_ms, self._terms.dedup_window_ms)
+        known = None if before is None else before.keys
+        window_ms = self._terms.dedup_window_ms
+        keys = keys_in_window(new.half, known, chain.cut.half_clock_ms, window_ms)
         write_carried(self._spark, self._folders, self._run, chain, facts, written, keys)
 
     def _compared(self, summary: RunSummary, chain: Chain) -> RunSummary:
@@ -307,6 +317,7 @@ class _Audit:
             current_verdicts(self._spark, self._settings.out, [run.run for run in left.runs]),
             business,
             self._terms,
+            keep=self._kept,
             known_from_ms=max(*chain.horizon.half_begin_ms.values(), left.removed_ms or 0, 0),
             half_partitions=len(chain.cut.half.ends),
         )

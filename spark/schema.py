@@ -153,8 +153,9 @@ class TopicRead(Struct, frozen=True):
     and where it ended. `taken`: offsets that retention took since the last run, and before anybody
     read them; what it took before the first run is told by `starts` alone.
     `compacted`: older records of a key may be missing. `open`: the partitions that ended in an open
-    transaction, so that more may have been committed than could be read. A topic that is no more
-    has no partitions here."""
+    transaction, so that more may have been committed than could be read. `kept_ms`: so long
+    retention leaves a record; 0 where size or compaction may take it sooner. `id`: another one
+    for each topic that is made. A topic that is no more has no partitions here."""
 
     topic: str
     starts: tuple[int, ...]
@@ -163,6 +164,8 @@ class TopicRead(Struct, frozen=True):
     taken: int = 0
     compacted: bool = False
     open: tuple[int, ...] = ()
+    kept_ms: int = 0
+    id: str = ""
 
 
 class Cut(Struct, frozen=True):

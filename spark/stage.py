@@ -11,7 +11,7 @@ the survey of a table finds what a single record cannot tell.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -257,13 +257,15 @@ class _Stage:
                 by_id = F.when(F.col("void") == "id", F.col("void"))
                 rows = rows.withColumn("void", by_id).withColumn("void", self._void())
             rows = rows.where("why IS NULL")
-            if keys:
-                voids = dedup_voids(rows, keys_before, self._terms.dedup_window_ms).persist()
-                count = voids.count()
-                changed = changed or count > 0
-                rows = _mark_void(rows, voids, count) if count else rows
-            if changed:
-                self._replace("half", rows)
+            with ExitStack() as kept:
+                if keys:
+                    voids = dedup_voids(rows, keys_before, self._terms.dedup_window_ms).persist()
+                    kept.callback(voids.unpersist)
+                    count = voids.count()
+                    changed = changed or count > 0
+                    rows = _mark_void(rows, voids, count) if count else rows
+                if changed:
+                    self._replace("half", rows)
             surveyed.buckets.unpersist()
         return surveyed.ends
 

@@ -382,7 +382,7 @@ async def _open(access: KafkaAccess, name: str) -> KafkaDrift:
 def _taken(topics: Iterable[TopicEnds], now_ms: int) -> list[Taken]:
     """Return of which partitions something is gone, or may go."""
     return [
-        Taken(each.topic, number, start, ALWAYS if each.compacted else now_ms)
+        Taken(each.topic, number, start, ALWAYS if each.compacted else now_ms, each.kept_ms)
         for each in topics
         for number, start in enumerate(each.starts)
         if start or each.compacted

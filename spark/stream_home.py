@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark.folders import read_bytes, write_bytes
-from txbroker.spark.rows import ALWAYS, Horizon
+from txbroker.spark.rows import ALWAYS, Horizon, kept_from_ms
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,12 +23,14 @@ class Taken(Struct, frozen=True):
         topic, partition: which one.
         start: the first offset that was left.
         at_ms: when the stream came to it; `ALWAYS` where records may go at any time.
+        kept_ms: so long retention had left a record by then; 0 where that is not known.
     """
 
     topic: str
     partition: int
     start: int
     at_ms: int
+    kept_ms: int = 0
 
 
 class Home(Struct, frozen=True, kw_only=True):
@@ -59,14 +61,16 @@ class Home(Struct, frozen=True, kw_only=True):
         """Return what is judged with care: whatever may have been taken before the stream came."""
         halves = {each.partition: each for each in self.taken if each.topic == half}
         ops = {each.partition: each.at_ms for each in self.taken if each.topic == op}
+        targets = [each for each in self.taken if each.topic not in (half, op)]
         return Horizon(
             half_start={number: each.start for number, each in halves.items()},
             half_begin_ms={number: each.at_ms for number, each in halves.items()},
             op_begin_ms=ops,
-            taken_ms={
-                (each.topic, each.partition): each.at_ms
-                for each in self.taken
-                if each.topic not in (half, op)
+            taken_ms={(each.topic, each.partition): each.at_ms for each in targets},
+            kept_from_ms={
+                each.topic: kept_from_ms(each.at_ms, each.kept_ms)
+                for each in targets
+                if each.kept_ms and each.at_ms != ALWAYS
             },
         )
 

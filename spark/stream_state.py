@@ -416,7 +416,7 @@ class Bucket:
         elif judged.state == "parked":
             # Its copy is to be there by then.
             since_ms = max(row.at_ms for row in entry.facts().op if row.kind == "park")
-            age_ms = since_ms + terms.late_after_ms
+            age_ms = since_ms + terms.lost_after_ms
             waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
         elif judged.state == "refused" and not judged.findings:
             # What is visible of it may be of a turn that is under way, but not for ever.

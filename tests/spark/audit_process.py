@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import pyspark
 from planting import Expected, Planting
 
+from txbroker.cli import submit
+from txbroker.spark.java import java_home
 from txbroker.spark.schema import RunSummary
 
 TIMEOUT_S = 240.0
@@ -58,6 +61,28 @@ def audit(planting: Planting, data_dir: Path, *options: str, **more: str) -> End
         command(planting, data_dir, *options),
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment(**more),
         cwd=data_dir,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def submitted(planting: Planting, data_dir: Path, *conf: str) -> Ended:
+    """Audit what was planted with a Spark that was there before us, as `spark-submit` starts it.
+
+    Args:
+        conf: settings of Spark's, as `spark.NAME=VALUE`.
+    """
+    home = Path(pyspark.__file__).parent
+    options = [word for each in (*conf, *QUICK[1::2]) for word in ("--conf", each)]
+    # What comes after the file is ours; how Spark is started is said before it.
+    ours = command(planting, data_dir)[3 : -len(QUICK)]
+    done = subprocess.run(
+        [home / "bin/spark-submit", "--master", "local[2]", *options, submit.__file__, *ours],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=data_dir,
+        env=environment(
+            SPARK_HOME=str(home), PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1",
+            JAVA_HOME=str(java_home() or ""),
+        ),
     )  # fmt: skip
     assert "Traceback" not in done.stderr
     return Ended(done.returncode, done.stdout, done.stderr)

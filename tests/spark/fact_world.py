@@ -20,7 +20,11 @@ from txbroker.spark.stage import Staged
 
 START_MS = 1_700_000_000_000
 NAMES = Names("half", "op", "parked", "audit", "drift")
-TOPICS = {"orders": 2, "bills": 1}
+TOPICS = {"orders": 2, "bills": 1, "rare": 1}
+STARTS = {("orders", 0): 100, ("rare", 0): 50}
+"""Where targets begin that others had used before: retention has taken what was there."""
+KEPT_MS = 7 * 86_400_000
+"""For so long they keep a record."""
 Row = dict[str, Any]
 Life = Iterator[None]
 
@@ -52,7 +56,7 @@ class World:
         self.records: list[Written] = []
         self.reads: list[Moment] = []
         """What the next runs read, in turn."""
-        self._offsets: Counter[tuple[str, int]] = Counter()
+        self._offsets: Counter[tuple[str, int]] = Counter(STARTS)
         self._clocks: dict[tuple[str, int], int] = {}
         self._marks = 0
 
@@ -166,6 +170,12 @@ class World:
         places = sorted(self.random.sample(range(1, len(self.records)), 3 * count))
         return [Moment(*places[n : n + 3]) for n in range(0, 3 * count, 3)]
 
+    def naming_late(self, topic: str) -> Moment:
+        """Return a moment at which a topic is first named behind the early end of half."""
+        halves = (n for n, each in enumerate(self.records) if each.table == "half")
+        early = next(n for n in halves if self.records[n].row["topic"] == topic)
+        return Moment(early, early + 2, early + 4)
+
     def now_at(self, moment: Moment) -> int:
         """Return the brokers' time when a run at this moment began."""
         seen = self.records[: moment.early]
@@ -175,26 +185,48 @@ class World:
         """Return where a topic ended when there were so many records."""
         count = TOPICS.get(topic, self.partitions)
         seen = Counter(r.partition for r in self.records[:records] if r.topic == topic)
-        return tuple(seen[partition] for partition in range(count))
+        return tuple(seen[p] + STARTS.get((topic, p), 0) for p in range(count))
 
     def cut(self, moment: Moment, before: Cut | None) -> Cut:
         """Return how far a run reads."""
         was = {} if before is None else {t.topic: t.ends for t in before.targets}
+        named = self._named(moment.early) | was.keys() | set(before.named_late if before else ())
 
         def read(topic: str, records: int, begins: tuple[int, ...] | None) -> TopicRead:
             ends = self.ends(topic, records)
             return TopicRead(topic, (0,) * len(ends), begins or (0,) * len(ends), ends)
 
+        targets = [self._target(topic, moment, was.get(topic)) for topic in sorted(named)]
+        unended = [f"{target.topic}-{p}" for target in targets for p in target.open]
         return Cut(
             read(NAMES.half, moment.rest, before and before.half.ends),
             read(NAMES.op, moment.rest, before and before.op.ends),
             read(NAMES.parked, moment.targets, before and before.parked.ends),
-            tuple(read(topic, moment.targets, was.get(topic)) for topic in TOPICS),
+            tuple(targets),
             self.ends(NAMES.op, moment.early),
             self.ends(NAMES.half, moment.early),
             self._clock(NAMES.half, moment.rest),
             self._clock(NAMES.op, moment.rest),
+            tuple(sorted(self._named(moment.rest) - named)),
+            tuple(place for place in unended if self.random.random() < 0.5),
         )
+
+    def _named(self, records: int) -> set[str]:
+        return {r.row["topic"] for r in self.records[:records] if r.table == "half"}
+
+    def _target(self, topic: str, moment: Moment, was: tuple[int, ...] | None) -> TopicRead:
+        """Return how a target is read; under traffic some partitions end in open transactions."""
+        starts = tuple(STARTS.get((topic, p), 0) for p in range(TOPICS[topic]))
+        begins, ends = was or starts, self.ends(topic, moment.targets)
+        if moment == self.end():
+            return TopicRead(topic, starts, begins, ends, kept_ms=KEPT_MS)
+        unended = tuple(p for p in range(len(ends)) if self.random.random() < 0.4)
+        before = self.ends(topic, self.random.randint(0, moment.targets))
+        ends = tuple(
+            max(begin, earlier if p in unended else end)
+            for p, (begin, earlier, end) in enumerate(zip(begins, before, ends, strict=True))
+        )
+        return TopicRead(topic, starts, begins, ends, open=unended, kept_ms=KEPT_MS)
 
     def _clock(self, topic: str, records: int) -> tuple[int, ...]:
         seen = [r for r in self.records[:records] if r.topic == topic]
@@ -220,9 +252,9 @@ class World:
         early = {NAMES.half: cut.half_early, NAMES.op: cut.op_early}
         rows: dict[str, list[Row]] = {"half": [], "op": [], "visible": [], "parked": []}
         for record in self.records:
-            read, row = topics[record.topic], dict(record.row)
+            read, row = topics.get(record.topic), dict(record.row)
             p, offset = record.partition, row["offset"]
-            if not read.begins[p] <= offset < read.ends[p]:
+            if read is None or not read.begins[p] <= offset < read.ends[p]:
                 continue
             if record.topic in early:
                 row["early"] = offset < early[record.topic][p]
@@ -234,6 +266,12 @@ class World:
             spark.createDataFrame(some, ddl).coalesce(1).write.parquet(path)
             tables[name] = spark.read.schema(ddl).parquet(path)
         return Staged(**tables, broken=spark.createDataFrame([], schema.BROKEN), cut=cut)
+
+
+def tables_held(spark: SparkSession) -> int:
+    """Return how many tables Spark was told to keep, and was not told to give back."""
+    context: Any = spark.sparkContext
+    return int(context._jsc.getPersistentRDDs().size())
 
 
 # --- lives ---------------------------------------------------------------------------------------
@@ -407,7 +445,16 @@ def _repeated(world: World) -> Life:
     world.mark(half, "commit")
 
 
+def _rare(world: World) -> Life:
+    """To a topic that is seldom used, and sometimes lost."""
+    half = world.prepare(("rare",))
+    marker = world.mark(half, "commit")
+    yield
+    if world.random.random() < 0.5:
+        world.promote(half, marker)
+
+
 LIVES: tuple[Callable[[World], Life], ...] = (
     _clean, _clean, _clean, _clean, _twice, _rolled_back, _contrary, _undecided, _unasked,
-    _strange, _changed, _partly, _refused, _swapped, _crowded, _crowded, _void, _repeated,
+    _strange, _changed, _partly, _refused, _swapped, _crowded, _crowded, _void, _repeated, _rare,
 )  # fmt: skip

@@ -349,7 +349,7 @@ WRONG: tuple[Case, ...] = (
     planted_faults.out_of_order,
     planted_faults.checked_wrongly,
     planted_faults.contrary,
-    planted_faults.badly_kept,
+    planted_faults.refused_badly,
     planted_faults.without_half,
     planted_faults.several,
     planted_faults.broken,
@@ -360,6 +360,7 @@ async def plant_all(p: Planting) -> Terms:
     """Plant everything. What is lost comes first, then what is late, in the end what is young;
     the terms say where one ends and the other begins."""
     await unseen(p, "committed", "lost")
+    await planted_faults.parked_badly(p)
     await p.turn()
     lost_ms = await _later()
     await unseen(p, "committed", "late")

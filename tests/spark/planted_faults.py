@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
 from planting import (
@@ -191,21 +192,30 @@ async def contrary(p: Planting) -> None:
         )
 
 
-async def badly_kept(p: Planting) -> None:
-    """Parked or refused, and not kept as it should be."""
+async def parked_badly(p: Planting) -> None:
+    """Parked, and not kept as it should be."""
     nowhere = await p.prepare(policy=ONE_ATTEMPT)
     await p.checks(nowhere, 1)
     await p.mark(nowhere, MarkerKind.PARK, round=1)
     p.expect(nowhere.id, "parked without a copy", "parked", "not_kept")
+    changes: dict[str, dict[str, Any]] = {
+        "another key": {"key": b"another"}, "another topic": {"topic": p.bills},
+        "another timestamp": {"timestamp_ms": 1},
+    }  # fmt: skip
+    for label, change in changes.items():
+        changed = await park(p)
+        wrong = msgspec.structs.replace(changed.messages[0], **change)
+        p.keep(msgspec.structs.replace(changed, messages=(wrong,)), (0, 0), State.PARKED)
+        p.expect(changed.id, f"parked, {label} is kept", "parked", "not_kept")
+
+
+async def refused_badly(p: Planting) -> None:
+    """Refused, and not kept as it should be, or visible."""
     torn = p.make(p.message(), p.message(p.bills))
     offset, at_ms = await p.store(torn)
     kept = Kept(torn, offset, at_ms, State.REFUSED, None, await p.commit(torn))
     p.put_parked(partition_of(torn), encode_kept(kept)[:1])
     p.expect(torn.id, "refused, half of it is kept", "refused", "not_kept")
-    changed = await park(p)
-    wrong = msgspec.structs.replace(changed.messages[0], key=b"another")
-    p.keep(msgspec.structs.replace(changed, messages=(wrong,)), (0, 0), State.PARKED)
-    p.expect(changed.id, "parked, another key is kept", "parked", "not_kept")
     shown = p.make(p.message(), p.message(p.bills))
     stored = await p.store(shown)
     at_ms = await p.commit(shown)

@@ -7,8 +7,9 @@ import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pyspark
 import pytest
-from audit_process import audit, command, drift_of, environment
+from audit_process import audit, command, drift_of, environment, submitted
 from cli_world import until_gone
 from planted_cases import plant_all
 from planting import Planting
@@ -16,6 +17,7 @@ from topic_reader import read_topics
 
 from txbroker.core.audit import BATCH_KEY, BATCH_TICK_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
+from txbroker.spark.connector import ivy_conf
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 
 
@@ -47,6 +49,21 @@ def test_a_run_tells_everybody_what_it_found(planted: Planting, tmp_path: Path) 
     news = decode_news(told[1].value or b"")
     assert (news.run, news.transactions) == (summary.run, summary.transactions)
     assert {kind: count for kind, count in news.drift.items() if count} == summary.drift
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_spark_submit_runs_the_same(planted: Planting, tmp_path: Path) -> None:
+    nothing = submitted(planted, tmp_path)
+    assert nothing.code == 1
+    # Spark joins both outputs of what it starts.
+    assert "Error: Spark has no Kafka connector: call spark-submit with --pack" in nothing.out
+    given = ivy_conf(pyspark.__version__, tmp_path)
+    ended = submitted(planted, tmp_path, *(f"{name}={value}" for name, value in given.items()))
+    assert ended.code == 4, ended.out
+    summary = Journal(tmp_path / JOURNAL_FILE).last()
+    assert summary is not None
+    assert summary.drift == drift_of(planted.expected.values())
 
 
 @pytest.mark.timeout(300)

@@ -16,6 +16,7 @@ from topic_reader import create_topic
 from txbroker.config import load_settings
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError
+from txbroker.kafka.audit_access import FOREVER_MS, kept_ms
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, held, read_on, to_end
 from txbroker.spark.errors import AuditError
@@ -60,13 +61,25 @@ def test_only_what_stays_open_at_one_place_is_held() -> None:
 
 
 def test_ends_are_asked_for_by_partition(kafka: EmbeddedKafka) -> None:
-    topic, other = new_topic(kafka), new_topic(kafka, 1, cleanup_policy="compact,delete")
+    topic = new_topic(kafka, retention_ms="5000", message_timestamp_type="LogAppendTime")
+    other = new_topic(kafka, 1, cleanup_policy="compact,delete", retention_ms="5000")
     produce(kafka, topic, 0, 0, 1)
     found = access_to(kafka.bootstrap).ends([topic, other, "there-is-no-such-topic"])
+    ids = {name: each.id for name, each in found.items()}
+    assert len(set(ids.values()) - {""}) == 2
     assert found == {
-        topic: TopicEnds(topic, (0, 0), (2, 1), compacted=False),
-        other: TopicEnds(other, (0,), (0,), compacted=True),
+        topic: TopicEnds(topic, (0, 0), (2, 1), kept_ms=5000, id=ids[topic]),
+        other: TopicEnds(other, (0,), (0,), compacted=True, append_time=False, id=ids[other]),
     }
+
+
+def test_for_how_long_a_topic_keeps_a_record_at_least() -> None:
+    configs = {"cleanup.policy": "delete", "retention.bytes": "-1", "retention.ms": "9000"}
+    assert kept_ms(configs) == 9000
+    assert kept_ms({**configs, "retention.ms": "-1"}) == FOREVER_MS
+    assert kept_ms({**configs, "retention.bytes": "1000000"}) == 0
+    assert kept_ms({**configs, "cleanup.policy": "compact,delete"}) == 0
+    assert kept_ms({}) == 0
 
 
 async def test_ends_can_be_asked_for_inside_an_event_loop(kafka: EmbeddedKafka) -> None:
@@ -99,15 +112,19 @@ def test_what_retention_took_is_counted(kafka: EmbeddedKafka) -> None:
     access = access_to(kafka.bootstrap)
     first = read_on(access.ends([topic])[topic], None)
     assert (first.begins, first.ends, first.taken) == ((0, 0), (3, 1), 0)
+    assert first.kept_ms == 604_800_000
     produce(kafka, topic, 0, 0)
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
     place = TopicPartition(topic, 0, 4)
     admin.delete_records([place])[place].result(30)
     now = access.ends([topic])[topic]
-    assert read_on(now, first) == TopicRead(topic, (4, 0), (4, 1), (5, 1), taken=1)
+    told = first.kept_ms, first.id
+    read = TopicRead(topic, (4, 0), (4, 1), (5, 1), 1, False, (), *told)
+    assert read_on(now, first) == read
+    whole = msgspec.structs.replace(read, begins=(4, 0))
     # Of what was taken before the first run nobody knows what it was, nor whose.
-    assert read_on(now, None) == TopicRead(topic, (4, 0), (4, 0), (5, 1), taken=0)
-    assert read_on(now, None, first) == TopicRead(topic, (4, 0), (4, 0), (5, 1), taken=1)
+    assert read_on(now, None) == msgspec.structs.replace(whole, taken=0)
+    assert read_on(now, None, first) == whole
 
 
 def test_what_was_taken_is_counted_from_the_last_run_on() -> None:
@@ -134,11 +151,15 @@ def test_the_time_is_told_by_the_broker(
 
 def test_a_topic_that_does_not_tell_the_time(kafka: EmbeddedKafka) -> None:
     access = access_to(kafka.bootstrap, write_timeout_s=30.0)
+    stamped = new_topic(kafka, 1, message_timestamp_type="LogAppendTime")
     topic = new_topic(kafka, 1)
-    written = msgspec.structs.replace(NAMES, op=topic, audit=topic)
-    with pytest.raises(ConfigurationError, match=r"must have message\.timestamp\.type=LogAppend"):
-        access.now_ms(written)
-    missing = msgspec.structs.replace(NAMES, op=topic)
+    for op, audit in ((stamped, topic), (topic, stamped)):
+        written = msgspec.structs.replace(NAMES, op=op, audit=audit)
+        with pytest.raises(
+            ConfigurationError, match=rf"{topic} must have message\.timestamp\.type"
+        ):
+            access.now_ms(written)
+    missing = msgspec.structs.replace(NAMES, op=stamped)
     with pytest.raises(ConfigurationError, match=r"no\.audit does not exist: make it with"):
         access.now_ms(missing)
     # With a wrong prefix no topic is to be made.
@@ -156,10 +177,22 @@ def test_a_new_partition_is_read_from_its_start() -> None:
 
 
 @pytest.mark.parametrize("ends", [(6, 3), (7,)])
-def test_a_topic_that_was_made_anew_asks_for_a_full_audit(ends: tuple[int, ...]) -> None:
+def test_a_topic_that_was_truncated_asks_for_a_full_audit(ends: tuple[int, ...]) -> None:
     before = TopicRead("t", (0, 0), (0, 0), (7, 3))
     with pytest.raises(AuditError, match=r"topic t ends before .* Run a full audit"):
         read_on(TopicEnds("t", (0,) * len(ends), ends), before)
+
+
+def test_a_topic_that_was_made_anew_and_has_grown_past_the_old_end_is_not_read_on() -> None:
+    before = TopicRead("t", (0,), (0,), (7,), id="one")
+    assert read_on(TopicEnds("t", (0,), (9,), id="one"), before).begins == (7,)
+    anew = TopicEnds("t", (8,), (9,), id="two")
+    with pytest.raises(AuditError, match=r"topic t is another one .* Run a full audit"):
+        read_on(anew, before)
+    # What is gone of it is nothing that a full run has to count.
+    assert read_on(anew, None, before) == TopicRead("t", (8,), (8,), (9,), taken=0, id="two")
+    assert read_on(anew, msgspec.structs.replace(before, id="")).taken == 1
+    assert read_on(anew, gone("t")).begins == (8,)
 
 
 def test_a_read_goes_on_to_where_the_topic_ends_now() -> None:

@@ -303,6 +303,9 @@ def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
     facts = [ordered(n, n, 100 + n) for n in range(1, 4)]
     late = op_row("commit", 2, START_MS + 5000, grp="g")
     facts[1] = facts[1]._replace(op=[late])
+    # Its marker was read by an earlier run.
+    alone = ordered(4, 4, 200)
+    facts.append(alone._replace(op=[], visible=[alone.visible[0]._replace(partition=2)]))
     starts = (0,) * PARTITION + (5,)
 
     def read(topic: str, *starts: int, compacted: bool = False) -> TopicRead:
@@ -313,7 +316,7 @@ def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
         op=read("op", *starts),
         parked=read("parked", 0),
         targets=(
-            read("t", 100, 100),
+            read("t", 100, 100, 100),
             read("whole", 0),
             read("newest", 5, compacted=True),
             read("deleted"),
@@ -321,7 +324,7 @@ def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
         op_early=starts,
         half_early=starts,
     )
-    horizon = horizon_of(tables(spark, facts)._replace(cut=cut))
+    horizon = horizon_of(tables(spark, facts)._replace(cut=cut), START_MS + 7)
     assert horizon.half_start == {PARTITION: 5}
     assert horizon.half_begin_ms == {PARTITION: START_MS}
     assert horizon.op_begin_ms == {PARTITION: START_MS + 100}
@@ -329,6 +332,7 @@ def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
         # Another half partition's may have been promoted an hour sooner after their decision.
         ("t", 0): START_MS + 5000 + 3_600_000,
         ("t", 1): ALWAYS,
+        ("t", 2): START_MS + 7 + 3_600_000,
         ("newest", -1): ALWAYS,
         ("deleted", -1): ALWAYS,
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from fact_world import NAMES, Moment, World
+from fact_world import NAMES, Moment, World, tables_held
 from planted_cases import plant_all, plant_clean
 from planting import Planting
 
@@ -51,7 +51,9 @@ class Installation:
         brokers: Any = fields.pop("brokers", None)  # the world is asked itself
         given = {"terms": Terms(self.world.now_at(moment) if brokers is None else 0), **fields}
         settings = msgspec.structs.replace(self.settings, **given)
+        held = tables_held(self.spark)
         self.summaries.append(run_audit(self.spark, brokers, settings))
+        assert tables_held(self.spark) <= held
         return self.summaries[-1]
 
     def verdicts(self) -> dict[str, dict[str, Any]]:
@@ -91,11 +93,19 @@ def test_any_life_in_parts_gets_the_verdicts_of_one_run(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     world = World(seed)
+    world.prepare()
     world.live(400)
+    world.now_ms += 700_000
+    world.prepare()  # by now whatever is not visible is lost
     many = Installation(spark, world, tmp_path / "many", monkeypatch)
-    for moment in (*world.moments(2), world.end()):
+    late = world.naming_late("rare")
+    moments = sorted((late, *(each for each in world.moments(2) if each.early > late.rest)))
+    for moment in (*moments, world.end()):
         many.audit(moment)
-    assert [each.mode for each in many.summaries] == ["full", "incremental", "incremental"]
+    cuts = [each.cut for each in many.summaries if each.cut is not None]
+    assert "rare" in cuts[0].named_late
+    assert any(target.open for cut in cuts for target in cut.targets)
+    assert {each.mode for each in many.summaries[1:]} == {"incremental"}
     records = [sum(each.records.values()) for each in many.summaries]
     assert sum(records) == len(world.records)
     # Facts of all are kept for those to whom something comes late, the rest only for the next.
@@ -109,8 +119,12 @@ def test_any_life_in_parts_gets_the_verdicts_of_one_run(
     assert differences(in_parts, expected) == []
     kinds = {finding for row in expected.values() for finding in row["findings"]}
     assert kinds >= {"visible_twice", "contrary_markers", "out_of_order", "rolled_back_visible"}
+    # Nor is anything gone where others' records were taken before.
+    assert {tuple(row["topics"]) for row in expected.values() if "lost" in row["findings"]} >= {
+        ("rare",)
+    }
     assert many.kept("facts") == many.kept("carry") == [at_once.run]
-    assert len(many.kept("verdicts")) == 4
+    assert len(many.kept("verdicts")) == len(many.summaries)
 
 
 @pytest.mark.long

@@ -327,19 +327,35 @@ def test_what_is_parked_has_a_whole_copy_once_that_could_be_written() -> None:
     op = [*TRIES, PARK]
     missing = judged(half, op)
     assert (missing.state, missing.findings) == ("parked", ("not_kept",))
-    assert judged(half, op, now_ms=PARK.at_ms + 60_000).findings == ()
+    # It is written in a turn, and turns may be lost for minutes.
+    assert judged(half, op, now_ms=PARK.at_ms + 600_000).findings == ()
+    assert judged(half, op, now_ms=PARK.at_ms + 600_001).findings == ("not_kept",)
     assert judged(half, [*TRIES, PARK._replace(early=False)]).findings == ()
     assert judged(half, op, parked=copy).findings == ()
     torn = judged(half, op, parked=copy[:1])
     assert torn.findings == ("not_kept",)
     assert "message 1 of 2" in (torn.why or "")
-    for field in ("body", "headers", "count"):
-        changed = [copy[0], copy[1]._replace(**{field: 9})]
-        assert judged(half, op, parked=changed).findings == ("not_kept",)
+    others = {"body": 9, "headers": 9, "count": 9, "target_partition": 9, "timestamp_ms": 9}
+    for field, other in {**others, "grp": "h", "topic": "v"}.items():
+        changed = [copy[0], copy[1]._replace(**{field: other})]
+        assert judged(half, op, parked=changed).findings == ("not_kept",), field
     dropped = [*copy, parked_row(None, 9)]
     assert judged(half, op, parked=dropped).findings == ("not_kept",)
     # An earlier version has read it: it is there, and nobody knows what it holds.
     assert judged(op=op, parked=[parked_row("parked")]).findings == ()
+
+
+def test_a_copy_that_is_still_there_though_all_is_over_is_told_and_no_drift() -> None:
+    half = half_rows(["t", "u"])
+    copy, dropped = copy_rows(half, "refused", 7), parked_row(None, 9)
+    ends = {"promoted": ([COMMIT], visible_rows(half)), "rolled_back": ([op_row("rollback")], [])}
+    for state, (op, shown) in ends.items():
+        for parked, offset in ((copy, 7), ([*copy, dropped], 8)):
+            left = judged(half, op, shown, parked)
+            assert (left.state, left.verdict, left.carry) == (state, "settled", False)
+            assert left.why == f"its copy is still in the parked topic, at {offset}"
+        over = [*copy, dropped, dropped._replace(seq=1, offset=10)]
+        assert judged(half, op, shown, over).why is None
 
 
 def test_what_is_refused_is_kept_whole_and_nothing_of_it_is_visible() -> None:
@@ -363,11 +379,11 @@ def test_what_is_refused_is_kept_whole_and_nothing_of_it_is_visible() -> None:
 
 
 def test_a_copy_may_hold_what_came_with_the_commit() -> None:
-    contents = [Content(0, "t", 0, 55, 66, None)]
+    contents = [Content(0, "t", 0, 55, 66, 77)]
     commit = COMMIT._replace(contents=contents, contents_count=1)
     copy = copy_rows(HALF, "refused")
     assert judged(op=[commit], parked=copy).verdict == "refused"
-    replaced = [copy[0]._replace(body=55, headers=66)]
+    replaced = [copy[0]._replace(body=55, headers=66, timestamp_ms=77)]
     assert judged(op=[commit], parked=replaced).verdict == "refused"
     assert judged(op=[COMMIT], parked=replaced).verdict == "not_kept"
 
@@ -522,6 +538,24 @@ def test_a_target_that_may_have_lost_it_proves_nothing() -> None:
     half = half_rows(["t", "u"])
     horizon = Horizon(taken_ms={("t", 0): ALWAYS})
     assert judged(half, [COMMIT], horizon=horizon).verdict == "lost"
+    # Of a partition something is known, and then the whole topic is deleted.
+    both = Horizon(taken_ms={("t", 0): 0, ("t", -1): ALWAYS})
+    assert judged(op=[COMMIT], horizon=both).verdict == "gone"
+
+
+def test_what_retention_cannot_have_taken_yet_is_lost() -> None:
+    def verdict(kept_from_ms: int, half: list[HalfRow] = HALF, *op: OpRow) -> str:
+        horizon = Horizon(taken_ms={("t", 0): ALWAYS}, kept_from_ms={"t": kept_from_ms})
+        return judged(half, list(op) or [COMMIT], horizon=horizon).verdict
+
+    assert verdict(DECIDED_MS) == "lost"
+    assert verdict(DECIDED_MS + 1) == "gone"
+    # Retention goes by a timestamp that may be the user's, or the broker's.
+    assert verdict(DECIDED_MS, half_rows(timestamp_ms=5)) == "gone"
+    assert verdict(5, half_rows(timestamp_ms=5)) == "lost"
+    assert verdict(DECIDED_MS + 1, half_rows(timestamp_ms=ALWAYS)) == "gone"
+    new = COMMIT._replace(contents=[Content(0, "t", 0, 55, 66, 5)], contents_count=1)
+    assert verdict(DECIDED_MS, HALF, new) == "gone"
 
 
 def test_markers_that_retention_took_may_have_decided() -> None:

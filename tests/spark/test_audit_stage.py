@@ -345,6 +345,9 @@ WINDOW_MS = 100
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whose_key_counts_is_as_the_ledger_has_it(spark: SparkSession, seed: int) -> None:
+    from pyspark.sql import functions as F
+
+    from txbroker.spark.carry import keys_in_window
     from txbroker.spark.dedup import dedup_voids
 
     rng = random.Random(seed)
@@ -385,8 +388,10 @@ def test_whose_key_counts_is_as_the_ledger_has_it(spark: SparkSession, seed: int
     assert found == void
     # Cut in two, the second part decides the same from what the first part holds.
     cut = counted[len(counted) // 2]
-    held = frame.where(frame["offset"].isin([base for base in counted if base < cut]))
-    newer = dedup_voids(frame.where(f"offset >= {cut}"), held.where("dedup IS NOT NULL"), WINDOW_MS)
+    by_key = F.when(F.col("offset").isin(void), "dedup").otherwise(F.col("void"))
+    first = frame.withColumn("void", by_key).where(f"offset < {cut}")
+    held = keys_in_window(first, None, (), WINDOW_MS)
+    newer = dedup_voids(frame.where(f"offset >= {cut}"), held, WINDOW_MS)
     assert {row["offset"] for row in newer.collect()} == {base for base in void if base >= cut}
 
 

@@ -47,12 +47,15 @@ class Power:
 
 
 def expected(planting: Planting) -> set[tuple[str, str]]:
-    """Return what a stream has to tell: nothing gets old enough to be lost, and all is late."""
+    """Return what a stream has to tell: nothing gets old enough to be lost, and all is late.
+
+    Nor has a parked one gone without its copy for long enough.
+    """
     found = {
         (each.id, "late" if kind == "lost" else kind)
         for each in planting.expected.values()
         for kind in each.findings
-        if kind != "out_of_order"
+        if kind != "out_of_order" and (each.state, kind) != ("parked", "not_kept")
     }
     young = {
         (each.id, "late")

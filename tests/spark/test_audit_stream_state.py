@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from txbroker.core.ids import make_id
+from txbroker.spark.rows import ALWAYS, Horizon
+from txbroker.spark.stream_home import Home, Taken
 from txbroker.spark.stream_state import RISES, Bucket, Fact, Heard, StreamTerms
 
 T0 = 1_700_000_000_000
@@ -104,6 +106,20 @@ def stream() -> Stream:
     return Stream()
 
 
+def test_what_was_gone_when_it_came_is_what_retention_may_have_taken() -> None:
+    week_ms = 7 * 86_400_000
+    home = Home(name="n", installation="half", started_ms=T0, buckets=1, slot_ms=1)
+    found = [
+        Taken("half", 0, 5, T0, week_ms), Taken("old", 1, 9, T0, week_ms),
+        Taken("large", 0, 9, T0), Taken("deleted", 0, 0, ALWAYS, week_ms),
+    ]  # fmt: skip
+    horizon = home.with_taken(found).horizon("half", "op")
+    places = {("old", 1): T0, ("large", 0): T0, ("deleted", 0): ALWAYS}
+    # For an hour after it has asked what time it is, it asks where topics begin.
+    kept_ms = T0 - week_ms + 3_600_000
+    assert horizon == Horizon({0: 5}, {0: T0}, {}, places, kept_from_ms={"old": kept_ms})
+
+
 def test_topics_read_in_any_order_raise_no_alarm_while_they_are_under_way(stream: Stream) -> None:
     first, second = Tx(randomness=1), Tx(randomness=2)
     stream.read(first.visible())
@@ -176,13 +192,13 @@ def parked(tx: Tx, stream: Stream) -> list[Fact]:
     return [tx.half(**policy), check, tx.op("park", stream.moment_ms, round=1)]
 
 
-def test_what_is_parked_has_a_copy_before_a_commit_would_be_late(stream: Stream) -> None:
+def test_what_is_parked_has_a_copy_before_a_commit_would_be_lost(stream: Stream) -> None:
     kept, bare = Tx(randomness=1), Tx(randomness=2)
     stream.read(*parked(kept, stream), *parked(bare, stream))
     held = {"grp": "g", "count": 1, "topic": TARGET, "target_partition": 0, "body": 1, "headers": 2}
     place = {"partition": 0, "offset": 1, "at_ms": T0, "seq": 0, "state": "parked"}
     stream.read(Fact("parked", kept.id, {**place, "tombstone": False, **held}))
-    stream.go(60_000)
+    stream.go(600_000)
     assert stream.told == []
     assert stream.states == {"parked": 2}
     stream.go(4000)

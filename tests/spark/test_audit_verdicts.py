@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from fact_world import tables_held
 from planted_cases import plant_all, plant_clean
 from planting import Expected, Planting
 
@@ -49,7 +50,9 @@ def audit(spark: SparkSession, planting: Planting, terms: Terms, folder: Path) -
         environ={},
     )
     wanted = AuditSettings(str(folder / "out"), folder, planting.names, terms, "full")
+    held = tables_held(spark)
     summary = run_audit(spark, access_from(settings), wanted)
+    assert tables_held(spark) <= held
     rows = read_verdicts(spark, wanted.out, (summary.run,)).collect()
     by_id = {row["id"]: row for row in rows}
     assert len(by_id) == len(rows)

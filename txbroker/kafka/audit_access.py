@@ -22,11 +22,15 @@ from txbroker.kafka.client import (
 )
 from txbroker.kafka.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.topic_ids import topic_ids
 
 _LANE = "audit"
 _CONSUMER = -1
 _EARLIEST, _LATEST = -2, -1
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
+
+_APPEND_TIME = "LogAppendTime"
+FOREVER_MS = 1 << 62
 
 _Place = tuple[str, int]
 
@@ -35,12 +39,18 @@ class TopicBounds(Struct, frozen=True):
     """What of a topic can be read, by partition: the first offset that is kept, and the last stable
     offset, below which every transaction has ended. `compacted`: older records of a key may be
     missing. `open`: the partitions that end in an open transaction, so that records behind the last
-    stable offset may be committed and cannot be read yet."""
+    stable offset may be committed and cannot be read yet. `append_time`: whether the broker's clock
+    gives the timestamps; taken for granted where settings may not be read. `kept_ms`: so long
+    retention leaves a record, by its timestamp; 0 where size or compaction may take it sooner.
+    `id`: another one for each topic that is made, also under a name used before."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     compacted: bool
     open: tuple[int, ...] = ()
+    append_time: bool = True
+    kept_ms: int = 0
+    id: str = ""
 
 
 class AuditAccess:
@@ -94,16 +104,23 @@ class AuditAccess:
         starts = await self._offsets(leaders, _EARLIEST, _READ_UNCOMMITTED)
         high = await self._offsets(leaders, _LATEST, _READ_UNCOMMITTED)
         ends = await self._offsets(leaders, _LATEST, _READ_COMMITTED)
-        configs = await Admin(self._client).configs(there)
-        return {
-            name: TopicBounds(
-                tuple(starts[name, p] for p in sorted(facts.partitions)),
-                tuple(ends[name, p] for p in sorted(facts.partitions)),
-                "compact" in configs.get(name, {}).get("cleanup.policy", ""),
-                tuple(p for p in sorted(facts.partitions) if high[name, p] > ends[name, p]),
+        all_configs = await Admin(self._client).configs(there)
+        ids = await topic_ids(self._client, list(there))
+        bounds = {}
+        for name, facts in there.items():
+            if name not in ids:
+                raise KafkaRefused(Code.UNKNOWN_TOPIC_OR_PARTITION, f"{name} was just deleted")
+            configs, partitions = all_configs.get(name, {}), sorted(facts.partitions)
+            bounds[name] = TopicBounds(
+                tuple(starts[name, p] for p in partitions),
+                tuple(ends[name, p] for p in partitions),
+                "compact" in configs.get("cleanup.policy", ""),
+                tuple(p for p in partitions if high[name, p] > ends[name, p]),
+                configs.get("message.timestamp.type", _APPEND_TIME) == _APPEND_TIME,
+                kept_ms(configs),
+                ids[name].hex(),
             )
-            for name, facts in there.items()
-        }
+        return bounds
 
     async def _offsets(
         self, leaders: Mapping[_Place, int], which: int, isolation: int
@@ -133,6 +150,14 @@ class AuditAccess:
                     raise KafkaRefused(code)
                 offsets[topic, partition] = int(offset)
         return offsets
+
+
+def kept_ms(configs: Mapping[str, str]) -> int:
+    """Return for how long a topic keeps a record, by its timestamp; 0: its settings do not tell."""
+    if configs.get("cleanup.policy") != "delete" or configs.get("retention.bytes") != "-1":
+        return 0
+    retention_ms = int(configs.get("retention.ms", "0"))
+    return FOREVER_MS if retention_ms < 0 else retention_ms
 
 
 def _exists(topic: str, facts: TopicFacts | None) -> bool:
