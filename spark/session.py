@@ -37,8 +37,8 @@ _DEFAULTS = {
     # Else every expression tells Java the line of Python that it stands on: a call each.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.session.timeZone": "UTC",
-    # An audit generates more classes than the 100 that Spark keeps, so that each audit of a session,
-    # and some batches of a stream, would generate and have Java compile them anew.
+    # An audit generates more classes than the 100 that Spark keeps, so that each audit of a session
+    # and some batches of a stream would generate and have Java compile them anew.
     "spark.sql.codegen.cache.maxEntries": "2000",
 }
 _LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
