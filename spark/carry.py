@@ -47,7 +47,7 @@ class KeptHorizon(Struct, frozen=True):
         """Return the horizon of a run for those after it.
 
         Where nothing was left, all of the past is unknown; but what came after `now_ms` was read.
-        A topic that was compacted or not there may be another one by then: each run looks.
+        A topic that was compacted or not there may not be so by then: each run looks anew.
         """
         return cls(
             dict(horizon.half_start),
@@ -56,7 +56,6 @@ class KeptHorizon(Struct, frozen=True):
             tuple(
                 TakenFrom(topic, p, min(ms, now_ms))
                 for (topic, p), ms in sorted(horizon.taken_ms.items())
-                if p >= 0
             ),
         )
 

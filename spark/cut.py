@@ -165,8 +165,9 @@ def read_on(
 
 
 def _is_same(now: TopicEnds, last: TopicRead | None) -> bool:
-    """Say whether a topic may be the one that was read last; earlier versions kept no ids."""
-    return last is None or last.id in ("", now.id)
+    """Say whether a topic may be the one that was read last, as far as it matters: earlier versions
+    kept no ids, and of one that had held nothing any other will do."""
+    return last is None or last.id in ("", now.id) or not any(last.ends)
 
 
 def _taken(begins: Sequence[int], last: TopicRead | None) -> int:

@@ -402,7 +402,7 @@ def op_facts(records: DataFrame) -> DataFrame:
     text = F.col("value").cast("string")
     # Spark does at the beginning of a row what is done more than once, asked for or not: a column
     # that is null for nearly all is what keeps it from parsing each of them.
-    odd = F.when(~text.rlike(_PLAIN), text)
+    odd = F.when(~is_content & ~text.rlike(_PLAIN), text)
     part.records = part.records.withColumn("_odd", odd)
     json = _Json(F.col("_odd"))
     plain = F.col("_odd").isNull()

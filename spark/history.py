@@ -257,7 +257,9 @@ def counted(facts: Facts) -> dict[str, Counted]:
     }
 
 
-def times_of(read: Mapping[str, Counted], terms: schema.Terms) -> Span | None:
+def times_of(
+    read: Mapping[str, Counted], half_clock_ms: Sequence[int], terms: schema.Terms
+) -> Span | None:
     """Return from when to when the ids of a run's records are, None without any.
 
     Anybody may write an id of the far future into a target: nothing that counts is that far ahead.
@@ -265,7 +267,8 @@ def times_of(read: Mapping[str, Counted], terms: schema.Terms) -> Span | None:
     spans = [each.span for each in read.values() if each.span is not None]
     if not spans:
         return None
-    end_ms = terms.now_ms + terms.dedup_window_ms
+    # A run reads on behind the time it began at.
+    end_ms = max((terms.now_ms, *half_clock_ms)) + terms.dedup_window_ms
     first_ms = min(span.first_ms for span in spans)
     return Span(min(first_ms, end_ms), min(max(span.last_ms for span in spans), end_ms))
 

@@ -296,8 +296,9 @@ def _end(
 
 def _may_be_gone(horizon: Horizon, decided: OpRow, row: HalfRow | Content) -> bool:
     """Say whether a message may have been visible, and been taken away since."""
-    places = (row.topic, row.target_partition), (row.topic, -1)
-    until_ms = max(horizon.taken_ms.get(place, -1) for place in places)
+    if decided.at_ms <= horizon.taken_ms.get((row.topic, -1), -1):
+        return True
+    until_ms = horizon.taken_ms.get((row.topic, row.target_partition), -1)
     # By whichever timestamp it has there, the user's or the broker's, it is no older than this.
     stamp_ms = decided.at_ms if row.timestamp_ms is None else min(decided.at_ms, row.timestamp_ms)
     return decided.at_ms <= until_ms and stamp_ms < horizon.kept_from_ms.get(row.topic, ALWAYS)

@@ -194,7 +194,7 @@ class _Audit:
         """Judge what was read, and write down what was found and what goes on."""
         judging = self._to_judge(staged, new, before)
         self._say("judging")
-        times = times_of(read, self._terms)
+        times = times_of(read, staged.cut.half_clock_ms, self._terms)
         days = 1 if times is None else (times.last_ms - times.first_ms) // _DAY_MS + 1
         self._judge(staged, judging, days)
         written = read_verdicts(self._spark, self._settings.out, (self._run,))

@@ -62,6 +62,7 @@ class Home(Struct, frozen=True, kw_only=True):
         halves = {each.partition: each for each in self.taken if each.topic == half}
         ops = {each.partition: each.at_ms for each in self.taken if each.topic == op}
         targets = [each for each in self.taken if each.topic not in (half, op)]
+        at_any_time = {each.topic for each in targets if each.at_ms == ALWAYS}
         return Horizon(
             half_start={number: each.start for number, each in halves.items()},
             half_begin_ms={number: each.at_ms for number, each in halves.items()},
@@ -70,7 +71,7 @@ class Home(Struct, frozen=True, kw_only=True):
             kept_from_ms={
                 each.topic: kept_from_ms(each.at_ms, each.kept_ms)
                 for each in targets
-                if each.kept_ms and each.at_ms != ALWAYS
+                if each.kept_ms and each.topic not in at_any_time
             },
         )
 

@@ -368,6 +368,18 @@ async def test_of_a_surprise_that_stops_partitions_one_hears(
         await second
 
 
+async def test_of_a_surprise_one_that_still_waits_hears(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    given_up, other = start(shared, A), start(shared, B)
+    await settle()
+    given_up.cancel()
+    await settle()
+    brokers.sent[0].answer.set_result(SimpleNamespace(topics=[("half",)]))
+    with pytest.raises(ValueError, match="unpack"):
+        await other
+
+
 async def test_what_was_not_sent_holds_nobody_back(brokers: Brokers, shared: SharedWrites) -> None:
     brokers.refused = ConnectionRefusedError(111, "connection refused")
     for each in [start(shared, A), start(shared, B)]:

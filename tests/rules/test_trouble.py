@@ -41,13 +41,14 @@ from txbroker.door import (
     Fenced,
     Log,
     LogTruncated,
+    NotVisible,
     TargetFacts,
     Turn,
     TurnHandle,
     TurnLost,
 )
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
-from txbroker.proxy.trouble import Trouble
+from txbroker.proxy.trouble import Trouble, note_invisible
 from txbroker.testing.door import MemoryPartitionDoor
 
 # --- appending -----------------------------------------------------------------------------------
@@ -414,3 +415,16 @@ async def test_a_partition_that_was_lost_while_it_was_claimed_is_opened_when_it_
     await settled()
     told[0](Assignment(frozenset({0}), ("",), (), 1))
     await until(lambda: len(broker.mine()) == 1, 2)
+
+
+async def test_what_a_refused_one_was_refused_for_stays(world: World) -> None:
+    """Refused ones are counted by the topic of their cause, also while they are tried again."""
+    owner = await world.owner()
+    hold_back(world, "u")
+    unseen = known(owner, await world.committed(owner, message("unseen", "u", b"x")))
+    refused = known(owner, await world.committed(owner, message("refused", "u", b"x")))
+    refused.state, refused.cause = State.REFUSED, Cause("too_large", "too large", "t", 0)
+    note_invisible([unseen, refused], NotVisible("committed", [("u", 0)]))
+    assert unseen.cause is not None
+    assert unseen.cause.code == "not_visible"
+    assert refused.cause == Cause("too_large", "too large", "t", 0)

@@ -16,7 +16,7 @@ from topic_reader import create_topic
 from txbroker.config import load_settings
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.audit_access import FOREVER_MS, kept_ms
+from txbroker.kafka.audit_access import kept_ms
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, held, read_on, to_end
 from txbroker.spark.errors import AuditError
@@ -76,7 +76,7 @@ def test_ends_are_asked_for_by_partition(kafka: EmbeddedKafka) -> None:
 def test_for_how_long_a_topic_keeps_a_record_at_least() -> None:
     configs = {"cleanup.policy": "delete", "retention.bytes": "-1", "retention.ms": "9000"}
     assert kept_ms(configs) == 9000
-    assert kept_ms({**configs, "retention.ms": "-1"}) == FOREVER_MS
+    assert kept_ms({**configs, "retention.ms": "-1"}) == 0
     assert kept_ms({**configs, "retention.bytes": "1000000"}) == 0
     assert kept_ms({**configs, "cleanup.policy": "compact,delete"}) == 0
     assert kept_ms({}) == 0
@@ -187,6 +187,8 @@ def test_a_topic_that_was_made_anew_and_has_grown_past_the_old_end_is_not_read_o
     before = TopicRead("t", (0,), (0,), (7,), id="one")
     assert read_on(TopicEnds("t", (0,), (9,), id="one"), before).begins == (7,)
     anew = TopicEnds("t", (8,), (9,), id="two")
+    # Of one that held nothing, nothing was read.
+    assert read_on(anew, TopicRead("t", (0,), (0,), (0,), id="one")).begins == (8,)
     with pytest.raises(AuditError, match=r"topic t is another one .* Run a full audit"):
         read_on(anew, before)
     # What is gone of it is nothing that a full run has to count.

@@ -77,10 +77,18 @@ def by_id(rows: DataFrame) -> dict[str, dict[str, Any]]:
     return found
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the verdicts that are not the same."""
-    ids = one.keys() | other.keys()
-    return [(one.get(id), other.get(id)) for id in ids if one.get(id) != other.get(id)]
+def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return in which columns verdicts are not the same, by id; None for one that is not there."""
+    missing = dict.fromkeys(one.keys() ^ other.keys())
+    found = {
+        id: {
+            name: (one[id][name], other[id][name])
+            for name in one[id]
+            if one[id][name] != other[id][name]
+        }
+        for id in one.keys() & other.keys()
+    }
+    return missing | {id: columns for id, columns in found.items() if columns}
 
 
 # --- on random installations, without Kafka ----------------------------------------------------
@@ -116,7 +124,7 @@ def test_any_life_in_parts_gets_the_verdicts_of_one_run(
     at_once = many.audit(world.end(), mode="full")
     assert (at_once.mode, sum(at_once.records.values())) == ("full", len(world.records))
     expected = by_id(read_verdicts(spark, many.settings.out, [at_once.run]))
-    assert differences(in_parts, expected) == []
+    assert differences(in_parts, expected) == {}
     kinds = {finding for row in expected.values() for finding in row["findings"]}
     assert kinds >= {"visible_twice", "contrary_markers", "out_of_order", "rolled_back_visible"}
     # Nor is anything gone where others' records were taken before.
@@ -302,7 +310,7 @@ async def test_on_kafka_a_second_run_finds_what_one_run_finds(
     for name, count in third.records.items():
         assert first.records[name] + second.records[name] == count, name
     at_once = by_id(read_verdicts(spark, settings.out, [third.run]))
-    assert differences(in_parts, at_once) == []
+    assert differences(in_parts, at_once) == {}
     found = {name: in_parts[half.id] for name, half in halves.items()}
     assert "contrary markers" in found["contrary"]["why"]
     assert {name: (row["state"], set(row["findings"])) for name, row in found.items()} == {

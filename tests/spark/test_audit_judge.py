@@ -556,6 +556,9 @@ def test_what_retention_cannot_have_taken_yet_is_lost() -> None:
     assert verdict(DECIDED_MS + 1, half_rows(timestamp_ms=ALWAYS)) == "gone"
     new = COMMIT._replace(contents=[Content(0, "t", 0, 55, 66, 5)], contents_count=1)
     assert verdict(DECIDED_MS, HALF, new) == "gone"
+    # Of a topic that is compacted, or was not there, it says nothing.
+    whole = Horizon(taken_ms={("t", -1): DECIDED_MS}, kept_from_ms={"t": DECIDED_MS})
+    assert judged(op=[COMMIT], horizon=whole).verdict == "gone"
 
 
 def test_markers_that_retention_took_may_have_decided() -> None:

@@ -218,6 +218,7 @@ async def test_a_target_that_is_first_named_meanwhile_is_read_by_the_next_run(
         assert [target.topic for target in second.cut.targets] == targets
 
 
+@pytest.mark.long
 async def test_what_another_producer_hides_is_told(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:

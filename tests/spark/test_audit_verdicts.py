@@ -132,6 +132,7 @@ def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 async def test_installations_that_share_targets_do_not_see_one_another(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:

@@ -30,7 +30,6 @@ _EARLIEST, _LATEST = -2, -1
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
 
 _APPEND_TIME = "LogAppendTime"
-FOREVER_MS = 1 << 62
 
 _Place = tuple[str, int]
 
@@ -118,7 +117,7 @@ class AuditAccess:
                 tuple(p for p in partitions if high[name, p] > ends[name, p]),
                 configs.get("message.timestamp.type", _APPEND_TIME) == _APPEND_TIME,
                 kept_ms(configs),
-                ids[name].hex(),
+                ids[name].hex() if any(ids[name]) else "",
             )
         return bounds
 
@@ -156,8 +155,8 @@ def kept_ms(configs: Mapping[str, str]) -> int:
     """Return for how long a topic keeps a record, by its timestamp; 0: its settings do not tell."""
     if configs.get("cleanup.policy") != "delete" or configs.get("retention.bytes") != "-1":
         return 0
-    retention_ms = int(configs.get("retention.ms", "0"))
-    return FOREVER_MS if retention_ms < 0 else retention_ms
+    # Where nothing is taken by age, what is gone was taken otherwise, or by an earlier setting.
+    return max(int(configs.get("retention.ms", "0")), 0)
 
 
 def _exists(topic: str, facts: TopicFacts | None) -> bool:

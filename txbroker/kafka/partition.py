@@ -185,7 +185,8 @@ class KafkaPartitionDoor(PartitionDoor):
                 return
             raise Hanging(
                 f"{self._checkpoint.name}: a transaction that nobody ends hides everything from "
-                f"offset {stable_end} on; see `kafka-transactions.sh find-hanging`"
+                f"offset {stable_end} on; see `kafka-transactions.sh find-hanging`, "
+                "and docs/operate/lost-end.md before anything is aborted"
             ) from None
 
     async def _read_progress(self, claim: Claim) -> Claimed:

@@ -271,8 +271,9 @@ def _fail_all(batches: Sequence[_Batch], error: Exception) -> None:
     if isinstance(error, TxbrokerError):
         _fail(batches, error)
         return
-    _fail(batches[:1], error)
-    _fail(batches[1:], Unanswered(f"a write of several partitions failed: {error!r}"))
+    waiting = [batch for batch in batches if not batch.answer.done()]
+    _fail(waiting[:1], error)
+    _fail(waiting[1:], Unanswered(f"a write of several partitions failed: {error!r}"))
 
 
 def _fail(batches: Collection[_Batch], error: Exception) -> None:

@@ -82,6 +82,8 @@ class TwinWriter:
                 await outcome(own)
             runs, places = self._runs(turn)
             await self._ended_before(self._unseen[side], runs)
+            # The commit of the turn before may have failed meanwhile.
+            self._check()
             offsets = await self._write_or_break(producer, runs)
         finally:
             self._writing = False

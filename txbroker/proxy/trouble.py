@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import TurnLimits
-from txbroker.core.records import Cause
+from txbroker.core.records import Cause, State
 from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
 from txbroker.door import NotVisible
@@ -37,6 +37,8 @@ def note_invisible(transactions: Iterable[Transaction], error: NotVisible) -> No
     """Say of the transactions of a committed turn why readers do not see them yet: whoever looks
     for what to abort must not take them for ones that will be promoted again."""
     for transaction in transactions:
+        if transaction.state is not State.COMMITTED:
+            continue  # what a refused one was refused for counts until it is visible
         places = {(place.topic, place.partition) for place in transaction.places}
         topic, number = next((p for p in error.partitions if p in places), error.partitions[0])
         transaction.cause = Cause(
