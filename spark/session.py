@@ -158,9 +158,9 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
         try:
             with _variables(environment):
                 context = SparkContext(conf=_known_to(gateway, conf), gateway=gateway)
+            spark = SparkSession(context)
         except Exception as error:
             raise ConfigurationError(why_not_started(master, error)) from None
-        spark = SparkSession(context)
         if context.version != pyspark.__version__:
             raise ConfigurationError(
                 f"Spark {context.version} is in SPARK_HOME, but pyspark is {pyspark.__version__}: "

@@ -38,7 +38,15 @@ def why_not_launched(log: Path, error: Exception) -> str:
 
 def why_not_started(master: str, error: Exception) -> str:
     """Return why Java came up, but Spark did not."""
-    causes = list(_causes(error))
+    from py4j.protocol import Py4JNetworkError
+
+    try:
+        causes = list(_causes(error))
+    except (Py4JNetworkError, ConnectionError):  # nobody is left to ask
+        return (
+            f"Spark has ended itself while it started on {master}, as it does where executors fail "
+            f"again and again: the logs of the workers say why; {_VERBOSE}"
+        )
     text = "\n".join(causes)
     said = _plain(causes[0])
     if "parse Master URL" in text:

@@ -62,7 +62,7 @@ def audit(planting: Planting, data_dir: Path, *options: str, **more: str) -> End
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment(**more),
         cwd=data_dir,
     )  # fmt: skip
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
@@ -84,7 +84,7 @@ def submitted(planting: Planting, data_dir: Path, *conf: str) -> Ended:
             JAVA_HOME=str(java_home() or ""),
         ),
     )  # fmt: skip
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

@@ -81,7 +81,11 @@ def start(spark_home: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]:
             find_java().path, "-Xmx512m", "-cp", f"{spark_home}/jars/*",
             f"org.apache.spark.deploy.{name}", *arguments,
         ]  # fmt: skip
-        more = {"SPARK_HOME": str(spark_home), "SPARK_LOCAL_IP": "127.0.0.1"}
+        more = {
+            "SPARK_HOME": str(spark_home),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_SCALA_VERSION": "2.13",  # as Spark's own scripts say
+        }
         with log.open("w") as file:
             running.append(
                 subprocess.Popen(

@@ -16,7 +16,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.spark import connector
 from txbroker.spark.errors import AuditError
 from txbroker.spark.java import java_home
-from txbroker.spark.trouble import SparkFailed, in_words, why_not_launched
+from txbroker.spark.trouble import SparkFailed, in_words, why_not_launched, why_not_started
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -193,6 +193,22 @@ def test_what_fails_in_spark_is_one_sentence(
     with pytest.raises(SparkFailed, match="do its work: ValueError: no judge; "), in_words(None):
         spark.range(1).mapInPandas(_no_judge, "id long").collect()
     assert tuple(capfd.readouterr()) == ("", "")  # pyspark logs each of them by itself
+
+
+def test_a_spark_that_has_ended_itself_while_it_started_is_told() -> None:
+    class Gone(Exception):
+        """What Java raised, when there is no Java to ask any more."""
+
+        @property
+        def java_exception(self) -> Gone:
+            return self
+
+        def toString(self) -> str:
+            raise ConnectionRefusedError(111, "connection refused")
+
+    said = why_not_started("spark://m:7077", Gone())
+    assert said.startswith("Spark has ended itself while it started on spark://m:7077")
+    assert "logs of the workers" in said
 
 
 def test_a_java_that_has_ended_is_told(tmp_path: Path) -> None:
