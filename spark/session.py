@@ -40,6 +40,10 @@ _DEFAULTS = {
     # An audit generates more classes than the 100 that Spark keeps, so that each audit of a session
     # and some batches of a stream would generate and have Java compile them anew.
     "spark.sql.codegen.cache.maxEntries": "2000",
+    # Spark writes the plan of each query down whenever a stage has ended, and keeps a thousand of
+    # them, whether anybody looks or not: in text without limit they have filled a driver's memory.
+    "spark.sql.maxPlanStringLength": "100000",
+    "spark.sql.ui.retainedExecutions": "50",
 }
 _LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """Where all executors are on this machine, neither its name nor its network matters."""
