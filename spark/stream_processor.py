@@ -18,21 +18,41 @@ BROKEN, TICK = "broken", "tick"
 """Tables of rows that are no facts: records that do not read, and the stream's own clock."""
 
 
-class _Texts:
-    """A bucket's texts, in Spark's state store."""
+_PIECE_CHARS = 8_192
+
+
+class Texts:
+    """A bucket's texts, in Spark's state store, in pieces.
+
+    What Python hands to Java's side at once must be short: Spark 4.0 fails on some hundred KiB. A
+    piece that is full has another one behind it.
+    """
 
     def __init__(self, state: Any) -> None:
         self._state = state
 
     def read(self, name: str) -> str | None:
-        found = self._state.getValue((name,))
-        return None if found is None else str(found[0])
+        pieces: list[str] = []
+        while (found := self._state.getValue(_key(name, len(pieces)))) is not None:
+            pieces.append(str(found[0]))
+            if len(pieces[-1]) != _PIECE_CHARS:
+                break
+        return "".join(pieces) if pieces else None
 
     def write(self, name: str, text: str | None) -> None:
-        if text is None:
-            self._state.removeKey((name,))
-        else:
-            self._state.updateValue((name,), (text,))
+        starts = () if text is None else range(0, len(text) + 1, _PIECE_CHARS)
+        for number, start in enumerate(starts):
+            self._state.updateValue(
+                _key(name, number), ((text or "")[start : start + _PIECE_CHARS],)
+            )
+        number = len(starts)
+        while self._state.containsKey(_key(name, number)):
+            self._state.removeKey(_key(name, number))
+            number += 1
+
+
+def _key(name: str, number: int) -> tuple[str]:
+    return (f"{name}\n{number}" if number else name,)
 
 
 class TransactionProcessor(StatefulProcessor):
@@ -73,7 +93,7 @@ class TransactionProcessor(StatefulProcessor):
 
     def _look(self, facts: list[Fact], timers: Any) -> Heard:
         moment_ms = max(int(timers.getCurrentWatermarkInMs()), 0)
-        heard = Bucket(_Texts(self._texts), self._terms, moment_ms).look(facts)
+        heard = Bucket(Texts(self._texts), self._terms, moment_ms).look(facts)
         if heard.due_ms is not None:
             self._handle.registerTimer(heard.due_ms)
         return heard

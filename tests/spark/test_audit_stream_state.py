@@ -10,6 +10,7 @@ import pytest
 from txbroker.core.ids import make_id
 from txbroker.spark.rows import ALWAYS, Horizon
 from txbroker.spark.stream_home import Home, Taken
+from txbroker.spark.stream_processor import Texts
 from txbroker.spark.stream_state import RISES, Bucket, Fact, Heard, StreamTerms
 
 T0 = 1_700_000_000_000
@@ -291,3 +292,30 @@ def test_contents_find_their_marker_and_a_header_of_the_users_own_is_one(stream:
     stream.go(1_000_000)
     assert stream.told == []
     assert stream.states["promoted"] == 1
+
+
+class Store(dict[tuple[str], tuple[str]]):
+    """A map state as Spark's, that takes no long value."""
+
+    getValue = dict.get
+    containsKey = dict.__contains__
+    removeKey = dict.__delitem__
+
+    def updateValue(self, key: tuple[str], value: tuple[str]) -> None:
+        """Set it."""
+        assert len(value[0]) <= 8_192
+        self[key] = value
+
+
+def test_long_texts_are_kept_in_pieces_and_leave_nothing() -> None:
+    store = Store()
+    texts = Texts(store)
+    assert texts.read("a") is None
+    for length in (0, 5, 8_192, 30_000, 16_384, 1, 8_193):
+        texts.write("a", "x" * length + "y" * (length > 9_000))
+        texts.write("ab", "other")
+        assert texts.read("a") == "x" * length + "y" * (length > 9_000)
+    assert len(store) == 3
+    texts.write("a", None)
+    assert texts.read("a") is None
+    assert store == {("ab",): ("other",)}
