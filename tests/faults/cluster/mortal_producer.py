@@ -14,7 +14,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from judge import Call, History
 from judge.history import lines_of, read_lines
 from workload import Lane, Recorder, Shop, answering
 
+from txbroker.errors import OwnerUnavailable
 from txbroker.sdk import (
     CheckRequest,
     Decision,
@@ -101,12 +102,10 @@ async def _work(urls: str, topics: str, database: str, history: str, name: str) 
         over.set()
 
     loop.add_reader(sys.stdin.fileno(), told)
-    async with TransactionalProducer(
-        urls.split(","),
-        group=GROUP,
-        check=answering(shop, recorder),
-        limits=Limits(answer_timeout_s=3, heartbeat_s=3),
-    ) as producer:
+    async with contextlib.AsyncExitStack() as stack:
+        producer = await _connected(stack, urls, answering(shop, recorder), over)
+        if producer is None:
+            return
 
         async def lane(number: int) -> None:
             fate = random.Random(f"{name}/{number}")
@@ -117,6 +116,22 @@ async def _work(urls: str, topics: str, database: str, history: str, name: str) 
                 await asyncio.sleep(fate.uniform(0, 2 * _PAUSE_S))
 
         await asyncio.gather(*[lane(number) for number in range(LANES)])
+
+
+async def _connected(
+    stack: contextlib.AsyncExitStack,
+    urls: str,
+    check: Callable[[CheckRequest], Decision | NotYet],
+    over: asyncio.Event,
+) -> TransactionalProducer | None:
+    """Return a producer that is connected, None if all is over before. While no proxy is there it
+    begins again, as a service does whose supervisor starts it whenever it has ended."""
+    while not over.is_set():
+        limits = Limits(answer_timeout_s=3, heartbeat_s=3)
+        producer = TransactionalProducer(urls.split(","), group=GROUP, check=check, limits=limits)
+        with contextlib.suppress(OwnerUnavailable):
+            return await stack.enter_async_context(producer)
+    return None
 
 
 class MortalProducer:
