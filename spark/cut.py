@@ -1,6 +1,7 @@
 """The cut: from where to where each topic is read, asked of Kafka itself and not of Spark."""
 
 import asyncio
+import re
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from txbroker.spark.login import login_options
 from txbroker.spark.schema import Names, TopicRead
 
 _Result = TypeVar("_Result")
+_is_topic_name = re.compile(r"[A-Za-z0-9._-]{1,249}").fullmatch
 
 
 class TopicEnds(Struct, frozen=True):
@@ -59,8 +61,10 @@ class KafkaAccess:
             ConfigurationError: no right to a topic, or the settings contradict themselves.
             AuditError: Kafka does not answer.
         """
+        # Anybody who may write to the half topic can name in it what no request to Kafka can hold.
+        names = tuple(filter(can_be_topic, topics))
         try:
-            found = _run(self._bounds(tuple(topics)))
+            found = _run(self._bounds(names))
         except KafkaUnavailable as error:
             raise AuditError(f"Kafka cannot be asked where its topics end: {error}") from None
         return {
@@ -110,6 +114,11 @@ class KafkaAccess:
     async def _bounds(self, topics: Sequence[str]) -> dict[str, TopicBounds]:
         async with AuditAccess(self.settings) as access:
             return await access.bounds(topics)
+
+
+def can_be_topic(name: str) -> bool:
+    """Say whether Kafka would take it for the name of a topic."""
+    return _is_topic_name(name) is not None
 
 
 def _clockless(topic: str) -> ConfigurationError:

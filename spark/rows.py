@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 ALWAYS = (1 << 63) - 1
 """A time that never passes."""
-_ASKED_MS = 3_600_000
-"""By so much later than an audit begins it may ask where a target does."""
+_RESERVE_MS = 3_600_000
+"""For clocks of brokers that differ, and for what lies between the clock and the answer."""
 
 
 class TermsLike(Protocol):
@@ -72,10 +72,10 @@ def kept_from_ms(now_ms: int, kept_ms: int) -> int:
     """Return from which timestamp on nothing can be gone of a target.
 
     Args:
-        now_ms: when it was asked for where it begins, or up to an hour before.
+        now_ms: when it was asked for where it begins.
         kept_ms: for how long retention leaves a record.
     """
-    return now_ms - kept_ms + _ASKED_MS
+    return now_ms - kept_ms + _RESERVE_MS
 
 
 class HalfRow(NamedTuple):

@@ -34,7 +34,7 @@ from txbroker.spark.carry import (
 )
 from txbroker.spark.cut import KafkaAccess
 from txbroker.spark.folders import Folders, runs_in
-from txbroker.spark.gather import horizon_of, release, verdicts
+from txbroker.spark.gather import horizon_of, parked_from_ms, release, verdicts
 from txbroker.spark.history import Counted, Facts, History, PastRun, counted, left_of, times_of
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.rows import Horizon, kept_from_ms
@@ -241,6 +241,8 @@ class _Audit:
             # Markers that this run has not read are older than all that it has.
             decided_ms = max(before.chain.cut.op_clock_ms, default=-1)
             horizon = with_gaps(horizon, horizon_of(staged, decided_ms), gaps)
+        last_ms = max((*before.chain.cut.op_clock_ms, *before.chain.cut.half_clock_ms), default=0)
+        horizon = horizon._replace(parked_from_ms=parked_from_ms(staged, last_ms))
         old, judged = before.facts, before.ids
         strangers = history.strangers(new, before.ids)
         if strangers is not None:
@@ -276,13 +278,10 @@ class _Audit:
         partitions = len(staged.cut.half.ends)
         horizon = without_removed(judging.horizon, judging.removed_ms, partitions)
         # Of this run alone: by the next one such a transaction may have ended.
-        now_ms, targets = self._terms.now_ms, staged.cut.targets
         horizon = horizon._replace(
             open=_open(staged.cut),
             hidden=_hidden(staged.cut),
-            kept_from_ms={
-                each.topic: kept_from_ms(now_ms, each.kept_ms) for each in targets if each.kept_ms
-            },
+            kept_from_ms=_kept_from_ms(staged.cut, self._terms.now_ms),
         )
         try:
             rows = verdicts(self._spark, whole, self._terms, horizon)
@@ -355,6 +354,15 @@ def check_goes_on(chain: Chain, names: Names) -> None:
                 f"the last run with this data folder audited {was}, not {now}: give each "
                 "installation a data folder of its own"
             )
+
+
+def _kept_from_ms(cut: Cut, began_ms: int) -> dict[str, int]:
+    """Return from which timestamps on nothing of targets can be gone; `began_ms`: when the run did,
+    for cuts that do not say when it was asked."""
+    asked_ms = cut.asked_ms or began_ms
+    return {
+        each.topic: kept_from_ms(asked_ms, each.kept_ms) for each in cut.targets if each.kept_ms
+    }
 
 
 def _open(cut: Cut) -> frozenset[tuple[str, int]]:

@@ -188,6 +188,9 @@ class Cut(Struct, frozen=True):
     held: tuple[str, ...] = ()
     """Partitions of targets, as `topic-0`, that ended in an open transaction for as long as the run
     read."""
+    asked_ms: int = 0
+    """When Kafka had told where targets begin, by the brokers' clocks; a long run has been reading
+    for hours by then. 0: an earlier version did not note it."""
 
 
 class Example(Struct, frozen=True):

@@ -263,8 +263,8 @@ def _end(gateway: Any) -> None:
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
-    session = SparkSession.getActiveSession()
     with contextlib.suppress(Exception):  # where Java is gone there is nothing to stop
+        session = SparkSession.getActiveSession()
         if session is not None:
             session.stop()
         if SparkContext._active_spark_context is not None:
@@ -312,7 +312,8 @@ def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
         with in_words(None):
             yield spark
     finally:
-        spark.stop()
+        with contextlib.suppress(Exception):  # where Java is gone there is nothing to stop
+            spark.stop()
 
 
 def _has_connector(spark: "SparkSession") -> bool:

@@ -10,6 +10,7 @@ the survey of a table finds what a single record cannot tell.
 """
 
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -103,20 +104,24 @@ class _Stage:
 
     def run(self, keys_before: DataFrame | None) -> Staged:
         spark, before, names = self._spark, self._before, self._names
+        began_s = time.monotonic()
         op_early = self._access.own_ends(names.op)
         half = self._read_on(self._access.own_ends(names.half))
         half_clock = LogClock.after(len(half.ends), () if before is None else before.half_clock_ms)
         self._write_half(half, half_clock, early=True)
 
         targets = self._target_reads()
+        asked_ms = self._terms.now_ms + round((time.monotonic() - began_s) * 1000)
         # After the targets' ends: what is promoted from there in between is settled, not refused
         # and visible.
         parked = self._read_on(self._access.own_ends(names.parked))
         self._write("parked", parked_facts(self._records((parked,))))
         self._write("visible", visible_facts(self._records(targets), names.prefix))
 
-        op = self._read_on(op_early)
-        op = to_end(op, self._access.own_ends(names.op))
+        op_now = self._access.own_ends(names.op)
+        # What retention has taken of it meanwhile is not there to be read.
+        op = self._read_on(msgspec.structs.replace(op_early, starts=op_now.starts))
+        op = to_end(op, op_now)
         whole_half = to_end(half, self._access.own_ends(names.half))
         op_clock = LogClock.after(len(op.ends), () if before is None else before.op_clock_ms)
         self._write_op(op, op_clock, op_early.ends)
@@ -144,6 +149,7 @@ class _Stage:
             op_clock_ms,
             tuple(sorted(named - {target.topic for target in targets})),
             self._held(targets),
+            asked_ms,
         )
         tables = {name: self._table(name) for name in ("half", "op", "visible", "parked")}
         return Staged(**tables, broken=self._table("broken"), cut=cut)

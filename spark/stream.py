@@ -29,7 +29,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.drift import KafkaDrift
-from txbroker.spark.cut import KafkaAccess, TopicEnds
+from txbroker.spark.cut import KafkaAccess, TopicEnds, can_be_topic
 from txbroker.spark.errors import AuditError
 from txbroker.spark.publish import publish
 from txbroker.spark.rows import ALWAYS
@@ -126,6 +126,8 @@ class AuditStream:
         self._grown_with = _NO_BATCH
         self._moment_ms = self._judged_ms = 0
         self._summary_at_s = 0.0
+        self._first: Mapping[str, Any] | None = None
+        """What Spark said of the first batch of this query: it keeps the last hundred only."""
 
     # --- from outside ------------------------------------------------------------------------
 
@@ -213,6 +215,7 @@ class AuditStream:
 
     def _add_targets(self, topics: frozenset[str], batch: int) -> None:
         """Remember topics that half messages name, so that no restart forgets them."""
+        topics = frozenset(filter(can_be_topic, topics))
         with self._lock:
             if topics <= self._home.targets:
                 return
@@ -233,12 +236,7 @@ class AuditStream:
             fresh = [ends[topic] for topic in sorted(new)]
             lenient = bool(home.read - ends.keys())
             lenient |= any(any(topic.starts) for topic in fresh)
-            gone = [
-                Taken(topic, each.partition, each.start, ALWAYS)
-                for topic in home.read - ends.keys()
-                for each in (*home.taken, Taken(topic, 0, 0, ALWAYS))
-                if each.topic == topic
-            ]
+            gone = [Taken(topic, -1, 0, ALWAYS) for topic in home.read - ends.keys()]
             found = home.with_taken([*_taken(fresh, self._now_ms), *gone])
             if found != home:
                 self._keep(found)
@@ -293,8 +291,8 @@ class AuditStream:
                 # later holds nothing that was visible by then.
                 if not self._round(query, sources):
                     return
-                if sources.lenient:
-                    _refuse_gaps(query, begins, new)
+                if sources.lenient and self._first is not None:
+                    _refuse_gaps(self._first, begins, new)
                 if new or sources.lenient:
                     with self._lock:
                         self._keep(msgspec.structs.replace(self._home, read=sources.targets))
@@ -314,6 +312,7 @@ class AuditStream:
             .option("checkpointLocation", self._settings.checkpoint)
             .trigger(processingTime=f"{round(self._settings.every_s * 1000)} milliseconds")
         )
+        self._first = None
         # The checkpoint keeps the number that the first start has had.
         with spread(self._spark, 0):
             return writer.start()
@@ -344,6 +343,8 @@ class AuditStream:
             if not query.isActive:
                 raise query.exception() or AuditError("Spark has ended the stream")
             last = _progress(query)
+            if self._first is None and last is not None:
+                self._first = json.loads(query.recentProgress[0].json)
             batch = -1 if last is None else last["batchId"]
             self._judged_ms = max(self._judged_ms, 0 if last is None else _watermark_ms(last))
             if self._grown_with != _NO_BATCH:
@@ -423,13 +424,18 @@ def _passed(positions: Positions, cut: Positions) -> bool:
 
 
 def _refuse_gaps(
-    query: StreamingQuery, begins: Mapping[str, TopicEnds], new: Iterable[str]
+    first: Mapping[str, Any], begins: Mapping[str, TopicEnds], new: Iterable[str]
 ) -> None:
-    """See that nothing was passed over that Spark was to read, where it was told not to mind."""
-    first = json.loads(query.recentProgress[0].json)
+    """See that nothing was passed over that Spark was to read, where it was told not to mind.
+
+    Args:
+        first: what Spark said of the first batch.
+        begins: what was left of the topics before it.
+        new: targets that are read for the first time.
+    """
     for (topic, number), offset in _offsets(first, "startOffset").items():
-        kept = begins.get(topic)
-        if topic not in new and kept is not None and offset < kept.starts[number]:
+        starts = begins[topic].starts if topic in begins and topic not in new else ()
+        if number < len(starts) and offset < starts[number]:
             raise AuditError(_GAP.format(f"records of {topic}"))
 
 

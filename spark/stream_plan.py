@@ -41,7 +41,7 @@ class Sources(Struct, frozen=True):
         options: how Spark reaches Kafka.
         tick_key: the key of the stream's ticks in the audit topic.
         records_max: how many records one batch takes from each of the sources.
-        lenient: whether records that are gone are passed over; never by default.
+        lenient: whether records of targets that are gone are passed over; never by default.
     """
 
     names: Names
@@ -72,8 +72,11 @@ def plan(spark: SparkSession, sources: Sources, terms: StreamTerms, buckets: int
         _table("half", half_facts(_read(spark, sources, [names.half]))),
         _table("op", op_facts(_read(spark, sources, [names.op]))),
         _table("parked", parked_facts(_read(spark, sources, [names.parked]))),
-        _table("visible", visible_facts(_read(spark, sources, targets), names.prefix)),
-        _ticks(_read(spark, sources, [names.audit], limited=False), sources.tick_key),
+        _table(
+            "visible",
+            visible_facts(_read(spark, sources, targets, strict=not sources.lenient), names.prefix),
+        ),
+        _ticks(_read(spark, sources, [names.audit], strict=False, limited=False), sources.tick_key),
     )
     union = tables[0]
     for table in tables[1:]:
@@ -96,14 +99,19 @@ def plan(spark: SparkSession, sources: Sources, terms: StreamTerms, buckets: int
 
 
 def _read(
-    spark: SparkSession, sources: Sources, topics: Iterable[str], *, limited: bool = True
+    spark: SparkSession,
+    sources: Sources,
+    topics: Iterable[str],
+    *,
+    strict: bool = True,
+    limited: bool = True,
 ) -> DataFrame:
     options = {
         **sources.options,
         "subscribe": ",".join(topics),
         "includeHeaders": "true",
         "startingOffsets": "earliest",
-        "failOnDataLoss": "false" if sources.lenient or not limited else "true",
+        "failOnDataLoss": "true" if strict else "false",
         "kafka.isolation.level": "read_committed",
     }
     if limited:

@@ -52,7 +52,7 @@ class Texts:
 
 
 def _key(name: str, number: int) -> tuple[str]:
-    return (f"{name}\n{number}" if number else name,)
+    return (f"{number} {name}" if number else name,)
 
 
 class TransactionProcessor(StatefulProcessor):

@@ -16,6 +16,8 @@ from txbroker.kafka.drift import KafkaDrift
 from txbroker.spark.schema import Example
 
 EXAMPLES_MAX = 20
+TEXT_MAX = 500
+"""Characters of a group or reason: a broken record may name a group that no topic takes."""
 _WRITES_MAX = 5
 _Result = TypeVar("_Result")
 
@@ -176,8 +178,8 @@ class Sink:
                 event=event,
                 id=row["id"],
                 kind=row["name"],
-                group=row["grp"],
-                why=row["why"],
+                group=row["grp"][:TEXT_MAX],
+                why=row["why"][:TEXT_MAX],
                 at=_iso(row["at_ms"]),
                 first_seen=_iso(row["first_seen_ms"]),
                 stream=self._name,
@@ -198,7 +200,10 @@ def _advanced(
             drift[name] = drift.get(name, 0) + number
         elif what in others:
             others[what] += number
-    newest = [Example(row["id"], (row["name"],), row["grp"], row["why"]) for row in examples]
+    newest = [
+        Example(row["id"], (row["name"],), row["grp"][:TEXT_MAX], row["why"][:TEXT_MAX])
+        for row in examples
+    ]
     return Progress(
         batch=batch,
         states={name: number for name, number in states.items() if number},

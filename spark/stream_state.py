@@ -19,6 +19,7 @@ Only the standard library, `judge`, `life` and `rows` are used here: Spark ships
 its executors by value.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -250,6 +251,8 @@ class Bucket:
                     if entry.due_ms < 0:
                         self._forget(entries, entry)
             self._put(slot, entries)
+            # At the first moment all that the stream has read is due: one slot at a time.
+            del self._slots[slot]
         self._shelf.write("agenda", json.dumps(self._agenda) if self._agenda else None)
         due_ms = min(self._agenda.values(), default=None)
         return self._heard._replace(due_ms=due_ms)
@@ -418,13 +421,16 @@ class Bucket:
             since_ms = max(row.at_ms for row in entry.facts().op if row.kind == "park")
             age_ms = since_ms + terms.lost_after_ms
             waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
-        elif judged.state == "refused" and not judged.findings:
+        elif judged.state == "refused":
             # What is visible of it may be of a turn that is under way, but not for ever.
             shown_ms = [row.at_ms for row in entry.facts().visible]
             age_ms = max(shown_ms, default=-terms.late_after_ms - 1) + terms.late_after_ms
             waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
         elif judged.state in _OVER and not waits:
-            times = (judged.id_ms, judged.decided_at_ms, judged.prepared_at_ms, entry.row_ms)
+            # Whoever made the id may have put it far into the future.
+            latest_ms = entry.row_ms + terms.dedup_window_ms if entry.row_ms else ALWAYS
+            id_ms = min(judged.id_ms or 0, latest_ms)
+            times = (id_ms, judged.decided_at_ms, judged.prepared_at_ms, entry.row_ms)
             over_ms = max(time or 0 for time in times) + terms.keep_ms
             return -1 if over_ms < self._moment_ms else over_ms + 1
         return min(waits, default=ALWAYS)
@@ -435,4 +441,6 @@ def _place(fact: Fact) -> tuple[str, int, int]:
 
 
 def _dedup_name(group: str, key: str) -> str:
-    return f"dedup {len(group)} {group} {key}"
+    """Return the name of the text that tells whose a key is; a short one, however long they are."""
+    digest = hashlib.blake2b(f"{len(group)} {group} {key}".encode("utf-8", "surrogatepass"))
+    return f"dedup {digest.hexdigest()[:32]}"

@@ -166,7 +166,7 @@ def _examples(verdicts: DataFrame, kinds: Iterable[str]) -> tuple[Example, ...]:
     shown = verdicts.select(
         "id",
         "findings",
-        F.coalesce("grp", F.lit("")).alias("grp"),
+        F.substring(F.coalesce("grp", F.lit("")), 1, _WHY_MAX).alias("grp"),
         F.substring(F.coalesce("why", F.lit("")), 1, _WHY_MAX).alias("why"),
         F.coalesce("decided_at_ms", "prepared_at_ms", F.lit(0)).alias("at_ms"),
         "verdict",

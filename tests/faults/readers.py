@@ -47,6 +47,9 @@ class Along:
         """Stop; return what was seen."""
         self._over.set()
         self._thread.join(_END_S)
-        self._consumer.close()
+        # The client library does not always come back from this behind broken connections.
+        closing = threading.Thread(target=self._consumer.close, daemon=True)
+        closing.start()
+        closing.join(_END_S)
         assert not self._wrong, self._wrong
         return self._seen

@@ -355,7 +355,7 @@ def test_order_is_judged_where_the_parked_topic_tells_of_refusals(spark: SparkSe
 def test_the_parked_topic_tells_from_its_first_dropped_copy_on_that_is_still_there(
     spark: SparkSession,
 ) -> None:
-    from txbroker.spark.gather import horizon_of
+    from txbroker.spark.gather import horizon_of, parked_from_ms
 
     day_ms = 86_400_000
     now_ms = START_MS + 3 * day_ms
@@ -373,7 +373,12 @@ def test_the_parked_topic_tells_from_its_first_dropped_copy_on_that_is_still_the
             op_clock_ms=(0, now_ms),
         )
         staged = tables(spark, [TransactionFacts(id_of(1), half, parked=parked)])
-        return dict(horizon_of(staged._replace(cut=cut)).parked_from_ms)
+        staged = staged._replace(cut=cut)
+        found = dict(horizon_of(staged).parked_from_ms)
+        # And for a run that goes on after a while.
+        assert parked_from_ms(staged, now_ms - day_ms - 1) == found
+        assert parked_from_ms(staged, now_ms - day_ms) == {}
+        return found
 
     copy = parked_row("refused", 4, START_MS)
     dropped = parked_row(None, 5, START_MS + 700)

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -125,8 +126,12 @@ async def test_everything_is_read_once_and_what_does_not_read_is_set_aside(
 
 
 async def test_what_comes_meanwhile_is_read_but_not_early(
-    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from txbroker.spark import stage
+
+    clock_s = [1.0]
+    monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
     async with Planting(kafka.bootstrap) as planting:
         loop = asyncio.get_running_loop()
         first, late = await planting.prepare(), planting.make()
@@ -140,6 +145,7 @@ async def test_what_comes_meanwhile_is_read_but_not_early(
 
         def before(question: int) -> None:
             if question == 2:  # the early ends of op and half are known
+                clock_s[0] += 7200  # to read half took as long
                 asyncio.run_coroutine_threadsafe(come(), loop).result(60)
 
         access = Watched(kafka.bootstrap, before)
@@ -158,6 +164,7 @@ async def test_what_comes_meanwhile_is_read_but_not_early(
         assert sum(read.cut.half_early) == 1
         assert sum(read.cut.half.ends) == 2
         assert (sum(read.cut.op_early), sum(read.cut.op.ends)) == (0, 2)
+        assert read.cut.asked_ms == TERMS.now_ms + 7_200_000
 
 
 async def test_a_second_run_goes_on_where_the_first_has_ended(

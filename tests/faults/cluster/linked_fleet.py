@@ -85,7 +85,7 @@ class LinkedFleet(Fleet):
                 check_interval_s=1.0,
                 check_attempts_max=6,
                 snapshot_records_min=2000,
-                log_level="warning",
+                log_level="info",
             )
             for name, port in zip(names, free_ports(len(names)), strict=True)
         ]

@@ -360,6 +360,8 @@ class Soak:
             options = {"settled": not self._broken_off}
             save(Case(history, read, self._rows, states, options), kept)
             (kept / "violations.txt").write_text("\n".join(map(str, found[:STORIES_MAX])))
+            for number, proxy in enumerate(self._fleet.proxies):
+                (kept / f"proxy-{number}.log").write_text("\n".join(proxy.stderr))
             say(f"kept in {kept}")
 
 
@@ -465,9 +467,12 @@ async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
                 run.broke_off(error)
             finally:
                 run.verdict.wrong += await fleet.end()
+            await kafka.kill()
+            run.judge()
+            if given.keep_kafka and (run.verdict.violations or run.verdict.wrong):
+                kafka.keep(folder / "kafka")
         finally:
             await kafka.close()
-    run.judge()
     run.verdict.memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     return run.verdict
 
@@ -489,6 +494,9 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="*", choices=list(FAULTS), help="only these faults")
     parser.add_argument("--folder", type=Path, help="keep what was seen there")
+    parser.add_argument(
+        "--keep-kafka", action="store_true", help="keep Kafka's data where anything was wrong"
+    )
     parser.add_argument("--results", type=Path, default=Path("faults-results.jsonl"))
     given = parser.parse_args()
     print(f"seed {given.seed}")

@@ -268,10 +268,19 @@ class ThreeNodes:
         for node in self.nodes.values():
             await node.ready()
 
-    async def close(self) -> None:
-        """End everything; the data are left to whoever owns the folder."""
+    async def kill(self) -> None:
+        """End all nodes as kill -9 does."""
         for node in self.nodes.values():
             await node.kill()
+
+    def keep(self, folder: Path) -> None:
+        """Copy what the nodes have stored."""
+        for number, node in self.nodes.items():
+            shutil.copytree(node.data, folder / f"node-{number}")
+
+    async def close(self) -> None:
+        """End everything, and remove what the nodes have stored."""
+        await self.kill()
         for relay in self._relays.values():
             await relay.close()
         self.disk.close()
