@@ -222,16 +222,20 @@ class SharedWrites:
 
 
 def _take(broker: _Broker) -> list[_Batch]:
-    """Take what fits one request out of what waits, in order; of each partition one batch."""
+    """Take what fits one request out of what waits; of each partition one batch, the oldest.
+
+    Who has waited longest always goes along.
+    """
     batches: dict[Partition, _Batch] = {}
     size = 0
     for batch in broker.waiting:
         if batch.answer.done():
             continue  # given up in this very round
-        size += len(batch.encoded)
-        if batches and size > REQUEST_BYTES_MAX:
-            break
-        batches.setdefault(batch.partition, batch)
+        if batches and size + len(batch.encoded) > REQUEST_BYTES_MAX:
+            continue  # a small one behind it, such as a decision, does not wait for it
+        if batch.partition not in batches:
+            batches[batch.partition] = batch
+            size += len(batch.encoded)
     for batch in batches.values():
         del broker.waiting[batch]
     return list(batches.values())
@@ -279,4 +283,6 @@ def _fail_all(batches: Sequence[_Batch], error: Exception) -> None:
 def _fail(batches: Collection[_Batch], error: Exception) -> None:
     for batch in batches:
         if not batch.answer.done():
-            batch.answer.set_exception(error)
+            # Without the frames in which it was raised: these hold the batches, so each failed
+            # request would be a cycle, with its bytes.
+            batch.answer.set_exception(error.with_traceback(None))

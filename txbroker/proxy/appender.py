@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Anchor, Record
 from txbroker.core.sizes import BATCH_OVERHEAD_BYTES, bytes_in_batch
-from txbroker.door import AppendRefused, AppendUnknown, Log, LogTruncated
+from txbroker.door import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import KafkaUnavailable, Overloaded, OwnerUnavailable, TooLarge
 
 QUEUE_BYTES_MAX = 64 * 1024 * 1024
@@ -107,7 +107,7 @@ class Appender:
         self._asked = 0
         self._answered = 0
         self._told_s = float("-inf")
-        """When an append told where the log ends, on the event loop's clock."""
+        """When an append was sent that told where the log ends, on the event loop's clock."""
 
     async def append(self, records: Sequence[Record], lane: Lane = Lane.SCHEDULE) -> Outcome:
         """Append records that belong together, and return what applying the last one did.
@@ -233,9 +233,10 @@ class Appender:
 
     async def _send(self, entries: list[_Entry]) -> None:
         records = [record for entry in entries for record in entry.records]
+        sent_s = asyncio.get_running_loop().time()
         try:
             where = await self._log.append(records)
-            await self._settle(entries, records, where.base_offset, where.timestamp_ms)
+            await self._settle(entries, records, where, sent_s)
         except AppendRefused as error:
             if len(entries) == 1:
                 _fail(entries[0], TooLarge(f"Kafka does not take this transaction: {error}"))
@@ -261,8 +262,9 @@ class Appender:
                 _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
 
     async def _settle(
-        self, entries: list[_Entry], records: list[Record], base_offset: int, timestamp_ms: int
+        self, entries: list[_Entry], records: list[Record], where: Appended, sent_s: float
     ) -> None:
+        base_offset, timestamp_ms = where
         position = self._position()
         if 0 <= base_offset < position:
             raise LogTruncated(
@@ -270,7 +272,7 @@ class Appender:
                 "the topic was truncated or recreated"
             )
         if base_offset == position and timestamp_ms >= 0:
-            self._told_s = asyncio.get_running_loop().time()
+            self._told_s = sent_s
             outcomes = [
                 self._apply(structs.replace(record, timestamp_ms=timestamp_ms, offset=offset))
                 for offset, record in enumerate(records, position)

@@ -4,7 +4,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from statistics import median_low
 
 from msgspec import structs
@@ -68,6 +67,30 @@ KAFKA_TOPICS = frozenset(
 log = get_logger(__name__)
 
 
+class _Calls:
+    """The calls under way: each is one while it is inside.
+
+    Args:
+        check_open: raises where no more are taken.
+    """
+
+    def __init__(self, check_open: Callable[[], None]) -> None:
+        self.count = 0
+        self.over = asyncio.Event()
+        self.over.set()
+        self._check_open = check_open
+
+    def __enter__(self) -> None:
+        self._check_open()
+        self.count += 1
+        self.over.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+        if not self.count:
+            self.over.set()
+
+
 class Broker:
     """What one proxy does with its own half partitions: a `txbroker.contract.Service`.
 
@@ -104,9 +127,8 @@ class Broker:
         self._ownership = Ownership(door, settings, runner, events)
         self._ownership.on_change(self._keep_time)
         self._stopping = False
-        self._calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._calls = _Calls(self.check_open)
+        self._no_targets = settings.own_topics | KAFKA_TOPICS
 
     # --- life ------------------------------------------------------------------------------
 
@@ -131,9 +153,9 @@ class Broker:
         self._stopping = True
         try:
             async with asyncio.timeout(LAST_CALLS_S):
-                await self._idle.wait()
+                await self._calls.over.wait()
         except TimeoutError:
-            log.warning("calls given up", calls=self._calls)
+            log.warning("calls given up", calls=self._calls.count)
         await self._ownership.close()
 
     def check_open(self) -> None:
@@ -144,23 +166,6 @@ class Broker:
         """
         if self._stopping:
             raise OwnerUnavailable("this proxy is going away: another one takes over in a moment")
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """Count a call under way.
-
-        Raises:
-            OwnerUnavailable: this proxy is going away.
-        """
-        self.check_open()
-        self._calls += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._idle.set()
 
     def on_owners(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever partitions or proxies come or go."""
@@ -220,7 +225,7 @@ class Broker:
 
     async def prepare(self, request: PrepareRequest) -> Standing:
         """Store a half message; see `txbroker.contract.Service`."""
-        with self._call():
+        with self._calls:
             return await self._prepare(request)
 
     async def _prepare(self, request: PrepareRequest) -> Standing:
@@ -316,13 +321,13 @@ class Broker:
             BadTarget: a target is one of txbroker's own topics, or of Kafka's.
         """
         for message in messages:
-            if message.topic in self._settings.own_topics | KAFKA_TOPICS:
+            if message.topic in self._no_targets:
                 keeper = "Kafka" if message.topic in KAFKA_TOPICS else "txbroker"
                 raise BadTarget(f"topic {message.topic} is {keeper}'s own: it is no target")
 
     async def decide(self, request: DecideRequest) -> Standing:
         """Write a deciding marker; see `txbroker.contract.Service`."""
-        with self._call():
+        with self._calls:
             owner = self._owner_of(request.id)
             with deciding(request, owner.ledger.transactions.get(request.id)):
                 if request.messages is not None:
@@ -368,7 +373,7 @@ class Broker:
 
     async def check(self, id: str, *, by: str = "", reason: str = "") -> Standing:
         """Pull the next attempt forward; see `txbroker.contract.Service`."""
-        with self._call():
+        with self._calls:
             owner = self._owner_of(id)
             transaction = await owner.get(id)
             owner.checks.ask(transaction, by, reason)
@@ -377,7 +382,7 @@ class Broker:
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:
         """Begin a new round, or retry a refused one; see `txbroker.contract.Service`."""
-        with self._call():
+        with self._calls:
             return await self._owner_of(id).revive(id, by, reason)
 
     # --- look ------------------------------------------------------------------------------
@@ -389,7 +394,7 @@ class Broker:
             OwnerUnavailable: it is not ours, or may be another's by now: what is remembered of it
                 may be long out of date.
         """
-        with self._call():
+        with self._calls:
             owner = self._owner_of(id)
             transaction = await owner.get(id)
             if bodies:
@@ -417,7 +422,7 @@ class Broker:
         wanted = range(self._door.partitions) if request.partitions is None else request.partitions
         if any(not 0 <= partition < self._door.partitions for partition in wanted):
             raise BadRequest(f"half partitions are 0 to {self._door.partitions - 1}")
-        with self._call():
+        with self._calls:
             owners = [self._ownership.owner(partition) for partition in wanted]
             pages = [await page_of(owner.ledger, request, owner.now_ms()) for owner in owners]
             for owner in owners:

@@ -50,7 +50,7 @@ def deciding(
     request: DecideRequest, transaction: Transaction | None
 ) -> "AbstractContextManager[tracing.Step | None]":
     """Return a span to decide in, below the one that prepared, if its messages are in memory."""
-    if transaction is None:
+    if transaction is None or not tracing.is_on():
         return tracing.continued("", (), {}, parent=None)
     messages = transaction.half.messages
     attributes = {

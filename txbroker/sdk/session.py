@@ -49,6 +49,8 @@ SESSION_PATH = "/v1/session"
 FRAME_OVERHEAD_BYTES = 6
 """An array's header, and one byte because aiohttp refuses frames as large as its limit."""
 OPERATION_BYTES_MAX = FRAME_BYTES_MAX - FRAME_OVERHEAD_BYTES
+FRAME_OPERATIONS_MAX = 64
+"""Operations in one frame: the proxy works on the first ones while others are on their way."""
 CLOSE_TIMEOUT_S = 2.0
 """How long a proxy may take over the closing handshake before the socket is dropped."""
 
@@ -239,7 +241,9 @@ class Session:
         """Take from the outbox what fits one frame."""
         parts: list[bytes] = []
         room = OPERATION_BYTES_MAX
-        while self._outbox and len(self._outbox[0][0]) <= room:
+        while (
+            self._outbox and len(self._outbox[0][0]) <= room and len(parts) < FRAME_OPERATIONS_MAX
+        ):
             encoded, call = self._outbox.popleft()
             room -= len(encoded)
             parts.append(encoded)
@@ -263,6 +267,9 @@ class Session:
                     break
                 for operation in decode_from_proxy(message.data):
                     self._take(operation)
+                # Frames that are here already are taken without a pause: whoever has an answer
+                # now goes on first, and the proxy is not idle meanwhile.
+                await asyncio.sleep(0)
         except (msgspec.MsgspecError, ValueError) as error:
             why = f"{self.url} sent a frame that cannot be read: {error}"
             _log.warning("%s", why)

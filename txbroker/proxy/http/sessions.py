@@ -41,6 +41,8 @@ log = get_logger(__name__)
 
 ANSWER_BYTES = 256
 """What an answer that waits to be read takes in memory, about."""
+FRAME_OPERATIONS_MAX = 64
+"""Answers in one frame."""
 CLOCK_S = 60.0
 """How often sessions get the proxy's clock."""
 OWNERS_POLL_S = 0.25
@@ -128,7 +130,8 @@ class Session:
             self.closed = True
 
     def _parts(self, operations: list[wire.FromProxy]) -> Iterator[list[wire.FromProxy]]:
-        """Share operations out over frames; only checks are large enough to need several."""
+        """Share operations out over frames: so many, and of checks, which are large, so few, that
+        the client works on the first ones while others are on their way."""
         begun: list[wire.FromProxy] = []
         size = 0
         for operation in operations:
@@ -139,6 +142,9 @@ class Session:
                     begun, size = [], 0
                 size += check_bytes
             begun.append(operation)
+            if len(begun) == FRAME_OPERATIONS_MAX:
+                yield begun
+                begun, size = [], 0
         if begun:
             yield begun
 
@@ -373,6 +379,9 @@ class SessionServer:
             session.take(operations[1:])
             while (frame := await _receive(socket)) is not None:
                 session.take(_decoded(frame))
+                # Frames that are here already are taken without a pause: what this one has begun
+                # gets on its way to Kafka first.
+                await asyncio.sleep(0)
         finally:
             self._shell.sessions.remove(session.group, session)
             self._open.discard(session)
