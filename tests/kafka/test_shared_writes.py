@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -236,6 +237,18 @@ async def test_a_request_is_bounded_and_what_is_too_large_goes_alone(
     await asyncio.gather(*writing)
 
 
+async def test_a_small_batch_does_not_wait_behind_one_that_does_not_fit(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    writing = [start(shared, at, bytes(REQUEST_BYTES_MAX * 9 // 10)) for at in (A, C)]
+    writing.append(start(shared, B, b"a decision"))
+    await settle()
+    assert [set(sent.batches) for sent in brokers.sent] == [{A, B}, {C}]
+    for sent in brokers.sent:
+        sent.store()
+    await asyncio.gather(*writing)
+
+
 async def test_a_partition_is_never_in_one_request_twice(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
@@ -278,6 +291,8 @@ async def test_what_is_given_up_in_the_very_round_never_leaves(
     given_up.cancel()
     await settle()
     assert not brokers.sent
+    assert not shared._brokers[1].waiting
+    assert not shared._sending
     again = start(shared, A)
     await settle()
     # It did not come through as far as is known, so the next one goes alone.
@@ -304,6 +319,26 @@ async def test_one_that_gives_up_under_way_takes_nobody_along(
     brokers.sent[0].store()
     assert (await stays).code == 0
     assert given_up.cancelled()
+
+
+async def test_what_failed_is_gone_with_its_bytes(brokers: Brokers, shared: SharedWrites) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for node in (1, 2):  # a connection that breaks, and one that does not come about
+            writing = [start(shared, at, leader=node) for at in (("x", node), ("y", node))]
+            await settle()
+            for sent in brokers.sent:
+                sent.lose()
+            brokers.sent.clear()
+            brokers.refused = ConnectionRefusedError(111, "connection refused")
+            told = await asyncio.gather(*writing, return_exceptions=True)
+            assert {type(each) for each in told} <= {Unanswered, NotSent}
+            del writing, told
+            await settle()
+            assert not [each for each in gc.get_objects() if type(each) is shared_writes._Batch]
+    finally:
+        gc.enable()
 
 
 # --- trouble -------------------------------------------------------------------------------------
