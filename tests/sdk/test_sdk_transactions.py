@@ -336,7 +336,8 @@ async def test_operations_of_one_turn_leave_in_few_frames(
     await asyncio.gather(*(producer.prepare(M) for _ in range(200)))
     frames = [frame for frame in proxy.sessions[0].frames if isinstance(frame[0], Prepare)]
     assert sum(map(len, frames)) == 200
-    assert len(frames) <= 3
+    assert len(frames) <= 6
+    assert max(map(len, frames)) == 64
 
 
 async def test_large_operations_are_spread_over_frames(
