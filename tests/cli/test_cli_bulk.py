@@ -121,7 +121,10 @@ def test_every_condition_has_to_fit(there: Call, memory: InMemoryBroker) -> None
 
 
 def test_the_oldest_come_first_where_there_is_a_limit(there: Call, memory: InMemoryBroker) -> None:
-    ids = prepare(memory, 7, order_key="one half partition")
+    ids = []
+    for _ in range(7):  # of those of one millisecond, none is older
+        ids += prepare(memory, 1, order_key="one half partition")
+        memory.advance(0.002)
     which = ("--state", "pending", "--group", "orders", "--limit", "3", "--yes", "-o", "json")
     assert [row["id"] for row in there("tx", "rollback", *which).json] == ids[:3]
     assert [row["id"] for row in there("tx", "rollback", *which).json] == ids[3:6]
