@@ -426,8 +426,9 @@ def _begins_ms(table: DataFrame, starts: Mapping[int, int]) -> dict[int, int]:
 
 
 def parked_from_ms(staged: StagedCut, last_ms: int) -> dict[int, int]:
-    """Return since when the parked topic tells of every refusal, by partition, to a run that goes on
-    from one that ended at `last_ms`: what was parked and dropped in between is there for a while."""
+    """Return since when the parked topic tells of every refusal, by partition, to a run that goes
+    on from one that ended at `last_ms`: what was parked and dropped in between is there for a
+    while."""
     now_ms = max((*staged.cut.op_clock_ms, *staged.cut.half_clock_ms), default=0)
     return _parked_from_ms(staged) if now_ms - last_ms > _TOLD_MS else {}
 
