@@ -281,7 +281,7 @@ class _Audit:
         horizon = horizon._replace(
             open=_open(staged.cut),
             hidden=_hidden(staged.cut),
-            kept_from_ms=_kept_from_ms(staged.cut, self._terms.now_ms),
+            kept_from_ms=_kept_from_ms(staged.cut),
         )
         try:
             rows = verdicts(self._spark, whole, self._terms, horizon)
@@ -356,13 +356,10 @@ def check_goes_on(chain: Chain, names: Names) -> None:
             )
 
 
-def _kept_from_ms(cut: Cut, began_ms: int) -> dict[str, int]:
-    """Return from which timestamps on nothing of targets can be gone; `began_ms`: when the run did,
-    for cuts that do not say when it was asked."""
-    asked_ms = cut.asked_ms or began_ms
-    return {
-        each.topic: kept_from_ms(asked_ms, each.kept_ms) for each in cut.targets if each.kept_ms
-    }
+def _kept_from_ms(cut: Cut) -> dict[str, int]:
+    """Return from which timestamps on nothing of targets can be gone."""
+    reads = [each for each in cut.targets if each.kept_ms]
+    return {each.topic: kept_from_ms(cut.asked_ms, each.kept_ms) for each in reads}
 
 
 def _open(cut: Cut) -> frozenset[tuple[str, int]]:

@@ -193,6 +193,11 @@ class Cut(Struct, frozen=True):
     for hours by then. 0: an earlier version did not note it."""
 
 
+TEXT_MAX = 500
+"""Characters of a group or reason that are shown: a broken record may name a group that fits no
+record of ours."""
+
+
 class Example(Struct, frozen=True):
     """A transaction with findings, for show."""
 

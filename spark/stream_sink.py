@@ -13,11 +13,9 @@ from pyspark.sql import functions as F
 
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.drift import KafkaDrift
-from txbroker.spark.schema import Example
+from txbroker.spark.schema import TEXT_MAX, Example
 
 EXAMPLES_MAX = 20
-TEXT_MAX = 500
-"""Characters of a group or reason: a broken record may name a group that no topic takes."""
 _WRITES_MAX = 5
 _Result = TypeVar("_Result")
 

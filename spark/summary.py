@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
-from txbroker.spark.schema import KIND_NAMES, Example, Histogram
+from txbroker.spark.schema import KIND_NAMES, TEXT_MAX, Example, Histogram
 
 LATENCY_BOUNDS_MS = (
     5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000, 300_000, 1_800_000,
@@ -24,7 +24,6 @@ LABELS_MAX = 20
 """Topics, and groups, whose latencies are shown: those with the most transactions."""
 EXAMPLES_A_KIND = 10
 """Transactions shown for each kind of finding."""
-_WHY_MAX = 500
 
 
 class Tally(NamedTuple):
@@ -166,8 +165,8 @@ def _examples(verdicts: DataFrame, kinds: Iterable[str]) -> tuple[Example, ...]:
     shown = verdicts.select(
         "id",
         "findings",
-        F.substring(F.coalesce("grp", F.lit("")), 1, _WHY_MAX).alias("grp"),
-        F.substring(F.coalesce("why", F.lit("")), 1, _WHY_MAX).alias("why"),
+        F.substring(F.coalesce("grp", F.lit("")), 1, TEXT_MAX).alias("grp"),
+        F.substring(F.coalesce("why", F.lit("")), 1, TEXT_MAX).alias("why"),
         F.coalesce("decided_at_ms", "prepared_at_ms", F.lit(0)).alias("at_ms"),
         "verdict",
     )

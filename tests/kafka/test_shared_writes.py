@@ -397,8 +397,9 @@ async def test_of_a_surprise_that_stops_partitions_one_hears(
     first, second = start(shared, A), start(shared, B)
     await settle()
     brokers.sent[0].answer.set_result(SimpleNamespace(topics=[("half",)]))
-    with pytest.raises(ValueError, match="unpack"):
+    with pytest.raises(ValueError, match="unpack") as raised:
         await first
+    assert "written" in [entry.name for entry in raised.traceback]  # where it came up
     with pytest.raises(Unanswered, match="several partitions"):
         await second
 

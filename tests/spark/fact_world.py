@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from msgspec import structs
 from pyspark.sql import SparkSession
 
 from txbroker.core.ids import make_id, parse_id
@@ -247,7 +248,7 @@ class World:
         counted_from: Cut | None = None,
     ) -> Staged:
         """Stand in for `txbroker.spark.stage.stage`: read the next of `reads`."""
-        cut = self.cut(self.reads.pop(0), before)
+        cut = structs.replace(self.cut(self.reads.pop(0), before), asked_ms=terms.now_ms)
         topics = {read.topic: read for read in (cut.half, cut.op, cut.parked, *cut.targets)}
         early = {NAMES.half: cut.half_early, NAMES.op: cut.op_early}
         rows: dict[str, list[Row]] = {"half": [], "op": [], "visible": [], "parked": []}

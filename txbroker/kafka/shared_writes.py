@@ -281,8 +281,10 @@ def _fail_all(batches: Sequence[_Batch], error: Exception) -> None:
 
 
 def _fail(batches: Collection[_Batch], error: Exception) -> None:
+    if isinstance(error, TxbrokerError):
+        # Without the frames in which it was raised: these hold the batches, so each failed request
+        # would be a cycle, with its bytes. Of a surprise they tell where it came up.
+        error = error.with_traceback(None)
     for batch in batches:
         if not batch.answer.done():
-            # Without the frames in which it was raised: these hold the batches, so each failed
-            # request would be a cycle, with its bytes.
-            batch.answer.set_exception(error.with_traceback(None))
+            batch.answer.set_exception(error)

@@ -29,6 +29,7 @@ from txbroker.tls import ClientTls, tls_trouble
 from txbroker.wire import (
     CODE_HEADER,
     FRAME_BYTES_MAX,
+    FRAME_OPERATIONS_MAX,
     Check,
     CheckAnswer,
     Clock,
@@ -49,8 +50,6 @@ SESSION_PATH = "/v1/session"
 FRAME_OVERHEAD_BYTES = 6
 """An array's header, and one byte because aiohttp refuses frames as large as its limit."""
 OPERATION_BYTES_MAX = FRAME_BYTES_MAX - FRAME_OVERHEAD_BYTES
-FRAME_OPERATIONS_MAX = 64
-"""Operations in one frame: the proxy works on the first ones while others are on their way."""
 CLOSE_TIMEOUT_S = 2.0
 """How long a proxy may take over the closing handshake before the socket is dropped."""
 

@@ -41,8 +41,6 @@ log = get_logger(__name__)
 
 ANSWER_BYTES = 256
 """What an answer that waits to be read takes in memory, about."""
-FRAME_OPERATIONS_MAX = 64
-"""Answers in one frame."""
 CLOCK_S = 60.0
 """How often sessions get the proxy's clock."""
 OWNERS_POLL_S = 0.25
@@ -142,7 +140,7 @@ class Session:
                     begun, size = [], 0
                 size += check_bytes
             begun.append(operation)
-            if len(begun) == FRAME_OPERATIONS_MAX:
+            if len(begun) == wire.FRAME_OPERATIONS_MAX:
                 yield begun
                 begun, size = [], 0
         if begun:
