@@ -51,8 +51,13 @@ class KafkaAccess:
 
     def __init__(self, settings: KafkaSettings, options: Mapping[str, str] | None = None) -> None:
         self.settings = settings
-        servers = {"kafka.bootstrap.servers": ",".join(settings.bootstrap_servers)}
-        self.options = servers | dict(options or {})
+        reached = {
+            "kafka.bootstrap.servers": ",".join(settings.bootstrap_servers),
+            # Behind the last record of a part comes an end of a transaction, which is nothing to
+            # read: the broker would wait half a second for more, in each task.
+            "kafka.fetch.max.wait.ms": "20",
+        }
+        self.options = reached | dict(options or {})
 
     def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
         """Return what of topics can be read; those that do not exist are left out.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,9 @@ OLD = ("--late-after-s", "3600", "--lost-after-s", "7200")
 """Nothing that a test plants is late."""
 
 
+REPORT = "report.html"
+
+
 class Ended(NamedTuple):
     """How it ended."""
 
@@ -39,6 +44,13 @@ class Ended(NamedTuple):
         """What it wrote to stdout, which is one run as JSON."""
         assert self.out, self.err
         return msgspec.json.decode(self.out, type=RunSummary)
+
+
+class Commanded(NamedTuple):
+    """One that was begun: what waits for its end, and the folder where it works."""
+
+    ended: Callable[[], Ended]
+    folder: Path
 
 
 def command(planting: Planting, data_dir: Path, *options: str) -> list[str]:
@@ -55,15 +67,40 @@ def environment(**more: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")} | more
 
 
+@contextmanager
+def begun(
+    planting: Planting, data_dir: Path, *options: str, **more: str
+) -> Iterator[Callable[[], Ended]]:
+    """Audit what was planted, called in the data folder, while the block runs: it is given what
+    waits for the end."""
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+        subprocess.Popen(
+            command(planting, data_dir, *options),
+            stdout=out, stderr=err, text=True, env=environment(**more), cwd=data_dir,
+        ) as running,
+    ):  # fmt: skip
+
+        def ended() -> Ended:
+            running.wait(TIMEOUT_S)
+            written = []
+            for file in (out, err):
+                file.seek(0)
+                written.append(file.read())
+            assert "Traceback" not in written[1], written[1]
+            return Ended(running.returncode, *written)
+
+        try:
+            yield ended
+        finally:
+            running.terminate()
+
+
 def audit(planting: Planting, data_dir: Path, *options: str, **more: str) -> Ended:
-    """Audit what was planted, called in the data folder, and wait for the end."""
-    done = subprocess.run(
-        command(planting, data_dir, *options),
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment(**more),
-        cwd=data_dir,
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr, done.stderr
-    return Ended(done.returncode, done.stdout, done.stderr)
+    """Audit what was planted, and wait for the end."""
+    with begun(planting, data_dir, *options, **more) as ended:
+        return ended()
 
 
 def submitted(planting: Planting, data_dir: Path, *conf: str) -> Ended:

@@ -7,10 +7,15 @@ A test that takes both asks for `spark` and `kafka`; `kafka.bootstrap` is what S
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from audit_process import REPORT, Commanded, begun
+from planted_cases import Planted, plant_all
+from planting import Planting
+
+from txbroker.embedded import EmbeddedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -40,3 +45,27 @@ def spark() -> Iterator[SparkSession]:
 
     with spark_session(SparkSettings(master="local[2]", conf=SPARK_CONF)) as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+async def planted(kafka: EmbeddedKafka) -> AsyncIterator[Planted]:
+    """Every state and every finding, once for all tests that only read."""
+    async with Planting(kafka.bootstrap) as planting:
+        yield Planted(planting, await plant_all(planting))
+
+
+@pytest.fixture(scope="session")
+def commanded(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commanded]:
+    """An audit of that by the command, which goes on while the tests do."""
+    folder = tmp_path_factory.mktemp("commanded")
+    options = ("--master", "local[2]", "--report", str(folder / REPORT))
+    with begun(planted.planting, folder, *options) as ended:
+        yield Commanded(ended, folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _begun_early(request: pytest.FixtureRequest) -> None:
+    """Begin what takes half a minute of one processor with the first test of this folder; the
+    test that waits for it is in its last file."""
+    if any("commanded" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("commanded")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import msgspec
 import planted_faults
@@ -354,6 +355,13 @@ WRONG: tuple[Case, ...] = (
     planted_faults.several,
     planted_faults.broken,
 )
+
+
+class Planted(NamedTuple):
+    """Topics in which everything was planted, and what to judge by."""
+
+    planting: Planting
+    terms: Terms
 
 
 async def plant_all(p: Planting) -> Terms:

@@ -237,6 +237,7 @@ def test_spark_is_told_how_to_log_in(tmp_path: Path) -> None:
     )
     assert access_from(settings).options == {
         "kafka.bootstrap.servers": "b1:9092,b2:9092",
+        "kafka.fetch.max.wait.ms": "20",
         "kafka.security.protocol": "SASL_PLAINTEXT",
         "kafka.sasl.mechanism": "SCRAM-SHA-256",
         "kafka.sasl.jaas.config": "org.apache.kafka.common.security.scram.ScramLoginModule "

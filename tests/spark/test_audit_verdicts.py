@@ -1,21 +1,26 @@
-"""A whole audit over topics in which every state and every finding was planted: found exactly."""
+"""A whole audit over topics in which every state and every finding was planted: found exactly,
+and told by the command as operators call it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from audit_process import REPORT, Commanded, drift_of
 from fact_world import tables_held
-from planted_cases import plant_all, plant_clean
+from planted_cases import Planted, plant_clean
 from planting import Expected, Planting
+from topic_reader import read_topics
 
 from txbroker.config import load_settings
+from txbroker.core.audit import BATCH_KEY, BATCH_TICK_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka.settings import KafkaSettings
+from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.schema import KIND_NAMES, RunSummary, Terms
 
 if TYPE_CHECKING:
@@ -30,13 +35,6 @@ class Audited(NamedTuple):
 
     summary: RunSummary
     rows: Mapping[str, Any]
-
-
-class Planted(NamedTuple):
-    """Topics in which everything was planted, and what to judge by."""
-
-    planting: Planting
-    terms: Terms
 
 
 def audit(spark: SparkSession, planting: Planting, terms: Terms, folder: Path) -> Audited:
@@ -57,13 +55,6 @@ def audit(spark: SparkSession, planting: Planting, terms: Terms, folder: Path) -
     by_id = {row["id"]: row for row in rows}
     assert len(by_id) == len(rows)
     return Audited(summary, by_id)
-
-
-@pytest.fixture(scope="module")
-async def planted(kafka: EmbeddedKafka) -> AsyncIterator[Planted]:
-    """Everything, once for all tests here."""
-    async with Planting(kafka.bootstrap) as planting:
-        yield Planted(planting, await plant_all(planting))
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +120,26 @@ def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
         each.id for each in expected if each.findings
     }
     assert summary.examples
+
+
+def test_the_command_tells_everybody_what_it_found(planted: Planted, commanded: Commanded) -> None:
+    planting, ended, folder = planted.planting, commanded.ended(), commanded.folder
+    assert ended.code == 4, ended.err
+    summary = ended.summary
+    assert summary.drift == drift_of(planting.expected.values())
+    assert ended.err.splitlines()[-1].startswith(f"Run {summary.run} (full): ")
+    assert "Drift! Rolled back but visible: " in ended.err
+    assert len(ended.err.splitlines()) == 2  # and where the report is
+    assert (folder / REPORT).read_text().startswith("<!doctype html>")
+    assert Journal(folder / JOURNAL_FILE).last() == summary
+    assert Journal(folder / JOURNAL_FILE).untold() == []
+    assert not list(folder.glob("txbroker-spark-*"))
+    assert not (folder / "artifacts").exists()  # Spark's own
+    told = read_topics(planting.bootstrap, [planting.names.audit])
+    assert [record.key for record in told] == [BATCH_TICK_KEY.encode(), BATCH_KEY.encode()]
+    news = decode_news(told[1].value or b"")
+    assert (news.run, news.transactions) == (summary.run, summary.transactions)
+    assert {kind: count for kind, count in news.drift.items() if count} == summary.drift
 
 
 @pytest.mark.timeout(600)
