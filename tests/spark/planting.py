@@ -13,13 +13,15 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 import msgspec
-from confluent_kafka import Producer
+from confluent_kafka import IsolationLevel, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
 from topic_reader import create_topic
+from world import until
 
 from txbroker.config import load_settings
 from txbroker.core.codec import (
@@ -135,6 +137,7 @@ class Planting:
             "partitions": partitions,
         }
         self._settings = load_settings(settings, environ={})
+        self._admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
         self._turns = Producer(
             {
                 "bootstrap.servers": bootstrap,
@@ -309,10 +312,27 @@ class Planting:
         """Write whatever it is to the parked topic in the next turn."""
         self._turn += [Placed(self.names.parked, partition, record) for record in records]
 
-    async def turn(self, *, abort: bool = False) -> None:
-        """Write all that waits for it in one Kafka transaction, and commit or abort that."""
+    async def turn(self, *, abort: bool = False, hidden: bool = False) -> None:
+        """Write all that waits for it in one Kafka transaction, commit or abort that, and wait
+        until readers see it; not where it is `hidden` by another's transaction."""
         some, self._turn = self._turn, []
         await asyncio.to_thread(self._write_turn, some, abort)
+        places = {TopicPartition(each.topic, each.partition) for each in some}
+        if places and not hidden:
+            await until(lambda: asyncio.to_thread(self._is_over, places))
+
+    def _is_over(self, places: Iterable[TopicPartition]) -> bool:
+        """Say whether no transaction is open in partitions: the coordinator ends it there only
+        after it has answered."""
+        latest = dict.fromkeys(places, OffsetSpec.latest())
+        ends = [
+            {
+                (place.topic, place.partition): told.result(_TIMEOUT_S).offset
+                for place, told in self._admin.list_offsets(latest, isolation_level=level).items()
+            }
+            for level in (IsolationLevel.READ_COMMITTED, IsolationLevel.READ_UNCOMMITTED)
+        ]
+        return ends[0] == ends[1]
 
     def _write_turn(self, some: Sequence[Placed], abort: bool) -> None:
         wrong: list[str] = []

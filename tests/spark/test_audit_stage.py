@@ -71,7 +71,7 @@ def by_id(table: DataFrame) -> dict[str, list[dict[str, Any]]]:
     return rows
 
 
-async def test_everything_is_read_once_and_what_does_not_read_is_set_aside(
+async def test_everything_is_read_once_and_what_is_void_or_does_not_read_is_named(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     async with Planting(kafka.bootstrap) as planting:
@@ -82,12 +82,16 @@ async def test_everything_is_read_once_and_what_does_not_read_is_set_aside(
             two, changed := [planting.message(value=None), two.messages[1]]
         )
         planting.promote(two, at_ms, changed)
-        kept = await planting.prepare()
+        kept = await planting.prepare(age_ms=100_000)
         planting.keep(kept, (0, 0), State.PARKED)
         planting.put_parked(0, [Record(b"nonsense", b"")])
         await planting.turn()
         planting.put(one.messages[0], [*planting.installation, ("txb-id", b"aborted")], 0)
         await planting.turn(abort=True)
+        old = await planting.prepare(age_ms=130_000)
+        ahead = await planting.prepare(age_ms=-130_000)
+        astray = planting.make(partition=0)
+        await planting.append_half(1, encode_half(astray))
         await planting.append_half(0, [Record(b"k", b"no half message")])
         await planting.append_op(0, [Record(b"k", b"no marker")])
         loose = encode_contents(two, two.messages)
@@ -97,7 +101,16 @@ async def test_everything_is_read_once_and_what_does_not_read_is_set_aside(
         read = await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
 
         half, op, visible = by_id(read.half), by_id(read.op), by_id(read.visible)
-        assert {id: len(rows) for id, rows in half.items()} == {one.id: 1, two.id: 2, kept.id: 1}
+        counting, void = (one, two, kept), {old.id: "expired", ahead.id: "expired", astray.id: "id"}
+        assert {id: len(rows) for id, rows in half.items()} == {
+            **{each.id: len(each.messages) for each in counting},
+            **dict.fromkeys(void, 1),
+        }
+        found = {id: {row["void"] for row in rows} for id, rows in half.items()}
+        assert found == {
+            **{each.id: {None} for each in counting},
+            **{id: {why} for id, why in void.items()},
+        }
         assert {id: [row["kind"] for row in rows] for id, rows in op.items()} == {
             one.id: ["commit"],
             two.id: ["commit"],
@@ -121,7 +134,6 @@ async def test_everything_is_read_once_and_what_does_not_read_is_set_aside(
             (names.op, "its replaced messages are not whole"): 1,
             (names.parked, "its key is not ID/NUMBER"): 1,
         }
-        assert {row["void"] for rows in half.values() for row in rows} == {None}
         assert all(row["early"] for rows in (*half.values(), *op.values()) for row in rows)
 
 
@@ -171,35 +183,9 @@ async def test_a_second_run_goes_on_where_the_first_has_ended(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     async with Planting(kafka.bootstrap) as planting:
+        loop = asyncio.get_running_loop()
         await planting.fill_clean(40)
         held = await planting.prepare(dedup_key="k", group="g", partition=0)
-        access = Watched(kafka.bootstrap)
-        first = await staged(spark, planting, tmp_path / "one", access)
-        await planting.fill_clean(30)
-        # The same key again, in another run: the first one holds it.
-        again = await planting.prepare(dedup_key="k", group="g", partition=0)
-        second = await staged(
-            spark, planting, tmp_path / "two", access,
-            before=first.cut, keys_before=first.half.where("dedup IS NOT NULL"),
-        )  # fmt: skip
-        whole = await staged(spark, planting, tmp_path / "whole", access)
-        for name in ("half", "op", "visible", "parked"):
-            parts = [row for run in (first, second) for row in getattr(run, name).collect()]
-            assert Counter(parts) == Counter(getattr(whole, name).collect()), name
-        assert second.cut.half.begins == first.cut.half.ends
-        assert second.cut.half_clock_ms == whole.cut.half_clock_ms
-        void = {id: rows[0]["void"] for id, rows in by_id(second.half).items()}
-        assert void[again.id] == "dedup"
-        assert {why for id, why in void.items() if id != again.id} == {None}
-        assert by_id(first.half)[held.id][0]["void"] is None
-
-
-async def test_a_target_that_is_first_named_meanwhile_is_read_by_the_next_run(
-    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
-) -> None:
-    async with Planting(kafka.bootstrap) as planting:
-        loop = asyncio.get_running_loop()
-        await planting.prepare()
         late = planting.make(planting.message(planting.bills))
 
         async def come() -> None:
@@ -212,14 +198,36 @@ async def test_a_target_that_is_first_named_meanwhile_is_read_by_the_next_run(
                 asyncio.run_coroutine_threadsafe(come(), loop).result(60)
 
         first = await staged(spark, planting, tmp_path / "one", Watched(kafka.bootstrap, before))
-        assert late.id in by_id(first.half)
-        assert by_id(first.visible) == {}
+        await planting.fill_clean(30)
+        # The same key again, in another run: the first one holds it.
+        again = await planting.prepare(dedup_key="k", group="g", partition=0)
+        access = Watched(kafka.bootstrap)
+        second = await staged(
+            spark, planting, tmp_path / "two", access,
+            before=first.cut, keys_before=first.half.where("dedup IS NOT NULL"),
+        )  # fmt: skip
+        whole = await staged(spark, planting, tmp_path / "whole", access)
+        for name in ("half", "op", "visible", "parked"):
+            parts = [
+                row for run in (first, second) for row in getattr(run, name).drop("early").collect()
+            ]
+            expected = getattr(whole, name).drop("early").collect()
+            assert Counter(parts) == Counter(expected), name
+        assert second.cut.half.begins == first.cut.half.ends
+        assert second.cut.half_clock_ms == whole.cut.half_clock_ms
+        void = {id: rows[0]["void"] for id, rows in by_id(second.half).items()}
+        assert void[again.id] == "dedup"
+        assert {why for id, why in void.items() if id != again.id} == {None}
+        halves = by_id(first.half)
+        assert halves[held.id][0]["void"] is None
+
+        # A target that was first named meanwhile is read by the second run, though nothing that
+        # comes later names it.
+        assert late.id in halves
+        assert late.id not in by_id(first.visible)
         assert [target.topic for target in first.cut.targets] == [planting.orders]
         assert first.cut.named_late == (planting.bills,)
-        # Nothing that comes later names it.
-        access = Watched(kafka.bootstrap)
-        second = await staged(spark, planting, tmp_path / "two", access, before=first.cut)
-        assert by_id(second.visible).keys() == {late.id}
+        assert late.id in by_id(second.visible)
         assert second.cut.named_late == ()
         targets = sorted((planting.bills, planting.orders))
         assert [target.topic for target in second.cut.targets] == targets
@@ -239,7 +247,7 @@ async def test_what_another_producer_hides_is_told(
         other.produce(planting.orders, b"theirs", partition=1)
         assert await asyncio.to_thread(other.flush, 60) == 0
         planting.promote(half, await planting.commit(half))
-        await planting.turn()
+        await planting.turn(hidden=True)
         before = await staged(spark, planting, tmp_path / "before", Watched(kafka.bootstrap))
         assert before.cut.held == (f"{planting.orders}-1",)
         assert [target.open for target in before.cut.targets] == [(1,)]
@@ -254,20 +262,6 @@ async def test_what_another_producer_hides_is_told(
             spark, planting, tmp_path / "after", Watched(kafka.bootstrap), before=before.cut
         )
         assert (after.cut.held, set(by_id(after.visible))) == ((), {half.id})
-
-
-async def test_half_messages_that_do_not_count_are_void(
-    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
-) -> None:
-    async with Planting(kafka.bootstrap) as planting:
-        fine = await planting.prepare(age_ms=100_000)
-        old = await planting.prepare(age_ms=130_000)
-        ahead = await planting.prepare(age_ms=-130_000)
-        astray = planting.make(partition=0)
-        await planting.append_half(1, encode_half(astray))
-        read = await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
-        void = {id: rows[0]["void"] for id, rows in by_id(read.half).items()}
-        assert void == {fine.id: None, old.id: "expired", ahead.id: "expired", astray.id: "id"}
 
 
 async def test_a_target_that_is_gone_keeps_nobody_from_reading_the_others(
