@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark import connector
+from txbroker.spark import connector, daemon
 from txbroker.spark.java import java_home
 from txbroker.spark.trouble import in_words, why_not_launched, why_not_started
 
@@ -47,6 +47,9 @@ _DEFAULTS = {
 }
 _LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """Where all executors are on this machine, neither its name nor its network matters."""
+_QUICK_TASKS = (
+    {} if sys.version_info >= (3, 12) else {"spark.python.daemon.module": daemon.__name__}
+)
 
 _PYTHON_LOGGERS = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
 """By these pyspark logs every error that it raises, as JSON with Java's whole stack."""
@@ -203,6 +206,7 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
     conf = {
         **_DEFAULTS,
         **(_LOOPBACK if master.startswith("local") else {}),
+        **(_QUICK_TASKS if _runs_our_python(master) else {}),
         "spark.sql.warehouse.dir": str(folder / "warehouse"),
         **connector.ivy_conf(pyspark.__version__, folder),
         "spark.app.name": "txbroker audit",
@@ -217,6 +221,10 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
     options = (log_conf(settings.verbose, folder), _COMPILE_LONG, given)
     conf["spark.driver.extraJavaOptions"] = " ".join(options).strip()
     return conf
+
+
+def _runs_our_python(master: str) -> bool:
+    return master.startswith("local") and "PYSPARK_PYTHON" not in os.environ
 
 
 def log_conf(verbose: bool, folder: Path) -> str:

@@ -47,7 +47,8 @@ _NO_BATCH = -2
 _END_S = 20.0
 """A batch that takes longer is broken off in the end."""
 _TICK_S = 1.0
-"""Ticks are not closer than this: see `stream_state` on the third one."""
+"""A tick comes as often, or as often as batches where those are asked for at shorter times: what
+is to be confirmed waits for the third one, see `stream_state`."""
 _DEAF_S = 60.0
 """A Kafka that does not answer is asked again for so long."""
 
@@ -300,7 +301,8 @@ class AuditStream:
                     if sources.lenient:
                         return
                 self._publish()
-                self._stop.wait(max(_TICK_S - (time.monotonic() - began_s), 0))
+                pause_s = min(_TICK_S, self._settings.every_s)
+                self._stop.wait(max(pause_s - (time.monotonic() - began_s), 0))
         finally:
             _end(query)
 
