@@ -24,6 +24,7 @@ from txbroker.kafka.transactions import ACKS_ALL, Answered, Partition
 
 LONG_S = 60.0
 TOO_LARGE, NOT_LEADER, TIMED_OUT, OUT_OF_ORDER = 10, 6, 7, 45
+FEW_REPLICAS, FEW_REPLICAS_AFTER_APPEND = 19, 20
 A, B, C = ("half", 0), ("op", 0), ("half", 1)
 
 
@@ -554,6 +555,25 @@ async def test_what_was_not_answered_is_sent_again_alone_with_the_same_bytes_and
 async def _same_leader(topics: Any) -> Any:
     facts = SimpleNamespace(leader=1)
     return {topic: SimpleNamespace(error=0, partitions={0: facts, 1: facts}) for topic in topics}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (TIMED_OUT, AppendUnknown),
+        (FEW_REPLICAS_AFTER_APPEND, AppendUnknown),
+        (FEW_REPLICAS, AppendRefused),
+    ],
+)
+async def test_what_a_broker_may_have_stored_is_never_called_refused(
+    brokers: Brokers, shared: SharedWrites, first: int, then: type[Exception]
+) -> None:
+    append = asyncio.create_task(log(brokers, shared, A).append([Record(b"k", b"v")]))
+    (await sent_to(brokers, 0)).store(half=first)
+    (await sent_to(brokers, 1)).store(half=TOO_LARGE)
+    assert brokers.sent[1].batches == brokers.sent[0].batches
+    with pytest.raises(then, match="too large"):
+        await append
 
 
 async def test_without_any_answer_an_append_is_unknown_for_every_log() -> None:

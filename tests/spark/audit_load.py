@@ -13,7 +13,9 @@ from world import World, until
 from txbroker.errors import RequestError
 from txbroker.sdk import Limits, Message, Rollback, TransactionalProducer
 
-LANES = 50
+LANES = 200
+BEHIND_S = 15.0
+"""A lane makes up for as much, so that the rate is kept though the proxy is away at times."""
 
 
 class Load:
@@ -26,14 +28,23 @@ class Load:
         world: the proxy.
         shop: the business database.
         topics: where messages go.
-        rate: transactions a second, as far as the machine can.
+        rate: transactions a second.
+        lives_s: for how long the proxy lives, from and to.
+
+    Attributes:
+        finished: transactions so far.
+        kills: of the proxy, so far.
     """
 
-    def __init__(self, world: World, shop: Shop, topics: Sequence[str], rate: float) -> None:
+    def __init__(
+        self, world: World, shop: Shop, topics: Sequence[str], rate: float,
+        lives_s: tuple[float, float],
+    ) -> None:  # fmt: skip
         self._world = world
         self._shop = shop
         self._topics = topics
         self._pause_s = LANES / rate
+        self._lives_s = lives_s
         self._stopping = asyncio.Event()
         self.finished = 0
         self.kills = 0
@@ -79,7 +90,7 @@ class Load:
 
     async def _kill_now_and_then(self, fate: random.Random) -> None:
         while not self._stopping.is_set():
-            await self._rest(fate.uniform(1.0, 6.0))
+            await self._rest(fate.uniform(*self._lives_s))
             await self._world.kill()
             await self._world.start()
             self.kills += 1
@@ -92,7 +103,7 @@ class Load:
             with contextlib.suppress(RequestError, LocalFailure):
                 await self._one(name, producer, fate)
             self.finished += 1
-            due = max(due + self._pause_s, loop.time() - 1)
+            due = max(due + self._pause_s, loop.time() - BEHIND_S)
             await self._rest(due - loop.time())
 
     async def _one(self, name: str, producer: TransactionalProducer, fate: random.Random) -> None:

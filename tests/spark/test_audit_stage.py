@@ -137,7 +137,7 @@ async def test_everything_is_read_once_and_what_is_void_or_does_not_read_is_name
         assert all(row["early"] for rows in (*half.values(), *op.values()) for row in rows)
 
 
-async def test_what_comes_meanwhile_is_read_but_not_early(
+async def test_what_comes_meanwhile_is_read_but_not_early_and_what_is_gone_keeps_nobody(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from txbroker.spark import stage
@@ -146,8 +146,13 @@ async def test_what_comes_meanwhile_is_read_but_not_early(
     monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
     async with Planting(kafka.bootstrap) as planting:
         loop = asyncio.get_running_loop()
+        names, orders, bills = planting.names, planting.orders, planting.bills
         first, late = await planting.prepare(), planting.make()
-        names = planting.names
+        # Its second target is deleted.
+        half = await planting.prepare(planting.message(), planting.message(bills))
+        planting.promote(half, await planting.commit(half))
+        await planting.turn()
+        await asyncio.to_thread(delete_topic, kafka.bootstrap, bills)
 
         async def come() -> None:
             await planting.store(late)
@@ -163,19 +168,19 @@ async def test_what_comes_meanwhile_is_read_but_not_early(
         access = Watched(kafka.bootstrap, before)
         read = await staged(spark, planting, tmp_path / "work", access)
         assert access.asked == [
-            (names.op,), (names.half,), (planting.orders,), (names.parked,), (names.op,),
+            (names.op,), (names.half,), (bills, orders), (names.parked,), (names.op,),
             (names.half,),
         ]  # fmt: skip
         early = {id: rows[0]["early"] for id, rows in by_id(read.half).items()}
-        assert early == {first.id: True, late.id: False}
-        assert {id: rows[0]["early"] for id, rows in by_id(read.op).items()} == {
-            first.id: False,
-            late.id: False,
-        }
-        assert by_id(read.visible).keys() == {first.id, late.id}
-        assert sum(read.cut.half_early) == 1
-        assert sum(read.cut.half.ends) == 2
-        assert (sum(read.cut.op_early), sum(read.cut.op.ends)) == (0, 2)
+        assert early == {half.id: True, first.id: True, late.id: False}
+        early = {id: rows[0]["early"] for id, rows in by_id(read.op).items()}
+        assert early == {half.id: True, first.id: False, late.id: False}
+        seen = {id: [row["seq"] for row in rows] for id, rows in by_id(read.visible).items()}
+        assert seen == {half.id: [0], first.id: [0], late.id: [0]}
+        partitions = {target.topic: len(target.ends) for target in read.cut.targets}
+        assert partitions == {orders: 4, bills: 0}
+        assert (sum(read.cut.half_early), sum(read.cut.half.ends)) == (3, 4)
+        assert (sum(read.cut.op_early), sum(read.cut.op.ends)) == (1, 3)
         assert read.cut.asked_ms == TERMS.now_ms + 7_200_000
 
 
@@ -262,20 +267,6 @@ async def test_what_another_producer_hides_is_told(
             spark, planting, tmp_path / "after", Watched(kafka.bootstrap), before=before.cut
         )
         assert (after.cut.held, set(by_id(after.visible))) == ((), {half.id})
-
-
-async def test_a_target_that_is_gone_keeps_nobody_from_reading_the_others(
-    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
-) -> None:
-    async with Planting(kafka.bootstrap) as planting:
-        half = await planting.prepare(planting.message(), planting.message(planting.bills))
-        planting.promote(half, await planting.commit(half))
-        await planting.turn()
-        await asyncio.to_thread(delete_topic, kafka.bootstrap, planting.bills)
-        read = await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
-        assert [row["seq"] for row in by_id(read.visible)[half.id]] == [0]
-        partitions = {target.topic: len(target.ends) for target in read.cut.targets}
-        assert partitions == {planting.orders: 4, planting.bills: 0}
 
 
 async def test_retention_that_takes_what_is_being_read_is_told_in_a_sentence(

@@ -24,7 +24,7 @@ from txbroker.spark.stream import StreamSettings
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-LIVE, LIVE_RATE = 300, 30.0
+LIVE, LIVE_RATE, LIVES_S = 300, 30.0, (1.0, 6.0)
 PROMISED_MS = 60_000
 
 
@@ -83,7 +83,7 @@ async def test_a_proxy_at_work_is_followed_without_an_alarm(
         stream = await world.start(keep_s=200.0)
         try:
             shop = Shop(tmp_path / "shop.db")
-            async with Load(installation, shop, topics, LIVE_RATE).running(seed) as load:
+            async with Load(installation, shop, topics, LIVE_RATE, LIVES_S).running(seed) as load:
                 await judged(stream, 0)
                 # While it is down the topics go on; then it catches up, in several batches.
                 await asyncio.to_thread(stream.stop)
