@@ -23,7 +23,7 @@ from txbroker.kafka.transactions import Partition
 from txbroker.kafka.visible import StableEnds
 from txbroker.kafka.wire import ProducersRequest
 
-OURS, STRANGER = 7, 8
+OURS, STRANGER, EPOCH = 7, 8, 4
 T, U = ("t", 0), ("u", 0)
 
 
@@ -35,6 +35,8 @@ class Leaders:
     def __init__(self) -> None:
         self.leaders: dict[Partition, int] = {T: 1, U: 2}
         self.open: dict[Partition, dict[int, int]] = {}
+        self.epochs: dict[Partition, int] = {}
+        """The newest epoch of ours that is known where nothing of ours is open."""
         self.ends: dict[Partition, int] = {T: 10, U: 10}
         self.codes: dict[Partition, int] = {}
         self.silent: set[int] = set()
@@ -94,7 +96,9 @@ class Leaders:
         open_ = {} if code else self.open.get(partition, {})
         # One that has written, and has nothing open, is told of with -1.
         found = [(STRANGER + 1, 0, 0, 0, 0, -1, {})]
-        found += [(id, 0, 0, 0, 0, first, {}) for id, first in open_.items()]
+        found += [(id, EPOCH, 0, 0, 0, first, {}) for id, first in open_.items()]
+        if OURS not in open_ and (epoch := self.epochs.get(partition, -1)) >= 0:
+            found.append((OURS, epoch, 0, 0, 0, -1, {}))
         return (partition[1], code, None, found, {})
 
     def _take(self, node: int, request: Any) -> Any:
@@ -124,7 +128,7 @@ def leaders() -> Leaders:
 
 @pytest.fixture
 def ended(leaders: Leaders) -> Ended:
-    producers = [cast(Producer, SimpleNamespace(id=id)) for id in (OURS - 1, OURS)]
+    producers = [cast(Producer, SimpleNamespace(id=id, epoch=EPOCH)) for id in (OURS - 1, OURS)]
     return Ended(cast(Client, leaders), "ended", producers)
 
 
@@ -320,6 +324,7 @@ async def test_an_end_that_takes_its_time_is_waited_for(leaders: Leaders, unseen
             await asyncio.sleep(0.001)
         assert not waiting.done()
         leaders.open.clear()
+        leaders.epochs[T] = EPOCH + 1  # that of its end
         await waiting
 
 
@@ -329,12 +334,37 @@ async def test_others_that_hold_readers_back_hold_no_turn_back(
     unseen.wrote({T: 8})
     # The other producer of the claim may rightly have something open.
     leaders.open[T] = {STRANGER: 2, OURS - 1: 9}
+    leaders.epochs[T] = EPOCH
     await unseen.over([T], Patience(30.0, 0.01))
     assert leaders.asked == [T]
     await unseen.over([T], Patience(30.0, 0.01))
     assert leaders.asked == [T]
     # If the leader that said so was deposed, its word is not enough.
     assert ended._producers[1].told_by == {T: 1}
+
+
+@pytest.mark.parametrize("known", [-1, EPOCH - 1], ids=["nothing", "an earlier turn"])
+async def test_a_leader_that_does_not_know_the_turn_is_not_believed(
+    leaders: Leaders, unseen: Unseen, known: int
+) -> None:
+    unseen.wrote({T: 8})
+    leaders.open[T] = {STRANGER: 2}
+    leaders.epochs[T] = known
+    with pytest.raises(TurnLost, match="t-0 does not say whether earlier turns have ended"):
+        await unseen.over([T], Patience(0.05, 0.01))
+    assert T in leaders.forgotten
+    leaders.epochs[T] = EPOCH
+    await unseen.over([T], Patience(0.05, 0.01))
+
+
+async def test_what_another_producer_id_has_written_is_ended_by_none_of_ours(
+    leaders: Leaders, ended: Ended, unseen: Unseen
+) -> None:
+    unseen.wrote({T: 8})
+    leaders.open[T] = {OURS: 7}
+    ended._producers[1].id = OURS + 5  # type: ignore[misc]
+    await unseen.over([T], Patience(0.0, 0.01))
+    assert leaders.asked == []
 
 
 @pytest.mark.parametrize("tags", [b"\x00", b"\x01\x05\x02xx"])

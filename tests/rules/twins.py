@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +20,8 @@ from txbroker.kafka.twin import TwinWriter
 
 class FakeProducer:
     """A producer that answers when the test says so."""
+
+    id, epoch = 7, 0
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
@@ -96,7 +98,7 @@ class Twins:
         return SimpleNamespace(topics=topics)
 
     async def _left_open(
-        self, producer: Producer, partitions: Collection[Partition]
+        self, producer: Producer, partitions: Mapping[Partition, int]
     ) -> dict[Partition, Cause]:
         name = cast(FakeProducer, producer).name
         self.asked += [(name, partition) for partition in partitions]

@@ -47,11 +47,13 @@ again after twice the time."""
 
 class _Told(NamedTuple):
     """What a leader says of a partition: an error code, where a transaction of ours that is open
-    begins, -1 where none is, and who says so, -1 if nobody does."""
+    begins, -1 where none is, who says so, -1 if nobody does, and the newest epoch in which one of
+    ours has written there, -1 where it knows none."""
 
     code: int
     first: int = -1
     leader: int = -1
+    epoch: int = -1
 
 
 class Ended:
@@ -86,12 +88,20 @@ class Ended:
         )
 
     async def left_open(
-        self, producer: Producer, partitions: Iterable[Partition]
+        self, producer: Producer, epochs: Mapping[Partition, int]
     ) -> dict[Partition, Cause]:
         """Ask whether what one producer wrote to partitions has ended there, between two of its
-        transactions; return why it must not write to some now."""
+        transactions; return why it must not write to some now.
+
+        Args:
+            epochs: in which epoch it has written to each. A leader that does not know of it lacks
+                what was written: it was deposed, and what it says of open transactions is old.
+        """
         causes = {}
-        for partition, said in (await self._told(partitions, {producer.id})).items():
+        for partition, said in (await self._told(epochs, {producer.id})).items():
+            if said.code == Code.NONE and said.first < 0 and said.epoch < epochs[partition]:
+                said = said._replace(code=Code.NOT_LEADER)
+                self._client.forget_leader(*partition)
             if said.code == Code.NONE and said.first < 0:
                 self._told_by[partition] = said.leader
             else:
@@ -174,8 +184,10 @@ class Ended:
             for number, code, _message, producers, _ in parts:
                 if code in LEADER_MOVED:
                     self._client.forget_leader(topic, number)
-                open_at = [one[5] for one in producers or () if one[0] in ours and one[5] >= 0]
-                told[topic, number] = _Told(code, min(open_at, default=-1), leader)
+                known = [one for one in producers or () if one[0] in ours]
+                open_at = [one[5] for one in known if one[5] >= 0]
+                epoch = max((one[1] for one in known), default=-1)
+                told[topic, number] = _Told(code, min(open_at, default=-1), leader, epoch)
         return told
 
     async def _stable(self, told: Mapping[Partition, _Told]) -> set[Partition]:
@@ -199,6 +211,14 @@ class Ended:
         return {each for each in passed if self._client.known_leader(*each) == told[each].leader}
 
 
+class _Written(NamedTuple):
+    """The last record of a turn in a partition, and who wrote it."""
+
+    offset: int
+    producer_id: int
+    epoch: int
+
+
 class Unseen:
     """Where one producer has written in this claim what readers were not seen to have come past:
     its end may have been lost there.
@@ -213,16 +233,18 @@ class Unseen:
         self._producer = producer
         self._ended = ended
         self._stable = stable
-        self._last: dict[Partition, int] = {}
+        self._last: dict[Partition, _Written] = {}
 
     def wrote(self, last: Mapping[Partition, int]) -> None:
-        """A turn was written; `last` has its last offset of each partition."""
-        self._last.update(last)
+        """A turn was written and not ended yet; `last` has its last offset of each partition."""
+        id, epoch = self._producer.id, self._producer.epoch
+        self._last |= {each: _Written(offset, id, epoch) for each, offset in last.items()}
 
     def seen(self, last: Mapping[Partition, int]) -> None:
         """Readers have come past a turn."""
         for partition, offset in last.items():
-            if self._last.get(partition) == offset:
+            written = self._last.get(partition)
+            if written is not None and written.offset == offset:
                 del self._last[partition]
 
     async def over(self, partitions: Collection[Partition], patience: Patience) -> None:
@@ -235,8 +257,12 @@ class Unseen:
         """
         pause_s = _SEEN_S
         while last := {each: self._last[each] for each in partitions if each in self._last}:
-            left = await self._stable.left(last, max(0.0, min(pause_s, patience.left_s)))
-            causes = await self._ended.left_open(self._producer, left) if left else {}
+            offsets = {each: written.offset for each, written in last.items()}
+            left = await self._stable.left(offsets, max(0.0, min(pause_s, patience.left_s)))
+            # No end of ours ends what was written under an earlier producer id.
+            id = self._producer.id
+            epochs = {each: last[each].epoch for each in left if last[each].producer_id == id}
+            causes = await self._ended.left_open(self._producer, epochs) if epochs else {}
             for partition in last.keys() - causes.keys():
                 self._last.pop(partition, None)
             if causes and patience.left_s <= 0:

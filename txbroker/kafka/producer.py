@@ -124,6 +124,11 @@ class Producer:
         return self._producer_id
 
     @property
+    def epoch(self) -> int:
+        """The epoch of its open or next transaction, -1 before it has one."""
+        return self._epoch
+
+    @property
     def protocol(self) -> int:
         """The version of Kafka's transaction protocol that it speaks."""
         return self._protocol.number
