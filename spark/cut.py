@@ -53,8 +53,8 @@ class KafkaAccess:
         self.settings = settings
         reached = {
             "kafka.bootstrap.servers": ",".join(settings.bootstrap_servers),
-            # Behind the last record of a part comes an end of a transaction, which is nothing to
-            # read: the broker would wait half a second for more, in each task.
+            # The broker holds an answer back for so long where there is nothing to read, as where a
+            # part ends with the end of a transaction; 500 ms unless told. What is there it sends.
             "kafka.fetch.max.wait.ms": "20",
         }
         self.options = reached | dict(options or {})

@@ -47,9 +47,8 @@ _DEFAULTS = {
 }
 _LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """Where all executors are on this machine, neither its name nor its network matters."""
-_QUICK_TASKS = (
-    {} if sys.version_info >= (3, 12) else {"spark.python.daemon.module": daemon.__name__}
-)
+_QUICK_TASKS = {"spark.python.daemon.module": daemon.__name__}
+"""Only where the workers are this Python: others need nothing of ours, nor do those of clusters."""
 
 _PYTHON_LOGGERS = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
 """By these pyspark logs every error that it raises, as JSON with Java's whole stack."""
@@ -224,7 +223,8 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
 
 
 def _runs_our_python(master: str) -> bool:
-    return master.startswith("local") and "PYSPARK_PYTHON" not in os.environ
+    python = os.environ.get("PYSPARK_PYTHON", sys.executable)
+    return master.partition("[")[0] == "local" and python == sys.executable
 
 
 def log_conf(verbose: bool, folder: Path) -> str:

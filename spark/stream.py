@@ -46,9 +46,6 @@ _LOOK_S = 0.1
 _NO_BATCH = -2
 _END_S = 20.0
 """A batch that takes longer is broken off in the end."""
-_TICK_S = 1.0
-"""A tick comes as often, or as often as batches where those are asked for at shorter times: what
-is to be confirmed waits for the third one, see `stream_state`."""
 _DEAF_S = 60.0
 """A Kafka that does not answer is asked again for so long."""
 
@@ -68,6 +65,8 @@ class StreamSettings(Struct, frozen=True):
         names: the installation's topics.
         terms: what is judged by; `now_ms` counts for nothing.
         every_s: how often what is new is judged, seconds.
+        tick_s: ticks are not closer than this, seconds: what is suspected is told with the third
+            one, and by then the end of a Kafka transaction has reached all its partitions.
         summary_s: how often proxies are told how things stand, seconds.
         keep_s: for how long what is over is remembered, so that what should not come any more is
             recognised; at least the dedup window.
@@ -81,6 +80,7 @@ class StreamSettings(Struct, frozen=True):
     names: Names
     terms: Terms = Terms(0)
     every_s: float = 3.0
+    tick_s: float = 1.0
     summary_s: float = 10.0
     keep_s: float = 300.0
     records_max: int = 200_000
@@ -301,8 +301,7 @@ class AuditStream:
                     if sources.lenient:
                         return
                 self._publish()
-                pause_s = min(_TICK_S, self._settings.every_s)
-                self._stop.wait(max(pause_s - (time.monotonic() - began_s), 0))
+                self._stop.wait(max(self._settings.tick_s - (time.monotonic() - began_s), 0))
         finally:
             _end(query)
 

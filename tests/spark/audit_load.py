@@ -32,7 +32,7 @@ class Load:
         lives_s: for how long the proxy lives, from and to.
 
     Attributes:
-        finished: transactions so far.
+        finished: transactions so far, without calls that failed.
         kills: of the proxy, so far.
     """
 
@@ -99,9 +99,13 @@ class Load:
         loop = asyncio.get_running_loop()
         due = loop.time() + fate.uniform(0, self._pause_s)
         while not self._stopping.is_set():
-            # What is not known here is known to the check.
-            with contextlib.suppress(RequestError, LocalFailure):
-                await self._one(name, producer, fate)
+            try:
+                # What is not known here is known to the check.
+                with contextlib.suppress(LocalFailure):
+                    await self._one(name, producer, fate)
+            except RequestError:
+                await self._rest(self._pause_s)
+                continue
             self.finished += 1
             due = max(due + self._pause_s, loop.time() - BEHIND_S)
             await self._rest(due - loop.time())

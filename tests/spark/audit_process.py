@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from txbroker.spark.java import java_home
 from txbroker.spark.schema import RunSummary
 
 TIMEOUT_S = 240.0
+_END_S = 30.0
 QUICK = (
     "--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "--conf", "spark.sql.shuffle.partitions=2",
@@ -67,7 +68,7 @@ def environment(**more: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")} | more
 
 
-@contextmanager
+@contextlib.contextmanager
 def begun(
     planting: Planting, data_dir: Path, *options: str, **more: str
 ) -> Iterator[Callable[[], Ended]]:
@@ -83,18 +84,25 @@ def begun(
     ):  # fmt: skip
 
         def ended() -> Ended:
-            running.wait(TIMEOUT_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.wait(TIMEOUT_S)
             written = []
             for file in (out, err):
                 file.seek(0)
                 written.append(file.read())
+            code = running.poll()
+            assert code is not None, f"it has not ended within {TIMEOUT_S:g} s: {written[1]}"
             assert "Traceback" not in written[1], written[1]
-            return Ended(running.returncode, *written)
+            return Ended(code, *written)
 
         try:
             yield ended
         finally:
             running.terminate()
+            try:
+                running.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                running.kill()
 
 
 def audit(planting: Planting, data_dir: Path, *options: str, **more: str) -> Ended:

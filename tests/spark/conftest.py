@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SPARK_CONF = {
-    # The quick compiler only: measured, a short session needs half the processor time.
-    # And a heap that is large from the start is collected half as often.
+    # The quick compiler only: measured, a short session needs half the processor time. A heap that
+    # is large from the start: the tests of two files took 85 s instead of 90. And a database of a
+    # test would log into the current folder.
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xms1g -Xmn512m "
-    # A database of a test would log into the current folder.
     "-Dderby.stream.error.file=/dev/null",
     "spark.driver.memory": "1g",
     "spark.sql.shuffle.partitions": "2",
@@ -59,14 +59,18 @@ async def planted(kafka: EmbeddedKafka) -> AsyncIterator[Planted]:
 def commanded(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commanded]:
     """An audit of that by the command, which goes on while the tests do."""
     folder = tmp_path_factory.mktemp("commanded")
-    options = ("--master", "local[2]", "--report", str(folder / REPORT))
-    with begun(planted.planting, folder, *options) as ended:
+    options = (
+        *("--master", "local[2]", "--report", str(folder / REPORT)),
+        *("--conf", "spark.driver.memory=1g"),
+    )
+    with begun(planted.planting, folder, *options, TMPDIR=str(folder)) as ended:
         yield Commanded(ended, folder)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _begun_early(request: pytest.FixtureRequest) -> None:
-    """Begin what takes half a minute of one processor with the first test of this folder; the
-    test that waits for it is in its last file."""
-    if any("commanded" in getattr(item, "fixturenames", ()) for item in request.session.items):
+    """Begin what takes half a minute of one processor with the first test that needs Spark or
+    Kafka. The test that waits for it is in this folder's last file."""
+    wanted = any("commanded" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    if wanted and {"spark", "kafka"} & set(request.fixturenames):
         request.getfixturevalue("commanded")

@@ -52,6 +52,7 @@ class StreamWorld:
             self.names,
             terms,
             every_s=0.2,
+            tick_s=0.2,
             summary_s=0.0,
             keep_s=20.0,
             buckets=2,

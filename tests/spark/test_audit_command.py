@@ -10,16 +10,19 @@ import pyspark
 import pytest
 from audit_process import command, drift_of, environment, submitted
 from cli_world import until_gone
-from planted_cases import Planted
+from planted_cases import Planted, plant_all
+from planting import Planting
 
+from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.connector import ivy_conf
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_spark_submit_runs_the_same(planted: Planted, tmp_path: Path) -> None:
-    planting = planted.planting
+async def test_spark_submit_runs_the_same(kafka: EmbeddedKafka, tmp_path: Path) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        await plant_all(planting)
     nothing = submitted(planting, tmp_path)
     assert nothing.code == 1
     # Spark joins both outputs of what it starts.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SEED_VARIABLE = "TXBROKER_TEST_SEED"
 AUDITS = 20
 RATE = 500.0
-LIVES_S = (3.0, 20.0)
+LIVES_S = (0.5, 20.0)
 FULL = (0, 3, 9, 19)
 BETWEEN = 1000
 """Transactions from one audit to the next."""

@@ -38,7 +38,10 @@ async def test_drift_is_told_within_a_minute_of_its_deadline(
         world = StreamWorld(spark, kafka.bootstrap, planting.prefix, tmp_path, terms)
         usual = StreamSettings(world.settings.checkpoint, world.names)
         stream = await world.start(
-            every_s=usual.every_s, summary_s=usual.summary_s, keep_s=usual.keep_s
+            every_s=usual.every_s,
+            tick_s=usual.tick_s,
+            summary_s=usual.summary_s,
+            keep_s=usual.keep_s,
         )
         try:
             await judged(stream, 0)

@@ -122,6 +122,7 @@ def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
     assert summary.examples
 
 
+@pytest.mark.timeout(300)
 def test_the_command_tells_everybody_what_it_found(planted: Planted, commanded: Commanded) -> None:
     planting, ended, folder = planted.planting, commanded.ended(), commanded.folder
     assert ended.code == 4, ended.err
