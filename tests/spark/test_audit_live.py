@@ -29,7 +29,7 @@ SEED_VARIABLE = "TXBROKER_TEST_SEED"
 AUDITS = 20
 RATE = 500.0
 LIVES_S = (0.5, 20.0)
-FULL = (0, 3, 9, 19)
+FULL = (0, 4, 12)
 BETWEEN = 1000
 """Transactions from one audit to the next."""
 TERMS = Terms(0, late_after_ms=30_000)
