@@ -562,12 +562,14 @@ async def _same_leader(topics: Any) -> Any:
     [
         (TIMED_OUT, AppendUnknown),
         (FEW_REPLICAS_AFTER_APPEND, AppendUnknown),
+        (NOT_LEADER, AppendUnknown),
         (FEW_REPLICAS, AppendRefused),
     ],
 )
 async def test_what_a_broker_may_have_stored_is_never_called_refused(
     brokers: Brokers, shared: SharedWrites, first: int, then: type[Exception]
 ) -> None:
+    brokers.client.refresh = _same_leader  # type: ignore[method-assign]
     append = asyncio.create_task(log(brokers, shared, A).append([Record(b"k", b"v")]))
     (await sent_to(brokers, 0)).store(half=first)
     (await sent_to(brokers, 1)).store(half=TOO_LARGE)

@@ -43,6 +43,9 @@ _MISSING_S = 0.3
 _SETTLED_S = 0.02
 """Behind an end for so long its markers may be on their way. So long brokers wait, too, before they
 ask the coordinator again (`add.partitions.to.txn.retry.backoff.ms`)."""
+_STORED_PERHAPS = (Code.REQUEST_TIMED_OUT, Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
+"""Besides these, a leader that is deposed while it waits for its followers says that it leads no
+more, and its batch may be with the next one."""
 _REQUEST_BYTES_MAX = 32 << 20  # brokers take 100 MiB; less keeps one request from being long
 
 
@@ -238,7 +241,8 @@ class Producer:
                     if partition in unsure:
                         raise BatchUnknown(partition, f"{partition[0]}-{partition[1]}: {reason}")
                     raise BatchRefused(partition, code, message)
-                elif code in (Code.REQUEST_TIMED_OUT, Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND):
+                elif code in _STORED_PERHAPS or (self._id is None and code in LEADER_MOVED):
+                    # A turn that is refused is aborted, whatever a deposed leader has stored.
                     unsure.add(partition)
             if waiting and not await patience.pause():
                 names = ", ".join(f"{topic}-{number}" for topic, number in waiting)
