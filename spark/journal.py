@@ -156,8 +156,10 @@ class Journal:
                 f"the journal {self.path} is of version {version}, this txbroker knows "
                 f"{JOURNAL_VERSION}: use the newer txbroker, or begin a new journal"
             )
+        used = version or db.table_names()
+        # Asked last: another process may be making a journal of it between two questions.
         ours = db.execute("pragma application_id").fetchone()[0] == _APPLICATION_ID
-        if not ours and (version or db.table_names()):
+        if used and not ours:
             raise ConfigurationError(
                 f"{self.path} is a database of something else: name another one for the journal"
             )

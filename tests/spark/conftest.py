@@ -29,6 +29,8 @@ SPARK_CONF = {
     "spark.driver.memory": "1g",
     "spark.sql.shuffle.partitions": "2",
     "spark.default.parallelism": "2",
+    # Nobody reads the plans of tests, which Spark writes down whenever a stage has ended.
+    "spark.sql.maxPlanStringLength": "0",
 }
 if not os.environ.get("TXBROKER_TEST_LONG"):
     # Measured: a quarter of the processor time of small tests goes into Java made for each query.

@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import sqlite_utils
 from audit_summaries import drifted, summary
 
 from txbroker.errors import ConfigurationError
@@ -149,6 +151,22 @@ def test_several_processes_write_a_new_journal_at_once(tmp_path: Path) -> None:
     journal = Journal(path)
     assert [found.run for found in journal.runs()] == [f"run-{n:06}" for n in range(29, -1, -1)]
     assert rows(journal, "select count(*) from drift") == [(60,)]
+
+
+def test_a_file_that_becomes_a_journal_while_it_is_looked_at_is_one(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [drifted(1)]
+    look = sqlite_utils.Database.table_names
+
+    def looked_at(db: sqlite_utils.Database, *args: Any, **more: Any) -> list[str]:
+        while others:
+            Journal(journal.path).add(others.pop())
+        return look(db, *args, **more)
+
+    monkeypatch.setattr(sqlite_utils.Database, "table_names", looked_at)
+    journal.add(drifted(2))
+    assert [found.run for found in journal.runs()] == ["run-000002", "run-000001"]
 
 
 def test_a_journal_of_a_newer_version_is_left_alone(journal: Journal) -> None:
