@@ -28,8 +28,6 @@ QUICK = (
 )  # fmt: skip
 OLD = ("--late-after-s", "3600", "--lost-after-s", "7200")
 """Nothing that a test plants is late."""
-
-
 REPORT = "report.html"
 
 

@@ -1,4 +1,4 @@
-"""Audits while a proxy works, is killed and starts again: nothing is ever found. Minutes."""
+"""Audits while a proxy works, is killed and starts again: nothing is ever found. Half an hour."""
 
 from __future__ import annotations
 
