@@ -92,6 +92,18 @@ bench-protocols: $(VENV)/.dev ## Compare both versions of Kafka's transaction pr
 bench-recovery: $(VENV)/.dev ## Measure restarts, and what a million undecided transactions cost
 	@$(BIN)/python benchmarks/recovery.py
 
+.PHONY: bench-checks
+bench-checks: $(VENV)/.dev ## Measure 100,000 check-backs that are all due, over sessions and over HTTP
+	@$(BIN)/python benchmarks/checks.py
+
+.PHONY: bench-crowd
+bench-crowd: $(VENV)/.dev ## Measure what 1,000 connected producers cost that do nothing
+	@$(BIN)/python benchmarks/crowd.py
+
+.PHONY: bench-endurance
+bench-endurance: $(VENV)/.dev ## Measure whether ten million transactions slow down or grow (an hour)
+	@$(BIN)/python benchmarks/endurance.py
+
 COUNT ?= 2000000
 .PHONY: bench-audit
 bench-audit: $(VENV)/.dev ## Measure an audit of COUNT transactions (2000000) against merely counting them

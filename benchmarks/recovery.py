@@ -9,204 +9,19 @@ them reads along, promotes and writes its snapshots. `python benchmarks/recovery
 """
 
 import argparse
-import asyncio
 import json
-import os
-import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import uvloop
+from rig.filler import Filler
+from rig.proxy import PARTITIONS, Proxy, make_target, proxy_on
 
-from txbroker.config import load_settings
-from txbroker.core.codec import encode_half, encode_marker
-from txbroker.core.ids import make_id
-from txbroker.core.records import (
-    RECORD_VERSION,
-    CheckPolicy,
-    Half,
-    Marker,
-    MarkerKind,
-    Message,
-    Record,
-    Source,
-)
 from txbroker.embedded import EmbeddedKafka
-from txbroker.kafka.wiring import door_from
-
-PARTITIONS = 4
-BATCH = 500
-GROUPS = 8
-TARGET = "bench-target"
-NEVER = CheckPolicy(after_s=86_400.0)
-DEADLINE_S = 3600.0
-BEHIND_MAX = 50_000
-"""Transactions that the proxy may still have to read while others are written."""
-
-
-class Proxy:
-    """One `txbroker proxy` in a process of its own, that can be killed and started again."""
-
-    def __init__(self, kafka: str, prefix: str, folder: Path, dedup_window_s: float) -> None:
-        self._options = {
-            "dedup_window_s": str(dedup_window_s),
-            "kafka": kafka,
-            "topic_prefix": prefix,
-            "listen": "127.0.0.1:0",
-            "instance": "bench",
-            "data_dir": str(folder / prefix),
-            "partitions": str(PARTITIONS),
-            "create_target_topics": "true",
-            "log_level": "warning",
-        }
-        self._process: subprocess.Popen[str] | None = None
-        self.url = ""
-
-    def start(self) -> float:
-        """Start it; return how long it took until it said that it is ready, seconds."""
-        began = time.monotonic()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
-        environment |= {f"TXBROKER_{k.upper()}": v for k, v in self._options.items()}
-        self._process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("txbroker")), "proxy"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.startswith("ready "):
-            raise SystemExit("the proxy did not start")
-        self.url = line.split()[1]
-        return time.monotonic() - began
-
-    def end(self, how: signal.Signals) -> None:
-        """End it."""
-        if self._process is not None:
-            self._process.send_signal(how)
-            self._process.wait()
-            self._process = None
-
-    def resident_bytes(self) -> int:
-        """Return the memory that it has now, bytes."""
-        assert self._process is not None
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-        return int(line.split()[1]) * 1024
-
-    def metric(self, name: str) -> float:
-        """Return the sum of a metric over its labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith(f"txbroker_{name}"))
-
-    def behind(self, pending: int) -> float:
-        """Return how far from so many pending ones it is: what it has still to read."""
-        return abs(self.metric("pending{") - pending)
-
-    def list_all(self) -> dict[str, float]:
-        """Page through everything that is pending; return how many pages, and seconds a page."""
-        found: set[str] = set()
-        url, took_s = f"{self.url}/v1/transactions?state=pending&limit=1000", []
-        cursor: str | None = None
-        while cursor or not took_s:
-            began = time.monotonic()
-            with urllib.request.urlopen(
-                url + (f"&cursor={quote(cursor)}" if cursor else "")
-            ) as answer:
-                page = json.load(answer)
-            took_s.append(time.monotonic() - began)
-            found.update(each["id"] for each in page["transactions"])
-            cursor = page["next_cursor"]
-        took_s.sort()
-        return {
-            "listed": len(found),
-            "page_p50_s": took_s[len(took_s) // 2],
-            "page_max_s": took_s[-1],
-            "list_s": sum(took_s),
-        }
-
-    def wait_for(self, name: str, wanted: float) -> None:
-        """Wait until a metric is there."""
-        end = time.monotonic() + DEADLINE_S
-        while self.metric(name) != wanted:
-            if time.monotonic() > end:
-                raise SystemExit(f"{name} does not get to {wanted:g}")
-            time.sleep(0.5)
-
-
-class Filler:
-    """Writes half messages and markers as an owner would, as fast as Kafka takes them."""
-
-    def __init__(self, kafka: str, prefix: str, size: int) -> None:
-        self._settings = load_settings(
-            {"kafka": kafka, "topic_prefix": prefix, "instance": "filler"}, environ={}
-        )
-        self._body = secrets.token_bytes(size)
-        self._logs: dict[int, Any] = {}
-
-    async def fill(self, proxy: Proxy, count: int, finish: str, rate: float, label: str) -> None:
-        """Write so many transactions; `finish` is empty, or the marker that they get.
-
-        Clients would be held back by the proxy's bounds; here nobody is far ahead of it either.
-        """
-        door = door_from(self._settings)
-        await door.start()
-        self._logs = {partition: door.partition(partition) for partition in range(PARTITIONS)}
-        try:
-            began = time.monotonic()
-            done = 0
-            shown = 0.0
-            while done < count:
-                some = [min(BATCH, (count - done + p) // PARTITIONS) for p in range(PARTITIONS)]
-                await asyncio.gather(*[self._batch(p, n, finish) for p, n in enumerate(some) if n])
-                done += sum(some)
-                if time.monotonic() - shown > 1:
-                    while proxy.behind(0 if finish else done) > BEHIND_MAX:
-                        await asyncio.sleep(0.1)
-                    shown = time.monotonic()
-                    print(f"\r{label}: {done:,} of {count:,}", end="", file=sys.stderr, flush=True)
-                await asyncio.sleep(max(0.0, began + done / rate - time.monotonic()))
-            print(f"\r{label}: {done:,} in {time.monotonic() - began:.0f} s", file=sys.stderr)
-        finally:
-            await door.close()
-
-    async def _batch(self, partition: int, count: int, finish: str) -> None:
-        logs = self._logs[partition]
-        now_ms = round(time.time() * 1000)
-        halves: list[Record] = []
-        markers: list[Record] = []
-        for number in range(count):
-            id = make_id(partition, now_ms, secrets.randbits(64))
-            message = Message(TARGET, id.encode(), self._body, (), number % 4)
-            group = f"bench-{number % GROUPS}"
-            halves += encode_half(Half(id, group, (message,), policy=NEVER))
-            if finish:
-                kind, source = MarkerKind(finish), Source.PRODUCER
-                markers += [encode_marker(Marker(RECORD_VERSION, kind, id, -1, source, group))]
-        await logs.half.append(halves)
-        if markers:
-            await logs.op.append(markers)
-
-
-@contextmanager
-def proxy_on(kafka: str, prefix: str, folder: Path, dedup_window_s: float) -> Iterator[Proxy]:
-    """Run a proxy of an installation of its own."""
-    made = Proxy(kafka, prefix, folder, dedup_window_s)
-    try:
-        made.start()
-        yield made
-    finally:
-        made.end(signal.SIGKILL)
 
 
 def restart(proxy: Proxy, pending: int) -> dict[str, float]:
@@ -228,20 +43,11 @@ def restart(proxy: Proxy, pending: int) -> dict[str, float]:
     return figures
 
 
-def make_target(kafka: str) -> None:
-    """Create the topic that everything goes to."""
-    from confluent_kafka.admin import AdminClient
-    from confluent_kafka.cimpl import NewTopic
-
-    admin = AdminClient({"bootstrap.servers": kafka, "log_level": 0})
-    admin.create_topics([NewTopic(TARGET, 4, 1)])[TARGET].result(15)
-
-
 def measure(
     kafka: str, folder: Path, name: str, pending: int, settled: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Fill an installation, restart its proxy, and return the figures."""
-    with proxy_on(kafka, name, folder, arguments.dedup_window_s) as proxy:
+    with proxy_on(kafka, name, folder, dedup_window_s=arguments.dedup_window_s) as proxy:
         small = Filler(kafka, name, arguments.settled_size)
         committed = round(settled * arguments.committed_share)
         if settled:

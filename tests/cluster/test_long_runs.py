@@ -49,3 +49,30 @@ async def test_restarts_are_measured() -> None:
     assert (settled["pending"], settled["settled"]) == (100, 5000)
     for figures in (pending, settled):
         assert 0 < figures["recovery_s"] < figures["restart_s"] < 60
+
+
+@pytest.mark.timeout(600)
+async def test_check_backs_are_measured() -> None:
+    printed = await output("checks.py", "--count", "2000", "--rate", "2000", "--json")
+    found = [json.loads(line) for line in printed.splitlines()]
+    assert [(each["way"], each["checks"]) for each in found] == [("sessions", 2000), ("http", 2000)]
+    assert all(0 < each["seconds"] < 300 and each["proxy_cpu_s_per_1000"] > 0 for each in found)
+
+
+@pytest.mark.timeout(600)
+async def test_what_a_crowd_costs_is_measured() -> None:
+    sizes = ["--producers", "50", "--groups", "5", "--rounds", "1"]
+    printed = await output("crowd.py", *sizes, "--warmup-s", "1", "--duration-s", "2")
+    alone, beside, ratio = printed.splitlines()
+    assert alone.startswith("alone ")
+    assert beside.startswith("beside ")
+    assert ratio.startswith("50 producers of 5 groups beside: ")
+
+
+@pytest.mark.timeout(600)
+async def test_endurance_is_measured() -> None:
+    printed = await output("endurance.py", "--transactions", "3000", "--warmup-s", "1", "--json")
+    found = json.loads(printed)
+    assert found["bench"]["transactions"] >= 3000
+    assert found["looks"][-1]["done"] >= 3000
+    assert min(found["looks"][-1]["disk_mib"], found["looks"][-1]["proxy_mib"]) > 0

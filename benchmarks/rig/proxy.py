@@ -1,0 +1,155 @@
+"""A proxy in a process of its own, that can be killed and started again, and looked at."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+PARTITIONS = 4
+TARGET = "bench-target"
+DEADLINE_S = 3600.0
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Proxy:
+    """One `txbroker proxy` in a process of its own, that can be killed and started again."""
+
+    def __init__(self, kafka: str, prefix: str, folder: Path, settings: dict[str, Any]) -> None:
+        self._options = {
+            "kafka": kafka,
+            "topic_prefix": prefix,
+            "listen": "127.0.0.1:0",
+            "instance": "bench",
+            "data_dir": str(folder / prefix),
+            "partitions": str(PARTITIONS),
+            "create_target_topics": "true",
+            "log_level": "warning",
+            **{name: str(value) for name, value in settings.items()},
+        }
+        self._process: subprocess.Popen[str] | None = None
+        self.url = ""
+
+    def start(self) -> float:
+        """Start it; return how long it took until it said that it is ready, seconds."""
+        began = time.monotonic()
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
+        environment |= {f"TXBROKER_{k.upper()}": v for k, v in self._options.items()}
+        self._process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("txbroker")), "proxy"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.startswith("ready "):
+            raise SystemExit("the proxy did not start")
+        self.url = line.split()[1]
+        return time.monotonic() - began
+
+    def end(self, how: signal.Signals) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait()
+            self._process = None
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def resident_bytes(self) -> int:
+        """Return the memory that it has now, bytes."""
+        assert self._process is not None
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+        return int(line.split()[1]) * 1024
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        return sum(value for _, value in self._samples(name))
+
+    def metric_by(self, name: str, label: str) -> Counter[str]:
+        """Return the sums of a metric by one of its labels."""
+        found: Counter[str] = Counter()
+        for line, value in self._samples(name):
+            found[line.partition(f'{label}="')[2].partition('"')[0]] += round(value)
+        return found
+
+    def _samples(self, name: str) -> list[tuple[str, float]]:
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if line.startswith(f"txbroker_{name}"))
+        return [(line, float(value)) for line, value in samples]
+
+    def behind(self, pending: int) -> float:
+        """Return how far from so many pending ones it is: what it has still to read."""
+        return abs(self.metric("pending{") - pending)
+
+    def list_all(self) -> dict[str, float]:
+        """Page through everything that is pending; return how many pages, and seconds a page."""
+        found: set[str] = set()
+        url, took_s = f"{self.url}/v1/transactions?state=pending&limit=1000", []
+        cursor: str | None = None
+        while cursor or not took_s:
+            began = time.monotonic()
+            with urllib.request.urlopen(
+                url + (f"&cursor={quote(cursor)}" if cursor else "")
+            ) as answer:
+                page = json.load(answer)
+            took_s.append(time.monotonic() - began)
+            found.update(each["id"] for each in page["transactions"])
+            cursor = page["next_cursor"]
+        took_s.sort()
+        return {
+            "listed": len(found),
+            "page_p50_s": took_s[len(took_s) // 2],
+            "page_max_s": took_s[-1],
+            "list_s": sum(took_s),
+        }
+
+    def wait_for(self, name: str, wanted: float) -> None:
+        """Wait until a metric is there."""
+        end = time.monotonic() + DEADLINE_S
+        while self.metric(name) != wanted:
+            if time.monotonic() > end:
+                raise SystemExit(f"{name} does not get to {wanted:g}")
+            time.sleep(0.5)
+
+
+@contextmanager
+def proxy_on(kafka: str, prefix: str, folder: Path, **settings: Any) -> Iterator[Proxy]:
+    """Run a proxy of an installation of its own, with these settings."""
+    made = Proxy(kafka, prefix, folder, settings)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.end(signal.SIGKILL)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has taken, seconds."""
+    # Behind the name, which may hold spaces: times of user and system are fields 14 and 15.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def make_target(kafka: str, **configs: str) -> None:
+    """Create the topic that everything goes to."""
+    from confluent_kafka.admin import AdminClient
+    from confluent_kafka.cimpl import NewTopic
+
+    admin = AdminClient({"bootstrap.servers": kafka, "log_level": 0})
+    admin.create_topics([NewTopic(TARGET, 4, 1, config=configs)])[TARGET].result(15)
