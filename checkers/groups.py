@@ -12,6 +12,7 @@ import structlog
 from msgspec import Struct, structs
 
 from txbroker.core.records import CheckPolicy
+from txbroker.core.signing import secret_key
 from txbroker.door import GroupStore
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -232,12 +233,13 @@ def decode_policy(stored: bytes) -> GroupPolicy:
 
 
 async def read_secret(ref: str) -> bytes:
-    """Return the secret at `ref`, read anew, so that a changed secret is used at once.
+    """Return the key that the secret at `ref` stands for, read anew, so that a changed secret is
+    used at once.
 
-    A file's trailing line break is not part of the secret.
+    A file's trailing line break is not part of the secret. What begins with `whsec_` is base64.
 
     Raises:
-        SecretUnavailable: it is not there, empty, unreadable or too large.
+        SecretUnavailable: it is not there, empty, unreadable, too large or no base64.
     """
     kind, _, place = ref.partition(":")
     if kind == "env":
@@ -248,7 +250,10 @@ async def read_secret(ref: str) -> bytes:
         where = f"the file {place}"
     if not secret:
         raise SecretUnavailable(f"{where} is not set or empty; it holds the group's secret")
-    return secret
+    try:
+        return secret_key(secret)
+    except ValueError as error:
+        raise SecretUnavailable(f"{where} does not hold a secret: {error}") from None
 
 
 def _read_file(path: str) -> bytes:

@@ -46,7 +46,9 @@ class DecideRequest(Struct, frozen=True):
         group: the deciding group, "" where the caller names none.
         messages: final content for the prepared ones, topics and count unchanged.
         by: who exactly, for the marker.
-        wait: answer only when `read_committed` consumers can see the messages.
+        wait: answer only when `read_committed` consumers can see the messages, or it is known that
+            a target refuses them.
+        wait_s: so long at most; 0: for as long as it takes.
     """
 
     id: str
@@ -57,6 +59,7 @@ class DecideRequest(Struct, frozen=True):
     source: Source = Source.PRODUCER
     by: str = ""
     wait: bool = False
+    wait_s: float = 0.0
 
 
 class Standing(Struct, frozen=True):

@@ -189,6 +189,8 @@ async def test_a_secret_is_read_when_it_is_used(
     assert await read_secret(f"file:{path}") == b"one"
     path.write_bytes(b"two")
     assert await read_secret(f"file:{path}") == b"two"
+    path.write_bytes(b"whsec_dHdv\n")
+    assert await read_secret(f"file:{path}") == b"two"
 
 
 async def test_a_secret_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,3 +205,7 @@ async def test_a_secret_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "large").write_bytes(b"x" * (SECRET_BYTES_MAX + 1))
     with pytest.raises(SecretUnavailable, match="too large for a secret"):
         await read_secret(f"file:{tmp_path / 'large'}")
+    for name, content in (("cut", b"whsec_dHd"), ("nothing", b"whsec_")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SecretUnavailable, match=f"{name} does not hold a secret: "):
+            await read_secret(f"file:{tmp_path / name}")

@@ -243,6 +243,19 @@ async def test_final_content_stands_once_committed(service: Service, client: Cli
     assert await service.values(topic) == [b"final"]
 
 
+async def test_the_same_content_as_prepared_means_the_same(
+    service: Service, client: Client
+) -> None:
+    topic = await service.topic()
+    prepared = Message(topic, b"k", b"prepared", HEADERS)
+    id = await client.prepare(prepared)
+    await client.commit(id)
+    assert await client.commit(id, [prepared]) == "promoted"
+    with pytest.raises(AlreadyDecided):
+        await client.commit(id, [Message(topic, b"k", b"prepared")])
+    assert await service.values(topic) == [b"prepared"]
+
+
 async def test_final_content_keeps_topics_and_count(service: Service) -> None:
     topic, other = await service.topic(), await service.topic()
     id = await service.prepare(Message(topic, b"k", b"draft"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 import pytest
 from service_world import Json, Service, unique, until
@@ -65,6 +66,32 @@ async def test_a_check_can_bring_final_content(service: Service) -> None:
     await service.reaches(id, "promoted")
     (record,) = await service.visible(topic)
     assert (record.value, record.headers[1:]) == (b"final", (("a", b"b"),))
+
+
+async def test_final_content_that_no_target_takes_decides_nothing(service: Service) -> None:
+    topic = await service.topic(max_message_bytes="2000")
+    draft = {"topic": topic, "key": "k"}
+    ahead_ms = round(time.time() * 1000) + 7_200_000
+    group = await service.group(
+        {"decision": "commit", "messages": [{**draft, "value": "x" * 3000}]},
+        {"decision": "commit", "messages": [{**draft, "value": "v", "timestamp_ms": ahead_ms}]},
+        {"decision": "commit", "messages": [{**draft, "value": "final"}]},
+    )
+    id = await service.prepare(Message(topic, b"k", b"draft"), group=group)
+    shown = await service.reaches(id, "promoted")
+    assert shown["attempts"] == 3
+    large, late, _ = [check["outcome"] for check in shown["checks"]]
+    assert large.startswith("commit, but the message takes up to ")
+    assert late.startswith("commit, but timestamp_ms is ")
+    assert await service.values(topic) == [b"final"]
+
+
+async def test_final_content_for_other_topics_decides_nothing(service: Service) -> None:
+    other = [{"topic": await service.topic(), "value": "v"}]
+    group = await service.group({"decision": "commit", "messages": other}, ROLLBACK)
+    id = await pending(service, group)
+    shown = await service.reaches(id, "rolled_back")
+    assert shown["checks"][0]["outcome"] == "commit with messages for other topics"
 
 
 async def test_unknown_is_asked_again(service: Service) -> None:

@@ -19,7 +19,7 @@ from service_world import Desk
 from topic_reader import read_topics
 from world import World, until
 
-from txbroker.sdk import Message, TransactionalProducer
+from txbroker.sdk import Message, TransactionalProducer, verify_webhook
 
 Json = dict[str, Any]
 
@@ -104,17 +104,25 @@ def signature(secret: bytes, request: web.Request, body: bytes) -> str:
     return "v1," + base64.b64encode(digest).decode()
 
 
+@pytest.mark.parametrize(
+    ("told", "key"),
+    [
+        ("a shared secret", b"a shared secret"),
+        ("whsec_c2hhcmVkIGluIGJhc2U2NA==", b"shared in base64"),
+    ],
+)
 async def test_a_service_with_nothing_but_http_is_asked_with_a_signature(
-    shared: World, tmp_path: Path
+    shared: World, tmp_path: Path, told: str, key: bytes
 ) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("a shared secret\n")
+    secret.write_text(f"{told}\n")
     asked: list[Json] = []
     signed: list[bool] = []
 
     def answer(request: web.Request, body: bytes) -> Json:
         question = json.loads(body)
-        right = signature(b"a shared secret", request, body)
+        right = signature(key, request, body)
+        verify_webhook(told, request.headers, body)
         asked.append(question)
         signed.append(hmac.compare_digest(right, request.headers["webhook-signature"]))
         # First a deliberate "not yet", then the truth with the final content.

@@ -158,3 +158,17 @@ async def test_no_broker_there_is_said_at_once(world: KafkaWorld) -> None:
     async with asyncio.timeout(BOUND_S):
         with pytest.raises(KafkaUnavailable, match=r"127\.0\.0\.1:1"):
             await door.start()
+
+
+async def test_groups_are_followed_on_behind_a_surprise(world: KafkaWorld) -> None:
+    door = await world.door()
+    heard: list[str] = []
+
+    def changed(group: str, _value: bytes | None) -> None:
+        heard.append(group)
+        if heard == ["orders"]:
+            raise ValueError("a surprise")
+
+    await door.groups.load(changed)
+    await door.groups.put("orders", b"{}")
+    assert heard == ["orders", "orders"]

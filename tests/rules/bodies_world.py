@@ -37,6 +37,7 @@ from txbroker.proxy.applier import Applier
 from txbroker.proxy.bodies import Bodies
 from txbroker.proxy.checkback import CheckBack
 from txbroker.proxy.promoter import Promoter
+from txbroker.proxy.targets import examine_final
 from txbroker.proxy.turn_pace import TurnPace
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
@@ -227,9 +228,13 @@ class Small:
             self._decide,
             self.bodies,
             lambda: self.version,
+            self._examine,
         )
         loops = (self.half.run, self.op.run, self.promoter.run)
         self.tasks = [asyncio.create_task(self._guard(loop)) for loop in loops]
+
+    async def _examine(self, messages: Sequence[Message]) -> None:
+        await examine_final(self.whole.targets, messages, self.clock.now_ms())
 
     async def close(self) -> None:
         """Stop."""

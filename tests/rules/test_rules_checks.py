@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -24,7 +25,7 @@ from rules_world import (
 from txbroker.checkers.base import Answered, Channel, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.codec import decode_kept
-from txbroker.core.outcome import Effect
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     CheckPolicy,
     CheckReason,
@@ -32,7 +33,7 @@ from txbroker.core.records import (
     MarkerKind,
     State,
 )
-from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
+from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S, Transaction
 from txbroker.door import Turn, TurnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.owner import Owner
@@ -227,6 +228,24 @@ async def test_it_is_parked_after_the_last_attempt_and_its_timeout(world: World)
     assert world.markers()[-1].round == 1
     await until(lambda: world.parked() == [(f"{id}/0".encode(), True)])
     await until(lambda: runner.queued == 0)
+    await runner.close()
+
+
+async def test_a_surprise_in_parking_stops_the_partition(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, _, runner = await asking(world, silent)
+    write = owner.checks.write
+
+    async def surprised(transaction: Transaction, kind: MarkerKind, **fields: Any) -> Outcome:
+        if kind is MarkerKind.PARK:
+            raise ValueError("a surprise")
+        return await write(transaction, kind, **fields)
+
+    monkeypatch.setattr(owner.checks, "write", surprised)
+    await world.prepared(owner, policy=QUICK)
+    await until(lambda: bool(world.stops))
+    assert str(world.stops[0]) == "a surprise"
     await runner.close()
 
 

@@ -14,6 +14,7 @@ from txbroker.config import Settings
 from txbroker.contract import DecideRequest
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import OwnerUnavailable
+from txbroker.proxy.http import transactions
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.testing.memory import Outcome
 
@@ -58,6 +59,20 @@ async def test_a_target_without_a_leader_defers_its_key_and_nothing_else(service
     for id in waiting:
         await service.reaches(id, "promoted")
     assert await service.values(topic, 0) == [b"0", b"1", b"2"]
+
+
+async def test_a_call_waits_only_so_long_for_a_target_without_a_leader(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transactions, "WAIT_MAX_S", 0.2)
+    topic, kafka = await service.topic(), memory(service).kafka
+    kafka.set_leaderless(topic, 0)
+    id = await service.prepare(Message(topic, b"k", b"v"))
+    for _ in range(2):
+        assert (await service.tell(id, "commit", wait="promoted"))["state"] == "committed"
+    kafka.set_leaderless(topic)
+    monkeypatch.setattr(transactions, "WAIT_MAX_S", 30.0)
+    assert (await service.tell(id, "commit", wait="promoted"))["state"] == "promoted"
 
 
 async def test_deferred_ones_survive_a_restart(service: Service) -> None:

@@ -321,7 +321,7 @@ class Ledger(Holdings):
         if marker.group and marker.group != transaction.half.group:
             return Outcome(Effect.ILLEGAL, transaction, f"group {marker.group!r} does not own it")
         if transaction.decision is not None:
-            same = transaction.decision is decision and _same_contents(transaction, entry.contents)
+            same = transaction.decision is decision and same_contents(transaction, entry.contents)
             if same and transaction.op_offset < 0:
                 self._marker_at(transaction, entry.offset)
             return Outcome(Effect.REPEATED if same else Effect.CONFLICT, transaction)
@@ -481,7 +481,7 @@ def _follows(parts: Sequence[HalfPart], part: HalfPart) -> bool:
     return (first.id, first.group, first.count) == (part.id, part.group, part.count)
 
 
-def _same_contents(transaction: Transaction, contents: Sequence[Message] | None) -> bool:
+def same_contents(transaction: Transaction, contents: Sequence[Message] | None) -> bool:
     """Say whether a repeated commit means the messages that stand."""
     if contents is None:
         return True

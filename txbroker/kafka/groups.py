@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 
+import structlog
+
 from txbroker.core.records import Record
+from txbroker.core.telling import telling, where_raised
 from txbroker.door import Appended, AppendUnknown, GroupStore, LogTruncated
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client
 from txbroker.kafka.log import KafkaLog
 from txbroker.kafka.reader import Reader
 from txbroker.own_topics import LAYOUT_KEY
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S = 0.5
 
@@ -93,6 +99,15 @@ class KafkaGroupStore(GroupStore):
                 # The cleaner moved the begin. Everything is read again: the newest value wins.
                 await self._restart()
             except KafkaUnavailable:
+                await asyncio.sleep(_PAUSE_S)
+            except Exception as error:
+                # Whatever it is, groups that change must be heard of once it has passed.
+                log.error(
+                    "groups not read",
+                    topic=self._topic,
+                    error=telling(error),
+                    where=where_raised(error),
+                )
                 await asyncio.sleep(_PAUSE_S)
 
     async def _restart(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from msgspec import Struct
@@ -10,7 +11,7 @@ from msgspec import Struct
 from txbroker.contract import DecideRequest, Standing
 from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.ids import parse_id
-from txbroker.core.ledger import Ledger
+from txbroker.core.ledger import Ledger, same_contents
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Half, Marker, MarkerKind, Message, Record, Source, State
 from txbroker.core.states import SETTLED
@@ -346,7 +347,9 @@ class Answers:
                 raise OwnerUnavailable(f"the marker had no effect: {outcome.why}", id=request.id)
             self._may_decide(transaction, request)
         if request.wait and transaction.state is State.COMMITTED:
-            await self.visible.wait(transaction.id)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(request.wait_s or None):
+                    await self.visible.wait(transaction.id)
         return standing(transaction)
 
     def _may_decide(self, transaction: Transaction, request: DecideRequest) -> None:
@@ -357,10 +360,9 @@ class Answers:
             )
         if transaction.decision is None:
             return
-        mark = b"" if request.messages is None else fingerprint(request.messages)
         if transaction.decision is not request.decision:
             why = f"the transaction was decided before: {transaction.decision}"
-        elif mark not in (b"", transaction.contents_fingerprint):
+        elif not same_contents(transaction, request.messages):
             why = "the transaction was committed before, with other messages"
         else:
             return

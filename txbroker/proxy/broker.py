@@ -51,7 +51,7 @@ from txbroker.proxy.logging import get_logger
 from txbroker.proxy.overview import Surroundings, local_overview
 from txbroker.proxy.owner import Owner, OwnerEvents, standing
 from txbroker.proxy.ownership import Ownership
-from txbroker.proxy.targets import check_timestamps, examine_all, place, verdict
+from txbroker.proxy.targets import examine_all, examine_final, place
 from txbroker.proxy.tracing import deciding
 from txbroker.proxy.views import view
 
@@ -358,17 +358,12 @@ class Broker:
         if transaction.decision is not None:
             return placed
         try:
-            topics = dict.fromkeys(message.topic for message in placed)
-            facts = await examine_all(self._door.targets, topics, create=False)
+            await examine_final(self._door.targets, placed, owner.now_ms(), self._beside)
         except KafkaUnavailable as error:
             raise OwnerUnavailable(str(error), id=transaction.id) from None
-        check_timestamps(placed, owner.now_ms())
-        for message in placed:
-            cause = verdict(message, facts[message.topic], self._beside)
-            # Only what the caller can change is refused here. What is wrong with the target
-            # itself can pass, so the commit stands and the transaction is refused or deferred.
-            if cause is not None and cause.code == "too_large":
-                raise TooLarge(cause.message, id=transaction.id)
+        except TooLarge as error:
+            error.details.setdefault("id", transaction.id)
+            raise
         return placed
 
     async def check(self, id: str, *, by: str = "", reason: str = "") -> Standing:

@@ -8,12 +8,12 @@ acceptance and the question.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 from txbroker import tracing
-from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached
+from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached, shortened
 from txbroker.contract import DecideRequest, Standing
 from txbroker.core.codec import encode_marker
 from txbroker.core.ledger import Ledger, fits
@@ -30,7 +30,14 @@ from txbroker.core.records import (
 from txbroker.core.schedule import Schedule, due_ms
 from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import ASK_SPACING_MS, Transaction
-from txbroker.errors import NotPending, RequestError
+from txbroker.errors import (
+    BadTarget,
+    KafkaUnavailable,
+    NotPending,
+    OwnerUnavailable,
+    RequestError,
+    TooLarge,
+)
 from txbroker.failpoints import hit
 from txbroker.proxy.appender import Appender
 from txbroker.proxy.bodies import Bodies
@@ -127,6 +134,8 @@ class CheckBack:
         decide: takes the decision that a check brought.
         bodies: has the messages of a question in memory.
         record_version: the version of the records to write.
+        examine: raises TooLarge or BadTarget for final messages that their targets would never
+            take, KafkaUnavailable where Kafka does not say.
     """
 
     def __init__(
@@ -139,6 +148,7 @@ class CheckBack:
         decide: Callable[[DecideRequest], Awaitable[Standing]],
         bodies: Bodies,
         record_version: Callable[[], int],
+        examine: Callable[[Sequence[Message]], Awaitable[None]],
     ) -> None:
         self._ledger = ledger
         self._op = op
@@ -148,12 +158,14 @@ class CheckBack:
         self._decide = decide
         self._bodies = bodies
         self._record_version = record_version
+        self._examine = examine
         self._schedule = Schedule()
         self._crowd = _Crowd()
         self._changed = asyncio.Event()
         # The checks that somebody has asked for, until they are made.
         self._asked: dict[str, _Asked] = {}
         self._parking: set[asyncio.Task[None]] = set()
+        self._surprise: BaseException | None = None
 
     # --- the schedule ----------------------------------------------------------------------
 
@@ -181,8 +193,14 @@ class CheckBack:
             self._changed.set()
 
     async def run(self) -> None:
-        """Hand out checks and park, each at its time, until cancelled."""
+        """Hand out checks and park, each at its time, until cancelled.
+
+        Raises:
+            Exception: parking came to what nobody expects; the partition cannot go on.
+        """
         while True:
+            if self._surprise is not None:
+                raise self._surprise
             self._changed.clear()
             times_ms = [self._schedule.next_ms(), self._crowd.next_ms()]
             next_ms = min([at_ms for at_ms in times_ms if at_ms is not None], default=None)
@@ -210,7 +228,7 @@ class CheckBack:
         if transaction.park_ms() is not None:
             task = asyncio.create_task(self._park(transaction))
             self._parking.add(task)
-            task.add_done_callback(self._parking.discard)
+            task.add_done_callback(self._parked)
             return
         group = transaction.half.group
         if group in self._crowd:
@@ -242,6 +260,12 @@ class CheckBack:
                 again_ms += AGAIN_MS
                 break
         self._crowd.look(group, again_ms)
+
+    def _parked(self, task: asyncio.Task[None]) -> None:
+        self._parking.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._surprise = task.exception()
+            self._changed.set()
 
     async def _park(self, transaction: Transaction) -> None:
         try:
@@ -389,6 +413,12 @@ class CheckBack:
             # An answer in flight behind a decision or a new round is ignored; after parking the
             # transaction is decided by hand.
             return
+        if isinstance(result, Answered) and result.decision is not Decision.UNKNOWN:
+            objection = await self._objection(transaction, result)
+            transaction.note_outcome(objection or result.detail)
+            if not objection:
+                await self._decided(transaction, call, endpoint, result)
+            return
         transaction.note_outcome(result.detail)
         if isinstance(result, Unreached):
             await self.write(
@@ -399,8 +429,6 @@ class CheckBack:
                 by=endpoint,
                 previous=result.detail,
             )
-        elif isinstance(result, Answered) and result.decision is not Decision.UNKNOWN:
-            await self._decided(transaction, call, endpoint, result)
         elif isinstance(result, Answered) and result.ask_again_s is not None:
             await self.write(
                 transaction,
@@ -412,13 +440,30 @@ class CheckBack:
                 later_s=result.ask_again_s,
             )
 
+    async def _objection(self, transaction: Transaction, answer: Answered) -> str:
+        """Return why an answer counts as little as an unknown one, "" where it decides.
+
+        Once committed final messages stand, and those that no target ever takes would be refused
+        for good.
+        """
+        messages = answer.messages
+        if messages is None:
+            return ""
+        if not _replaces(transaction, messages):
+            return f"{answer.decision} with messages for other topics"
+        if answer.decision is Decision.COMMIT:
+            try:
+                await self._examine(placed_like(transaction.half.messages, messages))
+            except (TooLarge, BadTarget) as error:
+                return shortened(f"{answer.decision}, but {error}")
+            except KafkaUnavailable as error:
+                raise OwnerUnavailable(str(error), id=transaction.id) from None
+        return ""
+
     async def _decided(
-        self, transaction: Transaction, call: CheckCall, endpoint: str, result: Answered
+        self, transaction: Transaction, call: CheckCall, endpoint: str, answer: Answered
     ) -> None:
-        messages = result.messages
-        if messages is not None and not _replaces(transaction, messages):
-            transaction.note_outcome(f"{result.decision} with messages for other topics")
-            return
+        messages = answer.messages if answer.decision is Decision.COMMIT else None
         if messages is not None:
             messages = placed_like(transaction.half.messages, messages)
             if tracing.is_on():
@@ -426,9 +471,9 @@ class CheckBack:
         await self._decide(
             DecideRequest(
                 id=transaction.id,
-                decision=result.decision,
-                messages=messages if result.decision is Decision.COMMIT else None,
-                reason=result.detail,
+                decision=answer.decision,
+                messages=messages,
+                reason=answer.detail,
                 source=Source.CHECK,
                 by=endpoint,
             )

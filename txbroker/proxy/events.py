@@ -276,6 +276,13 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "Register it again: `txbroker groups register`.",
         ),
         LogEvent(
+            "groups not read",
+            "error",
+            "topic error where",
+            "What changes of groups is not heard of; it is tried again and again.",
+            _BUG,
+        ),
+        LogEvent(
             "group unreachable",
             "warning",
             "group why",

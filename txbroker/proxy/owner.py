@@ -5,6 +5,7 @@ import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from msgspec import Struct
@@ -14,6 +15,7 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Outcome
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Claim, Half, Header, Message, State
+from txbroker.core.sizes import headers_bytes
 from txbroker.core.transaction import Transaction
 from txbroker.door import Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
@@ -33,6 +35,7 @@ from txbroker.proxy.promoter import Promoter
 from txbroker.proxy.recovery import Recovered, recover
 from txbroker.proxy.snapshots import SnapshotWriter
 from txbroker.proxy.tally import Tally
+from txbroker.proxy.targets import examine_final
 from txbroker.proxy.turn_pace import TurnPace
 
 __all__ = ["Owner", "OwnerEvents", "OwnerSettings", "standing"]
@@ -217,6 +220,7 @@ class Owner:
             self.decide,
             self.bodies,
             self._record_version,
+            partial(self._examine_final, targets),
         )
         self._edges = Edges(
             door,
@@ -541,6 +545,10 @@ class Owner:
     async def decide(self, request: DecideRequest) -> Standing:
         """Write a deciding marker; answered when the ledger has applied it."""
         return await self._answers.decide(request)
+
+    async def _examine_final(self, targets: Targets, messages: Sequence[Message]) -> None:
+        beside = headers_bytes(self._settings.installation)
+        await examine_final(targets, messages, self.now_ms(), beside)
 
     async def revive(self, id: str, by: str, reason: str) -> Standing:
         """Begin a new round for a parked transaction, or try a refused one again now."""

@@ -112,6 +112,31 @@ def place(
     return tuple(placed)
 
 
+async def examine_final(
+    targets: Targets, messages: Sequence[Message], now_ms: int, beside: int = 0
+) -> None:
+    """Refuse final messages that their caller can still change; once committed they stand.
+
+    Whatever is wrong with a target itself can pass, so a commit is not refused for that.
+
+    Args:
+        messages: with the partitions of the prepared ones.
+        beside: bytes that the installation's header takes in each.
+
+    Raises:
+        TooLarge, BadTarget: a target would never take its message.
+        KafkaUnavailable: Kafka does not answer.
+    """
+    facts = await examine_all(
+        targets, dict.fromkeys(message.topic for message in messages), create=False
+    )
+    check_timestamps(messages, now_ms)
+    for message in messages:
+        cause = verdict(message, facts[message.topic], beside)
+        if cause is not None and cause.code == "too_large":
+            raise TooLarge(cause.message)
+
+
 def check_timestamps(messages: Iterable[Message], now_ms: int) -> None:
     """Refuse timestamps that brokers would refuse.
 

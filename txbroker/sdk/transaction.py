@@ -60,7 +60,8 @@ class Transaction:
         self._final = checked_replacement(self._prepared, messages)
 
     async def commit(self, wait: Wait = "decided") -> Outcome:
-        """Commit; with `wait="promoted"`, return only when consumers can see the messages.
+        """Commit; with `wait="promoted"`, return only when consumers can see the messages, or when
+        a target refuses them: `Outcome.state` says which.
 
         Raises:
             AlreadyDecided: it was rolled back before.

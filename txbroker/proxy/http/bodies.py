@@ -189,7 +189,16 @@ class CommitBody(Request, frozen=True):
     reason: Reason | None = None
     by: By | None = None
     messages: MaybeMessages = msgspec.field(default_factory=_no_messages)
-    wait: Literal["promoted"] | None = None
+    wait: (
+        Annotated[
+            Literal["promoted"],
+            Meta(
+                description="Answer only when consumers can see the messages or a target refuses "
+                "them, or after 30 s: `state` says which."
+            ),
+        ]
+        | None
+    ) = None
 
 
 class RollbackBody(Request, frozen=True):
@@ -216,7 +225,10 @@ class GroupBody(Request, frozen=True):
     secret_ref: (
         Annotated[
             str,
-            Meta(description="Where the secret that signs them is: `env:NAME` or `file:/path`."),
+            Meta(
+                description="Where the secret that signs them is: `env:NAME` or `file:/path`. One "
+                "that begins with `whsec_` is base64 of the key."
+            ),
         ]
         | None
     ) = None

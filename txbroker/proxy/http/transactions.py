@@ -51,6 +51,10 @@ from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.http.shell import check_group, plain_id
 from txbroker.proxy.tracing import note_standing, preparing, within
 
+WAIT_MAX_S = 30.0
+"""How long an answer waits at most until messages are visible, seconds. A client that repeats what
+it gave up would else hold more and more of the proxy while a target has no leader."""
+
 _OUT_OF_REACH = (OwnerUnavailable, KafkaDown)
 _BY_ID = (BadId, NotFound, TooOld, *_OUT_OF_REACH)
 _VIEW_FIELDS = tuple(
@@ -122,6 +126,7 @@ async def _decide(
         source=Source.PRODUCER if group else Source.OPERATOR,
         by=_who(by, call),
         wait=wait,
+        wait_s=WAIT_MAX_S,
     )
     call.shell.check_decide(request)
     started = time.monotonic()
