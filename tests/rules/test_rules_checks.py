@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 from msgspec import structs
@@ -47,6 +47,7 @@ class Group:
     """A group that is always there: it answers as it is told, and remembers what was so then."""
 
     endpoint = "http://group"
+    instance = ""
 
     def __init__(self, world: World, answer: Callable[[CheckCall], CheckResult]) -> None:
         self.asked: list[CheckCall] = []
@@ -56,7 +57,7 @@ class Group:
         self._answer = answer
         self.owner: Owner | None = None
 
-    async def acquire(self, group: str, prefer: str) -> Channel:
+    async def acquire(self, group: str, prefer: str, avoid: Collection[str] = ()) -> Channel:
         """Return itself as the channel."""
         return self
 
