@@ -1,5 +1,6 @@
 """What a check-back is, whoever is asked and however."""
 
+from collections.abc import Collection
 from typing import Protocol, TypeAlias
 
 from msgspec import Struct
@@ -90,6 +91,8 @@ class Channel(Protocol):
 
     endpoint: str
     """Whom it asks, for the marker and the timeline: a URL, or `session INSTANCE`."""
+    instance: str
+    """The SDK instance that it asks, "" where it asks no one instance that could be avoided."""
 
     async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
         """Ask, once. The question is handed to the socket before the first suspension.
@@ -107,7 +110,13 @@ class Channel(Protocol):
 class Finder(Protocol):
     """Finds somebody of a group to ask."""
 
-    async def acquire(self, group: str, prefer: str) -> Channel | Unreached:
+    async def acquire(
+        self, group: str, prefer: str, avoid: Collection[str] = ()
+    ) -> Channel | Unreached:
         """Return a channel to the group, to the instance `prefer` if it is there, or why there
-        is none. Takes at most a few seconds; sends nothing of a question yet."""
+        is none. Takes at most a few seconds; sends nothing of a question yet.
+
+        Args:
+            avoid: instances that did not take the question; somebody else is wanted.
+        """
         ...

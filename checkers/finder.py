@@ -1,5 +1,7 @@
 """Whom of a group to ask: a connected instance, on whichever proxy, else the check URL."""
 
+from collections.abc import Collection
+
 from txbroker.checkers.base import Channel, Unreached
 from txbroker.checkers.groups import Groups, SecretUnavailable, read_secret
 from txbroker.checkers.http import ANSWER_BYTES_DEFAULT, HttpChecks
@@ -11,7 +13,8 @@ class GroupFinder:
     """Finds somebody of a group to ask: on this proxy, on another one, or at the check URL.
 
     The instance that prepared the transaction is asked first, wherever it is; then anybody of its
-    group here, because that is one hop less; then anybody elsewhere.
+    group here, because that is one hop less; then anybody elsewhere. One without a check function
+    is asked only first.
     """
 
     def __init__(
@@ -26,13 +29,15 @@ class GroupFinder:
         self._http = http
         self._peers = peers
 
-    async def acquire(self, group: str, prefer: str) -> Channel | Unreached:
+    async def acquire(
+        self, group: str, prefer: str, avoid: Collection[str] = ()
+    ) -> Channel | Unreached:
         """Return a channel to a session, else to the check URL, else why there is neither."""
-        return await self._session(group, prefer) or await self._check_url(group)
+        return await self._session(group, prefer, avoid) or await self._check_url(group)
 
-    async def _session(self, group: str, prefer: str) -> Channel | None:
+    async def _session(self, group: str, prefer: str, avoid: Collection[str]) -> Channel | None:
         peers = self._peers
-        if prefer:
+        if prefer and prefer not in avoid:
             session = self._sessions.acquire_instance(group, prefer)
             if session is not None:
                 return session
@@ -40,10 +45,10 @@ class GroupFinder:
                 lease = await peers.acquire(group, prefer, only=True)
                 if not isinstance(lease, Unreached):
                     return lease
-        session = self._sessions.acquire(group, prefer)
+        session = self._sessions.acquire(group, prefer, avoid)
         if session is not None or peers is None:
             return session
-        lease = await peers.acquire(group, prefer)
+        lease = await peers.acquire(group, prefer, avoid=avoid)
         return None if isinstance(lease, Unreached) else lease
 
     async def _check_url(self, group: str) -> Channel | Unreached:
@@ -66,6 +71,9 @@ class GroupFinder:
     def _nobody(self, group: str) -> str:
         who = f"nobody of group {group} is connected"
         if group in self._sessions.counts():
-            who = f"every connected instance of group {group} is draining or has its fill of checks"
+            who = (
+                f"every connected instance of group {group} is draining, has its fill of checks or "
+                "no check function"
+            )
         problem = self._groups.problem(group)
         return f"{who} and {problem or 'no check URL is registered'}"

@@ -182,6 +182,8 @@ class _Request:
 class HttpChannel:
     """A connection to a check URL in hand, good for one question."""
 
+    instance = ""
+
     def __init__(
         self,
         checks: HttpChecks,

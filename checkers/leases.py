@@ -55,19 +55,21 @@ _NOT_TAKEN = frozenset({400, 401, 403, GONE, 405, 408, NOBODY, 413, 415, 429, 50
 class LeaseRequest(Struct, frozen=True):
     """Take a session of `group` in hand: that of instance `prefer` if it can be asked.
 
-    `only`: no other instance will do.
+    `only`: no other instance will do. `avoid`: none of these will.
     """
 
     group: str
     prefer: str = ""
     only: bool = False
+    avoid: tuple[str, ...] = ()
 
 
 class LeaseGranted(Struct, frozen=True):
-    """A session is in hand."""
+    """A session is in hand, of the SDK's `instance`; "" from a proxy that cannot avoid any."""
 
     lease: str
     endpoint: str = ""
+    instance: str = ""
 
 
 class AskAnswer(Struct, frozen=True):
@@ -81,9 +83,13 @@ class AskAnswer(Struct, frozen=True):
 
 
 class GroupsConnected(Struct, frozen=True):
-    """The groups that can be asked at a proxy, with their instances."""
+    """The groups that can be asked at a proxy, with their instances.
+
+    `without_function`: further instances, which know only of what they prepared themselves.
+    """
 
     groups: dict[str, tuple[str, ...]] = {}
+    without_function: dict[str, tuple[str, ...]] = {}
 
 
 def to_answer(result: CheckResult) -> AskAnswer:
@@ -134,13 +140,13 @@ class Leases:
         if request.only:
             channel = self._sessions.acquire_instance(request.group, request.prefer)
         else:
-            channel = self._sessions.acquire(request.group, request.prefer)
+            channel = self._sessions.acquire(request.group, request.prefer, request.avoid)
         if channel is None:
             return None
         lease = secrets.token_hex(16)
         timer = asyncio.get_running_loop().call_later(self._lease_s, self._give_back, lease)
         self._held[lease] = (channel, timer)
-        return LeaseGranted(lease, channel.endpoint)
+        return LeaseGranted(lease, channel.endpoint, channel.instance)
 
     async def ask(self, lease: str, call: CheckCall) -> CheckResult | None:
         """Ask the session of a lease, once; None where there is no such lease (any more)."""
@@ -193,6 +199,7 @@ class PeerSessions:
         self._names = Names()
         self._tls = tls or ClientTls()
         self._seen: dict[str, dict[str, tuple[str, ...]]] = {}
+        self._without_function: dict[str, Mapping[str, tuple[str, ...]]] = {}
         self._listeners: list[Callable[[str], None]] = []
         self._turn = 0
 
@@ -201,40 +208,44 @@ class PeerSessions:
         could not before."""
         self._listeners.append(listener)
 
-    def saw(self, url: str, groups: Mapping[str, tuple[str, ...]]) -> None:
+    def saw(self, url: str, connected: GroupsConnected) -> None:
         """Remember whom the proxy at `url` says it can ask."""
         before = self._seen.get(url, {})
-        self._seen[url] = dict(groups)
-        for group in groups.keys() - before.keys():
+        self._seen[url] = dict(connected.groups)
+        self._without_function[url] = connected.without_function
+        for group in connected.groups.keys() - before.keys():
             for listener in self._listeners:
                 listener(group)
 
     def forget(self, url: str) -> None:
         """Forget the sessions of a proxy that does not answer."""
         self._seen.pop(url, None)
+        self._without_function.pop(url, None)
 
     def only(self, urls: Collection[str]) -> None:
         """Forget every proxy but these."""
         for url in self._seen.keys() - set(urls):
-            del self._seen[url]
+            self.forget(url)
 
     async def close(self) -> None:
         """Wait for no look-up of a name any more."""
         await self._names.close()
 
     async def acquire(
-        self, group: str, prefer: str, *, only: bool = False
+        self, group: str, prefer: str, *, only: bool = False, avoid: Collection[str] = ()
     ) -> "LeaseChannel | Unreached":
         """Return a channel through another proxy, or why there is none.
 
         Args:
             only: no other instance than `prefer` will do.
+            avoid: none of these instances will.
         """
         why = f"nobody of group {group} is connected to another proxy"
-        for url in self._candidates(group, prefer, only=only):
+        request = LeaseRequest(group, prefer, only, tuple(avoid))
+        for url in self._candidates(request):
             try:
                 async with asyncio.timeout(TAKE_S):
-                    return await self._take(url, LeaseRequest(group, prefer, only))
+                    return await self._take(url, request)
             except TimeoutError:
                 why = f"the proxy at {url} does not answer within {TAKE_S:g} s"
             except (CannotConnect, NotSent, NoAnswer) as error:
@@ -243,17 +254,27 @@ class PeerSessions:
             self._seen.get(url, {}).pop(group, None)
         return Unreached(shortened(why))
 
-    def _candidates(self, group: str, prefer: str, *, only: bool) -> list[str]:
-        there = [url for url, groups in self._seen.items() if group in groups]
-        preferred = [url for url in there if prefer and prefer in self._seen[url][group]]
-        if only:
-            return preferred[:TRIES_MAX]
+    def _candidates(self, request: LeaseRequest) -> list[str]:
+        group, prefer = request.group, request.prefer
+        if request.only:
+            return [url for url in self._seen if self._has(url, group, prefer)][:TRIES_MAX]
+        there = [
+            url
+            for url, groups in self._seen.items()
+            if not set(groups.get(group, ())).issubset(request.avoid)
+        ]
+        preferred = [url for url in there if prefer in self._seen[url][group]]
         others = [url for url in there if url not in preferred]
         if others:
             self._turn += 1
             start = self._turn % len(others)
             others = others[start:] + others[:start]
         return (preferred + others)[:TRIES_MAX]
+
+    def _has(self, url: str, group: str, instance: str) -> bool:
+        """Say whether this very instance can be asked there about what it prepared."""
+        without = self._without_function[url].get(group, ())
+        return instance in self._seen[url].get(group, ()) or instance in without
 
     async def _take(self, url: str, request: LeaseRequest) -> "LeaseChannel":
         """Connect, and take a session in hand.
@@ -280,7 +301,8 @@ class PeerSessions:
             connection.close(abort=True)
             raise
         target = f"{PATH}/{granted.lease}/ask"
-        return LeaseChannel(connection, target, headers, f"{granted.endpoint} at {url}")
+        endpoint = f"{granted.endpoint} at {url}"
+        return LeaseChannel(connection, target, headers, endpoint, granted.instance)
 
     def _headers(self, host: str) -> Headers:
         headers = [
@@ -298,12 +320,18 @@ class LeaseChannel:
     """A session of another proxy in hand, on the connection that brought it."""
 
     def __init__(
-        self, connection: Connection, target: str, headers: Headers, endpoint: str
+        self,
+        connection: Connection,
+        target: str,
+        headers: Headers,
+        endpoint: str,
+        instance: str,
     ) -> None:
         self._connection = connection
         self._target = target
         self._headers = headers
         self.endpoint = endpoint
+        self.instance = instance
 
     async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
         """Ask, once; see `Channel.ask`."""

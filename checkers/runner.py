@@ -9,7 +9,7 @@ import heapq
 import itertools
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -388,6 +388,10 @@ class CheckRunner:
             result = await self._ask_traced(channel, call)
         finally:
             channel.release()
+        endpoint = channel.endpoint
+        if isinstance(result, Unreached) and channel.instance:
+            until_s = asked_s + call.timeout_s
+            endpoint, result = await self._ask_others(item, call, channel, result, until_s)
         hit("check.answered")
         self._metrics.check_ended(group.name, _outcome(result), _since(asked_s))
         if isinstance(result, Unreached):
@@ -395,13 +399,55 @@ class CheckRunner:
         else:
             self._reached(group)
         if not item.forgotten:
-            await item.owner.answered(call, channel.endpoint, result)
+            await item.owner.answered(call, endpoint, result)
             hit("check.taken")
         return isinstance(result, Unreached)
 
-    async def _acquire(self, item: _Item) -> Channel | Unreached:
+    async def _ask_others(
+        self, item: _Item, call: CheckCall, channel: Channel, result: CheckResult, until_s: float
+    ) -> tuple[str, CheckResult]:
+        """Ask the others of a group after an instance that did not take the question.
+
+        It is the same attempt, as it has reached nobody yet, and it ends no later: somebody is
+        found within half of its time, and has what is left of it to answer.
+
+        Args:
+            channel: whom it did not reach, and `result` why.
+            until_s: when the attempt ends, by the loop's clock.
+
+        Returns:
+            Whom it went to last, and what came of it.
+        """
+        loop = asyncio.get_running_loop()
+        find_until_s = until_s - call.timeout_s / 2
+        refused: set[str] = set()
+        while isinstance(result, Unreached) and channel.instance and loop.time() < find_until_s:
+            refused.add(channel.instance)
+            try:
+                async with asyncio.timeout_at(find_until_s):
+                    found = await self._acquire(item, refused)
+            except TimeoutError:
+                break
+            if isinstance(found, Unreached):
+                result = Unreached(shortened(f"{result.detail}; {found.detail}"))
+                break
+            channel = found
+            try:
+                # From this test until the question is handed to the socket nothing is awaited.
+                if not item.wanted:
+                    break
+                again = structs.replace(call, timeout_s=until_s - loop.time())
+                result = await self._ask_traced(channel, again)
+            finally:
+                channel.release()
+            # The attempt's marker names another one.
+            told = shortened(f"{channel.endpoint}: {result.detail}")
+            result = structs.replace(result, detail=told)
+        return channel.endpoint, result
+
+    async def _acquire(self, item: _Item, avoid: Collection[str] = ()) -> Channel | Unreached:
         try:
-            return await self._finder.acquire(item.group, item.prefer)
+            return await self._finder.acquire(item.group, item.prefer, avoid)
         except Exception as error:
             _tell_fault(item.id, item.group, error)
             return Unreached(shortened(f"the proxy failed to connect: {type(error).__name__}"))

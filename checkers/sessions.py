@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from txbroker import wire
@@ -30,6 +30,11 @@ class CheckableSession(Protocol):
         ...
 
     @property
+    def checks(self) -> bool:
+        """False where the process has no check function: it only knows of its own blocks."""
+        ...
+
+    @property
     def draining(self) -> bool:
         """True where the process goes away soon and wants no more checks."""
         ...
@@ -53,7 +58,13 @@ class _Entry:
 
     @property
     def askable(self) -> bool:
+        """It takes questions, be it only about what it prepared itself."""
         return not self.lost and not self.session.draining
+
+    @property
+    def checks(self) -> bool:
+        """It takes questions about any transaction of its group."""
+        return self.askable and self.session.checks
 
 
 class SessionRegistry:
@@ -68,15 +79,15 @@ class SessionRegistry:
 
     def on_appeared(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with a group's name when it can be asked again: its first session
-        that is not draining has come."""
+        that has a check function and is not draining has come."""
         self._listeners.append(listener)
 
     def add(self, group: str, session: CheckableSession) -> None:
         """Register a session, once its `Hello` was welcomed."""
         entries = self._groups.setdefault(group, [])
-        first = not any(entry.askable for entry in entries)
+        first = not any(entry.checks for entry in entries)
         entries.append(_Entry(session))
-        if first and not session.draining:
+        if first and entries[-1].checks:
             for listener in self._listeners:
                 listener(group)
 
@@ -107,10 +118,21 @@ class SessionRegistry:
         """Return how many sessions each connected group has."""
         return {group: len(entries) for group, entries in self._groups.items()}
 
+    def askable(self, group: str) -> int:
+        """Return how many sessions of a group can be asked about any of its transactions."""
+        return sum(entry.checks for entry in self._groups.get(group, ()))
+
     def instances(self) -> dict[str, tuple[str, ...]]:
-        """Return the instances of each group that can be asked, for the other proxies."""
+        """Return the instances of each group that can be asked about any of its transactions."""
+        return self._named(lambda entry: entry.checks)
+
+    def instances_without_function(self) -> dict[str, tuple[str, ...]]:
+        """Return those that can be asked only about what they prepared themselves."""
+        return self._named(lambda entry: entry.askable and not entry.checks)
+
+    def _named(self, which: Callable[[_Entry], bool]) -> dict[str, tuple[str, ...]]:
         found = {
-            group: tuple(dict.fromkeys(e.session.instance for e in entries if e.askable))
+            group: tuple(dict.fromkeys(e.session.instance for e in entries if which(e)))
             for group, entries in self._groups.items()
         }
         return {group: names for group, names in found.items() if names}
@@ -129,16 +151,25 @@ class SessionRegistry:
             if entry.askable and entry.taken < self._open_checks_max
         ]
 
-    def acquire(self, group: str, prefer: str) -> "SessionChannel | None":
+    def acquire(
+        self, group: str, prefer: str, avoid: Collection[str] = ()
+    ) -> "SessionChannel | None":
         """Return a channel to instance `prefer` if it can be asked, else to the next one in turn.
 
-        None where nobody of the group is connected or every instance is draining or has its
-        fill of open checks.
+        An instance without a check function has no turn: it is asked where it is the preferred
+        one, as it knows whether its own block still runs.
+
+        Args:
+            avoid: instances that are not to be asked, preferred or not.
+
+        None where nobody else of the group is connected or every instance is draining, has its
+        fill of open checks or no check function.
         """
-        preferred = self.acquire_instance(group, prefer) if prefer else None
-        if preferred is not None:
-            return preferred
-        free = self._free(group)
+        if prefer and prefer not in avoid:
+            preferred = self.acquire_instance(group, prefer)
+            if preferred is not None:
+                return preferred
+        free = [e for e in self._free(group) if e.checks and e.session.instance not in avoid]
         if not free:
             return None
         self._turn += 1
@@ -153,7 +184,8 @@ class SessionChannel:
         self._calls = calls
         self._released = False
         entry.taken += 1
-        self.endpoint = f"session {entry.session.instance}"
+        self.instance = entry.session.instance
+        self.endpoint = f"session {self.instance}"
 
     async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
         """Ask the instance, once."""

@@ -227,8 +227,9 @@ class GroupOverview(Struct, frozen=True):
     """One producer group: what it left undecided, and whether it can be asked.
 
     Attributes:
-        sessions: instances that are connected, all proxies together; beyond those that
-            `instances` can name, as many as one proxy has.
+        sessions: instances that are connected and can be asked (those without a check function
+            cannot), all proxies together; beyond those that `instances` can name, as many as one
+            proxy has.
         instances: their names, at most `INSTANCES_SHOWN_MAX`.
         unreachable_since_ms: since when nobody of it could be asked, None where that is not so.
         unreachable_why: what the last try met.

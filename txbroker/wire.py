@@ -31,11 +31,15 @@ class _Operation(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
 
 
 class Hello(_Operation, frozen=True, tag="hello"):
-    """Open a session for `group`; `instance` names this process among the group's."""
+    """Open a session for `group`; `instance` names this process among the group's.
+
+    `checks`: it has a check function. Without one it only answers for what it prepared itself.
+    """
 
     version: int
     group: str
     instance: str
+    checks: bool = True
 
 
 class Prepare(_Operation, frozen=True, tag="prepare"):

@@ -117,8 +117,8 @@ async def proxies_version(subject: Subject) -> Finding:
 
 @groups_book.check(
     "every producer group can be asked",
-    hint="Start an instance of the group, or mend the check URL that is registered: address, "
-    "certificate, secret. `txbroker groups show NAME` tells what is registered.",
+    hint="Start an instance of the group with a check function, or mend the check URL that is "
+    "registered: address, certificate, secret. `txbroker groups show NAME` tells what it is.",
     doc="docs/runbooks/TxBrokerGroupUnreachable.md",
 )
 async def groups_reachable(subject: Subject) -> Finding:
@@ -137,7 +137,10 @@ async def groups_reachable(subject: Subject) -> Finding:
         elif call is None and not connected:
             undecided = seen[name].pending if name in seen else 0
             why = _since(seen.get(name), subject.now_s())
-            line = f"{name}: no instance is connected and no check URL is registered{why}"
+            line = (
+                f"{name}: no instance with a check function is connected and no check URL is "
+                f"registered{why}"
+            )
             (fails if undecided else remarks).append(line)
     total = len(groups.keys() | seen.keys())
     if fails:

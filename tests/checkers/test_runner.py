@@ -1,144 +1,18 @@
-"""The runner: whom it asks, in what order, and what it never does. No clock moves here: timers
-are fired by hand and fakes answer when told, so only the order of events counts."""
+"""The runner: whom it asks, in what order, and what it never does."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 import pytest
+from runner_world import DUE, FakeChannel, FakeOwner, World, due, make
 
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.records import CheckReason, Decision
-from txbroker.errors import KafkaUnavailable
 
-DUE = CheckReason.DUE
-COMMIT = Answered(Decision.COMMIT, detail="commit")
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
-
-
-class World:
-    """Finder, owner and metrics in one, with a log of everything in the order it happened."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.pending: set[str] = set()
-        self.gone: dict[str, str] = {}  # groups that cannot be reached, with why
-        self.results: dict[str, CheckResult] = {}  # by id, else COMMIT
-        self.held: dict[str, asyncio.Event] = {}  # an ask of this id waits for it
-        self.markers_held: asyncio.Event | None = None
-        self.refused: set[str] = set()  # ids whose marker the ledger does not accept
-        self.broken: set[str] = set()  # ids whose marker cannot be written
-        self.attempts: defaultdict[str, int] = defaultdict(int)
-        self.open_channels = 0
-        self.asking: set[str] = set()
-        self.outcomes: list[tuple[str, str]] = []
-        self.timers: list[FakeTimer] = []
-
-    # Finder
-    async def acquire(self, group: str, prefer: str) -> FakeChannel | Unreached:
-        await asyncio.sleep(0)
-        if group in self.gone:
-            self.log.append(f"no channel to {group}")
-            return Unreached(self.gone[group])
-        self.open_channels += 1
-        self.log.append(f"channel to {group}")
-        return FakeChannel(self, f"session {prefer or group}")
-
-    # Metrics
-    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
-        assert duration_s >= 0
-        self.outcomes.append((group, outcome))
-
-    # Timers
-    def later(self, delay_s: float, then: Callable[[], None]) -> FakeTimer:
-        timer = FakeTimer(delay_s, then)
-        self.timers.append(timer)
-        return timer
-
-    def fire(self) -> float:
-        """Let the last back-off end; return how long it was, seconds."""
-        timer = self.timers[-1]
-        assert not timer.cancelled
-        timer.then()
-        return timer.delay_s
-
-    def count(self, line: str) -> int:
-        return self.log.count(line)
-
-
-class FakeTimer:
-    def __init__(self, delay_s: float, then: Callable[[], None]) -> None:
-        self.delay_s = delay_s
-        self.then = then
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class FakeChannel:
-    def __init__(self, world: World, endpoint: str) -> None:
-        self._world = world
-        self._released = False
-        self.endpoint = endpoint
-
-    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
-        world = self._world
-        world.log.append(f"ask {call.id}.{call.attempt}")
-        world.asking.add(call.id)
-        try:
-            if call.id in world.held:
-                await world.held[call.id].wait()
-            return world.results.get(call.id, COMMIT)
-        finally:
-            world.asking.discard(call.id)
-
-    def release(self) -> None:
-        assert not self._released
-        self._released = True
-        self._world.open_channels -= 1
-
-
-class FakeOwner:
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.markers_waiting = 0
-        self.markers_waiting_most = 0
-
-    async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
-        world = self._world
-        world.log.append(f"marker {id}")
-        self.markers_waiting += 1
-        self.markers_waiting_most = max(self.markers_waiting_most, self.markers_waiting)
-        try:
-            await asyncio.sleep(0)
-            if world.markers_held is not None:
-                await world.markers_held.wait()
-        finally:
-            self.markers_waiting -= 1
-        if id in world.broken:
-            raise KafkaUnavailable
-        if id in world.refused:
-            return None
-        world.attempts[id] += 1
-        return CheckCall(id, id.split("-")[0], world.attempts[id], 15, reason, 0, ())
-
-    def still_pending(self, id: str) -> bool:
-        return id in self._world.pending
-
-    async def answered(self, call: CheckCall, endpoint: str, result: CheckResult) -> None:
-        world = self._world
-        await asyncio.sleep(0)
-        if isinstance(result, Unreached):
-            world.attempts[call.id] -= 1
-            world.log.append(f"returned {call.id}")
-            return
-        world.log.append(f"answered {call.id} {result.detail}")
-        if isinstance(result, Answered):
-            world.pending.discard(call.id)
 
 
 @pytest.fixture
@@ -157,24 +31,6 @@ async def runner(world: World) -> AsyncIterator[CheckRunner]:
     yield runner
     await runner.close()
     assert world.open_channels == 0
-
-
-def make(world: World, **settings: int) -> CheckRunner:
-    parallel = settings.pop("parallel", 2)
-    return CheckRunner(
-        world,
-        world,
-        parallel=lambda group: parallel,
-        jitter=lambda: 0.0,
-        later=world.later,
-        **settings,
-    )
-
-
-def due(runner: CheckRunner, owner: FakeOwner, world: World, *ids: str) -> list[bool]:
-    """Offer checks of transactions named `group-number`."""
-    world.pending.update(ids)
-    return [runner.due(owner, id, id.split("-")[0], "", DUE) for id in ids]
 
 
 async def test_the_steps_of_one_check_in_their_order(
@@ -447,6 +303,76 @@ async def test_not_handled_gives_the_attempt_back_and_tries_again(
     assert world.outcomes == [("a", "returned"), ("a", "commit")]
 
 
+async def test_any_instance_may_answer_where_one_does_not_take_the_question(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    """In the same attempt: it has reached nobody yet."""
+    world.instances["a"] = ["pod-1", "pod-2", "pod-3"]
+    world.results |= {"pod-1": Unreached("no check function"), "pod-3": Unreached("busy")}
+    world.pending.add("a-1")
+    runner.due(owner, "a-1", "a", "pod-3", DUE)
+    await until(lambda: runner.queued == 0)
+    assert world.log == [
+        "channel to a",
+        "marker a-1",
+        "ask a-1.1 of pod-3",
+        "channel to a",
+        "ask a-1.1 of pod-1",
+        "channel to a",
+        "ask a-1.1 of pod-2",
+        "answered a-1 session pod-2: commit",
+    ]
+    assert world.outcomes == [("a", "commit")]
+    assert world.timers == []
+    # All within the time of one attempt: it may be parked after that.
+    assert 5.0 >= world.timeouts[0] > world.timeouts[1] > world.timeouts[2] > 0
+
+
+async def test_the_check_url_has_its_turn_after_the_instances(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.instances["a"], world.url = ["pod-1"], True
+    world.results["pod-1"] = Unreached("no check function")
+    due(runner, owner, world, "a-1")
+    await until(lambda: runner.queued == 0)
+    asked = [line for line in world.log if line.startswith("ask")]
+    assert asked == ["ask a-1.1 of pod-1", "ask a-1.1"]
+    assert world.attempts["a-1"] == 1
+
+
+async def test_a_group_rests_when_nobody_of_it_is_left(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.instances["a"] = ["pod-1", "pod-2"]
+    world.results |= {"pod-1": Unreached("busy"), "pod-2": Unreached("draining")}
+    due(runner, owner, world, "a-1")
+    await until(lambda: "returned a-1" in world.log and len(world.timers) == 1)
+    assert world.count("marker a-1") == world.count("returned a-1") == 1
+    assert world.attempts["a-1"] == 0
+    assert runner.unreachable() == {"a": "session pod-2: draining; nobody else"}
+    assert world.outcomes == [("a", "returned")]
+    # What did not take it then is asked again the next time.
+    del world.results["pod-1"]
+    world.fire()
+    await until(lambda: runner.queued == 0)
+    assert "ask a-1.1 of pod-1" in world.log[-2]
+
+
+async def test_nobody_else_is_asked_behind_a_decision_or_what_is_unclear(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    world.instances = {"a": ["pod-1", "pod-2"], "b": ["pod-3", "pod-4"]}
+    world.results |= {"pod-1": Unreached("busy"), "pod-3": Unclear("no answer")}
+    world.held["a-1"] = asyncio.Event()
+    due(runner, owner, world, "a-1", "b-1")
+    await until(lambda: world.asking == {"a-1"} and runner.queued == 1)
+    world.pending.discard("a-1")  # decided before pod-1 said that it is busy
+    world.held["a-1"].set()
+    await until(lambda: runner.queued == 0)
+    asked = [line for line in world.log if line.startswith("ask")]
+    assert asked == ["ask a-1.1 of pod-1", "ask b-1.1 of pod-3"]
+
+
 async def test_what_is_unclear_counts_and_does_not_rest(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
@@ -533,7 +459,9 @@ async def test_a_broken_channel_counts_and_the_runner_goes_on(
 
     acquire = world.acquire
 
-    async def breaking(group: str, prefer: str) -> FakeChannel | Unreached:
+    async def breaking(
+        group: str, prefer: str, avoid: Collection[str] = ()
+    ) -> FakeChannel | Unreached:
         if group == "b":
             raise RuntimeError("another bug")
         channel = await acquire(group, prefer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -42,6 +42,10 @@ class Storm:
 
     endpoint = "somewhere"
 
+    @property
+    def instance(self) -> str:
+        return self.dice.random.choice(["", "pod-1"])
+
     def __init__(self, seed: int) -> None:
         self.dice = Dice(seed)
         self.timers: list[Timer] = []
@@ -57,7 +61,9 @@ class Storm:
             if not timer.cancelled:
                 timer.then()
 
-    async def acquire(self, group: str, prefer: str) -> Storm | Unreached:
+    async def acquire(
+        self, group: str, prefer: str, avoid: Collection[str] = ()
+    ) -> Storm | Unreached:
         await self.dice.pause()
         return Unreached("nobody") if self.dice.random.random() < 0.3 else self
 

@@ -23,8 +23,9 @@ Until = Callable[[Callable[[], bool]], Awaitable[None]]
 class Session:
     """A session whose socket is a list."""
 
-    def __init__(self, instance: str) -> None:
+    def __init__(self, instance: str, *, checks: bool = True) -> None:
         self.instance = instance
+        self.checks = checks
         self.draining = False
         self.open = True
         self.sent: list[Check] = []
@@ -213,6 +214,35 @@ def test_a_draining_session_is_not_asked(sessions: SessionRegistry) -> None:
     assert sessions.acquire("orders", "") is None
 
 
+def test_without_a_check_function_only_the_one_that_prepared_is_asked(
+    sessions: SessionRegistry,
+) -> None:
+    """It may say that its block still runs; of others' transactions it knows nothing."""
+    appeared: list[str] = []
+    sessions.on_appeared(appeared.append)
+    sessions.add("orders", Session("web", checks=False))
+    assert appeared == []
+    assert acquire(sessions, "web").endpoint == "session web"
+    assert sessions.acquire("orders", "gone") is None
+    assert sessions.acquire("orders", "web", avoid={"web"}) is None
+    assert (sessions.instances(), sessions.askable("orders")) == ({}, 0)
+    assert sessions.instances_without_function() == {"orders": ("web",)}
+    connect(sessions, "worker")
+    assert appeared == ["orders"]
+    assert {acquire(sessions, prefer).endpoint for prefer in ("gone", "")} == {"session worker"}
+    assert (sessions.instances(), sessions.askable("orders")) == ({"orders": ("worker",)}, 1)
+    assert sessions.counts() == {"orders": 2}
+
+
+def test_who_did_not_take_a_question_is_left_out(sessions: SessionRegistry) -> None:
+    connect(sessions, "pod-1", "pod-2")
+    for _ in range(2):
+        channel = sessions.acquire("orders", "pod-1", avoid={"pod-1"})
+        assert channel is not None
+        assert channel.instance == "pod-2"
+    assert sessions.acquire("orders", "", avoid={"pod-1", "pod-2"}) is None
+
+
 def test_a_group_that_comes_back_is_told(sessions: SessionRegistry) -> None:
     appeared: list[str] = []
     sessions.on_appeared(appeared.append)
@@ -266,8 +296,8 @@ async def test_only_draining_instances_and_no_url(
     (session,) = connect(sessions, "pod-1")
     session.draining = True
     assert await finder.acquire("orders", "") == Unreached(
-        "every connected instance of group orders is draining or has its fill of checks "
-        "and no check URL is registered"
+        "every connected instance of group orders is draining, has its fill of checks or "
+        "no check function and no check URL is registered"
     )
 
 
@@ -299,6 +329,27 @@ async def test_sessions_come_before_the_url(
     channel = await finder.acquire("orders", "")
     assert isinstance(channel, HttpChannel)
     channel.release()
+
+
+async def test_without_a_check_function_a_session_hides_no_url(
+    finder: GroupFinder, sessions: SessionRegistry, groups: Groups, serve: Serve
+) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    server = await serve(handler)
+    await groups.put("orders", GroupPolicy(check_url=server.url))
+    sessions.add("orders", Session("web", checks=False))
+    for prefer, avoid, endpoint in (
+        ("", (), server.url),
+        ("gone", (), server.url),
+        ("web", (), "session web"),
+        ("web", ("web",), server.url),
+    ):
+        channel = await finder.acquire("orders", prefer, avoid)
+        assert not isinstance(channel, Unreached)
+        assert channel.endpoint == endpoint
+        channel.release()
 
 
 async def test_a_missing_secret_reaches_nobody(

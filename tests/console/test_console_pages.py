@@ -11,7 +11,7 @@ from console_world import Reader, reader_of
 from memory_world import MemoryWorld
 from service_world import Desk, Service, unique, until
 
-from txbroker.core.records import Message
+from txbroker.core.records import Decision, Message
 
 HOSTILE = """"><script>alert('x')</script><b a='"""
 
@@ -202,7 +202,10 @@ async def test_content_is_hidden_until_asked_for(service: Service, reader: Reade
 async def test_groups_tell_how_they_are_asked(service: Service, reader: Reader) -> None:
     registered, away, connected = await service.group(200), await service.group(503), unique("g")
     id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=away)
-    async with service.producer(connected, instance="till-7"):
+    async with (
+        service.producer(connected, instance="till-7", check=lambda _: Decision.UNKNOWN),
+        service.producer(connected, instance="web-1"),  # which cannot be asked
+    ):
 
         async def rows() -> dict[str, str]:
             seen = await reader.open("/groups")

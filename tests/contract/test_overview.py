@@ -9,7 +9,7 @@ from cluster_world import Proxies
 from service_world import Json, Service, unique, until
 
 from txbroker.core.ids import parse_id
-from txbroker.core.records import Message
+from txbroker.core.records import Decision, Message
 
 
 async def overview(service: Service) -> Json:
@@ -100,11 +100,14 @@ async def test_a_group_that_nobody_reaches_says_since_when_and_why(service: Serv
     await service.tell(id, "rollback")
 
 
-async def test_connected_instances_are_named_once(two: Proxies) -> None:
+async def test_connected_instances_that_can_be_asked_are_named_once(two: Proxies) -> None:
     group = unique("group")
     one, other = two.running["one"], two.running["two"]
     topic = await one.world.create_topic(unique("topic"))
-    async with one.producer(group, instance="till-1") as producer:
+    async with (
+        one.producer(group, instance="web-1"),
+        one.producer(group, instance="till-1", check=lambda _: Decision.COMMIT) as producer,
+    ):
         # A session with each of the two owners.
         for partition in range(two.partitions):
             id = await producer.prepare(Message(topic, two.key(topic, partition), b"v"))

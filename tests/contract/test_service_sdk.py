@@ -163,6 +163,59 @@ async def test_any_instance_of_a_group_answers(service: Service) -> None:
     assert [request.id for request in check.requests] == [id]
 
 
+async def test_an_instance_without_a_check_function_leaves_the_answer_to_others(
+    service: Service,
+) -> None:
+    topic, group, check = await service.topic(), unique("group"), Checker(Decision.COMMIT)
+    message = Message(topic, b"k", b"v")
+    async with service.producer(group) as web, service.producer(group, check=check):
+        with pytest.raises(OSError, match="disk full"):
+            async with web.transaction(message, check_after_s=NEVER_S) as transaction:
+                raise OSError("disk full")
+        shown = await service.reaches(transaction.id, "promoted")
+    assert [request.id for request in check.requests] == [transaction.id]
+    assert (shown["source"], shown["attempts"]) == ("check", 1)
+
+
+async def test_an_instance_without_a_check_function_hides_no_check_url(service: Service) -> None:
+    topic, group = await service.topic(), await service.group({"decision": "commit"})
+    message = Message(topic, b"k", b"v")
+    async with service.producer(group) as web:
+        with pytest.raises(OSError, match="disk full"):
+            async with web.transaction(message, check_after_s=NEVER_S) as transaction:
+                raise OSError("disk full")
+        shown = await service.reaches(transaction.id, "promoted")
+        # Another one's, too.
+        id = await service.prepare(message, group=group)
+        await service.reaches(id, "promoted")
+    assert [call["id"] for call in service.asked(group)] == [transaction.id, id]
+    assert (shown["source"], shown["attempts"]) == ("check", 1)
+
+
+async def test_where_one_instance_is_busy_another_is_asked(service: Service) -> None:
+    topic, group, go = await service.topic(), unique("group"), asyncio.Event()
+
+    async def slow(request: CheckRequest) -> Decision:
+        await go.wait()
+        return Decision.COMMIT
+
+    limits, quick = Limits(checks_max=1), Checker(Decision.COMMIT)
+    message = Message(topic, b"k", b"v")
+    async with service.producer(group, check=slow, limits=limits) as busy:
+        first = await busy.prepare(message, check_after_s=SOON_S)
+
+        async def asked() -> bool:
+            return bool((await service.show(first)).get("checks"))
+
+        await until(asked)
+        async with service.producer(group, check=quick):
+            second = await busy.prepare(message, check_after_s=SOON_S)
+            shown = await service.reaches(second, "promoted")
+        go.set()
+    assert [request.id for request in quick.requests] == [second]
+    assert shown["attempts"] == 1
+
+
 async def test_the_blocking_producer_does_the_same(service: Service) -> None:
     topic = await service.topic()
     url = service.proxy.url

@@ -339,7 +339,8 @@ async def test_a_group_with_neither_session_nor_url(world: World) -> None:
     found = await world.outcome("groups-reachable")
     assert found.level is FAILS
     assert found.details == (
-        "orders: no instance is connected and no check URL is registered, for 2m00s",
+        "orders: no instance with a check function is connected and no check URL is registered, "
+        "for 2m00s",
     )
     world.proxies.group("orders", pending=0)
     assert (await world.outcome("groups-reachable")).level is WARNING

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from http_api import Api, running_api
 
@@ -14,7 +15,14 @@ from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Un
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import GroupPolicy, Groups
 from txbroker.checkers.http import HttpChecks
-from txbroker.checkers.leases import LeaseChannel, LeaseRequest, Leases, PeerSessions
+from txbroker.checkers.leases import (
+    GroupsConnected,
+    LeaseChannel,
+    LeaseGranted,
+    LeaseRequest,
+    Leases,
+    PeerSessions,
+)
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
 from txbroker.core.records import CheckReason, Decision, Message
 from txbroker.wire import Check, CheckAnswer
@@ -28,9 +36,15 @@ class Asked:
     """A session that answers what it is told to, or nothing."""
 
     def __init__(
-        self, sessions: SessionRegistry, instance: str, answer: CheckAnswer | None = None
+        self,
+        sessions: SessionRegistry,
+        instance: str,
+        answer: CheckAnswer | None = None,
+        *,
+        checks: bool = True,
     ) -> None:
         self.instance = instance
+        self.checks = checks
         self.draining = False
         self.open = True
         self.sent: list[Check] = []
@@ -67,8 +81,13 @@ async def elsewhere(api: Api) -> AsyncIterator[PeerSessions]:
     await known.close()
 
 
+def connected(api: Api) -> GroupsConnected:
+    """Return what the proxy behind `api` tells others of its sessions."""
+    return GroupsConnected(api.sessions.instances(), api.sessions.instances_without_function())
+
+
 def look(api: Api, elsewhere: PeerSessions) -> None:
-    elsewhere.saw(api.url, api.sessions.instances())
+    elsewhere.saw(api.url, connected(api))
 
 
 async def in_hand(api: Api, elsewhere: PeerSessions, prefer: str = "") -> LeaseChannel:
@@ -244,7 +263,7 @@ async def test_a_proxy_that_dies_under_the_question_makes_it_unclear() -> None:
     async with running_api() as api:
         session = Asked(api.sessions, "pod-1")
         relay, cut = await relayed(api.port)
-        known.saw(relay, api.sessions.instances())
+        known.saw(relay, connected(api))
         channel = await known.acquire("orders", "")
         assert isinstance(channel, LeaseChannel)
         asking = asyncio.ensure_future(ask(channel))
@@ -285,7 +304,7 @@ async def relayed(port: int) -> tuple[str, Callable[[], None]]:
 
 async def test_a_proxy_that_is_gone_is_tried_once(api: Api, elsewhere: PeerSessions) -> None:
     Asked(api.sessions, "pod-1")
-    elsewhere.saw("http://127.0.0.1:9", {"orders": ("pod-9",)})
+    elsewhere.saw("http://127.0.0.1:9", GroupsConnected({"orders": ("pod-9",)}))
     look(api, elsewhere)
     channel = await elsewhere.acquire("orders", "pod-9")
     assert isinstance(channel, LeaseChannel)
@@ -308,16 +327,16 @@ async def test_the_very_instance_or_nobody(api: Api, elsewhere: PeerSessions) ->
 async def test_a_group_appears_once_until_it_is_gone(elsewhere: PeerSessions) -> None:
     appeared: list[str] = []
     elsewhere.on_appeared(appeared.append)
-    elsewhere.saw("http://a", {"orders": ("x",)})
-    elsewhere.saw("http://a", {"orders": ("x", "y"), "other": ("z",)})
+    elsewhere.saw("http://a", GroupsConnected({"orders": ("x",)}))
+    elsewhere.saw("http://a", GroupsConnected({"orders": ("x", "y"), "other": ("z",)}))
     assert appeared == ["orders", "other"]
-    elsewhere.saw("http://a", {"other": ("z",)})
-    elsewhere.saw("http://a", {"orders": ("x",)})
+    elsewhere.saw("http://a", GroupsConnected({"other": ("z",)}))
+    elsewhere.saw("http://a", GroupsConnected({"orders": ("x",)}))
     assert appeared == ["orders", "other", "orders"]
     elsewhere.forget("http://a")
-    elsewhere.saw("http://a", {"orders": ("x",)})
+    elsewhere.saw("http://a", GroupsConnected({"orders": ("x",)}))
     elsewhere.only(["http://b"])
-    elsewhere.saw("http://a", {"orders": ("x",)})
+    elsewhere.saw("http://a", GroupsConnected({"orders": ("x",)}))
     assert appeared == ["orders", "other", "orders", "orders", "orders"]
 
 
@@ -361,3 +380,43 @@ async def test_the_finder_prefers_the_one_that_prepared_then_its_own(
     await groups.remove("orders")
     assert await found("far") == "nobody"
     await checks.close()
+
+
+async def test_an_instance_that_did_not_take_the_question_is_not_offered_again(
+    api: Api, elsewhere: PeerSessions
+) -> None:
+    for name in ("pod-1", "pod-2"):
+        Asked(api.sessions, name)
+    look(api, elsewhere)
+    for avoid, other in (("pod-1", "pod-2"), ("pod-2", "pod-1")):
+        channel = await elsewhere.acquire("orders", "", avoid={avoid})
+        assert isinstance(channel, LeaseChannel)
+        assert channel.instance == other
+        channel.release()
+    assert isinstance(await elsewhere.acquire("orders", "", avoid={"pod-1", "pod-2"}), Unreached)
+    # Nothing is forgotten of it.
+    assert isinstance(await elsewhere.acquire("orders", ""), LeaseChannel)
+
+
+async def test_without_a_check_function_only_what_it_prepared_is_asked_elsewhere(
+    api: Api, elsewhere: PeerSessions
+) -> None:
+    appeared: list[str] = []
+    elsewhere.on_appeared(appeared.append)
+    Asked(api.sessions, "web", checks=False)
+    look(api, elsewhere)
+    assert appeared == []
+    assert isinstance(await elsewhere.acquire("orders", "web"), Unreached)
+    channel = await elsewhere.acquire("orders", "web", only=True)
+    assert isinstance(channel, LeaseChannel)
+    assert channel.instance == "web"
+    channel.release()
+    elsewhere.forget(api.url)
+    assert isinstance(await elsewhere.acquire("orders", "web", only=True), Unreached)
+
+
+def test_proxies_of_an_earlier_version_are_understood() -> None:
+    granted = msgspec.msgpack.encode({"lease": "x", "endpoint": "session pod-1"})
+    assert msgspec.msgpack.decode(granted, type=LeaseGranted).instance == ""
+    told = msgspec.msgpack.encode({"groups": {"orders": ["pod-1"]}})
+    assert msgspec.msgpack.decode(told, type=GroupsConnected).without_function == {}

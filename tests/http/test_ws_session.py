@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from fake_service import NOW_MS
 from http_api import Api, running_api
@@ -150,6 +151,20 @@ async def test_check_goes_down_the_session_and_its_answer_comes_back(api: Api) -
         assert (check.id, check.attempt, check.messages) == (ID, 1, MESSAGES)
         await producer.send(wire.CheckAnswer(check.call, Decision.COMMIT, detail="row found"))
         assert await asked == Answered(Decision.COMMIT, None, None, "row found")
+
+
+async def test_a_session_says_whether_it_has_a_check_function(api: Api) -> None:
+    async with session(api, checks=False):
+        assert api.sessions.acquire("orders", "") is None
+        assert api.sessions.acquire("orders", "worker-1") is not None
+
+
+async def test_a_hello_of_an_earlier_version_has_a_check_function(api: Api) -> None:
+    async with connected(api) as producer:
+        hello = ["hello", wire.SESSION_VERSION, "orders", "worker-1"]
+        await producer.socket.send_bytes(msgspec.msgpack.encode([hello]))
+        await producer.next()
+        assert api.sessions.askable("orders") == 1
 
 
 async def test_checks_that_fill_a_frame_are_split_over_several() -> None:

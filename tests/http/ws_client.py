@@ -56,11 +56,11 @@ async def connected(api: Api, **options: object) -> AsyncIterator[Producer]:
 
 @asynccontextmanager
 async def session(
-    api: Api, group: str = "orders", instance: str = "worker-1"
+    api: Api, group: str = "orders", instance: str = "worker-1", *, checks: bool = True
 ) -> AsyncIterator[Producer]:
     """Connect and be welcomed."""
     async with connected(api) as producer:
-        await producer.send(wire.Hello(wire.SESSION_VERSION, group, instance))
+        await producer.send(wire.Hello(wire.SESSION_VERSION, group, instance, checks))
         welcome = await producer.next()
         assert isinstance(welcome, wire.Welcome), welcome
         yield producer

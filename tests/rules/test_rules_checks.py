@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -48,6 +48,7 @@ class Group:
     """A group that is always there: it answers as it is told, and remembers what was so then."""
 
     endpoint = "http://group"
+    instance = ""
 
     def __init__(self, world: World, answer: Callable[[CheckCall], CheckResult]) -> None:
         self.asked: list[CheckCall] = []
@@ -57,7 +58,7 @@ class Group:
         self._answer = answer
         self.owner: Owner | None = None
 
-    async def acquire(self, group: str, prefer: str) -> Channel:
+    async def acquire(self, group: str, prefer: str, avoid: Collection[str] = ()) -> Channel:
         """Return itself as the channel."""
         return self
 

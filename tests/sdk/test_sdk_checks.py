@@ -181,6 +181,15 @@ async def test_without_a_check_function_the_question_is_given_back(proxy: FakePr
         assert "no check function" in answer.detail
 
 
+@pytest.mark.parametrize("check", [None, lambda request: Decision.COMMIT])
+async def test_a_hello_tells_whether_there_is_a_check_function(
+    proxy: FakeProxy, check: CheckFunction | None
+) -> None:
+    async with checked(proxy, check) as (_, session):
+        assert session.hello is not None
+        assert session.hello.checks is (check is not None)
+
+
 async def test_what_is_no_function_is_refused_before_it_is_asked(proxy: FakeProxy) -> None:
     with pytest.raises(ConfigurationError, match="check is a function or None"):
         TransactionalProducer(proxy.url, group="g", check="commit")  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ back. Both write down what they did for the judge."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from judge import Asked, Body, Call, History
@@ -268,11 +268,14 @@ class Asker:
     """A `txbroker.checkers.base.Finder` and `Channel` in one: the way from a proxy to a service."""
 
     endpoint = "service"
+    instance = ""
 
     def __init__(self, shop: Shop) -> None:
         self._shop = shop
 
-    async def acquire(self, group: str, prefer: str) -> Asker | Unreached:
+    async def acquire(
+        self, group: str, prefer: str, avoid: Collection[str] = ()
+    ) -> Asker | Unreached:
         """Connect to the service."""
         await self._shop.network.pass_message()
         return self if self._shop.reachable else Unreached("connection refused")

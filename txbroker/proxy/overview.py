@@ -33,7 +33,7 @@ class Surroundings(Struct, frozen=True):
     """What a proxy knows of producer groups beside their transactions.
 
     Attributes:
-        connected: the instances of each group that has sessions at this proxy.
+        connected: the instances of each group that can be asked by sessions at this proxy.
         unreachable: the groups that could not be asked, each with why.
         unreachable_for_s: the same groups, each with since how many seconds.
     """

@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -132,13 +132,13 @@ class Peers:
         """List at the proxy at `url`; as `Service.list`."""
         return await self._post(url, "list", request, Page, None)
 
-    async def sessions(self, url: str) -> Mapping[str, tuple[str, ...]]:
+    async def sessions(self, url: str) -> GroupsConnected:
         """Return the groups that can be asked at the proxy at `url`, with their instances.
 
         Raises:
             OwnerUnavailable: it does not answer.
         """
-        return (await self._look(url, SESSIONS_PATH, GroupsConnected)).groups
+        return await self._look(url, SESSIONS_PATH, GroupsConnected)
 
     async def overview(self, url: str) -> Overview:
         """Return how the part of the proxy at `url` stands.

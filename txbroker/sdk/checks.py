@@ -42,6 +42,11 @@ class CheckDesk:
         self._threads: ThreadPoolExecutor | None = None
         self.draining = False
 
+    @property
+    def has_function(self) -> bool:
+        """Whether other instances' transactions may be asked about here, too."""
+        return self._function is not None
+
     def arrived(self, session: Session, check: Check) -> None:
         """Answer a check; where a function must be asked, later."""
         known = self._book.answer(check.id)

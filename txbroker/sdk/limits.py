@@ -27,7 +27,8 @@ class Limits:
         backoff_first_s, backoff_max_s: between attempts, growing, with jitter.
         in_flight_max: prepares under way, and as many decisions; more wait their turn.
         in_flight_bytes_max: the size of their messages, likewise; bounds the memory.
-        checks_max: checks answered at one time; further ones are sent on to other instances.
+        checks_max: checks answered at one time; for further ones, other instances of the group are
+            asked, then its check URL.
         check_threads_max: threads that plain check functions run in.
         running_again_s: while a block runs here, its check is put off for so long.
     """

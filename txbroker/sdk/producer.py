@@ -63,7 +63,8 @@ class TransactionalProducer:
         urls: one or several proxies, such as "http://127.0.0.1:8470"; the others are learnt.
         group: the producer group. Any instance of it may be asked about any transaction of it.
         check: says what became of a transaction; a coroutine function or a plain one. Without
-            it this instance answers only for the blocks that run in it.
+            it this instance answers only for the blocks that run in it; for all else, other
+            instances of the group are asked, then its check URL.
         instance: names this process among the group's; made up where not given.
         token: sent to the proxy as `authorization: Bearer TOKEN`.
         ca_file: with https URLs, certificates of the authorities that may sign the proxies' (PEM);
@@ -312,7 +313,7 @@ class TransactionalProducer:
 
     async def _open_session(self, address: str) -> Session:
         assert self._http is not None
-        hello = Hello(SESSION_VERSION, self.group, self.instance)
+        hello = Hello(SESSION_VERSION, self.group, self.instance, self._desk.has_function)
         session = await open_session(self._http, address, hello, self, self._limits, self._tls)
         if self._draining:
             session.post(Drain())

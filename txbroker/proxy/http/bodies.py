@@ -336,7 +336,7 @@ class OverviewBody(Answer, frozen=True, omit_defaults=False):
 
 
 class GroupAnswer(Answer, frozen=True):
-    """A registered group, and how many of its instances are connected to this proxy."""
+    """A registered group, and how many instances of it can be asked by session at this proxy."""
 
     group: str
     sessions: int

@@ -153,7 +153,8 @@ class Internal:
     async def _sessions(self, request: web.Request) -> web.Response:
         async def answer() -> object:
             self._admit(request)
-            return GroupsConnected(self._shell.sessions.instances())
+            sessions = self._shell.sessions
+            return GroupsConnected(sessions.instances(), sessions.instances_without_function())
 
         return await self._respond("sessions", answer)
 

@@ -109,7 +109,7 @@ async def list_groups(call: Call) -> Reply:
 
 
 def _shown(call: Call, group: str, policy: GroupPolicy) -> GroupAnswer:
-    sessions = call.shell.sessions.counts().get(group, 0)
+    sessions = call.shell.sessions.askable(group)
     return GroupAnswer(group=group, sessions=sessions, **structs.asdict(policy))
 
 

@@ -76,6 +76,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self.group = hello.group
         self.instance = hello.instance
+        self.checks = hello.checks
         self.draining = False
         self.closed = False
 

@@ -1,0 +1,169 @@
+"""The world of a check runner: no clock moves here. Timers are fired by hand and fakes answer when
+told, so only the order of events counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Collection
+
+from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached
+from txbroker.checkers.runner import CheckRunner
+from txbroker.core.records import CheckReason, Decision
+from txbroker.errors import KafkaUnavailable
+
+DUE = CheckReason.DUE
+COMMIT = Answered(Decision.COMMIT, detail="commit")
+
+
+class World:
+    """Finder, owner and metrics in one, with a log of everything in the order it happened."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.pending: set[str] = set()
+        self.gone: dict[str, str] = {}  # groups that cannot be reached, with why
+        self.instances: dict[str, list[str]] = {}  # of a group; without any its channel is no one's
+        self.url = False  # whether groups have one besides
+        self.results: dict[str, CheckResult] = {}  # by instance, else by id, else COMMIT
+        self.held: dict[str, asyncio.Event] = {}  # an ask of this id waits for it
+        self.markers_held: asyncio.Event | None = None
+        self.refused: set[str] = set()  # ids whose marker the ledger does not accept
+        self.broken: set[str] = set()  # ids whose marker cannot be written
+        self.attempts: defaultdict[str, int] = defaultdict(int)
+        self.open_channels = 0
+        self.asking: set[str] = set()
+        self.outcomes: list[tuple[str, str]] = []
+        self.timers: list[FakeTimer] = []
+        self.timeouts: list[float] = []
+
+    # Finder
+    async def acquire(
+        self, group: str, prefer: str, avoid: Collection[str] = ()
+    ) -> FakeChannel | Unreached:
+        await asyncio.sleep(0)
+        if group in self.gone:
+            self.log.append(f"no channel to {group}")
+            return Unreached(self.gone[group])
+        free = [name for name in self.instances.get(group, ()) if name not in avoid]
+        if not free and avoid and not self.url:
+            self.log.append(f"nobody else of {group}")
+            return Unreached("nobody else")
+        self.open_channels += 1
+        self.log.append(f"channel to {group}")
+        instance = prefer if prefer in free else "".join(free[:1])
+        return FakeChannel(self, f"session {instance or prefer or group}", instance)
+
+    # Metrics
+    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
+        assert duration_s >= 0
+        self.outcomes.append((group, outcome))
+
+    # Timers
+    def later(self, delay_s: float, then: Callable[[], None]) -> FakeTimer:
+        timer = FakeTimer(delay_s, then)
+        self.timers.append(timer)
+        return timer
+
+    def fire(self) -> float:
+        """Let the last back-off end; return how long it was, seconds."""
+        timer = self.timers[-1]
+        assert not timer.cancelled
+        timer.then()
+        return timer.delay_s
+
+    def count(self, line: str) -> int:
+        return self.log.count(line)
+
+
+class FakeTimer:
+    def __init__(self, delay_s: float, then: Callable[[], None]) -> None:
+        self.delay_s = delay_s
+        self.then = then
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeChannel:
+    def __init__(self, world: World, endpoint: str, instance: str = "") -> None:
+        self._world = world
+        self._released = False
+        self.endpoint = endpoint
+        self.instance = instance
+
+    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+        world = self._world
+        whom = f" of {self.instance}" if self.instance else ""
+        world.log.append(f"ask {call.id}.{call.attempt}{whom}")
+        world.timeouts.append(timeout_s)
+        world.asking.add(call.id)
+        try:
+            if call.id in world.held:
+                await world.held[call.id].wait()
+            return world.results.get(self.instance) or world.results.get(call.id, COMMIT)
+        finally:
+            world.asking.discard(call.id)
+
+    def release(self) -> None:
+        assert not self._released
+        self._released = True
+        self._world.open_channels -= 1
+
+
+class FakeOwner:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.markers_waiting = 0
+        self.markers_waiting_most = 0
+
+    async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
+        world = self._world
+        world.log.append(f"marker {id}")
+        self.markers_waiting += 1
+        self.markers_waiting_most = max(self.markers_waiting_most, self.markers_waiting)
+        try:
+            await asyncio.sleep(0)
+            if world.markers_held is not None:
+                await world.markers_held.wait()
+        finally:
+            self.markers_waiting -= 1
+        if id in world.broken:
+            raise KafkaUnavailable
+        if id in world.refused:
+            return None
+        world.attempts[id] += 1
+        return CheckCall(id, id.split("-")[0], world.attempts[id], 15, reason, 0, ())
+
+    def still_pending(self, id: str) -> bool:
+        return id in self._world.pending
+
+    async def answered(self, call: CheckCall, endpoint: str, result: CheckResult) -> None:
+        world = self._world
+        await asyncio.sleep(0)
+        if isinstance(result, Unreached):
+            world.attempts[call.id] -= 1
+            world.log.append(f"returned {call.id}")
+            return
+        world.log.append(f"answered {call.id} {result.detail}")
+        if isinstance(result, Answered):
+            world.pending.discard(call.id)
+
+
+def make(world: World, **settings: int) -> CheckRunner:
+    parallel = settings.pop("parallel", 2)
+    return CheckRunner(
+        world,
+        world,
+        parallel=lambda group: parallel,
+        jitter=lambda: 0.0,
+        later=world.later,
+        **settings,
+    )
+
+
+def due(runner: CheckRunner, owner: FakeOwner, world: World, *ids: str) -> list[bool]:
+    """Offer checks of transactions named `group-number`."""
+    world.pending.update(ids)
+    return [runner.due(owner, id, id.split("-")[0], "", DUE) for id in ids]
