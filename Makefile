@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Programs that some tests call, each named like its Debian package, or with that behind `=`.
-TOOLS := chromedriver=chromium-driver chromium curl kcat openssl prometheus
+TOOLS := chromedriver=chromium-driver chromium curl debootstrap kcat openssl prometheus
 # In no release of Debian, so Go builds it. The newest that Debian 12's Go can; without optimizations,
 # which would cost most of the time.
 HELM := helm.sh/helm/v3/cmd/helm@v3.12.3
