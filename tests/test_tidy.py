@@ -200,6 +200,35 @@ def test_the_type_checker_sees_every_file_of_the_package() -> None:
     assert set(MODULES) - seen == set()
 
 
+def test_coverage_sees_every_file_of_the_package() -> None:
+    """Where a folder is not among its sources it says nothing of that, and reports fewer files."""
+    code = """
+import coverage
+measuring = coverage.Coverage(data_file=None)
+measuring.start()
+import txbroker
+measuring.stop()
+print(*measuring.get_data().measured_files(), sep="\\n")
+"""
+    measured = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    assert set(measured.stdout.splitlines()) == {str(path.resolve()) for path in PACKAGE}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("words", ["ruff check .", "ruff format --check .", "mypy"])
+def test_the_linter_and_the_type_checker_find_nothing(words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *words.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_make_installs_the_very_tools_that_tests_need() -> None:
     needed = {
         ast.literal_eval(node.args[0])
