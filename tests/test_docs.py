@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 # Synopses, with `OPTIONS` and the like: test_cli_usage holds it against the commands.
 WRITTEN = [page for page in PAGES if page != DOCS / "reference/cli.md"]
 # What stands for something of the reader's own.
-STANDS_FOR = {"KAFKA": "kafka:9092", "PROXY": "http://proxy:8470", "ID": "0" * 26}
+STANDS_FOR = {"KAFKA": "kafka:9092", "PROXY": "http://proxy:8470", "ID": "0" * 26, "$n": "1"}
 # Left out of a call: what a shell reads, and an ellipsis.
 AFTER_CALL = {"|", "||", "&", "&&", ";", ">", ">>", "<", "…", "..."}
 
