@@ -51,10 +51,14 @@ test: $(VENV)/.dev ## Run all tests but the long ones
 	@$(PYTEST) tests
 
 .PHONY: test-long
-test-long: $(VENV)/.dev ## Run the long tests too: other Kafka versions, mutants, long outages
+test-long: $(VENV)/.dev ## Run the long tests too: outages, audits, the simulator's mutants, other Kafka versions
 	@TXBROKER_TEST_LONG=1 $(PYTEST) tests --timeout 900
 	@for version in 3.9.1 4.3.1; do \
 		TXBROKER_TEST_KAFKA_VERSION=$$version $(PYTEST) tests/contract tests/kafka; done
+
+.PHONY: mutants
+mutants: $(VENV)/.dev ## Take out each rule of the log protocol, and see its test fail (20 minutes or more)
+	@$(BIN)/python -m tests.rules.mutants
 
 .PHONY: test-faults
 test-faults: $(VENV)/.dev ## Half an hour of crashes at every moment, and of real faults on three brokers
