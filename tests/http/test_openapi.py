@@ -174,6 +174,8 @@ COMES_TO = {"prepare": 201, "revive": 409}  # none is parked, so there is nothin
 """What some of the cases that fit must be answered with, where that is not 200."""
 
 
+# It is the proxy's thread that uses it meanwhile.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.parametrize(("operation", "mode"), fuzzed())
 def test_fuzzer_finds_no_difference_in_a_whole_proxy(
     proxy_url: str, operation: str, mode: GenerationMode
