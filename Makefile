@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Programs that some tests call, each named like its Debian package, or with that behind `=`.
-TOOLS := chromedriver=chromium-driver chromium curl kcat openssl prometheus
+TOOLS := chromedriver=chromium-driver chromium curl debootstrap kcat openssl prometheus
 # In no release of Debian, so Go builds it. The newest that Debian 12's Go can; without optimizations,
 # which would cost most of the time.
 HELM := helm.sh/helm/v3/cmd/helm@v3.12.3
@@ -51,10 +51,14 @@ test: $(VENV)/.dev ## Run all tests but the long ones
 	@$(PYTEST) tests
 
 .PHONY: test-long
-test-long: $(VENV)/.dev ## Run the long tests too: other Kafka versions, mutants, long outages
+test-long: $(VENV)/.dev ## Run the long tests too: outages, audits, the simulator's mutants, other Kafka versions
 	@TXBROKER_TEST_LONG=1 $(PYTEST) tests --timeout 900
 	@for version in 3.9.1 4.3.1; do \
 		TXBROKER_TEST_KAFKA_VERSION=$$version $(PYTEST) tests/contract tests/kafka; done
+
+.PHONY: mutants
+mutants: $(VENV)/.dev ## Take out each rule of the log protocol, and see its test fail (20 minutes or more)
+	@$(BIN)/python -m tests.rules.mutants
 
 .PHONY: test-faults
 test-faults: $(VENV)/.dev ## Half an hour of crashes at every moment, and of real faults on three brokers

@@ -34,7 +34,7 @@ def _own_logging() -> Iterator[None]:
     structlog.configure(**settings)
 
 
-# --- tests that need a program which pip does not bring --------------------------------------
+# --- tests that need what pip does not bring --------------------------------------
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "needs_tool(name): calls a program that `make tools` installs"
     )
+    config.addinivalue_line("markers", "needs_root: does what only root may")
     config.addinivalue_line("markers", "long: takes minutes; `make test-long` runs it")
 
 
@@ -54,21 +55,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=long)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out a test whose program is missing; in CI nothing may be left out unseen."""
+def missing(item: pytest.Item) -> Iterator[str]:
+    """Yield what a test needs and this machine has not, and how to come by it."""
     for marker in item.iter_markers("needs_tool"):
-        tool = str(marker.args[0])
-        if shutil.which(tool) is not None:
-            continue
+        if shutil.which(str(marker.args[0])) is None:
+            yield f"{marker.args[0]} is missing: `make tools` installs it"
+    if item.get_closest_marker("needs_root") and os.geteuid() != 0:
+        yield "the rights of root are missing"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out a test that lacks something; in CI nothing may be left out unseen."""
+    for what in missing(item):
         if os.environ.get("CI") == "true":
-            pytest.fail(f"{tool} is missing: run `make tools`", pytrace=False)
-        _LEFT_OUT.setdefault(tool, []).append(item.nodeid)
-        pytest.skip(f"{tool} is missing: `make tools` installs it")
+            pytest.fail(what, pytrace=False)
+        _LEFT_OUT.setdefault(what, []).append(item.nodeid)
+        pytest.skip(what)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Name what was left out."""
-    for tool, tests in _LEFT_OUT.items():
-        terminalreporter.section(f"{tool} is missing (`make tools` installs it); left out")
+    for what, tests in _LEFT_OUT.items():
+        terminalreporter.section(f"left out, as {what}")
         for test in tests:
             terminalreporter.line(test)

@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 # Synopses, with `OPTIONS` and the like: test_cli_usage holds it against the commands.
 WRITTEN = [page for page in PAGES if page != DOCS / "reference/cli.md"]
 # What stands for something of the reader's own.
-STANDS_FOR = {"KAFKA": "kafka:9092", "PROXY": "http://proxy:8470", "ID": "0" * 26}
+STANDS_FOR = {"KAFKA": "kafka:9092", "PROXY": "http://proxy:8470", "ID": "0" * 26, "$n": "1"}
 # Left out of a call: what a shell reads, and an ellipsis.
 AFTER_CALL = {"|", "||", "&", "&&", ";", ">", ">>", "<", "…", "..."}
 
@@ -231,6 +231,19 @@ def test_every_cause_of_a_refusal_or_a_delay_has_an_advice() -> None:
         for name in ("TxBrokerRefusing", "TxBrokerPromotionStalled")
     )
     assert sorted(code for code in codes if f"`{code}`" not in text) == []
+
+
+def test_each_row_of_the_comparison_with_rocketmq_has_its_tests() -> None:
+    page = (DOCS / "design.md").read_text()
+    section = page.partition("\n## Better than RocketMQ, on purpose\n")[2].partition("\n## ")[0]
+    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    named = [re.findall(r"`(test_\w+)`", row.rpartition(" | ")[2]) for row in rows]
+    assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
+    tree = ast.parse((ROOT / "tests/e2e/test_better.py").read_text())
+    functions = [one.name for one in tree.body if isinstance(one, ast.AsyncFunctionDef)]
+    there = [name for name in functions if name.startswith("test_")]
+    assert sorted(name for tests in named for name in tests) == sorted(there)
+    assert rows
 
 
 # --- pages -----------------------------------------------------------------------------------

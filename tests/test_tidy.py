@@ -1,6 +1,7 @@
 """What no linter knows: who may import what, sizes, forbidden words, links of the docs."""
 
 import ast
+import configparser
 import importlib.util
 import re
 import subprocess
@@ -135,6 +136,31 @@ def test_the_picture_of_the_rooms_is_the_code() -> None:
     assert {other for room, other in found if room in everybodys} <= everybodys
 
 
+def test_each_room_of_the_picture_has_its_line() -> None:
+    section = (ROOT / "docs/design.md").read_text().partition("\n## The rooms\n")[2]
+    table, _, rest = section.partition("```mermaid\n")
+    lines = dict(re.findall(r"^\| `((?:txbroker/)?(\w+)(?:/|\.py))`", table, re.M))
+    assert [path for path in lines if not (ROOT / path).exists()] == []
+    rooms = set(re.findall(r"\w+", rest.partition("```")[0].partition("\n")[2]))
+    assert rooms - set(lines.values()) == set()
+
+
+# What pydantic-settings brings; and what is used only where it was installed.
+UNDECLARED = frozenset({"pydantic", "opentelemetry"})
+
+
+@pytest.mark.parametrize("module", ["main", "demo.command", "demo.worker"])
+def test_the_demo_imports_only_what_it_installs(module: str) -> None:
+    """Above all neither Spark nor development tools: it is what a stranger tries first."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    needed = setup["options"]["install_requires"], setup["options.extras_require"]["embedded"]
+    packages = re.findall(r"^[\w-]+", "\n".join(needed), re.M)
+    installed = {package.replace("-", "_") for package in packages} | UNDECLARED
+    imported = {name.partition(".")[0] for name in reached(f"txbroker.cli.{module}")}
+    assert imported - installed - sys.stdlib_module_names == {"txbroker"}
+
+
 @pytest.mark.parametrize("module", ["txbroker.sdk", "txbroker.core.ledger", "txbroker.errors"])
 def test_clients_load_neither_aiokafka_nor_pyspark(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('aiokafka', 'pyspark') if m in sys.modules])"
@@ -172,6 +198,48 @@ def test_the_type_checker_sees_every_file_of_the_package() -> None:
     search = FindModuleCache(SearchPaths((str(ROOT),), (), (), ()), None, None)
     seen = {source.module for source in search.find_modules_recursive("txbroker")}
     assert set(MODULES) - seen == set()
+
+
+def test_coverage_sees_every_file_of_the_package() -> None:
+    """Where a folder is not among its sources it says nothing of that, and reports fewer files."""
+    code = """
+import coverage
+measuring = coverage.Coverage(data_file=None)
+measuring.start()
+import txbroker
+measuring.stop()
+print(*measuring.get_data().measured_files(), sep="\\n")
+"""
+    measured = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    assert set(measured.stdout.splitlines()) == {str(path.resolve()) for path in PACKAGE}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("words", ["ruff check .", "ruff format --check .", "mypy"])
+def test_the_linter_and_the_type_checker_find_nothing(words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *words.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_make_installs_the_very_tools_that_tests_need() -> None:
+    needed = {
+        ast.literal_eval(node.args[0])
+        for path in committed("tests/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "needs_tool"
+    }
+    found = re.search(r"^TOOLS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert found is not None
+    installed = {word.partition("=")[0] for word in found[1].split()}
+    assert needed == installed | {"helm"}
 
 
 def test_every_link_of_the_docs_resolves() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import plain_calls
 import pytest
-from chromium import TOOLS, Browser, browser
+from chromium import Browser, browser
 from console_token import TOKEN
 from selenium.webdriver.common.keys import Keys
 
@@ -20,7 +20,7 @@ from txbroker.sdk import Decision
 from txbroker.sdk.blocking import BlockingTransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
 
-pytestmark = [pytest.mark.needs_tool(tool) for tool in TOOLS]
+pytestmark = [pytest.mark.needs_tool("chromium"), pytest.mark.needs_tool("chromedriver")]
 
 LONG = "a-group-with-a-name-that-is-far-too-long-for-a-narrow-window-" * 3
 _RUN = "document.title='taken'"

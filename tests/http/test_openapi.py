@@ -1,11 +1,19 @@
-"""The OpenAPI document says what the API does: a fuzzer reads the one and calls the other."""
+"""The OpenAPI document says what the API does: a fuzzer reads the one and calls the other.
+
+It calls a service of two dictionaries, which keeps every call simple, and a whole proxy on a Kafka
+in memory, in which the same calls come to ledger, owner and targets.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import time
+import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jsonschema_rs
 import pytest
@@ -21,11 +29,13 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from txbroker.core.ids import make_id
 from txbroker.core.message_json import MessageError, message_from_json
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
 from txbroker.proxy.http.bodies import NoQuery
 from txbroker.proxy.http.openapi import describe
+from txbroker.testing.broker import InMemoryBroker
 
 EXAMPLES = 12
 CHECKS: list[CheckFunction] = [
@@ -39,7 +49,7 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def fake_url() -> Iterator[str]:
     """A server in a thread with its own event loop, because the fuzzer blocks."""
     started = threading.Event()
     found: list[str] = []
@@ -61,6 +71,13 @@ def url() -> Iterator[str]:
     loop.close()
 
 
+@pytest.fixture(scope="module")
+def proxy_url() -> Iterator[str]:
+    """A proxy that makes the topics it is asked for."""
+    with InMemoryBroker() as broker:
+        yield broker.url
+
+
 def fuzzed() -> list[tuple[str, GenerationMode]]:
     """Return every operation with what fits it, and where anything can be wrong, what does not."""
     declared = operations()
@@ -69,8 +86,13 @@ def fuzzed() -> list[tuple[str, GenerationMode]]:
     return positive + [(operation.name, GenerationMode.NEGATIVE) for operation in wrong]
 
 
-@pytest.mark.parametrize(("operation", "mode"), fuzzed())
-def test_fuzzer_finds_no_difference(url: str, operation: str, mode: GenerationMode) -> None:
+def fuzz(
+    url: str,
+    operation: str,
+    mode: GenerationMode,
+    change: Callable[[schemathesis.Case], None] = lambda case: None,
+) -> Counter[int]:
+    """Call an operation with whatever the document allows, or does not; return the statuses."""
     schema = schemathesis.openapi.from_url(f"{url}/v1/openapi.json")
     (found,) = schema.include(operation_id=operation).get_all_operations()
     statuses: Counter[int] = Counter()
@@ -84,14 +106,87 @@ def test_fuzzer_finds_no_difference(url: str, operation: str, mode: GenerationMo
         suppress_health_check=list(HealthCheck),
     )
     @given(case=found.ok().as_strategy(generation_mode=mode))
-    def fuzz(case: schemathesis.Case) -> None:
+    def call(case: schemathesis.Case) -> None:
+        change(case)
         headers = {} if case.method == "GET" else JSON
         statuses[case.call_and_validate(headers=headers, checks=CHECKS).status_code] += 1
 
-    fuzz()
+    call()
     if mode is GenerationMode.NEGATIVE:
         assert statuses.keys() <= {400, 404, 405, 415}
     assert statuses
+    return statuses
+
+
+@pytest.mark.parametrize(("operation", "mode"), fuzzed())
+def test_fuzzer_finds_no_difference(fake_url: str, operation: str, mode: GenerationMode) -> None:
+    fuzz(fake_url, operation, mode)
+
+
+class Deeper:
+    """Has four of five cases come to something: a topic, a group, a transaction that is there."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._cases = 0
+
+    def __call__(self, case: schemathesis.Case) -> None:
+        """Change a case that fits the document, and leave it one that does."""
+        self._cases += 1
+        if self._cases % 5 == 0:
+            return
+        path, body = case.path_parameters or {}, case.body
+        if "id" in path:
+            path["id"] = self._transaction(self._cases % 5)
+        if "group" in path:
+            path["group"] = "registered"
+            if case.method != "PUT":
+                self._call("PUT", "/v1/groups/registered", {"check_url": "http://127.0.0.1:9/"})
+        (case.query or {}).pop("cursor", None)
+        if isinstance(body, dict):
+            body.pop("id", None)
+            if body.get("group") is not None:
+                body["group"] = "orders"
+            for message in body.get("messages") or ():
+                message["topic"] = "payments"
+                message.pop("partition", None)
+                message.pop("timestamp_ms", None)
+
+    def _transaction(self, number: int) -> str:
+        """Return an id: of one that is pending, committed, rolled back or not there."""
+        if number == 4:
+            return make_id(0, time.time_ns() // 1_000_000, self._cases)
+        body = {"group": "orders", "messages": [{"topic": "payments", "value": "v"}]}
+        id = str(self._call("POST", "/v1/transactions", body)["id"])
+        if number > 1:
+            decision = "commit" if number == 2 else "rollback"
+            self._call("POST", f"/v1/transactions/{id}/{decision}", {})
+        return id
+
+    def _call(self, method: str, path: str, body: object) -> Any:
+        data = json.dumps(body).encode()
+        call = urllib.request.Request(self._url + path, data, JSON, method=method)
+        with urllib.request.urlopen(call, timeout=10) as answer:
+            return json.load(answer)
+
+
+COMES_TO = {"prepare": 201, "revive": 409}  # none is parked, so there is nothing to revive
+"""What some of the cases that fit must be answered with, where that is not 200."""
+
+
+# It is the proxy's thread that uses it meanwhile.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+@pytest.mark.parametrize(("operation", "mode"), fuzzed())
+def test_fuzzer_finds_no_difference_in_a_whole_proxy(
+    proxy_url: str, operation: str, mode: GenerationMode
+) -> None:
+    if mode is GenerationMode.POSITIVE:
+        statuses = fuzz(proxy_url, operation, mode, Deeper(proxy_url))
+        assert statuses[COMES_TO.get(operation, 200)] > 0, statuses
+    else:
+        fuzz(proxy_url, operation, mode)
+    with urllib.request.urlopen(f"{proxy_url}/readyz", timeout=10) as answer:
+        assert answer.status == 200
 
 
 MESSAGES = [

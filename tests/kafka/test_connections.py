@@ -6,10 +6,16 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiokafka.protocol.api import Request
 from aiokafka.protocol.metadata import MetadataRequest
 from kafka_world import KafkaWorld
 
-from txbroker.kafka.client import Client, Connection, NotSent
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client import Client, Connection, NotSent, Unanswered
+from txbroker.kafka.topic_ids import topic_ids
+from txbroker.kafka.wire import RightsRequest
+
+METADATA = 3
 
 
 async def test_who_waits_for_a_connection_that_fails_has_failed_with_it() -> None:
@@ -39,3 +45,30 @@ async def test_who_waits_for_a_connection_that_fails_has_failed_with_it() -> Non
     with pytest.raises(NotSent):
         await client.ask(1, request, "metadata")
     assert attempts == 2
+
+
+async def test_no_question_about_topics_makes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where brokers make topics of themselves, a mistyped target would be there at once."""
+    asked: list[Request[Any]] = []
+
+    async def ask(_node: int, request: Request[Any], *_: Any) -> Any:
+        asked.append(request)
+        raise Unanswered("nobody is there")
+
+    async def open_connection(*_: Any, **__: Any) -> Connection:
+        raise OSError
+
+    client = Client(KafkaWorld("127.0.0.1:1").settings(), open_connection)
+    client._brokers = {1: ("127.0.0.1", 1)}
+    monkeypatch.setattr(client, "ask", ask)
+    for question in (
+        client.refresh(["mistyped"]),
+        topic_ids(client, ["mistyped"]),
+        client.ask_any(RightsRequest(["mistyped"]), "test"),
+    ):
+        with pytest.raises(KafkaUnavailable):
+            await question
+    sent = [request.prepare({METADATA: (0, 12)}) for request in asked]
+    # By version: of where topics are, of what may be done with them, of their ids.
+    assert {one.API_VERSION for one in sent} == {5, 8, 10}
+    assert [one.API_VERSION for one in sent if one.allow_auto_topic_creation] == []

@@ -152,6 +152,51 @@ async def test_targets_without_rights_are_refused_at_prepare(
         await service.stop()
 
 
+async def test_a_right_that_is_taken_away_behind_a_prepare_refuses_until_it_is_back(
+    world: AllowedWorld, desk: Desk
+) -> None:
+    target, other = await world.create_topic("target"), await world.create_topic("other")
+    allowed = rights(world, Role.PROXY, target, other)
+    (on_target,) = [right for right in allowed if right.name == target]
+    await world.allow(allowed)
+    await until(lambda: healthy(world))
+    service = Service(world, desk, partitions=1)
+    await service.start()
+    try:
+        id = await service.prepare(Message(other, b"k", b"whole"), Message(target, b"k", b"whole"))
+        await world.take(on_target, "Write")
+        await until(lambda: may_not_write(world, target))
+        await service.tell(id, "commit")
+        cause = (await service.reaches(id, "refused"))["cause"]
+        assert (cause["code"], cause["topic"]) == ("not_authorized", target)
+        assert "grant it Write" in cause["message"]
+        flows = await service.prepare(Message(other, b"k", b"flows"))
+        assert (await service.commit(flows))["state"] == "promoted"
+        assert await world.visible(target) == []
+
+        await world.allow([on_target])
+
+        async def revived() -> bool:
+            # Brokers hear of a right one after another: until then it is refused again.
+            state = await service.state(id)
+            if state == "refused":
+                await service.tell(id, "revive")
+            return state == "promoted"
+
+        await until(revived)
+    finally:
+        await service.stop()
+    assert [record.value for record in await world.visible(other)] == [b"flows", b"whole"]
+    assert [record.value for record in await world.visible(target)] == [b"whole"]
+
+
+async def may_not_write(world: AllowedWorld, topic: str) -> bool:
+    """Say whether the broker knows by now that this user may not write a topic."""
+    async with KafkaExamination(world.settings()) as kafka:
+        seen = (await kafka.cluster([topic])).topics[topic]
+    return seen.rights is not None and "Write" not in seen.rights
+
+
 async def test_strangers_transactions_in_a_target_keep_nobody_off(
     world: AllowedWorld, desk: Desk
 ) -> None:
