@@ -126,6 +126,7 @@ async def test_commit_carries_everything(api: Api) -> None:
         source=Source.PRODUCER,
         by="http 127.0.0.1",
         wait=True,
+        wait_s=30.0,
     )
 
 

@@ -126,7 +126,7 @@ async def _decide(
         source=Source.PRODUCER if group else Source.OPERATOR,
         by=_who(by, call),
         wait=wait,
-        wait_s=WAIT_MAX_S,
+        wait_s=WAIT_MAX_S if wait else 0.0,
     )
     call.shell.check_decide(request)
     started = time.monotonic()
