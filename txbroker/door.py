@@ -93,8 +93,11 @@ class Log(Protocol):
         """
         ...
 
-    async def bounds(self) -> tuple[int, int]:
+    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
         """Return the first offset that is kept and the offset that the next record will get.
+
+        Unless `sure`, records may be missing that a leader unknown to us has acknowledged: enough
+        for a look now and then, and cheaper.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.

@@ -66,9 +66,9 @@ class WatchedLog:
         self._calls.append(f"{self._name}.append")
         return await self.inner.append(records)
 
-    async def bounds(self) -> tuple[int, int]:
+    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
         """Return the bounds."""
-        return await self.inner.bounds()
+        return await self.inner.bounds(sure=sure)
 
     async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
         """Read."""

@@ -92,11 +92,11 @@ class ScriptedLog:
             return await self.script.popleft()(self.inner, records)
         return await self.inner.append(records)
 
-    async def bounds(self) -> tuple[int, int]:
+    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
         """Return the bounds once the gate is open."""
         self._calls.append(f"{self._name}.bounds")
         await self.bounds_gate.wait()
-        return await self.inner.bounds()
+        return await self.inner.bounds(sure=sure)
 
     async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
         """Read as it is."""

@@ -267,6 +267,7 @@ class Cluster:
             "FetchRequest": self._fetch,
             "OffsetRequest": self._offsets,
             "MetadataRequest": self._metadata,
+            "LeadersRequest": self._leaders,
             "FindCoordinatorRequest": self._find_coordinator,
             "InitProducerIdRequest": self._init,
             "AddPartitionsToTxnRequest": self._add,
@@ -430,6 +431,14 @@ class Cluster:
             topics.append((NONE if parts else UNKNOWN_TOPIC, topic, False, parts))
         brokers = [(node, "broker", FIRST_PORT + node, None) for node in self.nodes]
         return SimpleNamespace(brokers=brokers, controller_id=0, topics=topics)
+
+    def _leaders(self, _: int, request: Any) -> Any:
+        """All brokers know the same: leaders move, but none is cut off from the others."""
+        topics = []
+        for error, topic, internal, parts in self._metadata(_, request).topics:
+            told = [(code, number, leader, 0, *rest) for code, number, leader, *rest in parts]
+            topics.append((error, topic, internal, told))
+        return SimpleNamespace(topics=topics)
 
     # --- transactions ----------------------------------------------------------------------------
 

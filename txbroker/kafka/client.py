@@ -329,6 +329,10 @@ class Client:
         """Return the broker that led a partition when last heard of, -1 where none is known."""
         return self._leaders.get((topic, partition), -1)
 
+    def remember_leader(self, topic: str, partition: int, leader: int) -> None:
+        """Send to this broker what is for the leader of a partition."""
+        self._leaders[topic, partition] = leader
+
     def forget_leader(self, topic: str, partition: int) -> None:
         """Look again for the leader of a partition before the next request to it."""
         self._leaders.pop((topic, partition), None)

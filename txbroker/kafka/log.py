@@ -79,13 +79,15 @@ class KafkaLog(Log):
                 return Appended(*stored)
         raise AppendUnknown(f"{self._at[0]}-{self._at[1]} refuses every new producer id")
 
-    async def bounds(self) -> tuple[int, int]:
+    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
         """Return the first offset that is kept and the offset that the next record will get.
+
+        Unless `sure`, records may be missing that a leader unknown to us has acknowledged.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
-        return await self._reader.start(), await self._reader.end()
+        return await self._reader.start(), await self._reader.end(sure=sure)
 
     def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
         """Yield the records from offset `start` up to, not including, `end`, in order.

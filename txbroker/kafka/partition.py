@@ -101,7 +101,7 @@ class KafkaPartitionDoor(PartitionDoor):
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
-        return await self._checkpoint.end() > 0
+        return await self._checkpoint.end(sure=True) > 0
 
     async def parked_before(self) -> bool:
         """Say whether the parked topic has ever held a record.
@@ -109,7 +109,7 @@ class KafkaPartitionDoor(PartitionDoor):
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
-        return await self._parked.end() > 0
+        return await self._parked.end(sure=True) > 0
 
     async def claim(self, claim: Claim) -> Claimed:
         """Fence every earlier owner, write the claim record, then read the progress.
@@ -179,7 +179,7 @@ class KafkaPartitionDoor(PartitionDoor):
             )
         except KafkaUnavailable:
             # Asked once more, because it may also have been Kafka that did not answer.
-            wanted = offset + 1 if offset >= 0 else await self._checkpoint.end()
+            wanted = offset + 1 if offset >= 0 else await self._checkpoint.end(sure=True)
             stable_end = await self._checkpoint.stable_end()
             if stable_end >= wanted:
                 return
@@ -265,7 +265,7 @@ class KafkaPartitionDoor(PartitionDoor):
         """
         # To the very end: what a committed turn has set aside and an open transaction still hides
         # would otherwise count as promoted.
-        start, end = await self._parked.start(), await self._parked.end()
+        start, end = await self._parked.start(), await self._parked.end(sure=True)
         async for records in self._parked.read(start, end):
             yield records
 

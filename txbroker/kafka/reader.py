@@ -18,6 +18,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered, may_pass
 from txbroker.kafka.codes import LEADER_MOVED, Code
 from txbroker.kafka.fetched import Fetched
+from txbroker.kafka.leaders import confirm_leader
 
 _EARLIEST, _LATEST = -2, -1
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
@@ -50,33 +51,40 @@ class Reader:
         """Return the first offset that is kept."""
         return await self._offset(_EARLIEST, _READ_UNCOMMITTED)
 
-    async def end(self) -> int:
-        """Return the high watermark: the offset that the next record will get."""
-        return await self._offset(_LATEST, _READ_UNCOMMITTED)
+    async def end(self, *, sure: bool = False) -> int:
+        """Return the high watermark: the offset that the next record will get.
+
+        A leader that was deposed and does not know it says where it was then. Where that would be
+        wrong, `sure` has the leader confirmed: nothing is missing that was acknowledged before.
+        """
+        return await self._offset(_LATEST, _READ_UNCOMMITTED, sure=sure)
 
     async def stable_end(self) -> int:
         """Return the last stable offset: below it every transaction has ended."""
         return await self._offset(_LATEST, _READ_COMMITTED)
 
-    async def _offset(self, which: int, isolation: int) -> int:
+    async def _offset(self, which: int, isolation: int, *, sure: bool = False) -> int:
         request = OffsetRequest(_CONSUMER, isolation, [(self._topic, [(self._partition, which)])])
-        answer = await self._retry(request)
+        answer = await self._retry(request, sure=sure)
         return int(answer[-1])
 
-    async def _retry(self, request: Any) -> Any:
+    async def _retry(self, request: Any, *, sure: bool = False) -> Any:
         """Ask the leader until it answers without error, or patience is over."""
         settings = self._client.settings
         patience = Patience(settings.write_timeout_s, settings.retry_backoff_s)
         while True:
             try:
-                return await self._ask(request)
+                return await self._ask(request, sure=sure)
             except KafkaUnavailable as error:
                 if not may_pass(error) or not await patience.pause():
                     raise
 
-    async def _ask(self, request: Any) -> Any:
+    async def _ask(self, request: Any, *, sure: bool) -> Any:
         """Return the answer for our partition: a tuple whose second field is its error code."""
-        leader = await self._client.leader(self._topic, self._partition)
+        if sure:
+            leader = await confirm_leader(self._client, self._topic, self._partition)
+        else:
+            leader = await self._client.leader(self._topic, self._partition)
         try:
             answer = await self._client.ask(leader, request, self._lane)
         except (NotSent, Unanswered):
@@ -113,7 +121,8 @@ class Reader:
             while ahead is not None:
                 fetched = await ahead
                 if fetched.next_offset == position:
-                    await self._wait_for_more(fetched, end, patience)
+                    if not await patience.pause():
+                        patience = await self._later(fetched, end)
                     ahead = self._ahead(position, end)
                     continue
                 patience = self.patience()
@@ -136,10 +145,12 @@ class Reader:
         task.add_done_callback(_retrieve)
         return task
 
-    async def _wait_for_more(self, fetched: Fetched, end: int, patience: Patience) -> None:
-        if await patience.pause():
-            return
+    async def _later(self, fetched: Fetched, end: int) -> Patience:
+        """Return the patience with another leader, where it was not the leader that we asked."""
         if fetched.high_watermark < end:
+            asked = self._client.known_leader(self._topic, self._partition)
+            if await confirm_leader(self._client, self._topic, self._partition) != asked:
+                return self.patience()
             raise LogTruncated(f"{self.name} ends at {fetched.high_watermark}, before {end}")
         raise Hanging(
             f"{self.name}: an open transaction hides the records from {fetched.next_offset} on"

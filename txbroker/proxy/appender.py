@@ -141,7 +141,8 @@ class Appender:
             del entry
 
     async def catch_up(self) -> None:
-        """Read and apply the log up to an end offset that is asked for now.
+        """Read and apply the log up to an end offset that is asked for now: all that was
+        acknowledged before.
 
         Raises:
             KafkaUnavailable, LogTruncated: as the log says.
@@ -165,7 +166,8 @@ class Appender:
             KafkaUnavailable, LogTruncated: as the log says.
         """
         if asyncio.get_running_loop().time() - self._told_s >= seconds:
-            await self.catch_up()
+            async with self._lock:
+                await self._catch_up(sure=False)
 
     async def run(self) -> None:
         """Write what is queued, batch after batch, until cancelled.
@@ -311,9 +313,13 @@ class Appender:
         missing = Outcome(Effect.VOID, why="not found where the broker put it")
         return [found.get(place, missing) for place in places]
 
-    async def _catch_up(self, note: Callable[[Record, Outcome], None] | None = None) -> None:
-        start, end = await self._log.bounds()
+    async def _catch_up(
+        self, note: Callable[[Record, Outcome], None] | None = None, *, sure: bool = True
+    ) -> None:
+        start, end = await self._log.bounds(sure=sure)
         position = self._position()
+        if not (sure or start <= position <= end):
+            start, end = await self._log.bounds()
         if position > end or position < start:
             raise LogTruncated(
                 f"the log holds offsets {start} to {end}, but {position} was reached before: "

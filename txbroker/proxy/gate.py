@@ -24,9 +24,9 @@ class GatedLog:
         await self._gate.wait()
         return await self._inner.append(records)
 
-    async def bounds(self) -> tuple[int, int]:
+    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
         """Return the first offset that is kept and the offset that the next record will get."""
-        return await self._inner.bounds()
+        return await self._inner.bounds(sure=sure)
 
     def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
         """Yield the records from `start` up to, not including, `end`."""

@@ -214,7 +214,7 @@ class MemoryLog:
         """
         return await self._kafka.append(self._topic, self._number, records)
 
-    async def bounds(self) -> tuple[int, int]:
+    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
         """Return the first offset that is kept and the offset that the next record will get.
 
         Raises:
