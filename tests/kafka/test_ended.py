@@ -17,6 +17,7 @@ from txbroker.door import TurnLost
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.codes import Code
 from txbroker.kafka.ended import HANGING, Ended, Unseen
+from txbroker.kafka.leaders import LeadersRequest
 from txbroker.kafka.producer import Producer
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.transactions import Partition
@@ -55,6 +56,21 @@ class Leaders:
             raise KafkaRefused(Code.LEADER_NOT_AVAILABLE)
         return self.leaders[topic, partition]
 
+    async def ask_any(self, request: Any, lane: str) -> Any:
+        """Say who leads."""
+        return self._leaders(request)
+
+    def _leaders(self, request: LeadersRequest) -> Any:
+        """All brokers know the same."""
+        topics = [
+            (0, topic, False, [(0, number, leader, 0, [1, 2, 3])])
+            for (topic, number), leader in self.leaders.items()
+        ]
+        return SimpleNamespace(topics=topics)
+
+    def remember_leader(self, topic: str, partition: int, leader: int) -> None:
+        """It is known already."""
+
     def forget_leader(self, topic: str, partition: int) -> None:
         """Remember that it was forgotten."""
         self.forgotten.append((topic, partition))
@@ -69,6 +85,8 @@ class Leaders:
 
     async def ask(self, node: int, request: Any, lane: str, timeout_s: float | None = None) -> Any:
         """Answer about producers, or about ends."""
+        if isinstance(request, LeadersRequest):
+            return self._leaders(request)
         if node in self.silent:
             self.patience.append(timeout_s)
             raise Unanswered(f"broker {node} did not answer")

@@ -60,8 +60,9 @@ async def test_an_old_door_closes_its_own_connections_only(world: KafkaWorld) ->
     assert of_new
     await old.close()
     assert all(connection.connected() for connection in of_new)
-    # All but the two that every partition shares: to ask for metadata, and for stable ends.
-    assert sum(connection.connected() for connection in of_old) <= 2
+    # All but the three that every partition shares: to ask for metadata, for leaders, and for
+    # stable ends.
+    assert sum(connection.connected() for connection in of_old) <= 3
 
 
 async def test_picking_keeps_few_connections_busy(world: KafkaWorld) -> None:

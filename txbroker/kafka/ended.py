@@ -24,6 +24,7 @@ from txbroker.door import TurnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused, Patience
 from txbroker.kafka.codes import LEADER_MOVED, Code, describe
+from txbroker.kafka.leaders import confirm_leaders
 from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.producer import Producer
 from txbroker.kafka.transactions import Partition
@@ -133,13 +134,14 @@ class Ended:
     ) -> dict[Partition, _Told]:
         told: dict[Partition, _Told] = {}
         by_leader: dict[int, list[Partition]] = {}
-        for partition in partitions:
-            try:
-                by_leader.setdefault(await self._client.leader(*partition), []).append(partition)
-            except KafkaRefused as error:
-                told[partition] = _Told(error.code)
-            except KafkaUnavailable:
+        # One that was deposed and does not know it would know nothing of later turns, either.
+        for partition, leader in (await confirm_leaders(self._client, list(partitions))).items():
+            if isinstance(leader, KafkaRefused):
+                told[partition] = _Told(leader.code)
+            elif isinstance(leader, KafkaUnavailable):
                 told[partition] = _Told(Code.NETWORK_EXCEPTION)
+            else:
+                by_leader.setdefault(leader, []).append(partition)
         for answer in await asyncio.gather(
             *(self._ask_all(leader, led, ours) for leader, led in by_leader.items())
         ):

@@ -1,4 +1,4 @@
-"""Who leads a partition, by the word of most of its replicas.
+"""Who leads partitions, by the word of most of their replicas.
 
 A broker that is cut off from the others goes on leading what it led, as far as it knows: it tells
 so to whoever asks it, and says where its log ends, which is not where the leader after it has
@@ -14,14 +14,21 @@ newest epoch that one of it tells is at least that of every record acknowledged 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused, NotSent
 from txbroker.kafka.codes import Code
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.wire import RightsRequest
 
 _LANE = "leaders"
+_ANSWER_S = 2.0
+"""A broker that takes longer to answer has not, seconds: nothing is planned meanwhile."""
+_FEW = 2
+"""Of so few replicas one alone may be in sync while the others are away: then who answers counts,
+or the loss of any broker would stop everything."""
 
 
 class LeadersRequest(RightsRequest):
@@ -38,58 +45,115 @@ class _Word(NamedTuple):
     epoch: int
     leader: int
     replicas: tuple[int, ...]
+    code: int
 
 
 async def confirm_leader(client: Client, topic: str, partition: int) -> int:
     """Return the broker that leads a partition as most of its replicas know it, and remember it.
 
-    The answer is no older than this call: whatever was acknowledged before is in that broker's log.
-
     Raises:
         KafkaRefused: the partition is unknown, or has no leader.
         KafkaUnavailable: too few replicas answer.
     """
-    newest = _word(await client.ask_any(LeadersRequest([topic]), _LANE), topic, partition)
-    words: dict[int, _Word] = {}
-    asked: dict[int, asyncio.Task[_Word]] = {}
-    last: KafkaUnavailable = NotSent(f"too few replicas of {topic}-{partition} answer")
+    leader = (await confirm_leaders(client, [(topic, partition)]))[topic, partition]
+    if isinstance(leader, KafkaUnavailable):
+        raise leader
+    return leader
+
+
+async def confirm_leaders(
+    client: Client, partitions: Collection[Partition]
+) -> dict[Partition, int | KafkaUnavailable]:
+    """Return the brokers that lead partitions as most of their replicas know it, and remember them.
+
+    The answer is no older than this call: what was acknowledged before is in those brokers' logs.
+
+    Returns:
+        Of each its leader, or why there is none: as `confirm_leader` raises it.
+    """
+    if not partitions:
+        return {}
+    asking = _Asking(client, partitions)
     try:
-        while sum(node in words for node in newest.replicas) <= len(newest.replicas) // 2:
-            for node in newest.replicas:
-                if node not in asked:
-                    asked[node] = asyncio.create_task(_ask(client, node, topic, partition))
-            open_ = [task for node, task in asked.items() if not task.done()]
-            if not open_:
-                raise last
-            await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
-            for node, task in asked.items():
-                if not task.done() or node in words:
-                    continue
-                try:
-                    words[node] = task.result()
-                except KafkaUnavailable as error:
-                    last = error
-            newest = max([newest, *words.values()], key=lambda word: word.epoch)
+        await asking.run()
+    except KafkaUnavailable as error:
+        return dict.fromkeys(partitions, error)
     finally:
-        for task in asked.values():
+        await asking.close()
+    return {partition: asking.found(partition) for partition in partitions}
+
+
+class _Asking:
+    """One question to the replicas of some partitions, each broker asked once about all."""
+
+    def __init__(self, client: Client, partitions: Collection[Partition]) -> None:
+        self._client = client
+        self._partitions = partitions
+        self._request = LeadersRequest(sorted({topic for topic, _ in partitions}))
+        self._newest: dict[Partition, _Word] = {}
+        self._asked: dict[int, asyncio.Task[Any]] = {}
+        self._answered: set[int] = set()
+        self._last: KafkaUnavailable = NotSent("too few replicas answer")
+
+    async def run(self) -> None:
+        """Ask until most replicas of all partitions have answered, or none is left to ask."""
+        # Whoever it is says which the replicas are; its word alone counts for nothing.
+        self._take(await self._client.ask_any(self._request, _LANE))
+        while unsure := [p for p, word in self._newest.items() if not self._is_sure(word)]:
+            for partition in unsure:
+                for node in self._newest[partition].replicas:
+                    if node not in self._asked:
+                        asked = self._client.ask(node, self._request, _LANE, _ANSWER_S)
+                        self._asked[node] = asyncio.create_task(asked)
+            open_ = [task for task in self._asked.values() if not task.done()]
+            if not open_:
+                return
+            await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
+            for node, task in self._asked.items():
+                if task.done() and node not in self._answered:
+                    self._note(node, task)
+
+    async def close(self) -> None:
+        """Wait for no answer any more."""
+        for task in self._asked.values():
             task.cancel()
-        await asyncio.gather(*asked.values(), return_exceptions=True)
-    client.remember_leader(topic, partition, newest.leader)
-    if newest.leader < 0:
-        raise KafkaRefused(Code.LEADER_NOT_AVAILABLE)
-    return newest.leader
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
 
+    def found(self, partition: Partition) -> int | KafkaUnavailable:
+        """Return a partition's leader, or why there is none."""
+        word = self._newest.get(partition)
+        if word is None or not word.replicas:
+            code = Code.NONE if word is None else word.code
+            return KafkaRefused(code or Code.UNKNOWN_TOPIC_OR_PARTITION)
+        answered = self._answered.intersection(word.replicas)
+        if not self._is_sure(word) and not (answered and len(word.replicas) <= _FEW):
+            return self._last
+        self._client.remember_leader(*partition, word.leader)
+        return word.leader if word.leader >= 0 else KafkaRefused(Code.LEADER_NOT_AVAILABLE)
 
-async def _ask(client: Client, node: int, topic: str, partition: int) -> _Word:
-    return _word(await client.ask(node, LeadersRequest([topic]), _LANE), topic, partition)
+    def _is_sure(self, word: _Word) -> bool:
+        return len(self._answered.intersection(word.replicas)) > len(word.replicas) // 2 or not (
+            word.replicas
+        )
 
+    def _note(self, node: int, task: asyncio.Task[Any]) -> None:
+        try:
+            self._take(task.result())
+        except KafkaUnavailable as error:
+            self._last = error
+        else:
+            self._answered.add(node)
 
-def _word(answer: Any, topic: str, partition: int) -> _Word:
-    for error, name, _internal, partitions, *_ in answer.topics:
-        if name != topic:
-            continue
-        for _error, number, leader, epoch, replicas, *_ in partitions:
-            if number == partition:
-                return _Word(epoch, leader, tuple(replicas))
-        raise KafkaRefused(error or Code.UNKNOWN_TOPIC_OR_PARTITION)
-    raise KafkaRefused(Code.UNKNOWN_TOPIC_OR_PARTITION)
+    def _take(self, answer: Any) -> None:
+        """Keep the newest word of each partition."""
+        told: dict[Partition, _Word] = {}
+        refused: dict[str, int] = {}
+        for error, topic, _internal, partitions, *_ in answer.topics:
+            refused[topic] = error
+            for code, number, leader, epoch, replicas, *_ in partitions:
+                told[topic, number] = _Word(epoch, leader, tuple(replicas), error or code)
+        for partition in self._partitions:
+            word = told.get(partition, _Word(-1, -1, (), refused.get(partition[0], Code.NONE)))
+            newest = self._newest.get(partition)
+            if newest is None or word.epoch > newest.epoch:
+                self._newest[partition] = word

@@ -1,0 +1,177 @@
+"""Who leads a partition, on brokers that know what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiokafka.protocol.offset import OffsetRequest
+
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client import Client, KafkaRefused, Unanswered
+from txbroker.kafka.codes import Code
+from txbroker.kafka.leaders import LeadersRequest, confirm_leader, confirm_leaders
+from txbroker.kafka.log import KafkaLog
+from txbroker.kafka.reader import Reader
+from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.transactions import Partition
+
+T, U = ("t", 0), ("u", 3)
+
+
+class Brokers:
+    """Brokers, each with its own knowledge: of each partition the leader and its epoch."""
+
+    settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
+
+    def __init__(self, replicas: dict[Partition, list[int]]) -> None:
+        self.replicas = replicas
+        self.known: dict[int, dict[Partition, tuple[int, int]]] = {}
+        self.errors: dict[str, int] = {}
+        self.silent: set[int] = set()
+        self.hanging: set[int] = set()
+        self.first = 1
+        """Who answers what any broker answers."""
+        self.asked: list[int] = []
+        self.remembered: dict[Partition, int] = {}
+        self.ends: dict[int, int] = {}
+        """Where the partition asked about ends, by who is asked."""
+
+    async def ask_any(self, request: LeadersRequest, lane: str) -> Any:
+        """Answer as the first broker."""
+        return self._answer(self.first, request)
+
+    async def leader(self, topic: str, partition: int) -> int:
+        """Return who leads as far as is remembered."""
+        return self.remembered[topic, partition]
+
+    async def ask(self, node: int, request: Any, lane: str, timeout_s: float | None = None) -> Any:
+        """Answer as one broker."""
+        if isinstance(request, OffsetRequest):
+            return SimpleNamespace(topics=[("t", [(0, Code.NONE, -1, self.ends[node])])])
+        self.asked.append(node)
+        if node in self.hanging:
+            await asyncio.Event().wait()
+        if node in self.silent:
+            raise Unanswered(f"broker {node} did not answer")
+        return self._answer(node, request)
+
+    def _answer(self, node: int, request: LeadersRequest) -> Any:
+        topics = []
+        for topic in request._topics:
+            parts = [
+                (Code.NONE if leader >= 0 else Code.LEADER_NOT_AVAILABLE, number, leader, epoch,
+                 self.replicas[name, number], [], [])
+                for (name, number), (leader, epoch) in self.known[node].items()
+                if name == topic
+            ]  # fmt: skip
+            topics.append((self.errors.get(topic, Code.NONE), topic, False, parts, 0))
+        return SimpleNamespace(topics=topics)
+
+    def remember_leader(self, topic: str, partition: int, leader: int) -> None:
+        """Keep what was found."""
+        self.remembered[topic, partition] = leader
+
+    async def confirm(self, partition: Partition = T) -> int:
+        """Confirm the leader of a partition."""
+        async with asyncio.timeout(5.0):
+            return await confirm_leader(cast(Client, self), *partition)
+
+
+def three(cut_off: int) -> Brokers:
+    """Three brokers; one knows only what was, when it led the partition itself."""
+    brokers = Brokers({T: [1, 2, 3]})
+    other = 2 if cut_off != 2 else 3
+    brokers.known = {node: {T: (other, 7)} for node in (1, 2, 3)}
+    brokers.known[cut_off] = {T: (cut_off, 6)}
+    return brokers
+
+
+@pytest.mark.parametrize("cut_off", [1, 2, 3])
+@pytest.mark.parametrize("silent", [set(), {1}, {2}, {3}])
+async def test_one_that_was_deposed_is_not_believed(cut_off: int, silent: set[int]) -> None:
+    brokers = three(cut_off)
+    brokers.first, brokers.silent = cut_off, silent - {cut_off}
+    leader = 3 if cut_off == 2 else 2
+    assert await brokers.confirm() == leader
+    assert brokers.remembered == {T: leader}
+
+
+async def test_one_that_hangs_is_not_waited_for() -> None:
+    brokers = three(3)
+    brokers.hanging = {1}
+    assert await brokers.confirm() == 2
+
+
+async def test_a_minority_is_not_believed() -> None:
+    brokers = three(1)
+    brokers.silent = {2, 3}
+    with pytest.raises(KafkaUnavailable, match="did not answer"):
+        await brokers.confirm()
+    assert brokers.remembered == {}
+
+
+@pytest.mark.parametrize("silent", [set(), {1}, {2}])
+async def test_of_two_replicas_who_answers_counts(silent: set[int]) -> None:
+    brokers = Brokers({T: [1, 2]})
+    brokers.known = {1: {T: (2, 5)}, 2: {T: (2, 5)}}
+    brokers.silent = silent
+    assert await brokers.confirm() == 2
+    brokers.silent = {1, 2}
+    with pytest.raises(KafkaUnavailable):
+        await brokers.confirm()
+
+
+async def test_replicas_that_have_moved_are_asked_where_they_are() -> None:
+    brokers = Brokers({T: [1, 2, 3]})
+    brokers.known = {1: {T: (1, 4)}, 2: {T: (4, 9)}, 3: {T: (4, 9)}}
+    brokers.known |= {node: {T: (5, 10)} for node in (4, 5, 6)}
+    told = brokers._answer
+
+    def moved(node: int, request: LeadersRequest) -> Any:
+        brokers.replicas[T] = [4, 5, 6] if node > 1 else [1, 2, 3]
+        return told(node, request)
+
+    brokers._answer = moved  # type: ignore[method-assign]
+    assert await brokers.confirm() == 5
+    assert {4, 5, 6} & set(brokers.asked)
+
+
+async def test_several_are_asked_about_in_one_request_to_each_broker() -> None:
+    brokers = Brokers({T: [1, 2, 3], U: [1, 2, 3]})
+    brokers.known = {node: {T: (2, 7), U: (-1, 3)} for node in (1, 2, 3)}
+    brokers.errors = {"v": Code.TOPIC_AUTHORIZATION_FAILED}
+    found = await confirm_leaders(cast(Client, brokers), [T, U, ("v", 0), ("t", 9)])
+    assert found[T] == 2
+    refused = [found[each] for each in (U, ("v", 0), ("t", 9))]
+    assert [cast(KafkaRefused, each).code for each in refused] == [
+        Code.LEADER_NOT_AVAILABLE,
+        Code.TOPIC_AUTHORIZATION_FAILED,
+        Code.UNKNOWN_TOPIC_OR_PARTITION,
+    ]
+    assert sorted(brokers.asked) in ([1, 2], [1, 3], [2, 3], [1, 2, 3])
+
+
+async def test_a_sure_end_is_that_of_the_leader_and_another_may_be_older() -> None:
+    brokers = three(cut_off=1)
+    brokers.ends = {1: 10, 2: 12, 3: 12}
+    brokers.remembered = {T: 1}
+    reader = Reader(cast(Client, brokers), "t", 0, "lane")
+    assert await reader.end() == 10
+    assert await reader.end(sure=True) == 12
+    assert await reader.end() == 12
+
+
+async def test_the_bounds_of_a_log_are_sure() -> None:
+    brokers = three(cut_off=1)
+    brokers.ends = {1: 10, 2: 12, 3: 12}
+    brokers.remembered = {T: 1}
+    log = KafkaLog(cast(Client, brokers), "t", 0, "lane/half", 1 << 20)
+    assert (await log.bounds(sure=False))[1] == 10
+    assert (await log.bounds())[1] == 12
+
+
+async def test_nothing_is_asked_about_nothing() -> None:
+    assert await confirm_leaders(cast(Client, Brokers({})), []) == {}
