@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from judge import Note
-from msgspec import Struct
+from msgspec import Struct, structs
 from sim_kafka import Cluster, Log
 from sim_loop import Process
 from sim_network import Network, Weather
@@ -71,7 +71,7 @@ def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
     # Drawn apart, so that most seeds are what they were without it.
     if random.Random(f"{COMMITS_LOST} {seed}").random() < 0.15:
         kinds.append(COMMITS_LOST)
-    return Shape(
+    shape = Shape(
         proxies=draw.choice([1, 2, 2, 2, 3]),
         partitions=draw.choice([1, 1, 2]),
         lanes=draw.choice([2, 3]),
@@ -85,6 +85,11 @@ def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
         half_retention_s=draw.choice([25.0, 3600.0]) if window_s == 12.0 else 3600.0,
         restart=draw.random() < 0.4,
     )
+    if {"aborts lost", COMMITS_LOST}.isdisjoint(shape.kinds):
+        return shape
+    # A partition of ours that was never told stays closed until somebody ends what is open there:
+    # half messages have to be kept for longer.
+    return structs.replace(shape, half_retention_s=3600.0)
 
 
 class Faults:

@@ -257,8 +257,7 @@ class Cluster:
         self.marker_s = (0.001, 0.01)
         """How long the coordinator takes at least and at most to write the markers."""
         self.second = False  # whether it takes the second version of the transaction protocol
-        # The share of the markers of aborts and of commits that are dropped (KAFKA-20734).
-        self.lost = {False: 0.0, True: 0.0}
+        self.lost = {False: 0.0, True: 0.0}  # the share of markers that are dropped (KAFKA-20734)
         self.left_open: list[tuple[Log, int, bool]] = []
         self.note: Callable[[str], None] = lambda _: None
         self._producers = 0
@@ -267,7 +266,7 @@ class Cluster:
             "FetchRequest": self._fetch,
             "OffsetRequest": self._offsets,
             "MetadataRequest": self._metadata,
-            "LeadersRequest": self._leaders,
+            "LeadersRequest": self._metadata,  # all know the same: none is cut off
             "FindCoordinatorRequest": self._find_coordinator,
             "InitProducerIdRequest": self._init,
             "AddPartitionsToTxnRequest": self._add,
@@ -305,10 +304,7 @@ class Cluster:
     def _produce(self, node: int, request: Any) -> Any:
         topics = []
         for topic, parts in request._topics:
-            stored = []
-            for number, data in parts:
-                code, base, at_ms = self._append(node, (topic, number), data, request)
-                stored.append((number, code, base, at_ms))
+            stored = [(n, *self._append(node, (topic, n), data, request)) for n, data in parts]
             topics.append((topic, stored))
         return SimpleNamespace(topics=topics)
 
@@ -421,24 +417,17 @@ class Cluster:
         return SimpleNamespace(topics=topics)
 
     def _metadata(self, _: int, request: Any) -> Any:
+        rest = ([0] if type(request).__name__ == "LeadersRequest" else []) + [[0, 1, 2]] * 2
         topics = []
         for topic in request._topics:
             parts = [
-                (NONE if log.leader >= 0 else NO_LEADER, number, log.leader, [0, 1, 2], [0, 1, 2])
+                (NONE if log.leader >= 0 else NO_LEADER, number, log.leader, *rest)
                 for (name, number), log in self.logs.items()
                 if name == topic
             ]
             topics.append((NONE if parts else UNKNOWN_TOPIC, topic, False, parts))
         brokers = [(node, "broker", FIRST_PORT + node, None) for node in self.nodes]
         return SimpleNamespace(brokers=brokers, controller_id=0, topics=topics)
-
-    def _leaders(self, _: int, request: Any) -> Any:
-        """All brokers know the same: leaders move, but none is cut off from the others."""
-        topics = []
-        for error, topic, internal, parts in self._metadata(_, request).topics:
-            told = [(code, number, leader, 0, *rest) for code, number, leader, *rest in parts]
-            topics.append((error, topic, internal, told))
-        return SimpleNamespace(topics=topics)
 
     # --- transactions ----------------------------------------------------------------------------
 
