@@ -14,8 +14,8 @@ from heard import Heard
 from kafka_world import KafkaWorld
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka import KafkaDoor, membership
-from txbroker.kafka.client import KafkaRefused
+from txbroker.kafka import KafkaDoor, member, membership
+from txbroker.kafka.client import Client, KafkaRefused
 from txbroker.kafka.codes import Code
 from txbroker.kafka.member import Joined, Member
 
@@ -272,6 +272,22 @@ async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaWorld) -
     await newer.close()  # silent: its session ends
     await first.until_owned(4)
     assert len(first.losses) == 1
+
+
+async def test_leaving_waits_for_no_broker_that_is_silent(
+    world: KafkaWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Heard()
+    door = await joined(world, "a", FIRST_URL, heard)
+    await heard.until_owned(4)
+
+    async def silent(_client: Client, _group: str) -> int:
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(Client, "group_coordinator", silent)
+    monkeypatch.setattr(member, "_LEAVE_MAX_S", 0.2)
+    async with asyncio.timeout(5.0):
+        await door.membership.leave()
 
 
 async def test_a_group_of_other_consumers_is_refused(world: KafkaWorld) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +37,9 @@ _ANSWER_ROOM_S = 5.0
 _JOIN_LANE = "group/join"
 _LEAVE_LANE = "group/leave"
 _LEAVE_TIMEOUT_S = 2.0
+_LEAVE_MAX_S = 5.0
+"""Leaving takes no longer, whoever is silent: looking for the coordinator asks one broker after
+another, and whoever stops a proxy waits for it."""
 
 
 class _HeartbeatResponse(Response):
@@ -261,6 +265,11 @@ class Member:
         if member == _NO_MEMBER:
             # By the instance id alone Kafka would put out whoever has it now.
             return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_MAX_S):
+                await self._leave(member)
+
+    async def _leave(self, member: str) -> None:
         request = _Leave(self._group, [(member, self._instance)])
         patience = Patience(_LEAVE_TIMEOUT_S, self._client.settings.retry_backoff_s)
         while True:
