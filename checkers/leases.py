@@ -9,7 +9,7 @@ session it cannot (`Unreached`), with a connection that breaks under it nobody k
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 import msgspec
@@ -199,7 +199,7 @@ class PeerSessions:
         self._names = Names()
         self._tls = tls or ClientTls()
         self._seen: dict[str, dict[str, tuple[str, ...]]] = {}
-        self._without_function: dict[str, Mapping[str, tuple[str, ...]]] = {}
+        self._without_function: dict[str, dict[str, tuple[str, ...]]] = {}
         self._listeners: list[Callable[[str], None]] = []
         self._turn = 0
 
@@ -212,7 +212,7 @@ class PeerSessions:
         """Remember whom the proxy at `url` says it can ask."""
         before = self._seen.get(url, {})
         self._seen[url] = dict(connected.groups)
-        self._without_function[url] = connected.without_function
+        self._without_function[url] = dict(connected.without_function)
         for group in connected.groups.keys() - before.keys():
             for listener in self._listeners:
                 listener(group)
@@ -251,7 +251,7 @@ class PeerSessions:
             except (CannotConnect, NotSent, NoAnswer) as error:
                 why = f"the proxy at {url}: {error}"
             # What was known of it is not so any more; the next look at it tells.
-            self._seen.get(url, {}).pop(group, None)
+            self._not_there(url, request)
         return Unreached(shortened(why))
 
     def _candidates(self, request: LeaseRequest) -> list[str]:
@@ -270,6 +270,13 @@ class PeerSessions:
             start = self._turn % len(others)
             others = others[start:] + others[:start]
         return (preferred + others)[:TRIES_MAX]
+
+    def _not_there(self, url: str, request: LeaseRequest) -> None:
+        """Forget the instance that was wanted there, or everybody of the group."""
+        for known in (self._seen.get(url, {}), self._without_function.get(url, {})):
+            left = [name for name in known.pop(request.group, ()) if name != request.prefer]
+            if request.only and left:
+                known[request.group] = tuple(left)
 
     def _has(self, url: str, group: str, instance: str) -> bool:
         """Say whether this very instance can be asked there about what it prepared."""

@@ -415,6 +415,21 @@ async def test_without_a_check_function_only_what_it_prepared_is_asked_elsewhere
     assert isinstance(await elsewhere.acquire("orders", "web", only=True), Unreached)
 
 
+async def test_one_instance_that_cannot_be_had_hides_no_other_of_its_group(
+    api: Api, elsewhere: PeerSessions
+) -> None:
+    gone = Asked(api.sessions, "web", checks=False)
+    Asked(api.sessions, "worker", CheckAnswer(0, Decision.COMMIT))
+    look(api, elsewhere)
+    gone.leave()
+    assert isinstance(await elsewhere.acquire("orders", "web", only=True), Unreached)
+    assert isinstance(await elsewhere.acquire("orders", "web", only=True), Unreached)
+    channel = await elsewhere.acquire("orders", "web")
+    assert isinstance(channel, LeaseChannel)
+    assert channel.instance == "worker"
+    channel.release()
+
+
 def test_proxies_of_an_earlier_version_are_understood() -> None:
     granted = msgspec.msgpack.encode({"lease": "x", "endpoint": "session pod-1"})
     assert msgspec.msgpack.decode(granted, type=LeaseGranted).instance == ""

@@ -68,8 +68,14 @@ class Leaders:
         ]
         return SimpleNamespace(topics=topics)
 
-    def remember_leader(self, topic: str, partition: int, leader: int) -> None:
+    def remember_leader(
+        self, topic: str, partition: int, leader: int, replicas: tuple[int, ...]
+    ) -> None:
         """It is known already."""
+
+    def known_replicas(self, topic: str, partition: int) -> tuple[int, ...]:
+        """Nothing is known."""
+        return ()
 
     def forget_leader(self, topic: str, partition: int) -> None:
         """Remember that it was forgotten."""

@@ -98,6 +98,7 @@ class Client:
         self._locks: dict[tuple[int, str], asyncio.Lock] = {}
         self._failed: dict[tuple[int, str], tuple[float, str]] = {}
         self._leaders: dict[tuple[str, int], int] = {}
+        self._replicas: dict[tuple[str, int], tuple[int, ...]] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
         self._closed = False
 
@@ -329,9 +330,16 @@ class Client:
         """Return the broker that led a partition when last heard of, -1 where none is known."""
         return self._leaders.get((topic, partition), -1)
 
-    def remember_leader(self, topic: str, partition: int, leader: int) -> None:
-        """Send to this broker what is for the leader of a partition."""
+    def remember_leader(
+        self, topic: str, partition: int, leader: int, replicas: tuple[int, ...]
+    ) -> None:
+        """Send to this broker what is for the leader of a partition; these are its replicas."""
         self._leaders[topic, partition] = leader
+        self._replicas[topic, partition] = replicas
+
+    def known_replicas(self, topic: str, partition: int) -> tuple[int, ...]:
+        """Return the replicas of a partition when a leader was last remembered, () before."""
+        return self._replicas.get((topic, partition), ())
 
     def forget_leader(self, topic: str, partition: int) -> None:
         """Look again for the leader of a partition before the next request to it."""

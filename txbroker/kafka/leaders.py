@@ -14,7 +14,7 @@ newest epoch that one of it tells is at least that of every record acknowledged 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from typing import Any, NamedTuple
 
 from txbroker.errors import KafkaUnavailable
@@ -24,8 +24,11 @@ from txbroker.kafka.transactions import Partition
 from txbroker.kafka.wire import RightsRequest
 
 _LANE = "leaders"
+_ANY_LANE = "metadata"
 _ANSWER_S = 2.0
 """A broker that takes longer to answer has not, seconds: nothing is planned meanwhile."""
+_ALL_S = 5.0
+"""So long it takes at most until it is known, or known that nobody tells, seconds."""
 _FEW = 2
 """Of so few replicas one alone may be in sync while the others are away: then who answers counts,
 or the loss of any broker would stop everything."""
@@ -75,11 +78,12 @@ async def confirm_leaders(
         return {}
     asking = _Asking(client, partitions)
     try:
-        await asking.run()
+        async with asyncio.timeout(_ALL_S):
+            await asking.run()
     except KafkaUnavailable as error:
         return dict.fromkeys(partitions, error)
-    finally:
-        await asking.close()
+    except TimeoutError:
+        pass  # What is known by now may do.
     return {partition: asking.found(partition) for partition in partitions}
 
 
@@ -90,34 +94,42 @@ class _Asking:
         self._client = client
         self._partitions = partitions
         self._request = LeadersRequest(sorted({topic for topic, _ in partitions}))
-        self._newest: dict[Partition, _Word] = {}
+        self._newest = {
+            partition: _Word(-2, -1, replicas, Code.NONE)
+            for partition in partitions
+            if (replicas := client.known_replicas(*partition))
+        }
         self._asked: dict[int, asyncio.Task[Any]] = {}
         self._answered: set[int] = set()
         self._last: KafkaUnavailable = NotSent("too few replicas answer")
 
     async def run(self) -> None:
         """Ask until most replicas of all partitions have answered, or none is left to ask."""
-        # Whoever it is says which the replicas are; its word alone counts for nothing.
-        self._take(await self._client.ask_any(self._request, _LANE))
+        whoever = len(self._newest) < len(self._partitions)
+        if whoever:
+            await self._ask_whoever()
         while unsure := [p for p, word in self._newest.items() if not self._is_sure(word)]:
             for partition in unsure:
                 for node in self._newest[partition].replicas:
                     if node not in self._asked:
                         asked = self._client.ask(node, self._request, _LANE, _ANSWER_S)
-                        self._asked[node] = asyncio.create_task(asked)
+                        self._asked[node] = _in_its_own_time(asked)
             open_ = [task for task in self._asked.values() if not task.done()]
             if not open_:
-                return
+                if whoever:
+                    return
+                # Other brokers may hold them by now than when they were remembered.
+                whoever = True
+                await self._ask_whoever()
+                continue
             await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
             for node, task in self._asked.items():
                 if task.done() and node not in self._answered:
                     self._note(node, task)
 
-    async def close(self) -> None:
-        """Wait for no answer any more."""
-        for task in self._asked.values():
-            task.cancel()
-        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+    async def _ask_whoever(self) -> None:
+        """Hear from any broker which the replicas are; its word alone counts for nothing."""
+        self._take(await self._client.ask_any(self._request, _ANY_LANE))
 
     def found(self, partition: Partition) -> int | KafkaUnavailable:
         """Return a partition's leader, or why there is none."""
@@ -128,7 +140,7 @@ class _Asking:
         answered = self._answered.intersection(word.replicas)
         if not self._is_sure(word) and not (answered and len(word.replicas) <= _FEW):
             return self._last
-        self._client.remember_leader(*partition, word.leader)
+        self._client.remember_leader(*partition, word.leader, word.replicas)
         return word.leader if word.leader >= 0 else KafkaRefused(Code.LEADER_NOT_AVAILABLE)
 
     def _is_sure(self, word: _Word) -> bool:
@@ -157,3 +169,21 @@ class _Asking:
             newest = self._newest.get(partition)
             if newest is None or word.epoch > newest.epoch:
                 self._newest[partition] = word
+
+
+_late: set[asyncio.Task[Any]] = set()
+
+
+def _in_its_own_time(asked: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Let a question go on behind the answer of others: one that is cut short would leave a
+    connection on which a broker that hangs is asked more and more."""
+    task = asyncio.create_task(asked)
+    _late.add(task)
+    task.add_done_callback(_over)
+    return task
+
+
+def _over(task: asyncio.Task[Any]) -> None:
+    _late.discard(task)
+    if not task.cancelled():
+        task.exception()

@@ -87,7 +87,9 @@ class KafkaLog(Log):
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
-        return await self._reader.start(), await self._reader.end(sure=sure)
+        end = await self._reader.end(sure=sure)
+        # Behind it, as the leader is confirmed then.
+        return await self._reader.start(), end
 
     def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
         """Yield the records from offset `start` up to, not including, `end`, in order.

@@ -101,6 +101,9 @@ class Picker:
                     raise KafkaUnavailable(
                         f"{reader.name}: an open transaction hides the record at {wanted[0]}"
                     )
+                if await reader.led_elsewhere():
+                    patience = None
+                    continue
                 return found
             patience = None
             found += self._among(fetched, wanted)

@@ -39,6 +39,8 @@ class Reader:
         self._partition = partition
         self._lane = lane
         self._append_time = append_time
+        self._asked = -1
+        """The broker that was asked last; one question is under way at a time."""
 
     @property
     def name(self) -> str:
@@ -85,6 +87,7 @@ class Reader:
             leader = await confirm_leader(self._client, self._topic, self._partition)
         else:
             leader = await self._client.leader(self._topic, self._partition)
+        self._asked = leader
         try:
             answer = await self._client.ask(leader, request, self._lane)
         except (NotSent, Unanswered):
@@ -148,13 +151,21 @@ class Reader:
     async def _later(self, fetched: Fetched, end: int) -> Patience:
         """Return the patience with another leader, where it was not the leader that we asked."""
         if fetched.high_watermark < end:
-            asked = self._client.known_leader(self._topic, self._partition)
-            if await confirm_leader(self._client, self._topic, self._partition) != asked:
+            if await self.led_elsewhere():
                 return self.patience()
             raise LogTruncated(f"{self.name} ends at {fetched.high_watermark}, before {end}")
         raise Hanging(
             f"{self.name}: an open transaction hides the records from {fetched.next_offset} on"
         )
+
+    async def led_elsewhere(self) -> bool:
+        """Say whether another broker leads than was asked last, which then lacks what came since.
+
+        Raises:
+            KafkaUnavailable: nobody can tell.
+        """
+        asked = self._asked
+        return await confirm_leader(self._client, self._topic, self._partition) != asked
 
     def patience(self) -> Patience:
         """Return how long to wait for records that were acknowledged but do not show."""
@@ -176,7 +187,12 @@ class Reader:
         partition = (self._partition, position, bytes_max)
         request = FetchRequest(wait_ms, 1, bytes_max, _READ_COMMITTED, [(self._topic, [partition])])
         try:
-            answer = await self._retry(request)
+            try:
+                answer = await self._retry(request)
+            except KafkaRefused as error:
+                if error.code != Code.OFFSET_OUT_OF_RANGE or not await self.led_elsewhere():
+                    raise
+                answer = await self._retry(request)
         except KafkaRefused as error:
             if error.code == Code.OFFSET_OUT_OF_RANGE:
                 raise LogTruncated(f"{self.name} has no offset {position} (any more)") from None
