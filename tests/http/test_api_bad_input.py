@@ -178,6 +178,8 @@ async def test_too_many_bytes_in_flight() -> None:
         ("older_than_s=-1", ">= 0"),
         ("group=", "length >= 1"),
         ("limit=1&limit=2", "twice"),
+        ("state=null", "state has no value"),
+        ("older_than_s=NULL", "older_than_s has no value"),
         ("stat=pending", "did you mean 'state'?"),
         ("bodies=1", "there is no field 'bodies'"),
     ],

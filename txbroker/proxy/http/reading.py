@@ -131,9 +131,14 @@ def decode_query(request: web.Request, kind: type[T]) -> T:
         twice = next(name for name in fields if len(query.getall(name)) > 1)
         raise BadRequest(f"{twice[:SHOWN_MAX]} is given twice", path=twice[:SHOWN_MAX])
     try:
-        return msgspec.convert(fields, kind, strict=False)
+        found = msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
         raise _in_words(error, kind) from None
+    for name in fields:
+        # The word null is no value, though the library takes it for one that was not given.
+        if getattr(found, name, "") is None:
+            raise BadRequest(f"{name[:SHOWN_MAX]} has no value", path=name[:SHOWN_MAX])
+    return found
 
 
 def decode_content(raw: msgspec.Raw) -> tuple[Message, ...] | None:
