@@ -10,18 +10,15 @@ until all are committed and promoted; every transaction must have been asked abo
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from rig.beside import beside, call
 from rig.filler import GROUPS, Filler
 from rig.proxy import Proxy, cpu_s, make_target, proxy_on
 
@@ -32,6 +29,8 @@ AFTER_S = 5.0
 DEADLINE_S = 900.0
 DEDUP_WINDOW_S = 60.0
 POLL_S = 0.2
+PARALLEL = 32
+"""Checks of one group under way at a time: eight groups fill what a proxy has at most, 256."""
 
 
 # --- who answers, in a process of its own ------------------------------------------------------
@@ -93,39 +92,7 @@ ANSWERING = {"sessions": answer_sessions, "http": answer_http}
 
 def register(url: str, number: int, policy: dict[str, Any]) -> None:
     """Register a group."""
-    body = json.dumps({"parallel": PARALLEL, **policy}).encode()
-    request = urllib.request.Request(
-        f"{url}/v1/groups/bench-{number}",
-        data=body,
-        method="PUT",
-        headers={"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        answer.read()
-
-
-PARALLEL = 32
-"""Checks of one group under way at a time: eight groups fill what a proxy has at most, 256."""
-
-
-@contextmanager
-def answering(way: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Let the groups be reached."""
-    command = [sys.executable, __file__, "--answer", way, "--url", url]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        if process.stdout.readline() != b"ready\n":
-            raise SystemExit("the process that answers did not start")
-        yield process
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    call("PUT", f"{url}/v1/groups/bench-{number}", {"parallel": PARALLEL, **policy})
 
 
 # --- the measurement ---------------------------------------------------------------------------
@@ -141,7 +108,7 @@ def measure(kafka: str, folder: Path, way: str, count: int, rate: float) -> dict
         proxy.wait_for("pending{", count)
         time.sleep(AFTER_S)
         before_s = cpu_s(proxy.pid)
-        with answering(way, proxy.url) as process:
+        with beside(__file__, "--answer", way, "--url", proxy.url) as process:
             began, started_s = time.monotonic(), cpu_s(process.pid)
             settled_at = _watch(proxy, count, began, way)
             client_s = cpu_s(process.pid) - started_s

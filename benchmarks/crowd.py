@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import uvloop
+from rig.beside import beside, call
 from rig.proxy import make_target, proxy_on
 
 from txbroker.embedded import EmbeddedKafka
@@ -46,46 +46,17 @@ async def stand_by(url: str, producers: int, groups: int) -> None:
 
 
 @contextmanager
-def standing_by(url: str, producers: int, groups: int) -> Iterator[None]:
-    """Have the producers connected, in a process of their own."""
-    command = [sys.executable, __file__, "--stand-by", url]
-    command += ["--producers", str(producers), "--groups", str(groups)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        if process.stdout.readline() != b"ready\n":
-            raise SystemExit("the producers did not connect")
-        yield
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
 def registered(url: str, groups: int) -> Iterator[None]:
     """Have groups registered that nobody is of."""
-    body = json.dumps({"check_url": "http://127.0.0.1:9/check"}).encode()
+    policy = {"check_url": "http://127.0.0.1:9/check"}
     urls = [f"{url}/v1/groups/silent-{number}" for number in range(groups)]
     for each in urls:
-        call("PUT", each, body)
+        call("PUT", each, policy)
     try:
         yield
     finally:
         for each in urls:
             call("DELETE", each)
-
-
-def call(method: str, url: str, body: bytes | None = None) -> None:
-    """Make a call that must work."""
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(url, data=body, method=method, headers=headers)
-    with urllib.request.urlopen(request) as answer:
-        answer.read()
 
 
 def bench(url: str, kafka: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -101,6 +72,7 @@ def bench(url: str, kafka: str, arguments: argparse.Namespace) -> dict[str, Any]
 def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Return the figures of every round, by kind."""
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    sizes = ["--producers", str(arguments.producers), "--groups", str(arguments.groups)]
     with (
         tempfile.TemporaryDirectory() as folder,
         EmbeddedKafka(Path(folder) / "kafka", heap_mb=1024) as kafka,
@@ -111,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             found["alone"].append(bench(proxy.url, kafka.bootstrap, arguments))
             with (
                 registered(proxy.url, arguments.groups),
-                standing_by(proxy.url, arguments.producers, arguments.groups),
+                beside(__file__, "--stand-by", proxy.url, *sizes),
             ):
                 found["beside"].append(bench(proxy.url, kafka.bootstrap, arguments))
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
