@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 from txbroker import tracing
 from txbroker.core.ids import make_id, parse_id
@@ -24,6 +25,7 @@ from txbroker.errors import (
     OwnerUnavailable,
     RequestError,
 )
+from txbroker.sdk.deadlines import Deadlines
 from txbroker.sdk.limits import RETRY_SHARE_OF_WINDOW, Limits, Room
 from txbroker.sdk.local import LocalBook
 from txbroker.sdk.messages import size_of
@@ -66,16 +68,24 @@ class Draft:
 
 
 class _Patience:
-    """The tries of one call: how long yet, why the last one failed, was anything sent."""
+    """The tries of one call: how long yet, why the last one failed, was anything sent.
+
+    `async with patience:` raises TimeoutError when the time is up, as `asyncio.timeout` does.
+    """
 
     def __init__(
-        self, seconds: float, limits: Limits, trouble: Callable[[], OwnerUnavailable | None]
+        self,
+        deadlines: "Deadlines[_Patience]",
+        limits: Limits,
+        trouble: Callable[[], OwnerUnavailable | None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._deadlines = deadlines
         self._limits = limits
         self._trouble = trouble
         self._started_at = self._loop.time()
-        self.timeout = asyncio.timeout_at(self._started_at + seconds)
+        self._until = self._started_at + limits.retry_s
+        self._timeout = asyncio.timeout(None)
         self.turn = 0
         self.choice = 0
         """Which one of the owners that views name is next: the newest after a move, for whoever
@@ -86,11 +96,34 @@ class _Patience:
         """The id that is being tried, or that the call is about."""
         self._last: Exception | None = None
 
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        self._deadlines.begin(self)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._deadlines.end(self)
+        await self._timeout.__aexit__(kind, error, trace)
+
+    @property
+    def expired(self) -> bool:
+        """Whether the time was up."""
+        return self._timeout.expired()
+
+    def expire(self) -> None:
+        """The time is up."""
+        if not self._timeout.expired():
+            self._timeout.reschedule(self._loop.time())
+
     def shorten(self, seconds: float) -> None:
         """Be patient for at most so long from now."""
-        until = self.timeout.when()
-        if until is not None and self._loop.time() + seconds < until:
-            self.timeout.reschedule(self._loop.time() + seconds)
+        if (until := self._loop.time() + seconds) < self._until:
+            self._until = until
+            self._timeout.reschedule(until)
 
     async def attempt(
         self, session: Session, make: Callable[[int], FromProducer], partition: int, *, slow: bool
@@ -146,6 +179,8 @@ class Calls:
         self._prepares = Room(limits.in_flight_max, limits.in_flight_bytes_max)
         self._decisions = Room(limits.in_flight_max, limits.in_flight_bytes_max)
         self._background: set[asyncio.Task[None]] = set()
+        self._deadlines: Deadlines[_Patience] | None = None
+        """Made by the first call, as a producer is made outside an event loop."""
 
     # --- prepare -------------------------------------------------------------------------
 
@@ -155,9 +190,9 @@ class Calls:
         Raises:
             RequestError: it was refused; or time was up, and what became of it is unknown.
         """
-        patience = self._patience(self._limits.retry_s)
+        patience = self._patience()
         try:
-            async with patience.timeout, self._prepares.take(size_of(draft.messages)):
+            async with patience, self._prepares.take(size_of(draft.messages)):
                 return await self._prepare(draft, patience)
         except RequestError as error:
             if error.status >= 500:
@@ -167,7 +202,7 @@ class Calls:
         except BaseException as error:
             patience.sent = True  # cancelled or timed out while the answer was awaited
             self._abandon(patience)
-            if isinstance(error, TimeoutError) and patience.timeout.expired():
+            if isinstance(error, TimeoutError) and patience.expired:
                 raise patience.exhausted(
                     "the transaction could not be prepared and its block has not run; if it was "
                     "stored after all, its check will roll it back"
@@ -255,14 +290,14 @@ class Calls:
         def make(call: int) -> Decide:
             return Decide(call, transaction_id, decision, messages, reason, wait)
 
-        patience = self._patience(self._limits.retry_s)
+        patience = self._patience()
         patience.transaction_id = transaction_id
         size = size_of(messages or ())
         try:
-            async with patience.timeout, self._decisions.take(size):
+            async with patience, self._decisions.take(size):
                 return await self._repeat(make, partition, patience, slow=wait)
         except TimeoutError:
-            if not patience.timeout.expired():
+            if not patience.expired:
                 raise
             raise patience.exhausted(
                 f"whether the {decision} of {transaction_id} was stored"
@@ -311,12 +346,15 @@ class Calls:
         def make(call: int) -> AskEarly:
             return AskEarly(call, transaction_id, reason)
 
-        patience = self._patience(min(ASK_RETRY_S, self._limits.retry_s))
-        async with patience.timeout:
+        patience = self._patience()
+        async with patience:
+            patience.shorten(ASK_RETRY_S)
             await self._repeat(make, partition_of(transaction_id), patience, slow=False)
 
-    def _patience(self, seconds: float) -> _Patience:
-        return _Patience(seconds, self._limits, lambda: self._router.last_trouble)
+    def _patience(self) -> _Patience:
+        if self._deadlines is None:
+            self._deadlines = Deadlines(self._limits.retry_s, _Patience.expire)
+        return _Patience(self._deadlines, self._limits, lambda: self._router.last_trouble)
 
 
 def partition_of(transaction_id: str) -> int:

@@ -1,36 +1,39 @@
-"""When calls have waited too long for their answers, by one timer for all of them.
+"""What has waited too long, by one timer for all of it.
 
 A timer for each call, as `asyncio.timeout` sets, costs a producer a tenth of its processor time.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 
-class Deadlines:
+class Deadlines(Generic[K]):
     """Waits that each last the same at most, so that the one that began first is due first.
 
     Args:
         seconds: how long one lasts at most.
-        overdue: told the number of one that has lasted so long; it counts as ended.
+        overdue: told which one has lasted so long; it counts as ended.
     """
 
-    def __init__(self, seconds: float, overdue: Callable[[int], None]) -> None:
+    def __init__(self, seconds: float, overdue: Callable[[K], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._overdue = overdue
-        self._due: dict[int, float] = {}
+        self._due: dict[K, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, number: int) -> None:
+    def begin(self, wait: K) -> None:
         """A wait begins."""
-        self._due[number] = self._loop.time() + self._seconds
+        self._due[wait] = self._loop.time() + self._seconds
         if self._timer is None:
             self._timer = self._loop.call_later(self._seconds, self._look)
 
-    def end(self, number: int) -> None:
+    def end(self, wait: K) -> None:
         """A wait is over; nothing happens if it was before."""
-        self._due.pop(number, None)
+        self._due.pop(wait, None)
 
     def close(self) -> None:
         """Nobody is told any more."""
@@ -44,9 +47,9 @@ class Deadlines:
         self._timer = None
         now = self._loop.time()
         while self._due:
-            number, due = next(iter(self._due.items()))
+            wait, due = next(iter(self._due.items()))
             if due > now:
                 self._timer = self._loop.call_at(due, self._look)
                 return
-            del self._due[number]
-            self._overdue(number)
+            del self._due[wait]
+            self._overdue(wait)
