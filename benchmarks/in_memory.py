@@ -1,0 +1,84 @@
+"""What a transaction takes of the processor in the proxy and in the SDK, without a Kafka.
+
+The proxy of `txbroker.testing`, whose Kafka is in memory, has a thread of its own, the producers
+another. Each thread's processor time is read from Linux, so that other work on the machine counts
+little; the least of all rounds is the one to compare. `python benchmarks/in_memory.py --help`.
+"""
+
+import argparse
+import asyncio
+import gc
+import sys
+import threading
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from txbroker.sdk import Limits, Message, TransactionalProducer
+from txbroker.testing.broker import InMemoryBroker
+
+WARMUP = 3_000
+SWITCH_S = 0.02
+"""How long a thread runs before the other: each switch costs, and two processes have none."""
+
+
+def processor_us(thread: int) -> float:
+    """Return what a thread has taken of the processor, µs."""
+    told = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii")
+    return int(told.split()[0]) / 1000
+
+
+def thread_of_proxy() -> int:
+    """Return the number of the thread in which the proxy runs."""
+    found = [each.native_id for each in threading.enumerate() if each.name == "txbroker-testing"]
+    assert found[0] is not None
+    return found[0]
+
+
+async def transactions(url: str, count: int, in_flight: int, size: int) -> None:
+    """Prepare and commit so many transactions."""
+    numbers = iter(range(count))
+    value = b"x" * size
+
+    async def lane(producer: TransactionalProducer) -> None:
+        for number in numbers:
+            message = Message("payments", key=b"key-%020d" % number, value=value)
+            async with producer.transaction(message):
+                pass
+
+    limits = Limits(in_flight_max=in_flight)
+    async with TransactionalProducer(url, group="bench", limits=limits) as producer:
+        await asyncio.gather(*[lane(producer) for _ in range(in_flight)])
+
+
+def main() -> None:
+    """Measure, and print each round."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=20_000, help="transactions of a round")
+    parser.add_argument("--in-flight", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--size", type=int, default=1024, help="bytes of each message")
+    given = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    gc.disable()
+    sys.setswitchinterval(SWITCH_S)
+    rounds: list[tuple[float, float]] = []
+    with InMemoryBroker(partitions=4, settled_max=10_000_000) as broker:
+        proxy, client = thread_of_proxy(), threading.get_native_id()
+        uvloop.run(transactions(broker.url, WARMUP, given.in_flight, given.size))
+        for _ in range(given.rounds):
+            before = processor_us(proxy), processor_us(client)
+            uvloop.run(transactions(broker.url, given.count, given.in_flight, given.size))
+            of_proxy, of_client = (
+                (processor_us(thread) - earlier) / given.count
+                for thread, earlier in zip((proxy, client), before, strict=True)
+            )
+            rounds.append((of_proxy, of_client))
+            print(f"µs a transaction: proxy {of_proxy:.0f}, client {of_client:.0f}", flush=True)
+    least = [min(column) for column in zip(*rounds, strict=True)]
+    print(f"least: proxy {least[0]:.0f}, client {least[1]:.0f}")
+
+
+if __name__ == "__main__":
+    main()
