@@ -12,20 +12,23 @@ the file, writes a line to ARMED.fired, and does it:
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from txbroker import config, failpoints
 from txbroker.cli.main import main
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Unanswered
 from txbroker.kafka.producer import BatchUnknown
+
+Step: TypeAlias = dict[str, Any]
+"""As the module's docstring says."""
 
 LATE_S = 1.5
 """Longer than a client of these tests waits for an answer."""
@@ -43,43 +46,58 @@ class Armed:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._fired = file.with_suffix(".fired")
+        self._lock = file.with_suffix(".lock")
         self._passed: dict[str, int] = {}
 
     def __call__(self, name: str) -> None:
         """A moment is reached."""
+        if not self._is_next(name):
+            return
+        # Two proxies may be here at once, and only one of them may take the step.
+        with self._lock.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            step = self._take(name)
+        if step is not None:
+            _act(step)
+
+    def _steps(self) -> list[Step]:
+        """Return what is armed."""
         try:
-            steps = json.loads(self._file.read_text())
+            return list(json.loads(self._file.read_text()))
         except (FileNotFoundError, ValueError):
-            return
-        step = steps[0]
-        if step["point"] != name:
-            return
+            return []
+
+    def _is_next(self, name: str) -> bool:
+        return any(step["point"] == name for step in self._steps()[:1])
+
+    def _take(self, name: str) -> Step | None:
+        """Take the first step out of the file, if this is its moment."""
+        if not self._is_next(name):
+            return None
+        step, *others = self._steps()
         passed = self._passed.get(step["token"], 0)
         self._passed[step["token"]] = passed + 1
-        if passed < step["skip"]:
-            return
-        mine = self._file.with_suffix(f".{os.getpid()}")
-        with contextlib.suppress(FileNotFoundError):
-            # Only one process can take it away.
-            self._file.rename(mine)
-            self._act(steps)
-
-    def _act(self, steps: list[dict[str, object]]) -> None:
-        step, *others = steps
+        if passed < int(step["skip"]):
+            return None
         if others:
             rest = self._file.with_suffix(".rest")
             rest.write_text(json.dumps(others))
             rest.rename(self._file)
-        name, action = str(step["point"]), step["action"]
-        line = json.dumps({"point": name, "action": action, "pid": os.getpid(), "at": time.time()})
-        with self._fired.open("a") as fired:
-            fired.write(line + "\n")
-        if action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif action == "pause":
-            os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            _lose(failpoints.POINTS[name].answer)
+            self._file.unlink(missing_ok=True)
+        line = {"point": name, "action": step["action"], "pid": os.getpid(), "at": time.time()}
+        with self._fired.open("a") as fired:
+            fired.write(json.dumps(line) + "\n")
+        return step
+
+
+def _act(step: Step) -> None:
+    if step["action"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif step["action"] == "pause":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        _lose(failpoints.POINTS[step["point"]].answer)
 
 
 def _lose(answer: str) -> None:
