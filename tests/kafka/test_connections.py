@@ -47,6 +47,52 @@ async def test_who_waits_for_a_connection_that_fails_has_failed_with_it() -> Non
     assert attempts == 2
 
 
+async def test_brokers_that_did_not_answer_are_asked_last() -> None:
+    """With one of three that hangs, every third first question for a new leader took its whole
+    timeout, while the other two knew."""
+    up: set[int] = set()
+    asked: list[int] = []
+
+    class Broker:
+        def __init__(self, node: int) -> None:
+            self.node = node
+
+        def connected(self) -> bool:
+            return False
+
+        async def send(self, request: Request[Any]) -> Any:
+            asked.append(self.node)
+            if self.node not in up:
+                raise TimeoutError
+            return self.node
+
+        def close(self, **_: Any) -> None:
+            """Nothing is open."""
+
+    async def open_connection(_host: str, port: int, **_: Any) -> Any:
+        if port == 1:
+            asked.append(1)
+            raise OSError
+        return Broker(port)
+
+    client = Client(KafkaWorld("127.0.0.1:1").settings(), open_connection)
+    client._brokers = {node: (f"broker-{node}", node) for node in (1, 2, 3)}
+    request = MetadataRequest([], allow_auto_topic_creation=False)
+    with pytest.raises(KafkaUnavailable):
+        await client.ask_any(request, "test")
+    assert set(asked) == {1, 2, 3}
+    up.add(3)
+    assert await client.ask_any(request, "test") == 3
+    for _ in range(20):
+        asked.clear()
+        assert await client.ask_any(request, "test") == 3
+        assert asked == [3]
+    # One that answers again is as good as any.
+    up.add(2)
+    assert await client.ask(2, request, "test") == 2
+    assert {await client.ask_any(request, "test") for _ in range(50)} == {2, 3}
+
+
 async def test_no_question_about_topics_makes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where brokers make topics of themselves, a mistyped target would be there at once."""
     asked: list[Request[Any]] = []

@@ -97,6 +97,8 @@ class Client:
         self._connections: dict[tuple[int, str], Connection] = {}
         self._locks: dict[tuple[int, str], asyncio.Lock] = {}
         self._failed: dict[tuple[int, str], tuple[float, str]] = {}
+        self._silent: set[int] = set()
+        """Brokers that did not answer when they were asked last."""
         self._leaders: dict[tuple[str, int], int] = {}
         self._replicas: dict[tuple[str, int], tuple[int, ...]] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
@@ -126,11 +128,14 @@ class Client:
         except (OSError, KafkaError) as error:
             raise NotSent(f"broker {node}: {error}") from None
         try:
-            return await answer
+            answered = await answer
         except (OSError, KafkaError, TimeoutError) as error:
+            self._silent.add(node)
             # What may still be on its way must not answer a later request.
             self._drop(node, lane, connection)
             raise Unanswered(f"broker {node} did not answer ({error!r})") from None
+        self._silent.discard(node)
+        return answered
 
     async def ask_any(self, request: Request[Any], lane: str) -> Any:
         """Send a request that any broker answers, to the first that does.
@@ -140,10 +145,8 @@ class Client:
         """
         if not self._brokers:
             await self.refresh(())
-        nodes = list(self._brokers)
-        random.shuffle(nodes)
         last: KafkaUnavailable = NotSent("no broker is known")
-        for node in nodes:
+        for node in self._any_order():
             try:
                 return await self.ask(node, request, lane)
             except (NotSent, Unanswered) as error:
@@ -151,6 +154,11 @@ class Client:
         # Brokers that came back elsewhere are found through the bootstrap servers next time.
         await self.refresh(())
         raise last
+
+    def _any_order(self) -> list[int]:
+        """Return all brokers as they are to be asked for what any of them knows: at random, those
+        last that were silent, as a question to one that hangs takes the whole request timeout."""
+        return sorted(self._brokers, key=lambda node: (node in self._silent, random.random()))
 
     async def connect(self, node: int, lane: str) -> None:
         """Have a connection to broker `node` ready; at once where there is one.
@@ -179,6 +187,7 @@ class Client:
                 connection = await self._connect_to(node, timeout_s)
             except KafkaUnavailable as error:
                 self._failed[key] = (asyncio.get_running_loop().time(), str(error))
+                self._silent.add(node)
                 raise
             self._connections[key] = connection
             return connection
@@ -273,9 +282,7 @@ class Client:
 
     async def _ask_metadata(self, request: MetadataRequest) -> Any:
         last: KafkaUnavailable = NotSent("no bootstrap server is set")
-        nodes = list(self._brokers)
-        random.shuffle(nodes)
-        for node in nodes:
+        for node in self._any_order():
             try:
                 return await self.ask(node, request, "metadata")
             except (NotSent, Unanswered) as error:
