@@ -30,6 +30,7 @@ from txbroker.sdk import Limits, TransactionalProducer
 
 GROUPS = ("orders", "orders", "bills")
 _SAY_EVERY_S = 20.0
+_BEGIN_S = 60.0
 _END_S = 120.0
 
 
@@ -87,6 +88,7 @@ async def _work(spec: Spec, history: Path) -> None:
             )
             for number, group in enumerate(GROUPS)
         ]
+        print(flush=True)
         watching = asyncio.create_task(_watch(recorder))
         async with asyncio.TaskGroup() as group:
             for number in range(spec.lanes):
@@ -124,14 +126,18 @@ class BulkLoad:
         self._process: asyncio.subprocess.Process | None = None
 
     async def launch(self) -> None:
-        """Start it."""
+        """Start it, and wait until its producers are there: without a proxy none would start."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             __file__,
             json.dumps(asdict(self._spec)),
             str(self._file),
             stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
         )
+        assert self._process.stdout is not None
+        begun = await asyncio.wait_for(self._process.stdout.readline(), _BEGIN_S)
+        assert begun, "the load has not begun"
 
     def no_more(self) -> None:
         """Let it begin nothing new; it still answers check-backs."""
