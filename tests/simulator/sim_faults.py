@@ -60,6 +60,9 @@ _DRAWN = (
     "aborts lost",
 )
 COMMITS_LOST = "commits lost"
+CHECKPOINT = "txbroker.checkpoint"
+SUCCESSION_S = 10.0
+"""It takes less until somebody has claimed the partitions of proxies that were killed, seconds."""
 KINDS = (*_DRAWN, COMMITS_LOST)
 
 
@@ -351,7 +354,18 @@ class Faults:
 
     def _aborts_lost(self, until_s: float) -> str:
         # For as long as nobody ends it, what is for such a partition waits: the rest must go on.
-        return self._ends_lost(until_s, 0.5, commit=False)
+        # Aborts are rare: all proxies are killed in the midst of a turn, which whoever claims next
+        # will abort.
+        def look() -> None:
+            if self.healed:
+                return
+            if any(log.open for (name, _), log in self._cluster.logs.items() if name == CHECKPOINT):
+                self._nobody.context.copy().run(self._stop_all, until_s)
+            else:
+                self._loop.call_later(0.001, look)
+
+        self._loop.call_later(0.0, look)
+        return self._ends_lost(2 * until_s + SUCCESSION_S, 0.5, commit=False)
 
     def _commits_lost(self, until_s: float) -> str:
         what = self._ends_lost(until_s, self._random.choice([0.1, 0.4]), commit=True)
