@@ -180,7 +180,7 @@ class Calls:
         self._decisions = Room(limits.in_flight_max, limits.in_flight_bytes_max)
         self._background: set[asyncio.Task[None]] = set()
         self._deadlines: Deadlines[_Patience] | None = None
-        """Made by the first call, as a producer is made outside an event loop."""
+        """Made by the first call, as a producer may be made outside an event loop."""
 
     # --- prepare -------------------------------------------------------------------------
 

@@ -46,10 +46,13 @@ class Deadlines(Generic[K]):
         """Tell of those that are due, and look again when the next one is."""
         self._timer = None
         now = self._loop.time()
-        while self._due:
-            wait, due = next(iter(self._due.items()))
+        overdue = []
+        # In one pass: the first entry of a dict is the slower to find the more were taken out.
+        for wait, due in self._due.items():
             if due > now:
                 self._timer = self._loop.call_at(due, self._look)
-                return
-            del self._due[wait]
-            self._overdue(wait)
+                break
+            overdue.append(wait)
+        for wait in overdue:
+            if self._due.pop(wait, None) is not None:
+                self._overdue(wait)

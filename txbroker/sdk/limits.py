@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 from txbroker.errors import ConfigurationError
@@ -109,7 +110,9 @@ class Room:
             if turn.done() and not turn.cancelled():
                 self.leave(size)  # the room had just been given to us
             else:
-                self._waiting.remove(entry)
+                # Who left in the same round has passed it by already.
+                with suppress(ValueError):
+                    self._waiting.remove(entry)
                 self._admit()
             raise
 
@@ -131,7 +134,7 @@ class Room:
 
 
 class _Place:
-    """The room of one call. A class, as a generator's context costs three times as much."""
+    """The room of one call: a class, as a generator's context costs more."""
 
     __slots__ = ("_room", "_size")
 

@@ -1,0 +1,60 @@
+"""Room for calls: who waits for it, and who gives up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from txbroker.sdk.limits import Room
+
+
+async def rounds() -> None:
+    """Let everything go as far as it can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_callers_who_give_up_together_have_given_up_and_leave_no_trace() -> None:
+    """Cancelled in one round, who had the room passed those by who waited; these then failed with
+    a ValueError, and a decision that was made was not sent."""
+    room = Room(calls_max=1, bytes_max=100)
+
+    async def call() -> None:
+        async with room.take(10):
+            await asyncio.Event().wait()
+
+    calls = [asyncio.create_task(call()) for _ in range(4)]
+    await rounds()
+    assert room.calls == 1
+    for each in calls:
+        each.cancel()
+    await asyncio.wait(calls)
+    assert [each.cancelled() for each in calls] == [True] * 4
+    assert room.calls == 0
+    async with room.take(100):
+        assert room.calls == 1
+
+
+async def test_who_is_given_room_and_gives_up_at_once_passes_it_on() -> None:
+    room = Room(calls_max=1, bytes_max=100)
+    await room.enter(10)
+    gone, next_one = (asyncio.create_task(room.enter(10)) for _ in range(2))
+    await rounds()
+    room.leave(10)
+    gone.cancel()
+    await asyncio.wait([gone, next_one])
+    assert gone.cancelled()
+    assert room.calls == 1
+    room.leave(10)
+    assert room.calls == 0
+
+
+async def test_who_comes_later_waits_behind_a_call_that_does_not_fit() -> None:
+    room = Room(calls_max=5, bytes_max=100)
+    await room.enter(60)
+    large, small = (asyncio.create_task(room.enter(size)) for size in (70, 10))
+    await rounds()
+    assert not large.done()
+    assert not small.done()
+    room.leave(60)
+    await asyncio.wait([large, small])
+    assert room.calls == 2
