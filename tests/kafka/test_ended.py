@@ -56,7 +56,7 @@ class Leaders:
             raise KafkaRefused(Code.LEADER_NOT_AVAILABLE)
         return self.leaders[topic, partition]
 
-    async def ask_any(self, request: Any, lane: str) -> Any:
+    async def ask_any(self, request: Any, lane: str, timeout_s: float | None = None) -> Any:
         """Say who leads."""
         return self._leaders(request)
 

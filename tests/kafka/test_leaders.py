@@ -46,7 +46,9 @@ class Brokers:
         self.ends: dict[int, int] = {}
         """Where the partition asked about ends, by who is asked."""
 
-    async def ask_any(self, request: LeadersRequest, lane: str) -> Any:
+    async def ask_any(
+        self, request: LeadersRequest, lane: str, timeout_s: float | None = None
+    ) -> Any:
         """Answer as the first broker."""
         self.asked.append(0)
         return self._answer(self.first, request)

@@ -33,7 +33,9 @@ class Leaders(Client):
         """Name a broker."""
         return 0
 
-    async def ask_any(self, request: Any, lane: str) -> SimpleNamespace:
+    async def ask_any(
+        self, request: Any, lane: str, timeout_s: float | None = None
+    ) -> SimpleNamespace:
         """Name the only broker as the leader of everything."""
         topics = [(0, topic, False, [(0, 0, 0, 0, [0])]) for topic in request._topics]
         return SimpleNamespace(topics=topics)

@@ -98,7 +98,7 @@ class Client:
         self._locks: dict[tuple[int, str], asyncio.Lock] = {}
         self._failed: dict[tuple[int, str], tuple[float, str]] = {}
         self._silent: set[int] = set()
-        """Brokers that did not answer when they were asked last."""
+        """Those that did not answer, or could not be reached, when they were asked last."""
         self._leaders: dict[tuple[str, int], int] = {}
         self._replicas: dict[tuple[str, int], tuple[int, ...]] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
@@ -137,8 +137,11 @@ class Client:
         self._silent.discard(node)
         return answered
 
-    async def ask_any(self, request: Request[Any], lane: str) -> Any:
-        """Send a request that any broker answers, to the first that does.
+    async def ask_any(
+        self, request: Request[Any], lane: str, timeout_s: float | None = None
+    ) -> Any:
+        """Send a request that any broker answers, to the first that does; `timeout_s`, for each of
+        them, as of `ask`.
 
         Raises:
             KafkaUnavailable: none answers.
@@ -148,7 +151,7 @@ class Client:
         last: KafkaUnavailable = NotSent("no broker is known")
         for node in self._any_order():
             try:
-                return await self.ask(node, request, lane)
+                return await self.ask(node, request, lane, timeout_s)
             except (NotSent, Unanswered) as error:
                 last = error
         # Brokers that came back elsewhere are found through the bootstrap servers next time.

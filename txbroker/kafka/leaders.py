@@ -24,7 +24,6 @@ from txbroker.kafka.transactions import Partition
 from txbroker.kafka.wire import RightsRequest
 
 _LANE = "leaders"
-_ANY_LANE = "metadata"
 _ANSWER_S = 2.0
 """A broker that takes longer to answer has not, seconds: nothing is planned meanwhile."""
 _ALL_S = 5.0
@@ -129,7 +128,7 @@ class _Asking:
 
     async def _ask_whoever(self) -> None:
         """Hear from any broker which the replicas are; its word alone counts for nothing."""
-        self._take(await self._client.ask_any(self._request, _ANY_LANE))
+        self._take(await self._client.ask_any(self._request, _LANE, _ANSWER_S))
 
     def found(self, partition: Partition) -> int | KafkaUnavailable:
         """Return a partition's leader, or why there is none."""
