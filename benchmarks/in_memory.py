@@ -2,7 +2,8 @@
 
 The proxy of `txbroker.testing`, whose Kafka is in memory, has a thread of its own, the producers
 another. Each thread's processor time is read from Linux, so that other work on the machine counts
-little; the least of all rounds is the one to compare. `python benchmarks/in_memory.py --help`.
+little; the least of all rounds is the one to compare. Python does not look for garbage meanwhile,
+which it does rarely in a proxy, too. `python benchmarks/in_memory.py --help`.
 """
 
 import argparse

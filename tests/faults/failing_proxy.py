@@ -51,7 +51,7 @@ class Armed:
 
     def __call__(self, name: str) -> None:
         """A moment is reached."""
-        if not self._is_next(name):
+        if not any(step["point"] == name for step in self._steps()[:1]):
             return
         # Two proxies may be here at once, and only one of them may take the step.
         with self._lock.open("w") as lock:
@@ -67,14 +67,12 @@ class Armed:
         except (FileNotFoundError, ValueError):
             return []
 
-    def _is_next(self, name: str) -> bool:
-        return any(step["point"] == name for step in self._steps()[:1])
-
     def _take(self, name: str) -> Step | None:
         """Take the first step out of the file, if this is its moment."""
-        if not self._is_next(name):
+        steps = self._steps()
+        if not steps or steps[0]["point"] != name:
             return None
-        step, *others = self._steps()
+        step, *others = steps
         passed = self._passed.get(step["token"], 0)
         self._passed[step["token"]] = passed + 1
         if passed < int(step["skip"]):
