@@ -18,9 +18,10 @@ CODE_HEADER = "Txb-Error"
 """Names the error in every answer to a call over HTTP that was not carried out."""
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 """A frame holds many operations but never more than this; larger ones end the session."""
-FRAME_OPERATIONS_MAX = 64
+FRAME_OPERATIONS_MAX = 256
 """Neither side sends more in a frame, so that the other one works on the first while the rest is on
-its way. More are taken, as earlier versions sent them."""
+its way. Fewer would make batches small, which costs more. More are taken, as earlier versions sent
+them."""
 
 
 class _Operation(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):

@@ -113,10 +113,11 @@ async def test_what_is_out_of_bounds_is_refused(
 
 async def test_what_is_answered_in_one_turn_goes_back_in_few_frames(api: Api) -> None:
     api.service.gate = asyncio.Event()
+    full, count = wire.FRAME_OPERATIONS_MAX, wire.FRAME_OPERATIONS_MAX + 40
     async with session(api) as producer:
-        prepares = [wire.Prepare(n, make_id(0, NOW_MS, n), MESSAGES) for n in range(100)]
+        prepares = [wire.Prepare(n, make_id(0, NOW_MS, n), MESSAGES) for n in range(count)]
         await producer.send(*prepares)
-        while len(api.service.requests) < 100:
+        while len(api.service.requests) < count:
             await asyncio.sleep(0)
         api.service.gate.set()
         frames = [await producer.next_frame() for _ in range(2)]
@@ -124,7 +125,7 @@ async def test_what_is_answered_in_one_turn_goes_back_in_few_frames(api: Api) ->
             [answer.call for answer in frame if isinstance(answer, wire.Standing)]
             for frame in frames
         ]
-        assert calls == [[*range(64)], [*range(64, 100)]]
+        assert calls == [[*range(full)], [*range(full, count)]]
 
 
 async def test_slow_operation_holds_up_no_other(api: Api) -> None:

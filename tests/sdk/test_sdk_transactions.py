@@ -30,7 +30,7 @@ from txbroker.sdk import (
     Transaction,
     TransactionalProducer,
 )
-from txbroker.wire import AskEarly, Decide, Prepare
+from txbroker.wire import FRAME_OPERATIONS_MAX, AskEarly, Decide, Prepare
 
 M = Message("payments", key=b"42", value=b"body", headers=(("h", b"1"), ("h", None)))
 
@@ -333,11 +333,12 @@ async def test_more_than_a_frame_holds_is_too_large(
 async def test_operations_of_one_turn_leave_in_few_frames(
     proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
-    await asyncio.gather(*(producer.prepare(M) for _ in range(200)))
+    count = 2 * FRAME_OPERATIONS_MAX + 20
+    await asyncio.gather(*(producer.prepare(M) for _ in range(count)))
     frames = [frame for frame in proxy.sessions[0].frames if isinstance(frame[0], Prepare)]
-    assert sum(map(len, frames)) == 200
-    assert len(frames) <= 6
-    assert max(map(len, frames)) == 64
+    assert sum(map(len, frames)) == count
+    assert len(frames) <= 5
+    assert max(map(len, frames)) == FRAME_OPERATIONS_MAX
 
 
 async def test_large_operations_are_spread_over_frames(

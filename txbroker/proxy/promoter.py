@@ -224,6 +224,10 @@ class Promoter:
                 await self._wake.wait()
         except TimeoutError:
             pass
+        # Whoever waits for the decision that has woken us hears of it first: an answer takes two
+        # rounds of the loop to leave, and a turn longer than that to be planned and written.
+        for _ in range(2):
+            await asyncio.sleep(0)
         self._wake.clear()
 
     async def _turn(self) -> bool:
