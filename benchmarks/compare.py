@@ -2,8 +2,8 @@
 
 Every round runs each peer once, one after another, each with servers of its own on free ports and
 in a temporary folder. A peer that cannot be run here is named with the reason. RocketMQ and dtm are
-fetched from Maven Central and the Go module proxy. `python benchmarks/compare.py` takes about an
-hour and a half for everything; `--peers txbroker rocketmq ceiling --rounds 1` some minutes.
+fetched from Maven Central and the Go module proxy. `python benchmarks/compare.py` takes an hour
+for everything, with `--rounds 1` twenty minutes.
 """
 
 from __future__ import annotations

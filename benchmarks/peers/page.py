@@ -24,11 +24,12 @@ def _lines(data: Data, name: str) -> Iterator[str]:
     yield "<!-- Written by `python benchmarks/compare.py`. -->"
     yield "# Compared with others"
     size, measured_s, warmup_s = plan["size"], plan["duration_s"], plan["warmup_s"]
+    several = rounds > 1
     yield textwrap.fill(
-        f"Messages of {size:,} bytes, one a transaction unless said otherwise. Each figure is the "
-        f"median of {rounds} rounds of {measured_s:g} s after {warmup_s:g} s of warm-up, with the "
-        "least and the most in brackets. In every round each peer ran once, alone, with client and "
-        "servers on this one machine:",
+        f"Messages of {size:,} bytes, one a transaction unless said otherwise. Each figure is "
+        f"{f'the median of {rounds} rounds' if several else 'of one round'} of {measured_s:g} s "
+        f"after {warmup_s:g} s of warm-up{', with the least and the most in brackets' * several}. "
+        "In every round each peer ran once, alone, with client and servers on this one machine:",
         width=_LINE,
     )
     yield ""
