@@ -91,6 +91,7 @@ class _Asking:
 
     def __init__(self, client: Client, partitions: Collection[Partition]) -> None:
         self._client = client
+        self._answer_s = min(_ANSWER_S, client.settings.request_timeout_s)
         self._partitions = partitions
         self._request = LeadersRequest(sorted({topic for topic, _ in partitions}))
         self._newest = {
@@ -111,7 +112,7 @@ class _Asking:
             for partition in unsure:
                 for node in self._newest[partition].replicas:
                     if node not in self._asked:
-                        asked = self._client.ask(node, self._request, _LANE, _ANSWER_S)
+                        asked = self._client.ask(node, self._request, _LANE, self._answer_s)
                         self._asked[node] = _in_its_own_time(asked)
             open_ = [task for task in self._asked.values() if not task.done()]
             if not open_:
@@ -128,7 +129,7 @@ class _Asking:
 
     async def _ask_whoever(self) -> None:
         """Hear from any broker which the replicas are; its word alone counts for nothing."""
-        self._take(await self._client.ask_any(self._request, _LANE, _ANSWER_S))
+        self._take(await self._client.ask_any(self._request, _LANE, self._answer_s))
 
     def found(self, partition: Partition) -> int | KafkaUnavailable:
         """Return a partition's leader, or why there is none."""
