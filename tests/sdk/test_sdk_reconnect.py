@@ -113,6 +113,21 @@ async def test_time_up_is_a_typed_error_that_says_what_happens_next(
             await producer.prepare(M)
 
 
+async def test_a_prepare_is_repeated_for_no_longer_than_its_id_is_good(
+    cluster: FakeCluster, proxy: FakeProxy
+) -> None:
+    """Behind the dedup window the same id might count as new."""
+    proxy.dedup_window_s = 0.4
+    proxy.rules.append(lambda operation: Ignore(done=False))
+    loop = asyncio.get_running_loop()
+    limits = replace(QUICK, retry_s=60.0, answer_timeout_s=60.0)
+    async with TransactionalProducer(proxy.url, group="g", limits=limits) as producer:
+        began = loop.time()
+        with pytest.raises(OwnerUnavailable, match="its block has not run"):
+            await producer.prepare(M)
+        assert 0.25 < loop.time() - began < limits.retry_s / 2
+
+
 async def test_a_commit_that_could_not_be_delivered_answers_its_check(
     cluster: FakeCluster, proxy: FakeProxy
 ) -> None:

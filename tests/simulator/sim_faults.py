@@ -354,18 +354,17 @@ class Faults:
 
     def _aborts_lost(self, until_s: float) -> str:
         # For as long as nobody ends it, what is for such a partition waits: the rest must go on.
-        # Aborts are rare: all proxies are killed in the midst of a turn, which whoever claims next
-        # will abort.
-        def look() -> None:
-            if self.healed:
-                return
-            if any(log.open for (name, _), log in self._cluster.logs.items() if name == CHECKPOINT):
-                self._nobody.context.copy().run(self._stop_all, until_s)
-            else:
-                self._loop.call_later(0.001, look)
-
-        self._loop.call_later(0.0, look)
+        self._loop.call_later(0.0, self._kill_in_a_turn, until_s)
         return self._ends_lost(2 * until_s + SUCCESSION_S, 0.5, commit=False)
+
+    def _kill_in_a_turn(self, until_s: float) -> None:
+        """Kill all proxies in the midst of a turn, which whoever claims next aborts: rare else."""
+        if self.healed:
+            return
+        if any(log.open for (name, _), log in self._cluster.logs.items() if name == CHECKPOINT):
+            self._nobody.context.copy().run(self._stop_all, until_s)
+        else:
+            self._loop.call_later(0.001, self._kill_in_a_turn, until_s)
 
     def _commits_lost(self, until_s: float) -> str:
         what = self._ends_lost(until_s, self._random.choice([0.1, 0.4]), commit=True)

@@ -1,8 +1,9 @@
 """Most of a run's load: decent services on the SDK, in a process of their own, so that they do not
 wait for the relays, nor these for them.
 
-`bulk_load.py SPEC HISTORY` works until a line comes on its stdin, then only answers check-backs
-until its stdin is closed, and leaves its history as a pickle. `BulkLoad` is the other end.
+`bulk_load.py SPEC HISTORY` writes a line to its stdout when its producers are there, works until
+one comes on its stdin, then only answers check-backs until its stdin is closed, and leaves its
+history as a pickle. `BulkLoad` is the other end.
 """
 
 from __future__ import annotations
