@@ -1,5 +1,6 @@
 """Which partition: of the half topic for a transaction, of the target for a message."""
 
+from struct import unpack_from
 from zlib import crc32
 
 
@@ -13,10 +14,10 @@ def murmur2(data: bytes) -> int:
     length = len(data)
     h = 0x9747B28C ^ length
     whole = length & ~3
-    for i in range(0, whole, 4):
-        k = int.from_bytes(data[i : i + 4], "little") * m & 0xFFFFFFFF
-        k ^= k >> 24
-        h = (h * m & 0xFFFFFFFF) ^ (k * m & 0xFFFFFFFF)
+    # Every prepare with a key comes through here: words that are all read at once cost least.
+    for k in unpack_from(f"<{length >> 2}I", data):
+        k = k * m & 0xFFFFFFFF
+        h = (h * m & 0xFFFFFFFF) ^ ((k ^ k >> 24) * m & 0xFFFFFFFF)
     rest = data[whole:]
     if rest:
         h = (h ^ int.from_bytes(rest, "little")) * m & 0xFFFFFFFF

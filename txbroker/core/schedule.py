@@ -25,16 +25,21 @@ class Schedule:
     def __len__(self) -> int:
         return len(self._due)
 
-    def set(self, id: str, at_ms: int | None) -> None:
-        """Put `id` at a time, or take it out with None."""
+    def set(self, id: str, at_ms: int | None) -> bool:
+        """Put `id` at a time, or take it out with None; say whether that is earlier than what was
+        first, so that whoever waits for that waits too long."""
         if at_ms is None:
             self._due.pop(id, None)
-        elif self._due.get(id) != at_ms:
-            self._due[id] = at_ms
-            heapq.heappush(self._heap, (at_ms, id))
-            if len(self._heap) > 64 + 4 * len(self._due):
-                self._heap = [(at, each) for each, at in self._due.items()]
-                heapq.heapify(self._heap)
+            return False
+        if self._due.get(id) == at_ms:
+            return False
+        self._due[id] = at_ms
+        first = not self._heap or at_ms < self._heap[0][0]
+        heapq.heappush(self._heap, (at_ms, id))
+        if len(self._heap) > 64 + 4 * len(self._due):
+            self._heap = [(at, each) for each, at in self._due.items()]
+            heapq.heapify(self._heap)
+        return first
 
     def next_ms(self) -> int | None:
         """Return the time of the first id, None if there is none."""

@@ -312,12 +312,14 @@ class Transaction(Struct, gc=False):
 
     def next_check_ms(self) -> int:
         """Return the append time from which the next attempt is accepted, ms."""
-        policy = self.half.policy
-        if self.not_before_ms:
-            return self.not_before_ms
-        if self.counted_ms:
-            return self.counted_ms[-1] + round(policy.interval_s * 1000)
-        return self.round_started_ms + round(policy.after_s * 1000)
+        policy, checks = self.half.policy, self.checks
+        if checks is None:
+            return self.prepared_at_ms + round(policy.after_s * 1000)
+        if checks.not_before_ms:
+            return checks.not_before_ms
+        if checks.counted_ms:
+            return checks.counted_ms[-1] + round(policy.interval_s * 1000)
+        return checks.round_started_ms + round(policy.after_s * 1000)
 
     def give_back(self, marker: Marker, at_ms: int, step: Step) -> None:
         """Apply a `returned` or `later` marker: the last attempt does not count.
@@ -346,9 +348,10 @@ class Transaction(Struct, gc=False):
 
     def park_ms(self) -> int | None:
         """Return the append time from which parking is accepted, None while attempts are left."""
-        if len(self.counted_ms) < self.half.policy.attempts_max:
+        policy, checks = self.half.policy, self.checks
+        if checks is None or len(checks.counted_ms) < policy.attempts_max:
             return None
-        return self.counted_ms[-1] + round(self.half.policy.timeout_s * 1000)
+        return checks.counted_ms[-1] + round(policy.timeout_s * 1000)
 
     def park(self, marker: Marker, at_ms: int) -> None:
         """Apply a `park` marker.

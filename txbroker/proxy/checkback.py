@@ -177,8 +177,8 @@ class CheckBack:
         elif transaction.lost:
             # See `attempt`.
             at_ms = None
-        else:
-            at_ms = min(at_ms, self._asked.get(transaction.id, _Asked(at_ms)).at_ms)
+        elif (asked := self._asked.get(transaction.id)) is not None:
+            at_ms = min(at_ms, asked.at_ms)
         self._set(transaction.id, at_ms)
 
     def look_again(self) -> None:
@@ -187,9 +187,7 @@ class CheckBack:
 
     def _set(self, id: str, at_ms: int | None) -> None:
         self._crowd.remove(id)
-        before_ms = self._schedule.next_ms()
-        self._schedule.set(id, at_ms)
-        if self._schedule.next_ms() != before_ms:
+        if self._schedule.set(id, at_ms):
             self._changed.set()
 
     async def run(self) -> None:
