@@ -5,11 +5,12 @@ A load that itself took most of the machine would measure nothing.
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
 
+from txbroker.deadlines import Deadlines
 from txbroker.errors import TxbrokerError
 from txbroker.tls import ClientTls, TlsFiles
 
@@ -17,6 +18,73 @@ ANSWER_TIMEOUT_S = 30.0
 _HEADERS_END = b"\r\n\r\n"
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
+
+
+class _Stream(asyncio.Protocol):
+    """An open connection, and the answer that is waited for on it."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._received = b""
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+
+    def ask(self, request: bytes) -> "asyncio.Future[tuple[int, bytes]]":
+        """Send a request; the future brings the answer's status and body."""
+        self._answer = asyncio.get_running_loop().create_future()
+        if self._transport is None:
+            self._fail(ConnectionError("the connection was closed"))
+        else:
+            self._transport.write(request)
+        return self._answer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is open."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """A part of an answer, or all of it, has come."""
+        self._received += data
+        try:
+            found = _answer_in(self._received)
+        except ValueError as error:
+            self._fail(error)
+            return
+        if found is not None and self._answer is not None and not self._answer.done():
+            self._received = b""
+            self._answer.set_result(found)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        self._transport = None
+        self._fail(exc or ConnectionError("the connection was closed"))
+
+    def not_answered(self) -> None:
+        """The answer takes too long."""
+        self._fail(TimeoutError())
+
+    def close(self) -> None:
+        """Close it."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+
+def _answer_in(received: bytes) -> tuple[int, bytes] | None:
+    """Return status and body of an answer, None while it is not whole.
+
+    Raises:
+        ValueError: it is none that says how long it is.
+    """
+    end = received.find(_HEADERS_END)
+    if end < 0:
+        return None
+    _, _, length = received[:end].lower().partition(b"\r\ncontent-length:")
+    begin, size = end + len(_HEADERS_END), int(length.partition(b"\r\n")[0])
+    body = received[begin : begin + size]
+    return None if len(body) < size else (int(received[9:12]), body)
 
 
 class HttpConnection:
@@ -51,13 +119,17 @@ class HttpConnection:
             f" HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
             f"{authorization}content-length: "
         )
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._stream: _Stream | None = None
+        self._deadlines: Deadlines[_Stream] | None = None
 
     def close(self) -> None:
         """Close it."""
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        if self._deadlines is not None:
+            self._deadlines.close()
+            self._deadlines = None
 
     async def post(self, path: str, body: object) -> Any:
         """Return the answer to a POST.
@@ -66,10 +138,9 @@ class HttpConnection:
             TxbrokerError: the proxy refuses, or does not answer.
         """
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                status, raw = await self._exchange(path, _encode(body))
+            status, raw = await self._exchange(path, _encode(body))
             answer = _decode(raw)
-        except (OSError, EOFError, ValueError, TimeoutError) as error:
+        except (OSError, ValueError, TimeoutError) as error:
             self.close()
             what = str(error) or type(error).__name__
             raise TxbrokerError(f"no answer to an HTTP call: {what}") from None
@@ -79,15 +150,24 @@ class HttpConnection:
         return answer
 
     async def _exchange(self, path: str, body: bytes) -> tuple[int, bytes]:
-        if self._streams is None:
-            context = self._tls.context() if self._secure else None
-            self._streams = await asyncio.open_connection(self._host, self._port, ssl=context)
-        reader, writer = self._streams
+        stream = self._stream or await self._open()
+        assert self._deadlines is not None
         head = f"POST {self._base}{path}{self._headers}{len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        answer = (await reader.readuntil(_HEADERS_END)).lower()
-        _, _, rest = answer.partition(b"\r\ncontent-length:")
-        return int(answer[9:12]), await reader.readexactly(int(rest[: rest.index(b"\r\n")]))
+        self._deadlines.begin(stream)
+        try:
+            return await stream.ask(head.encode() + body)
+        finally:
+            self._deadlines.end(stream)
+
+    async def _open(self) -> _Stream:
+        loop = asyncio.get_running_loop()
+        context = self._tls.context() if self._secure else None
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            _, self._stream = await loop.create_connection(
+                _Stream, self._host, self._port, ssl=context
+            )
+        self._deadlines = Deadlines(ANSWER_TIMEOUT_S, _Stream.not_answered)
+        return self._stream
 
 
 def _path(given: str | None) -> Path | None:

@@ -17,6 +17,7 @@ from txbroker.core.ids import make_id, parse_id
 from txbroker.core.placement import order_hash
 from txbroker.core.records import Decision, Message
 from txbroker.core.trace_context import with_context
+from txbroker.deadlines import Deadlines
 from txbroker.errors import (
     AlreadyDecided,
     BadId,
@@ -25,7 +26,6 @@ from txbroker.errors import (
     OwnerUnavailable,
     RequestError,
 )
-from txbroker.sdk.deadlines import Deadlines
 from txbroker.sdk.limits import RETRY_SHARE_OF_WINDOW, Limits, Room
 from txbroker.sdk.local import LocalBook
 from txbroker.sdk.messages import size_of

@@ -15,6 +15,7 @@ from typing import Protocol
 import aiohttp
 import msgspec
 
+from txbroker.deadlines import Deadlines
 from txbroker.errors import (
     CertificateRequired,
     Forbidden,
@@ -23,7 +24,6 @@ from txbroker.errors import (
     Unauthorized,
     request_errors,
 )
-from txbroker.sdk.deadlines import Deadlines
 from txbroker.sdk.limits import Limits
 from txbroker.tls import ClientTls, tls_trouble
 from txbroker.wire import (

@@ -28,6 +28,8 @@ _WILDCARDS = frozenset({"0.0.0.0", "::"})
 
 def is_page(path: str) -> bool:
     """Say whether a path is one of the pages for people, beside which the API lies."""
+    if path.startswith("/v1/"):
+        return False
     return path == "/" or any(path == page or path.startswith(page + "/") for page in _PAGES)
 
 

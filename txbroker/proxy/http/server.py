@@ -10,6 +10,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from txbroker.addresses import parse_address
 from txbroker.core.telling import telling, where_raised
+from txbroker.deadlines import Deadlines
 from txbroker.errors import BadRequest, ConfigurationError, RequestError
 from txbroker.proxy.http.api import SHELL
 from txbroker.proxy.http.frames import FrameMeter
@@ -39,11 +40,12 @@ class _Connection(RequestHandler):
     for it.
     """
 
-    __slots__ = ("_meter", "_shell")
+    __slots__ = ("_answering", "_meter", "_shell")
 
     def __init__(self, server: "_Server", **options: Any) -> None:
         super().__init__(server, **options)
         self._shell = server.shell
+        self._answering = server.answering
         self._meter: FrameMeter | None = None
 
     def set_parser(self, *parser: Any, **options: Any) -> None:
@@ -76,14 +78,15 @@ class _Connection(RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send an answer, to a client that takes it."""
+        self._answering.begin(self)
         try:
-            async with asyncio.timeout(self._shell.settings.request_timeout_s) as sending:
-                return await super().finish_response(request, resp, start_time)
-        except TimeoutError:
-            if not sending.expired():
-                raise
-            self._drop("it does not read its answer")
-            return resp, True
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._answering.end(self)
+
+    def not_taken(self) -> None:
+        """It has had its answer for too long without reading it."""
+        self._drop("it does not read its answer")
 
     def _drop(self, why: str) -> None:
         transport = self.transport
@@ -114,6 +117,7 @@ class _Connection(RequestHandler):
 
 class _Server(web.Server):
     shell: Shell
+    answering: Deadlines[_Connection]
 
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
@@ -125,7 +129,8 @@ class _Runner(web.AppRunner):
         bounded = _Server(
             server.request_handler, request_factory=server.request_factory, **server._kwargs
         )
-        bounded.shell = self.app[SHELL]
+        shell = bounded.shell = self.app[SHELL]
+        bounded.answering = Deadlines(shell.settings.request_timeout_s, _Connection.not_taken)
         return bounded
 
 
