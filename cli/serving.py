@@ -68,7 +68,8 @@ def stop_event() -> Iterator[asyncio.Event]:
 async def until_signal(work: Coroutine[None, None, None]) -> bool:
     """Do `work` until it ends or a signal comes; then it is cancelled, and cleans up after itself.
 
-    Returns False where a signal came. Raises whatever `work` raises.
+    Returns False where a signal came. Raises whatever `work` raises, CancelledError too where
+    nobody has cancelled it.
     """
     with stop_event() as stop:
         task = asyncio.ensure_future(work)
@@ -78,8 +79,11 @@ async def until_signal(work: Coroutine[None, None, None]) -> bool:
         finally:
             stopped.cancel()
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await task
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
         return not stop.is_set()
 
 
