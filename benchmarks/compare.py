@@ -29,10 +29,11 @@ from peers.page import page
 from peers.plot import plot
 from peers.read_process_write import ReadProcessWrite
 from peers.rocketmq import RocketMQ
-from peers.txbroker_itself import Txbroker, TxbrokerHttp, TxbrokerTen
+from peers.txbroker_itself import Txbroker, TxbrokerHttp, TxbrokerKeyless, TxbrokerTen
 
 PEERS: tuple[Peer, ...] = (
     Txbroker(),
+    TxbrokerKeyless(),
     TxbrokerHttp(),
     TxbrokerTen(),
     RocketMQ(),

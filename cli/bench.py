@@ -94,6 +94,13 @@ def _load_options(function: Any) -> Any:
     "[env: TXBROKER_BENCH_HTTP]",
 )
 @click.option(
+    "--keyless",
+    is_flag=True,
+    envvar="TXBROKER_BENCH_KEYLESS",
+    help="Messages without keys: nobody keeps their order, so they go to any partition. "
+    "[env: TXBROKER_BENCH_KEYLESS]",
+)
+@click.option(
     "--topic",
     metavar="TOPIC",
     envvar="TXBROKER_BENCH_TOPIC",
@@ -127,6 +134,7 @@ def command(
     topic: str | None,
     topic_partitions: int,
     read_along: str,
+    keyless: bool,
     **options: Any,
 ) -> None:
     """Measure how many transactions a second there are, and how soon consumers see them.
@@ -158,6 +166,7 @@ def command(
         topic=topic,
         partitions=topic_partitions,
         along=1 if read_along == "one" else None,
+        keyless=keyless,
         asked=asked,
     )
     found: list[tuple[Figures, Job]] = []

@@ -105,6 +105,7 @@ class Figures(Struct, frozen=True, kw_only=True):
         shown = ("in_flight", "size", "messages", "groups", "rollback_share", "unknown_share")
         asked = {name: getattr(job, name) for name in shown}
         asked |= {"warmup_s": job.warmup_s, "api": "http" if job.http else "sdk"}
+        asked["keyless"] = bool(job.name_header)
         result: dict[str, Any] = {**to_builtins(self), "asked": asked}
         return result
 
@@ -232,7 +233,7 @@ def text(found: Figures, job: Job) -> Iterator[str]:
     how = "HTTP" if job.http else "SDK"
     yield (
         f"{found.transactions:,} transactions by {how}, {job.in_flight} in flight, "
-        f"{job.messages} of {job.size:,} bytes each"
+        f"{job.messages} of {job.size:,} bytes each{', without keys' if job.name_header else ''}"
     )
     yield f"acked     {found.acked_per_s:12,.1f} /s"
     yield f"promoted  {found.promoted_per_s:12,.1f} /s"

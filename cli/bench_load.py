@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -42,7 +42,8 @@ class Fate(IntEnum):
 class Job(Struct, frozen=True, kw_only=True):
     """What to do. Times in seconds, sizes in bytes; `book` is the file to write.
 
-    Either `duration_s` or `transactions` says how long it takes, `warmup_s` comes before.
+    Either `duration_s` or `transactions` says how long it takes, `warmup_s` comes before. Messages
+    are named by their keys; with a `name_header` they have none, and it names them.
     """
 
     url: str
@@ -59,6 +60,7 @@ class Job(Struct, frozen=True, kw_only=True):
     unknown_share: float = 0.0
     groups: int = 1
     http: bool = False
+    name_header: str = ""
     token: str | None = None
     ca_file: str | None = None
     client_cert_file: str | None = None
@@ -71,8 +73,8 @@ class Job(Struct, frozen=True, kw_only=True):
             return Fate.ROLLBACK
         return Fate.UNKNOWN if place < self.rollback_share + self.unknown_share else Fate.COMMIT
 
-    def keys(self, number: int) -> list[str]:
-        """Return the keys of a transaction's messages."""
+    def names(self, number: int) -> list[str]:
+        """Return by what a transaction's messages are recognised."""
         first = number * self.messages
         return [f"{self.tag}{first + each:012x}" for each in range(self.messages)]
 
@@ -130,8 +132,7 @@ class SdkSender:
     async def transact(self, number: int) -> tuple[float, float]:
         """Prepare and decide one; return when each was acknowledged, 0 for what is left."""
         job = self._job
-        topic, body = job.topic, self._body
-        messages = [Message(topic, key=key.encode(), value=body) for key in job.keys(number)]
+        messages = [self._message(name.encode()) for name in job.names(number)]
         producer = self._producers[number % len(self._producers)]
         fate = job.fate(number)
         try:
@@ -144,6 +145,12 @@ class SdkSender:
         except _LeftUnknown:
             return prepared_at, 0.0
         return prepared_at, time.monotonic()
+
+    def _message(self, name: bytes) -> Message:
+        job = self._job
+        if job.name_header:
+            return Message(job.topic, value=self._body, headers=((job.name_header, name),))
+        return Message(job.topic, key=name, value=self._body)
 
 
 class HttpSender:
@@ -158,15 +165,18 @@ class HttpSender:
         """Prepare and decide one; return when each was acknowledged."""
         job = self._job
         group = job.group(number)
-        messages = [
-            {"topic": job.topic, "key": key, "value": self._body} for key in job.keys(number)
-        ]
+        messages = [self._message(name) for name in job.names(number)]
         body = {"group": group, "messages": messages}
         prepared = await self._connection.post("/v1/transactions", body)
         prepared_at = time.monotonic()
         verb = "rollback" if job.fate(number) is Fate.ROLLBACK else "commit"
         await self._connection.post(f"/v1/transactions/{prepared['id']}/{verb}", {"group": group})
         return prepared_at, time.monotonic()
+
+    def _message(self, name: str) -> dict[str, Any]:
+        job = self._job
+        named = {"headers": {job.name_header: name}} if job.name_header else {"key": name}
+        return {"topic": job.topic, "value": self._body, **named}
 
 
 class Load:

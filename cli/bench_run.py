@@ -26,7 +26,13 @@ from txbroker.cli.contexts import NO_PAPERS, Papers
 from txbroker.cli.run import Failed
 from txbroker.config import Settings, load_settings
 from txbroker.embedded import BarProgress, EmbeddedKafka
-from txbroker.kafka.counting import TAG_CHARS, Reader, reading, topic_for_a_while
+from txbroker.kafka.counting import (
+    NAME_HEADER,
+    TAG_CHARS,
+    Reader,
+    reading,
+    topic_for_a_while,
+)
 
 END_TIMEOUT_S = 40.0
 """More than a producer takes to drain."""
@@ -44,6 +50,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         topic: for the messages; None: one that is made, and removed afterwards.
         partitions: of the topic that is made.
         along: how many of its partitions are read along; None for all.
+        keyless: whether messages have no keys.
         asked: the other fields of the `Job`.
     """
 
@@ -53,6 +60,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     topic: str | None
     partitions: int
     along: int | None
+    keyless: bool
     asked: Mapping[str, Any]
 
 
@@ -93,7 +101,8 @@ async def measure(plan: Plan, shown: "Shown") -> tuple[Figures, Job]:
         shown.step("reading what consumers see")
         counted = Counted.of(job, await asyncio.to_thread(_book, Path(job.book)))
         await reader.read_rest(counted.owed)
-        return figures(counted, reader.count, window, taken), job
+    # Not before all is taken down: of millions that takes so long that connections would break.
+    return figures(counted, reader.count, window, taken), job
 
 
 def _job(plan: Plan, place: Place, topic: str, tag: str, book: Path) -> Job:
@@ -102,7 +111,14 @@ def _job(plan: Plan, place: Place, topic: str, tag: str, book: Path) -> Job:
     files: dict[str, Any] = papers.named()
     files.pop("token_file", None)
     return Job(
-        url=place.url, topic=topic, tag=tag, book=str(book), token=token, **files, **plan.asked
+        url=place.url,
+        topic=topic,
+        tag=tag,
+        book=str(book),
+        name_header=NAME_HEADER if plan.keyless else "",
+        token=token,
+        **files,
+        **plan.asked,
     )
 
 

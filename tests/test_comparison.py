@@ -67,7 +67,7 @@ def test_the_page_says_medians_and_what_is_missing(data: Any) -> None:
     assert "| RocketMQ <5> | – | 800 (300–1,500) |" in text
     assert "| RocketMQ <5> | 3.2 / 6.5 | – |" in text
     # Round by round: 3, 2 and 1.5 times, not the medians' quotient.
-    assert "| ÷ RocketMQ <5> | – | 2.00 (1.50–3.00) |" in text
+    assert "| txbroker ÷ RocketMQ <5> | – | 2.00 (1.50–3.00) |" in text
     assert "- **dtm**: it takes Go to build it" in text
     assert "| dtm |" not in text
     assert "not quiet" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 Data = dict[str, Any]
@@ -120,15 +121,18 @@ def _times(figures: Sequence[Data], name: str) -> str:
 
 
 def _ratios(data: Data) -> Iterator[str]:
-    """Yield txbroker's rate as multiples of others', round by round, so that a slow spell of the
+    """Yield txbroker's rates as multiples of others', round by round, so that a slow spell of the
     machine counts for both."""
-    ours = data["peers"].get("txbroker", {"figures": []})["figures"]
-    others = [data["peers"][name] for name in ("rocketmq", "ceiling") if name in data["peers"]]
+    peers = data["peers"]
     rows = []
-    for other in others:
-        cells = [_ratio(ours, other["figures"], number) for number in data["plan"]["in_flight"]]
+    for ours, other in product(("txbroker", "txbroker-keyless"), ("rocketmq", "ceiling")):
+        if ours not in peers or other not in peers:
+            continue
+        figures = peers[ours]["figures"], peers[other]["figures"]
+        cells = [_ratio(*figures, number) for number in data["plan"]["in_flight"]]
         if any(cells):
-            rows.append(f"| ÷ {other['title']} |" + "".join(f" {text or '–'} |" for text in cells))
+            name = f"{peers[ours]['title']} ÷ {peers[other]['title']}"
+            rows.append(f"| {name} |" + "".join(f" {text or '–'} |" for text in cells))
     if rows:
         yield ""
         yield "## txbroker as a multiple of others"

@@ -63,6 +63,15 @@ class Txbroker:
         return found
 
 
+class TxbrokerKeyless(Txbroker):
+    """Messages without keys."""
+
+    name = "txbroker-keyless"
+    title = "txbroker, messages without keys"
+    counts = "as above; nobody keeps their order, as with RocketMQ's benchmark"
+    options = ("--keyless",)
+
+
 class TxbrokerHttp(Txbroker):
     """The same by plain HTTP."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -16,6 +17,7 @@ from cli_world import TXBROKER, Call, Dev, until_gone
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 
+from txbroker.cli.serving import until_signal
 from txbroker.kafka import counting
 
 SHORT = ("--warmup-s", "0", "--transactions", "40", "--in-flight", "8", "-o", "json")
@@ -61,6 +63,16 @@ def test_http(bench: Call) -> None:
     done = bench(*SHORT, "--http", "--rollback-share", 0.5)
     assert (done.code, done.err) == (0, "")
     assert done.json["asked"]["api"] == "http"
+    assert {done.json[name] for name in ("lost", "duplicated", "wrong", "failed")} == {0}
+    assert done.json["visible"] > 0
+
+
+@pytest.mark.parametrize("api", [(), ("--http",)], ids=["sdk", "http"])
+def test_messages_without_keys_are_recognised(bench: Call, api: tuple[str, ...]) -> None:
+    options = ("--rollback-share", 0.5, "--messages-per-transaction", 2)
+    done = bench(*SHORT, *api, "--keyless", *options, "--read-along", "all")
+    assert (done.code, done.err) == (0, "")
+    assert done.json["asked"]["keyless"] is True
     assert {done.json[name] for name in ("lost", "duplicated", "wrong", "failed")} == {0}
     assert done.json["visible"] > 0
 
@@ -243,3 +255,29 @@ def test_an_end_at_any_time_leaves_nothing_running(
     until_gone(children)
     if number is signal.SIGINT:
         assert (process.returncode, out, err) == (130, "", "Stopped.\n")
+
+
+class CancellingConsumer:
+    """Stops as the client library's does after a request that went wrong."""
+
+    async def stop(self) -> None:
+        task = asyncio.ensure_future(asyncio.sleep(3600))
+        task.cancel()
+        await task
+
+
+async def test_a_consumer_whose_own_task_was_cancelled_ends_nothing_else() -> None:
+    await counting._stop(CancellingConsumer())
+    task = asyncio.ensure_future(counting._stop(CancellingConsumer()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_work_that_cancels_itself_has_not_ended_well() -> None:
+    async def work() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await until_signal(work())

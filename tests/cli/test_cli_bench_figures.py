@@ -26,7 +26,7 @@ from txbroker.cli.bench_figures import (
 )
 from txbroker.cli.bench_load import Book, Event, Fate, Job
 from txbroker.cli.bench_run import showing
-from txbroker.kafka.counting import Count, key_of
+from txbroker.kafka.counting import Count, name_of
 
 TAG = "0123abcd"
 TAKEN = Taken(
@@ -48,7 +48,7 @@ def counted(of: Job, times: list[tuple[float, float, float]], failed: int = 0) -
 def seen(*numbers_at: tuple[int, float]) -> Count:
     count = Count(TAG)
     for number, at in numbers_at:
-        count.note([key_of(TAG, number)], at)
+        count.note([name_of(TAG, number)], at)
     return count
 
 
@@ -124,7 +124,7 @@ def test_shares_are_kept_in_any_stretch() -> None:
 def test_keys_are_recognised_and_strangers_are_not() -> None:
     count = Count(TAG)
     of = job(messages=2)
-    count.note([key.encode() for number in (0, 5000) for key in of.keys(number)], 1.0)
+    count.note([key.encode() for number in (0, 5000) for key in of.names(number)], 1.0)
     count.note([None, b"", b"key", b"x" * 20, b"ffffffff" + b"0" * 12], 2.0)
     assert [count.of(number) for number in (0, 1, 2, 10_000, 10_001, 99_999)] == [1, 1, 0, 1, 1, 0]
     assert (count.total, count.strangers) == (4, 5)

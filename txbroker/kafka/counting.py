@@ -27,7 +27,10 @@ from txbroker.kafka.login import SettingsLogin
 from txbroker.kafka.wiring import kafka_settings
 
 TAG_CHARS, NUMBER_CHARS = 8, 12
-"""Of a key: what names the measurement, and the message's number, both in hexadecimal."""
+"""Of a message's name, which is its key where it has one: what names the measurement, and the
+message's number, both in hexadecimal."""
+NAME_HEADER = "bench"
+"""The header that names a message without a key."""
 QUIET_S = 30.0
 """What has not shown after so long without any news is lost."""
 _WAIT_MS = 200
@@ -35,8 +38,8 @@ _MANY = 20_000
 _FETCH_BYTES = 8 << 20
 
 
-def key_of(tag: str, number: int) -> bytes:
-    """Return the key by which a message is recognised."""
+def name_of(tag: str, number: int) -> bytes:
+    """Return by what a message is recognised."""
     return f"{tag}{number:0{NUMBER_CHARS}x}".encode()
 
 
@@ -51,15 +54,15 @@ class Count:
         """Records that are none of this measurement's."""
         self.total = 0
 
-    def note(self, keys: Sequence[bytes | None], at: float) -> None:
-        """Take the keys of records that were read; `at` 0 where it does not matter when."""
+    def note(self, names: Sequence[bytes | None], at: float) -> None:
+        """Take the names of records that were read; `at` 0 where it does not matter when."""
         tag, size = self._tag, TAG_CHARS + NUMBER_CHARS
         copies, seen_at = self.copies, self.seen_at
-        for key in keys:
-            if key is None or len(key) != size or not key.startswith(tag):
+        for name in names:
+            if name is None or len(name) != size or not name.startswith(tag):
                 self.strangers += 1
                 continue
-            number = int(key[TAG_CHARS:], 16)
+            number = int(name[TAG_CHARS:], 16)
             if number >= len(copies):
                 self._grow(number + 1)
             if not copies[number]:
@@ -154,8 +157,15 @@ class Reader:
         now = time.monotonic()
         for partition, records in batches.items():
             at = now if partition in self._along else 0.0
-            self.count.note([record.key for record in records], at)
+            self.count.note([_name(record) for record in records], at)
         return bool(batches)
+
+
+def _name(record: Any) -> bytes | None:
+    name: bytes | None = record.key
+    if name is None:
+        name = dict(record.headers).get(NAME_HEADER)
+    return name
 
 
 @asynccontextmanager
@@ -167,7 +177,7 @@ async def reading(
     Args:
         settings: say how Kafka is reached.
         topic: there already.
-        tag: what the keys of the measurement's messages begin with.
+        tag: what the names of the measurement's messages begin with.
         along: how many partitions are read along; None for all.
 
     Raises:
@@ -188,7 +198,19 @@ async def reading(
         await reader.start()
         yield reader
     finally:
+        await _stop(consumer)
+
+
+async def _stop(consumer: Any) -> None:
+    """Stop a consumer; it lets the cancellation of its own tasks out where one of them waits to
+    repeat a request that went wrong."""
+    task = asyncio.current_task()
+    assert task is not None
+    try:
         await consumer.stop()
+    except asyncio.CancelledError:
+        if task.cancelling():
+            raise
 
 
 async def _partitions(settings: Settings, topic: str) -> list[int]:

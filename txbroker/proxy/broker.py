@@ -1,7 +1,6 @@
 """The broker: what one proxy answers of its own half partitions, whichever way it is asked."""
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median_low
@@ -51,9 +50,10 @@ from txbroker.proxy.logging import get_logger
 from txbroker.proxy.overview import Surroundings, local_overview
 from txbroker.proxy.owner import Owner, OwnerEvents, standing
 from txbroker.proxy.ownership import Ownership
-from txbroker.proxy.targets import examine_all, examine_final, place
+from txbroker.proxy.targets import Placing, examine_all, examine_final
 from txbroker.proxy.tracing import deciding
 from txbroker.proxy.views import view
+from txbroker.sticky import Sticky
 
 LAST_CALLS_S = 5.0
 """How long calls under way may take when the proxy stops, seconds. Kafka's answer to an append
@@ -119,6 +119,8 @@ class Broker:
         self._door = door
         self._settings = settings
         self._beside = headers_bytes(installation_headers(settings.topic_prefix))
+        self._placing = Placing(self._beside)
+        self._keyless: Sticky[int] = Sticky()
         self._groups = groups
         self._around = around
         self.admin_url = ""
@@ -251,7 +253,7 @@ class Broker:
         half = Half(
             id,
             request.group,
-            place(request.messages, facts, owner.now_ms(), self._beside),
+            self._placing.place(request.messages, facts, owner.now_ms()),
             request.order_key,
             request.dedup_key,
             policy,
@@ -280,10 +282,10 @@ class Broker:
         partition = home(request, self._door.partitions)
         if partition is not None:
             return self._ownership.owner(partition, request.id)
-        owners = list(self._ownership.open().values())
+        owners = self._ownership.open()
         if not owners:
             raise OwnerUnavailable("this proxy owns no half partition now: try again")
-        return random.choice(owners)
+        return owners[self._keyless.choose(list(owners))]
 
     def _policy(self, request: PrepareRequest) -> CheckPolicy:
         """Return when this transaction is checked: the request's word, else its group's.

@@ -1,6 +1,5 @@
 """Whether a target topic takes a message, and which partition a message goes to."""
 
-import random
 from collections.abc import Iterable, Sequence
 
 from msgspec import structs
@@ -11,9 +10,12 @@ from txbroker.core.records import Cause, Message
 from txbroker.core.sizes import BATCH_OVERHEAD_BYTES, bytes_in_batch
 from txbroker.door import TargetFacts, Targets
 from txbroker.errors import BadTarget, RequestError, TooLarge, UnknownTopic
+from txbroker.sticky import Sticky
 
 TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 """Brokers refuse records that are further ahead of their clock than this, by default."""
+_TOPICS_MAX = 10_000
+"""Topics of which it is remembered where the last message without a key went."""
 
 
 def verdict(message: Message, facts: TargetFacts | Cause, beside: int = 0) -> Verdict:
@@ -82,34 +84,55 @@ async def examine_all(
     return found
 
 
-def place(
-    messages: Sequence[Message],
-    facts: dict[str, TargetFacts | Cause],
-    now_ms: int,
-    beside: int = 0,
-) -> tuple[Message, ...]:
-    """Return the messages with their target partitions fixed.
+class Placing:
+    """Chooses the target partitions of messages that come without one: by their keys as Kafka's
+    Java client does; without a key any that has a leader, the same one for a while.
 
     Args:
-        beside: bytes that the installation's header takes in each.
-
-    Raises:
-        UnknownTopic, TooLarge, BadTarget: a target would not take its message.
+        beside: bytes that the installation's header takes in each message.
     """
-    placed = []
-    for message in messages:
-        known = facts[message.topic]
-        if isinstance(known, Cause):
-            raise _refusal(known)
-        if message.partition is None:
-            partition = _partition(message.key, known.partitions)
-            message = structs.replace(message, partition=partition)
-        cause = verdict(message, known, beside)
-        if cause is not None and not cause.passing:
-            raise _refusal(cause)
-        placed.append(message)
-    check_timestamps(placed, now_ms)
-    return tuple(placed)
+
+    def __init__(self, beside: int = 0) -> None:
+        self._beside = beside
+        self._keyless: dict[str, Sticky[int]] = {}
+
+    def place(
+        self, messages: Sequence[Message], facts: dict[str, TargetFacts | Cause], now_ms: int
+    ) -> tuple[Message, ...]:
+        """Return the messages with their target partitions fixed.
+
+        Raises:
+            UnknownTopic, TooLarge, BadTarget: a target would not take its message.
+        """
+        placed = []
+        for message in messages:
+            known = facts[message.topic]
+            if isinstance(known, Cause):
+                raise _refusal(known)
+            if message.partition is None:
+                if message.key is None:
+                    partition = self._any(message.topic, known)
+                else:
+                    partition = murmur2(message.key) % known.partitions
+                message = structs.replace(message, partition=partition)
+            cause = verdict(message, known, self._beside)
+            if cause is not None and not cause.passing:
+                raise _refusal(cause)
+            placed.append(message)
+        check_timestamps(placed, now_ms)
+        return tuple(placed)
+
+    def _any(self, topic: str, facts: TargetFacts) -> int:
+        sticky = self._keyless.get(topic)
+        if sticky is None:
+            if len(self._keyless) >= _TOPICS_MAX:
+                self._keyless.clear()
+            sticky = self._keyless[topic] = Sticky()
+        everywhere = range(facts.partitions)
+        if not facts.leaderless:
+            return sticky.choose(everywhere)
+        led = [partition for partition in everywhere if partition not in facts.leaderless]
+        return sticky.choose(led or everywhere)
 
 
 async def examine_final(
@@ -149,11 +172,6 @@ def check_timestamps(messages: Iterable[Message], now_ms: int) -> None:
             raise BadTarget(
                 f"timestamp_ms is {ahead_ms // 1000} s ahead of Kafka's clock; an hour is allowed"
             )
-
-
-def _partition(key: bytes | None, partitions: int) -> int:
-    """Return the partition as Kafka's Java client chooses it; any for a message without a key."""
-    return random.randrange(partitions) if key is None else murmur2(key) % partitions
 
 
 def _refusal(cause: Cause) -> RequestError:

@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from txbroker.errors import OwnerUnavailable, RequestError
 from txbroker.sdk.limits import Limits
 from txbroker.sdk.session import CannotConnect, CannotTrust, Session
 from txbroker.sdk.types import ProducerClosed, Untrusted
+from txbroker.sticky import Sticky
 from txbroker.wire import Drain
 
 _log = logging.getLogger("txbroker.sdk")
@@ -57,6 +58,10 @@ class Router:
         self._views_seen = 0
         self._ways: dict[str, str] = {}
         self._changed = asyncio.Event()
+        # What follows from sessions and views; None: to be looked up anew.
+        self._newest: list[_View] | None = None
+        self._own: list[tuple[Session, int]] | None = None
+        self._sticky: Sticky[tuple[Session, int]] = Sticky()
         self._keeper: asyncio.Task[None] | None = None
         self._tidier: asyncio.Task[None] | None = None
         self._retiring: dict[Session, asyncio.Task[None]] = {}
@@ -124,9 +129,9 @@ class Router:
         while not self._views:
             await self._wait_for_change()
         if order is None:
-            own = self._own_partition()
-            if own is not None:
-                return own
+            own = self._own_partitions()
+            if own:
+                return self._sticky.choose(own)
             order = random.getrandbits(31)
         partition = order % self._partitions()
         return await self.owner(partition, 0), partition
@@ -151,17 +156,19 @@ class Router:
             if await self._dial_or_change(url):
                 turn += 1
 
-    def _own_partition(self) -> tuple[Session, int] | None:
-        sessions = list(self._sessions.values())
-        random.shuffle(sessions)
-        for session in sessions:
-            own = [p for p, url in enumerate(session.owners) if url == session.url]
-            if own:
-                return session, random.choice(own)
-        return None
+    def _own_partitions(self) -> list[tuple[Session, int]]:
+        own = self._own
+        if own is None:
+            own = self._own = [
+                (session, partition)
+                for session in self._sessions.values()
+                for partition, url in enumerate(session.owners)
+                if url == session.url
+            ]
+        return own
 
     def _partitions(self) -> int:
-        return len(next(self._newest_views()).owners)
+        return len(self._newest_views()[0].owners)
 
     def _owner_url(self, partition: int, turn: int) -> str | None:
         urls: list[str] = []
@@ -171,8 +178,12 @@ class Router:
                 urls.append(url)
         return urls[turn % len(urls)] if urls else None
 
-    def _newest_views(self) -> Iterator[_View]:
-        return iter(sorted(self._views.values(), key=lambda view: -view.number))
+    def _newest_views(self) -> list[_View]:
+        newest = self._newest
+        if newest is None:
+            newest = sorted(self._views.values(), key=lambda view: -view.number)
+            self._newest = newest
+        return newest
 
     async def _wait_for_change(self) -> None:
         if self._closed:
@@ -261,6 +272,7 @@ class Router:
         """Use a session no more, and close it when its proxy will send no check down it either."""
         del self._sessions[session.url]
         self._views.pop(session.url, None)
+        self._look_anew()
         task = asyncio.create_task(self._close_quietly(session))
         self._retiring[session] = task
         task.add_done_callback(lambda _: self._retiring.pop(session, None))
@@ -347,7 +359,12 @@ class Router:
                 del self._links[url]
                 self._ways.pop(url, None)
 
+    def _look_anew(self) -> None:
+        """Sessions or views have changed."""
+        self._newest = self._own = None
+
     def _notify(self) -> None:
+        self._look_anew()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -1,0 +1,29 @@
+"""Where a producer prepares what no key ties to a half partition."""
+
+import pytest
+
+from tests.sdk.fake_proxy import QUICK, FakeCluster
+from tests.sdk.test_sdk_cluster import KEYLESS, keyed
+from txbroker import sticky
+from txbroker.core.ids import parse_id
+from txbroker.sdk import TransactionalProducer
+
+
+async def test_it_stays_with_a_half_partition_until_that_has_moved(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sticky, "SECONDS", 3600.0)
+    proxy = await cluster.proxy()
+
+    async def where(producer: TransactionalProducer) -> int:
+        return parse_id(await producer.prepare(KEYLESS)).partition
+
+    async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
+        first = await where(producer)
+        assert {await where(producer) for _ in range(20)} == {first}
+        await cluster.own(*[None if partition == first else proxy for partition in range(4)])
+        # Its answer comes behind the news.
+        await producer.prepare(keyed((first + 1) % 4))
+        second = await where(producer)
+        assert second != first
+        assert {await where(producer) for _ in range(20)} == {second}

@@ -1,0 +1,54 @@
+"""Choosing one of several that will all do, and staying with it for a while.
+
+What is prepared for one half partition, or promoted to one target partition, at about the same
+time goes into the same batches, and a batch costs proxy and brokers much the same whatever is in
+it. Over a while the choice is as even as any at random. Source: the sticky partitioner of Kafka's
+own clients (KIP-480).
+"""
+
+import random
+import time
+from collections.abc import Container
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+TIMES = 64
+"""How often the same is chosen at most. With so many under way each batch is worth its cost, and
+more of them are to use everything that there is."""
+SECONDS = 0.05
+"""For how long at most, seconds: what is in trouble gets no more than its share, and whoever has
+little to send spreads it like everybody else."""
+
+
+class Several(Container[T_co], Protocol[T_co]):
+    """What can be chosen from: a sequence."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> T_co:
+        """Return one of them."""
+        ...
+
+
+class Sticky(Generic[T]):
+    """Chooses one of several, and the same again while it is among them."""
+
+    def __init__(self) -> None:
+        self._chosen: T | None = None
+        self._left = 0
+        self._until_s = 0.0
+
+    def choose(self, among: Several[T]) -> T:
+        """Return one of those in `among`, of which there is at least one."""
+        now_s = time.monotonic()
+        chosen = self._chosen
+        if self._left and now_s < self._until_s and chosen is not None and chosen in among:
+            self._left -= 1
+            return chosen
+        chosen = self._chosen = among[random.randrange(len(among))]
+        self._left, self._until_s = TIMES - 1, now_s + SECONDS
+        return chosen
