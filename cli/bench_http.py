@@ -31,6 +31,7 @@ class _Stream(asyncio.Protocol):
     def ask(self, request: bytes) -> "asyncio.Future[tuple[int, bytes]]":
         """Send a request; the future brings the answer's status and body."""
         self._answer = asyncio.get_running_loop().create_future()
+        self._received = b""
         if self._transport is None:
             self._fail(ConnectionError("the connection was closed"))
         else:
@@ -151,13 +152,18 @@ class HttpConnection:
 
     async def _exchange(self, path: str, body: bytes) -> tuple[int, bytes]:
         stream = self._stream or await self._open()
-        assert self._deadlines is not None
+        deadlines = self._deadlines
+        assert deadlines is not None
         head = f"POST {self._base}{path}{self._headers}{len(body)}\r\n\r\n"
-        self._deadlines.begin(stream)
+        deadlines.begin(stream)
         try:
             return await stream.ask(head.encode() + body)
+        except asyncio.CancelledError:
+            # Its answer would be taken for that of the next call.
+            self.close()
+            raise
         finally:
-            self._deadlines.end(stream)
+            deadlines.end(stream)
 
     async def _open(self) -> _Stream:
         loop = asyncio.get_running_loop()

@@ -68,8 +68,8 @@ def stop_event() -> Iterator[asyncio.Event]:
 async def until_signal(work: Coroutine[None, None, None]) -> bool:
     """Do `work` until it ends or a signal comes; then it is cancelled, and cleans up after itself.
 
-    Returns False where a signal came. Raises whatever `work` raises, CancelledError too where
-    nobody has cancelled it.
+    Returns False where a signal came. Raises whatever `work` raises, and RuntimeError where it was
+    cancelled by nobody but itself.
     """
     with stop_event() as stop:
         task = asyncio.ensure_future(work)
@@ -81,9 +81,9 @@ async def until_signal(work: Coroutine[None, None, None]) -> bool:
             task.cancel()
         try:
             await task
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if not stop.is_set():
-                raise
+                raise RuntimeError("a task of its own was cancelled") from error
         return not stop.is_set()
 
 

@@ -8,30 +8,17 @@ own clients (KIP-480).
 
 import random
 import time
-from collections.abc import Container
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 TIMES = 64
-"""How often the same is chosen at most. With so many under way each batch is worth its cost, and
-more of them are to use everything that there is."""
+"""How often the same is chosen at most. So many are worth a batch; more would leave the other
+partitions, and the proxies that own them, with nothing to do."""
 SECONDS = 0.05
 """For how long at most, seconds: what is in trouble gets no more than its share, and whoever has
 little to send spreads it like everybody else."""
-
-
-class Several(Container[T_co], Protocol[T_co]):
-    """What can be chosen from: a sequence."""
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        ...
-
-    def __getitem__(self, index: int, /) -> T_co:
-        """Return one of them."""
-        ...
 
 
 class Sticky(Generic[T]):
@@ -42,7 +29,7 @@ class Sticky(Generic[T]):
         self._left = 0
         self._until_s = 0.0
 
-    def choose(self, among: Several[T]) -> T:
+    def choose(self, among: Sequence[T]) -> T:
         """Return one of those in `among`, of which there is at least one."""
         now_s = time.monotonic()
         chosen = self._chosen

@@ -260,6 +260,13 @@ def test_an_end_at_any_time_leaves_nothing_running(
 class CancellingConsumer:
     """Stops as the client library's does after a request that went wrong."""
 
+    def __init__(self) -> None:
+        self.closed = False
+        self._client = self
+
+    async def close(self) -> None:
+        self.closed = True
+
     async def stop(self) -> None:
         task = asyncio.ensure_future(asyncio.sleep(3600))
         task.cancel()
@@ -267,17 +274,19 @@ class CancellingConsumer:
 
 
 async def test_a_consumer_whose_own_task_was_cancelled_ends_nothing_else() -> None:
-    await counting._stop(CancellingConsumer())
-    task = asyncio.ensure_future(counting._stop(CancellingConsumer()))
+    consumers = [CancellingConsumer(), CancellingConsumer()]
+    await counting.stop_consumer(consumers[0])
+    task = asyncio.ensure_future(counting.stop_consumer(consumers[1]))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert all(each.closed for each in consumers)
 
 
 async def test_work_that_cancels_itself_has_not_ended_well() -> None:
     async def work() -> None:
         raise asyncio.CancelledError
 
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(RuntimeError, match="was cancelled"):
         await until_signal(work())

@@ -41,8 +41,10 @@ async def server(answers: Callable[[int], list[bytes] | None]) -> AsyncIterator[
     async with listening:
         port = listening.sockets[0].getsockname()[1]
         connection = HttpConnection(f"http://127.0.0.1:{port}", None, None, None, None)
-        yield connection
-        connection.close()
+        try:
+            yield connection
+        finally:
+            connection.close()
 
 
 async def test_an_answer_in_pieces_is_one_answer() -> None:
@@ -82,6 +84,7 @@ async def test_an_answer_that_never_comes_is_waited_for_so_long(
     async with server(lambda number: [OK] if number else [OK[:20]]) as connection:
         with pytest.raises(TxbrokerError, match="TimeoutError"):
             await connection.post("/v1/x", {})
+        monkeypatch.undo()
         assert await connection.post("/v1/x", {}) == {"a": 1}
 
 

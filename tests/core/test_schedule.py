@@ -32,6 +32,28 @@ def test_it_is_a_sorted_dictionary(steps: list[tuple[str, int | None]]) -> None:
         assert schedule.next_ms() == min(model.values(), default=None)
 
 
+@fuzz
+@given(STEPS, st.data())
+def test_whoever_waits_is_told_of_all_that_comes_earlier(
+    steps: list[tuple[str, int | None]], data: st.DataObject
+) -> None:
+    schedule, model, waits_for = Schedule(), dict[str, int](), None
+    for id, at_ms in steps:
+        if id == "pop" and at_ms is not None:
+            for each in schedule.pop_due(at_ms):
+                del model[each]
+            waits_for = schedule.next_ms()
+            continue
+        told = schedule.set(id, at_ms)
+        model.pop(id, None)
+        if at_ms is not None:
+            model[id] = at_ms
+        # Whoever is told, and now and then for no reason, asks what to wait for.
+        if told or data.draw(st.booleans()):
+            waits_for = schedule.next_ms()
+        assert not model or (waits_for is not None and waits_for <= min(model.values()))
+
+
 def test_an_id_may_be_set_again_while_the_due_ones_are_taken() -> None:
     schedule = Schedule()
     for id in "ab":

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 from rules_world import Gate, ScriptedDoor, World, known, until
 
-from txbroker.contract import ListRequest
-from txbroker.core.records import Claim
+from txbroker.contract import ListRequest, PrepareRequest
+from txbroker.core.ids import parse_id
+from txbroker.core.records import Claim, Message
 from txbroker.door import Assignment, Claimed
 from txbroker.errors import ConfigurationError, OwnerUnavailable
 from txbroker.proxy.broker import Broker
@@ -122,3 +123,20 @@ async def test_who_slept_for_a_session_answers_no_question_from_memory(
     assert (await broker.find(id)).state == "pending"
     assert len((await broker.list(ListRequest())).transactions) == 1
     assert known(owner, id).state == "pending"
+
+
+async def test_what_has_no_key_goes_to_a_partition_that_is_not_suspended(world: World) -> None:
+    door = ScriptedDoor(world.kafka, topic_prefix="x", half_partitions=2)
+    broker = await world.broker(door)
+    await until(lambda: len(broker.mine()) == 2)
+    owners = broker._ownership.open()
+    request = PrepareRequest("g", (Message("t", None, b"v"),))
+    for away, left in ((0, 1), (1, 0)):
+        owners[away].suspend()
+        ids = [(await broker.prepare(request)).id for _ in range(20)]
+        assert {parse_id(id).partition for id in ids} == {left}
+        owners[away].resume()
+    for owner in owners.values():
+        owner.suspend()
+    with pytest.raises(OwnerUnavailable):
+        await broker.prepare(request)

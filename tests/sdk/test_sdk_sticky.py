@@ -27,3 +27,22 @@ async def test_it_stays_with_a_half_partition_until_that_has_moved(
         second = await where(producer)
         assert second != first
         assert {await where(producer) for _ in range(20)} == {second}
+
+
+async def test_it_goes_on_with_another_proxy_when_the_chosen_one_dies(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sticky, "SECONDS", 3600.0)
+    proxies = [await cluster.proxy() for _ in range(2)]
+    await cluster.own(*proxies)
+    async with TransactionalProducer(
+        [proxy.url for proxy in proxies], group="g", limits=QUICK
+    ) as producer:
+        for partition in range(2):  # now both are connected
+            await producer.prepare(keyed(partition))
+        chosen = proxies[parse_id(await producer.prepare(KEYLESS)).partition % 2]
+        await chosen.stop()
+        ids = [await producer.prepare(KEYLESS) for _ in range(20)]
+        # Until it is known whose its partitions are, the other one's own will do.
+        (left,) = set(proxies) - {chosen}
+        assert {proxies[parse_id(id).partition % 2] for id in ids} == {left}

@@ -26,8 +26,8 @@ class Schedule:
         return len(self._due)
 
     def set(self, id: str, at_ms: int | None) -> bool:
-        """Put `id` at a time, or take it out with None; say whether that is earlier than what was
-        first, so that whoever waits for that waits too long."""
+        """Put `id` at a time, or take it out with None; say whether whoever waits for what was
+        first would wait too long. Where that was moved or taken out since, he is awake by then."""
         if at_ms is None:
             self._due.pop(id, None)
             return False

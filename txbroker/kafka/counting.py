@@ -198,17 +198,21 @@ async def reading(
         await reader.start()
         yield reader
     finally:
-        await _stop(consumer)
+        await stop_consumer(consumer)
 
 
-async def _stop(consumer: Any) -> None:
-    """Stop a consumer; it lets the cancellation of its own tasks out where one of them waits to
-    repeat a request that went wrong."""
+async def stop_consumer(consumer: Any) -> None:
+    """Stop a consumer of the client library.
+
+    It lets the cancellation of its own tasks out where one of them waits to repeat a request that
+    went wrong, and leaves its connections open then.
+    """
     task = asyncio.current_task()
     assert task is not None
     try:
         await consumer.stop()
     except asyncio.CancelledError:
+        await consumer._client.close()
         if task.cancelling():
             raise
 

@@ -13,6 +13,7 @@ from aiokafka.errors import KafkaError
 
 from txbroker.core.records import Record
 from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.counting import stop_consumer
 
 _WAIT_MS = 500
 
@@ -44,7 +45,7 @@ async def read_back(bootstrap: str, topics: tuple[str, ...]) -> list[Seen]:
     except (KafkaError, OSError) as error:
         raise KafkaUnavailable(f"reading back from {bootstrap} failed: {error}") from None
     finally:
-        await consumer.stop()
+        await stop_consumer(consumer)
 
 
 async def _read(consumer: Any) -> list[Seen]:

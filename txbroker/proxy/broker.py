@@ -285,7 +285,8 @@ class Broker:
         owners = self._ownership.open()
         if not owners:
             raise OwnerUnavailable("this proxy owns no half partition now: try again")
-        return owners[self._keyless.choose(list(owners))]
+        able = [n for n, each in owners.items() if each.phase is not PartitionState.SUSPENDED]
+        return owners[self._keyless.choose(able or list(owners))]
 
     def _policy(self, request: PrepareRequest) -> CheckPolicy:
         """Return when this transaction is checked: the request's word, else its group's.

@@ -86,7 +86,8 @@ async def examine_all(
 
 class Placing:
     """Chooses the target partitions of messages that come without one: by their keys as Kafka's
-    Java client does; without a key any that has a leader, the same one for a while.
+    Java client does; without a key any that has a leader, the same one for a while, and for all
+    of one transaction that go to a topic.
 
     Args:
         beside: bytes that the installation's header takes in each message.
@@ -105,15 +106,18 @@ class Placing:
             UnknownTopic, TooLarge, BadTarget: a target would not take its message.
         """
         placed = []
+        keyless: dict[str, int] = {}
         for message in messages:
             known = facts[message.topic]
             if isinstance(known, Cause):
                 raise _refusal(known)
             if message.partition is None:
-                if message.key is None:
-                    partition = self._any(message.topic, known)
-                else:
+                if message.key is not None:
                     partition = murmur2(message.key) % known.partitions
+                elif message.topic in keyless:
+                    partition = keyless[message.topic]
+                else:
+                    partition = keyless[message.topic] = self._any(message.topic, known)
                 message = structs.replace(message, partition=partition)
             cause = verdict(message, known, self._beside)
             if cause is not None and not cause.passing:

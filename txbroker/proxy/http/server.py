@@ -124,13 +124,21 @@ class _Server(web.Server):
 
 
 class _Runner(web.AppRunner):
+    _answering: Deadlines[_Connection] | None = None
+
+    async def cleanup(self) -> None:
+        await super().cleanup()
+        if self._answering is not None:
+            self._answering.close()
+
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         bounded = _Server(
             server.request_handler, request_factory=server.request_factory, **server._kwargs
         )
         shell = bounded.shell = self.app[SHELL]
-        bounded.answering = Deadlines(shell.settings.request_timeout_s, _Connection.not_taken)
+        self._answering = Deadlines(shell.settings.request_timeout_s, _Connection.not_taken)
+        bounded.answering = self._answering
         return bounded
 
 
