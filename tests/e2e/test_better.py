@@ -258,7 +258,8 @@ async def test_the_producers_clock_decides_nothing(
 async def test_the_id_says_where_a_transaction_lives(shared: World) -> None:
     """A proxy that knows nothing of it, at the first moment that it answers, decides it."""
     topic = await shared.topic()
-    prepared = [shared.prepare({"topic": topic, "value": str(n)}) for n in range(12)]
+    messages = [{"topic": topic, "key": str(n), "value": str(n)} for n in range(12)]
+    prepared = [shared.prepare(message) for message in messages]
     ids = await asyncio.gather(*prepared)
     half = {r.header("txb-id"): r.partition for r in await shared.own("half")}
     # The first 2 of the id's 16 bytes are the half partition.
@@ -294,9 +295,8 @@ async def test_partitions_work_side_by_side_and_a_slow_group_delays_no_other(
     quick = await register(shared, desk, [{"decision": "commit"}])
     desk.held[slow] = asyncio.Event()
     try:
-        await asyncio.gather(
-            *[shared.prepare({"topic": topic, "value": "slow"}, group=slow) for _ in range(40)]
-        )
+        held = [{"topic": topic, "key": str(n), "value": "slow"} for n in range(40)]
+        await asyncio.gather(*[shared.prepare(message, group=slow) for message in held])
 
         async def slow_ones_are_asked() -> bool:
             return bool(desk.calls.get(slow))
@@ -318,9 +318,15 @@ async def test_partitions_work_side_by_side_and_a_slow_group_delays_no_other(
 
 async def test_a_poison_record_is_set_aside_and_the_rest_flows(shared: World) -> None:
     topic = await shared.topic()
-    before = [await shared.prepare({"topic": topic, "value": "before"}) for _ in range(4)]
+
+    async def prepared(value: str) -> list[str]:
+        # Keys, so that they are in several partitions.
+        messages = [{"topic": topic, "key": str(n), "value": value} for n in range(4)]
+        return [await shared.prepare(message) for message in messages]
+
+    before = await prepared("before")
     await asyncio.to_thread(poison, shared)
-    after = [await shared.prepare({"topic": topic, "value": "after"}) for _ in range(4)]
+    after = await prepared("after")
     for id in before[:2] + after[:2]:
         await shared.tell(id, "commit", wait="promoted")
     async with killed_and_started(shared):
