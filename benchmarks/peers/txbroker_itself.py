@@ -68,7 +68,7 @@ class TxbrokerKeyless(Txbroker):
 
     name = "txbroker-keyless"
     title = "txbroker, messages without keys"
-    counts = "as above; nobody keeps their order, as with RocketMQ's benchmark"
+    counts = "as the first; nobody keeps their order, as with RocketMQ's benchmark"
     options = ("--keyless",)
 
 
@@ -77,7 +77,7 @@ class TxbrokerHttp(Txbroker):
 
     name = "txbroker-http"
     title = "txbroker, plain HTTP/JSON"
-    counts = "as above, by two HTTP calls"
+    counts = "as the first, by two HTTP calls"
     options = ("--http",)
 
 
@@ -86,5 +86,5 @@ class TxbrokerTen(Txbroker):
 
     name = "txbroker-10"
     title = "txbroker, 10 messages a transaction"
-    counts = "as above; transactions, so ten times as many messages a second"
+    counts = "as the first; transactions, so ten times as many messages a second"
     options = ("--messages-per-transaction", "10")
