@@ -1,7 +1,6 @@
 """What has waited too long, by one timer for all of it.
 
-A timer for each call, as `asyncio.timeout` sets, costs a producer or a proxy a tenth of its
-processor time.
+A timer for each call, as `asyncio.timeout` sets, costs a producer a tenth of its processor time.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ from txbroker.cli.bench_figures import (
 )
 from txbroker.cli.bench_load import Book, Event, Fate, Job
 from txbroker.cli.bench_run import showing
-from txbroker.kafka.counting import Count, name_of
+from txbroker.kafka.counting import Count
 
 TAG = "0123abcd"
 TAKEN = Taken(
@@ -48,7 +48,7 @@ def counted(of: Job, times: list[tuple[float, float, float]], failed: int = 0) -
 def seen(*numbers_at: tuple[int, float]) -> Count:
     count = Count(TAG)
     for number, at in numbers_at:
-        count.note([name_of(TAG, number)], at)
+        count.note([name.encode() for name in job().names(number)], at)
     return count
 
 

@@ -38,11 +38,6 @@ _MANY = 20_000
 _FETCH_BYTES = 8 << 20
 
 
-def name_of(tag: str, number: int) -> bytes:
-    """Return by what a message is recognised."""
-    return f"{tag}{number:0{NUMBER_CHARS}x}".encode()
-
-
 class Count:
     """How often each message was seen, by number; and when, of those that were read along."""
 
