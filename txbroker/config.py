@@ -13,12 +13,11 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from txbroker.addresses import Address, check_url, parse_address, read_secret
+from txbroker.config_access import ListenerAccess
 from txbroker.config_kafka import KafkaAccess, secret_settings
 from txbroker.core.codec import DEFAULT_PREFIX
 from txbroker.errors import ConfigurationError
@@ -51,30 +50,12 @@ FRAME_ROOM_BYTES = 64 * KIB
 """What a frame or a record batch needs beside the messages in it."""
 
 
-class Settings(KafkaAccess):
+class Settings(ListenerAccess, KafkaAccess):
     """Everything that can be set on a proxy. Built by `load_settings`, or by hand in tests."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
 
-    # --- where ---
-    listen: str = Field(
-        "127.0.0.1:8470",
-        description="Where the HTTP API listens: `host:port`. Port 0 takes a free one. Outside "
-        "loopback it needs `token_file`, `tls_client_ca_file` or `insecure`.",
-    )
-    advertise: str = Field(
-        "",
-        description="The URL at which SDKs and other proxies reach this one, for instance "
-        "`http://proxy-1:8470`, with `tls_cert_file` `https://`. Empty: made from `listen`, unless "
-        "that is every address of the machine (`0.0.0.0`, `[::]`): then it must be given.",
-    )
-    admin_listen: str = Field(
-        "",
-        description="Where operators' calls are taken: `host:port`. The console, `/metrics`, "
-        "`/v1/overview`, listing, check, revive, groups' list, removal and test are then served "
-        "there and no longer at `listen`, so that producers can be kept from them. Empty: all "
-        "is at `listen`. Outside loopback it needs a token like `listen`.",
-    )
+    # --- the process ---
     data_dir: Path = Field(
         Path(".txbroker"),
         description="Where the proxy keeps its name and `txbroker dev` its Kafka.",
@@ -83,12 +64,6 @@ class Settings(KafkaAccess):
         "",
         description="The name of this proxy among the others, the same after a restart. Empty: "
         "made once and kept in `data_dir`.",
-    )
-    allowed_hosts: tuple[str, ...] = Field(
-        (),
-        description="Further host names by which the HTTP API may be called, beside loopback and "
-        "those of `listen` and `advertise`. Calls for other names are refused, which stops pages "
-        "that point their own name at this machine.",
     )
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="How log lines look; `auto` is `console` on a terminal, else `json`."
@@ -138,46 +113,6 @@ class Settings(KafkaAccess):
     dedup_window_s: Seconds = Field(
         120.0,
         description="For how long the same prepare may be repeated and counts once, seconds.",
-    )
-
-    # --- security ---
-    token_file: Path | None = Field(
-        None,
-        description="A file that holds the token which every call must carry as `authorization: "
-        "Bearer TOKEN`. Read again when it changes.",
-    )
-    admin_token_file: Path | None = Field(
-        None,
-        description="A file that holds the token for `admin_listen`, where that of `token_file` "
-        "opens nothing then; and this one opens nothing at `listen`. Read again when it changes. "
-        "Not given: `token_file`.",
-    )
-    insecure: bool = Field(
-        False,
-        description="Allow a `listen` or `admin_listen` address outside loopback without a token "
-        "or client certificates.",
-    )
-    tls_cert_file: Path | None = Field(
-        None,
-        description="The certificate that the proxy shows, with those between it and its "
-        "authority's behind it (PEM). With it all is served over TLS (`https://`, `wss://`, 1.2 "
-        "and later), and the proxy shows it to other proxies. Read again when it changes.",
-    )
-    tls_key_file: Path | None = Field(
-        None,
-        description="The private key of `tls_cert_file`, without a passphrase (PEM). Read again "
-        "when it changes.",
-    )
-    tls_client_ca_file: Path | None = Field(
-        None,
-        description="Certificates of the authorities that may sign clients' (PEM). With it every "
-        "call must come with a client certificate, `/healthz` and `/readyz` excepted. Read again "
-        "when it changes.",
-    )
-    peers_ca_file: Path | None = Field(
-        None,
-        description="Certificates of the authorities that may sign those of the other proxies "
-        "(PEM). Not given: `tls_client_ca_file`, else the system's. Read again when it changes.",
     )
 
     # --- limits: each bounds what the process can be made to hold or do ---
@@ -287,32 +222,6 @@ class Settings(KafkaAccess):
         """Take nothing from the surroundings: `load_settings` brings the sources together."""
         return (init_settings,)
 
-    @field_validator("advertise")
-    @classmethod
-    def _without_slash(cls, url: str) -> str:
-        # Owners are compared by their URL, so one proxy must not have two spellings.
-        return url.removesuffix("/")
-
-    @property
-    def listen_address(self) -> Address:
-        """`listen`, taken apart."""
-        return parse_address(self.listen)
-
-    @property
-    def admin_address(self) -> Address | None:
-        """`admin_listen`, taken apart; None where it is not set."""
-        return parse_address(self.admin_listen) if self.admin_listen else None
-
-    @property
-    def secure(self) -> bool:
-        """True where the proxy listens with TLS."""
-        return self.tls_cert_file is not None
-
-    @property
-    def advertise_url(self) -> str:
-        """`advertise`, or the URL of `listen` (with port 0 only known once it listens)."""
-        return self.advertise or self.listen_address.url_of(secure=self.secure)
-
     @property
     def check_window_s(self) -> float:
         """From a prepare until the transaction would be parked, seconds."""
@@ -335,10 +244,9 @@ class Settings(KafkaAccess):
             ConfigurationError: says which settings and what to do.
         """
         self.check_kafka()
-        _check_addresses(self)
+        self.check_access()
         _check_times(self)
         _check_sizes(self)
-        _check_access(self)
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", self.topic_prefix):
             raise ConfigurationError(
                 f"topic_prefix {self.topic_prefix!r} is no start of a topic's name: letters, "
@@ -453,65 +361,6 @@ def _in_words(error: ValidationError, given: Mapping[str, tuple[Any, str]]) -> s
 # --- contradictions --------------------------------------------------------------------------
 
 
-def _check_addresses(settings: Settings) -> None:
-    try:
-        address = settings.listen_address
-    except ConfigurationError as error:
-        raise ConfigurationError(f"listen: {error}") from None
-    _check_open("listen", address, settings.token_file, settings)
-    _check_admin(settings, address)
-    if settings.advertise:
-        _check_advertise(settings.advertise, secure=settings.secure)
-    elif address.wildcard:
-        raise ConfigurationError(
-            f"listen {settings.listen} means every address of this machine, and none that SDKs and "
-            "other proxies could call: set advertise to the URL at which they reach this proxy, "
-            f"like {address._replace(host='proxy-1').url_of(secure=settings.secure)}"
-        )
-
-
-def _check_open(name: str, address: Address, token: Path | None, settings: Settings) -> None:
-    guarded = token is not None or settings.tls_client_ca_file is not None
-    if address.public and not guarded and not settings.insecure:
-        raise ConfigurationError(
-            f"{name} {getattr(settings, name)} can be reached from other machines, so everybody "
-            "there could decide transactions: set token_file or tls_client_ca_file, or insecure "
-            "if the network is closed"
-        )
-
-
-def _check_admin(settings: Settings, listen: Address) -> None:
-    if settings.admin_token_file is not None and not settings.admin_listen:
-        raise ConfigurationError(
-            "admin_token_file needs admin_listen: at one address there is one token"
-        )
-    try:
-        address = settings.admin_address
-    except ConfigurationError as error:
-        raise ConfigurationError(f"admin_listen: {error}") from None
-    if address is None:
-        return
-    if address == listen and address.port:
-        raise ConfigurationError(
-            f"admin_listen {settings.admin_listen} is the address of listen: choose another port"
-        )
-    token = settings.admin_token_file or settings.token_file
-    _check_open("admin_listen", address, token, settings)
-
-
-def _check_advertise(url: str, *, secure: bool) -> None:
-    check_url("advertise", url)
-    if secure and urlsplit(url).scheme != "https":
-        raise ConfigurationError(
-            f"advertise {url} says that calls come without TLS, and tls_cert_file that they come "
-            "with it: it must begin with https://"
-        )
-    if Address(urlsplit(url).hostname or "", 0).wildcard:
-        raise ConfigurationError(
-            f"advertise {url} is no address that anybody could call: name this machine"
-        )
-
-
 def _check_times(settings: Settings) -> None:
     half_s = settings.half_retention_s / 2
     if settings.check_window_s > half_s:
@@ -580,14 +429,3 @@ def _check_sizes(settings: Settings) -> None:
             f"frame_bytes_max {settings.frame_bytes_max} is more than the {FRAME_BYTES_MAX} bytes "
             "that SDKs and proxies agree on"
         )
-
-
-def _check_access(settings: Settings) -> None:
-    if settings.token_file is not None:
-        read_secret("token_file", settings.token_file)
-    if settings.admin_token_file is not None:
-        read_secret("admin_token_file", settings.admin_token_file)
-    if (settings.tls_cert_file is None) != (settings.tls_key_file is None):
-        raise ConfigurationError("tls_cert_file and tls_key_file belong together")
-    if settings.tls_client_ca_file is not None and not settings.secure:
-        raise ConfigurationError("tls_client_ca_file needs tls_cert_file and tls_key_file")

@@ -1,0 +1,187 @@
+"""The settings by which a proxy is called: addresses, TLS, and who may call.
+
+Secrets stand in files that settings name.
+"""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from txbroker.addresses import Address, check_url, parse_address, read_secret
+from txbroker.errors import ConfigurationError
+
+
+class ListenerAccess(BaseSettings):
+    """The settings about being called."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+    listen: str = Field(
+        "127.0.0.1:8470",
+        description="Where the HTTP API listens: `host:port`. Port 0 takes a free one. Outside "
+        "loopback it needs `token_file`, `tls_client_ca_file` or `insecure`.",
+    )
+    advertise: str = Field(
+        "",
+        description="The URL at which SDKs and other proxies reach this one, for instance "
+        "`http://proxy-1:8470`, with `tls_cert_file` `https://`. Empty: made from `listen`, unless "
+        "that is every address of the machine (`0.0.0.0`, `[::]`): then it must be given.",
+    )
+    admin_listen: str = Field(
+        "",
+        description="Where operators' calls are taken: `host:port`. The console, `/metrics`, "
+        "`/v1/overview`, listing, check, revive, groups' list, removal and test are then served "
+        "there and no longer at `listen`, so that producers can be kept from them. Empty: all "
+        "is at `listen`. Outside loopback it needs a token like `listen`.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Further host names by which the HTTP API may be called, beside loopback and "
+        "those of `listen` and `advertise`. Calls for other names are refused, which stops pages "
+        "that point their own name at this machine.",
+    )
+    token_file: Path | None = Field(
+        None,
+        description="A file that holds the token which every call must carry as `authorization: "
+        "Bearer TOKEN`. Read again when it changes.",
+    )
+    admin_token_file: Path | None = Field(
+        None,
+        description="A file that holds the token for `admin_listen`, where that of `token_file` "
+        "opens nothing then; and this one opens nothing at `listen`. Read again when it changes. "
+        "Not given: `token_file`.",
+    )
+    insecure: bool = Field(
+        False,
+        description="Allow a `listen` or `admin_listen` address outside loopback without a token "
+        "or client certificates.",
+    )
+    tls_cert_file: Path | None = Field(
+        None,
+        description="The certificate that the proxy shows, with those between it and its "
+        "authority's behind it (PEM). With it all is served over TLS (`https://`, `wss://`, 1.2 "
+        "and later), and the proxy shows it to other proxies. Read again when it changes.",
+    )
+    tls_key_file: Path | None = Field(
+        None,
+        description="The private key of `tls_cert_file`, without a passphrase (PEM). Read again "
+        "when it changes.",
+    )
+    tls_client_ca_file: Path | None = Field(
+        None,
+        description="Certificates of the authorities that may sign clients' (PEM). With it every "
+        "call must come with a client certificate, `/healthz` and `/readyz` excepted. Read again "
+        "when it changes.",
+    )
+    peers_ca_file: Path | None = Field(
+        None,
+        description="Certificates of the authorities that may sign those of the other proxies "
+        "(PEM). Not given: `tls_client_ca_file`, else the system's. Read again when it changes.",
+    )
+
+    @field_validator("advertise")
+    @classmethod
+    def _without_slash(cls, url: str) -> str:
+        # Owners are compared by their URL, so one proxy must not have two spellings.
+        return url.removesuffix("/")
+
+    @property
+    def listen_address(self) -> Address:
+        """`listen`, taken apart."""
+        return parse_address(self.listen)
+
+    @property
+    def admin_address(self) -> Address | None:
+        """`admin_listen`, taken apart; None where it is not set."""
+        return parse_address(self.admin_listen) if self.admin_listen else None
+
+    @property
+    def secure(self) -> bool:
+        """True where the proxy listens with TLS."""
+        return self.tls_cert_file is not None
+
+    @property
+    def advertise_url(self) -> str:
+        """`advertise`, or the URL of `listen` (with port 0 only known once it listens)."""
+        return self.advertise or self.listen_address.url_of(secure=self.secure)
+
+    def check_access(self) -> None:
+        """Refuse what contradicts itself or cannot work.
+
+        Raises:
+            ConfigurationError: says which settings and what to do.
+        """
+        _check_addresses(self)
+        _check_files(self)
+
+
+def _check_addresses(given: ListenerAccess) -> None:
+    try:
+        address = given.listen_address
+    except ConfigurationError as error:
+        raise ConfigurationError(f"listen: {error}") from None
+    _check_open("listen", address, given.token_file, given)
+    _check_admin(given, address)
+    if given.advertise:
+        _check_advertise(given.advertise, secure=given.secure)
+    elif address.wildcard:
+        raise ConfigurationError(
+            f"listen {given.listen} means every address of this machine, and none that SDKs and "
+            "other proxies could call: set advertise to the URL at which they reach this proxy, "
+            f"like {address._replace(host='proxy-1').url_of(secure=given.secure)}"
+        )
+
+
+def _check_advertise(url: str, *, secure: bool) -> None:
+    check_url("advertise", url)
+    if secure and urlsplit(url).scheme != "https":
+        raise ConfigurationError(
+            f"advertise {url} says that calls come without TLS, and tls_cert_file that they come "
+            "with it: it must begin with https://"
+        )
+    if Address(urlsplit(url).hostname or "", 0).wildcard:
+        raise ConfigurationError(
+            f"advertise {url} is no address that anybody could call: name this machine"
+        )
+
+
+def _check_open(name: str, address: Address, token: Path | None, given: ListenerAccess) -> None:
+    guarded = token is not None or given.tls_client_ca_file is not None
+    if address.public and not guarded and not given.insecure:
+        raise ConfigurationError(
+            f"{name} {getattr(given, name)} can be reached from other machines, so everybody "
+            "there could decide transactions: set token_file or tls_client_ca_file, or insecure "
+            "if the network is closed"
+        )
+
+
+def _check_admin(given: ListenerAccess, listen: Address) -> None:
+    if given.admin_token_file is not None and not given.admin_listen:
+        raise ConfigurationError(
+            "admin_token_file needs admin_listen: at one address there is one token"
+        )
+    try:
+        address = given.admin_address
+    except ConfigurationError as error:
+        raise ConfigurationError(f"admin_listen: {error}") from None
+    if address is None:
+        return
+    if address == listen and address.port:
+        raise ConfigurationError(
+            f"admin_listen {given.admin_listen} is the address of listen: choose another port"
+        )
+    token = given.admin_token_file or given.token_file
+    _check_open("admin_listen", address, token, given)
+
+
+def _check_files(given: ListenerAccess) -> None:
+    if given.token_file is not None:
+        read_secret("token_file", given.token_file)
+    if given.admin_token_file is not None:
+        read_secret("admin_token_file", given.admin_token_file)
+    if (given.tls_cert_file is None) != (given.tls_key_file is None):
+        raise ConfigurationError("tls_cert_file and tls_key_file belong together")
+    if given.tls_client_ca_file is not None and not given.secure:
+        raise ConfigurationError("tls_client_ca_file needs tls_cert_file and tls_key_file")
