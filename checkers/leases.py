@@ -41,6 +41,10 @@ TRIES_MAX = 3
 """Proxies that are tried for one check, so that finding somebody stays a matter of seconds."""
 PATH = "/internal/v1/leases"
 CONTENT_TYPE = "application/msgpack"
+PROXY_HEADER = "txb-proxy"
+"""Names the calling proxy by its URL."""
+PEER_HEADER = "txb-peer-secret"
+"""Holds the secret of `peer_secret_file`, by which proxies recognize each other."""
 GONE = 404
 """The status that says: there is no such lease (any more), nobody was asked."""
 NOBODY = 409
@@ -118,6 +122,32 @@ _decode_answer = msgspec.msgpack.Decoder(AskAnswer).decode
 # --- the side that has the session ------------------------------------------------------------
 
 
+class PeerIdentity:
+    """How this proxy calls others: by which name and proof, and where.
+
+    Args:
+        own_url: this proxy's URL, which other proxies know it by.
+        secret: returns the secret of the installation, None where there is none.
+        peer_url: returns where the proxy at a URL takes other proxies' calls.
+    """
+
+    def __init__(
+        self,
+        own_url: Callable[[], str],
+        secret: Callable[[], str | None] = lambda: None,
+        peer_url: Callable[[str], str] = lambda url: url,
+    ) -> None:
+        self._own_url = own_url
+        self._secret = secret
+        self.peer_url = peer_url
+
+    def headers(self) -> list[tuple[str, str]]:
+        """Return what each call carries."""
+        headers = [("content-type", CONTENT_TYPE), (PROXY_HEADER, self._own_url())]
+        secret = self._secret()
+        return headers if secret is None else [*headers, (PEER_HEADER, secret)]
+
+
 class Leases:
     """The sessions of this proxy that other proxies have in hand."""
 
@@ -183,19 +213,16 @@ class PeerSessions:
     """Which groups can be asked at which other proxies, and the way to take a session there.
 
     Args:
-        own_url: this proxy's URL, which other proxies know it by.
-        bearer: returns the token that calls carry, None where there is none.
+        identity: how this proxy calls others.
         tls: whom to trust, and what to show; None: the system's authorities, and nothing.
     """
 
     def __init__(
         self,
-        own_url: Callable[[], str],
-        bearer: Callable[[], str | None] = lambda: None,
+        identity: PeerIdentity,
         tls: ClientTls | None = None,
     ) -> None:
-        self._own_url = own_url
-        self._bearer = bearer
+        self._identity = identity
         self._names = Names()
         self._tls = tls or ClientTls()
         self._seen: dict[str, dict[str, tuple[str, ...]]] = {}
@@ -289,7 +316,7 @@ class PeerSessions:
         Raises:
             CannotConnect, NotSent, NoAnswer: there is none; nothing is in hand.
         """
-        parts = urlsplit(url)
+        parts = urlsplit(self._identity.peer_url(url))
         tls = self._tls.context() if parts.scheme == "https" else None
         port = parts.port or (443 if tls else 80)
         connection = await connect(self._names, parts.hostname or "", port, tls, TAKE_S)
@@ -312,15 +339,7 @@ class PeerSessions:
         return LeaseChannel(connection, target, headers, endpoint, granted.instance)
 
     def _headers(self, host: str) -> Headers:
-        headers = [
-            ("host", host),
-            ("content-type", CONTENT_TYPE),
-            ("txb-proxy", self._own_url()),
-        ]
-        token = self._bearer()
-        if token is not None:
-            headers.append(("authorization", f"Bearer {token}"))
-        return headers
+        return [("host", host), *self._identity.headers()]
 
 
 class LeaseChannel:

@@ -129,9 +129,18 @@ def test_unknown_names_elsewhere() -> None:
         ({"advertise": f"http://{'p' * 64}:8470"}, "advertise"),
         ({"topic_prefix": "a/b"}, "topic_prefix"),
         # listening in public
-        ({"listen": "0.0.0.0:8470"}, "set token_file or tls_client_ca_file, or insecure"),
-        ({"listen": "[::]:8470"}, "set token_file or tls_client_ca_file, or insecure"),
-        ({"listen": "proxy-1:8470"}, "set token_file or tls_client_ca_file, or insecure"),
+        (
+            {"listen": "0.0.0.0:8470"},
+            "set token_file, principals_file or tls_client_ca_file, or insecure",
+        ),
+        (
+            {"listen": "[::]:8470"},
+            "set token_file, principals_file or tls_client_ca_file, or insecure",
+        ),
+        (
+            {"listen": "proxy-1:8470"},
+            "set token_file, principals_file or tls_client_ca_file, or insecure",
+        ),
         ({"token_file": "/nonexistent"}, "token_file /nonexistent: No such file"),
         # what others are told
         ({"listen": "0.0.0.0:8470", "insecure": True}, "set advertise to the URL"),

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from txbroker.addresses import Address, check_url, parse_address, read_secret
 from txbroker.errors import ConfigurationError
+from txbroker.principals import read_principals
 
 
 class ListenerAccess(BaseSettings):
@@ -53,6 +54,33 @@ class ListenerAccess(BaseSettings):
         "opens nothing then; and this one opens nothing at `listen`. Read again when it changes. "
         "Not given: `token_file`.",
     )
+    principals_file: Path | None = Field(
+        None,
+        description="A TOML file of principals: who may call, in which role, for which producer "
+        "groups and topics. Written by hand or by `txbroker principals add`. Read again when it "
+        "changes; a principal that is removed loses its sessions at once.",
+    )
+    peer_secret_file: Path | None = Field(
+        None,
+        description="A file that holds the secret by which the proxies of one installation "
+        "recognize each other. With `token_file`, `principals_file` or `tls_client_ca_file`, "
+        "several proxies need it, or `peer_names`. Read again when it changes.",
+    )
+    peer_names: tuple[str, ...] = Field(
+        (),
+        description="Names in client certificates that identify a proxy of this installation, as "
+        "patterns (`proxy-*.example`). Needs `tls_client_ca_file`.",
+    )
+    peer_listen: str = Field(
+        "",
+        description="Where other proxies call: `host:port`. Their calls are then served there and "
+        "no longer at `listen`. Empty: they are at `listen`.",
+    )
+    peer_advertise: str = Field(
+        "",
+        description="The URL at which other proxies reach `peer_listen`. Empty: made from "
+        "`peer_listen`, unless that is every address of the machine; then it must be given.",
+    )
     insecure: bool = Field(
         False,
         description="Allow a `listen` or `admin_listen` address outside loopback without a token "
@@ -81,7 +109,7 @@ class ListenerAccess(BaseSettings):
         "(PEM). Not given: `tls_client_ca_file`, else the system's. Read again when it changes.",
     )
 
-    @field_validator("advertise")
+    @field_validator("advertise", "peer_advertise")
     @classmethod
     def _without_slash(cls, url: str) -> str:
         # Owners are compared by their URL, so one proxy must not have two spellings.
@@ -96,6 +124,22 @@ class ListenerAccess(BaseSettings):
     def admin_address(self) -> Address | None:
         """`admin_listen`, taken apart; None where it is not set."""
         return parse_address(self.admin_listen) if self.admin_listen else None
+
+    @property
+    def peer_address(self) -> Address | None:
+        """`peer_listen`, taken apart; None where it is not set."""
+        return parse_address(self.peer_listen) if self.peer_listen else None
+
+    @property
+    def guarded(self) -> bool:
+        """True where callers need a credential."""
+        files = (self.token_file, self.principals_file, self.tls_client_ca_file)
+        return any(path is not None for path in files)
+
+    @property
+    def peer_identity(self) -> bool:
+        """True where a proxy can prove to be one."""
+        return self.peer_secret_file is not None or bool(self.peer_names)
 
     @property
     def secure(self) -> bool:
@@ -118,70 +162,99 @@ class ListenerAccess(BaseSettings):
 
 
 def _check_addresses(given: ListenerAccess) -> None:
-    try:
-        address = given.listen_address
-    except ConfigurationError as error:
-        raise ConfigurationError(f"listen: {error}") from None
-    _check_open("listen", address, given.token_file, given)
-    _check_admin(given, address)
-    if given.advertise:
-        _check_advertise(given.advertise, secure=given.secure)
-    elif address.wildcard:
-        raise ConfigurationError(
-            f"listen {given.listen} means every address of this machine, and none that SDKs and "
-            "other proxies could call: set advertise to the URL at which they reach this proxy, "
-            f"like {address._replace(host='proxy-1').url_of(secure=given.secure)}"
-        )
-
-
-def _check_advertise(url: str, *, secure: bool) -> None:
-    check_url("advertise", url)
-    if secure and urlsplit(url).scheme != "https":
-        raise ConfigurationError(
-            f"advertise {url} says that calls come without TLS, and tls_cert_file that they come "
-            "with it: it must begin with https://"
-        )
-    if Address(urlsplit(url).hostname or "", 0).wildcard:
-        raise ConfigurationError(
-            f"advertise {url} is no address that anybody could call: name this machine"
-        )
-
-
-def _check_open(name: str, address: Address, token: Path | None, given: ListenerAccess) -> None:
-    guarded = token is not None or given.tls_client_ca_file is not None
-    if address.public and not guarded and not given.insecure:
-        raise ConfigurationError(
-            f"{name} {getattr(given, name)} can be reached from other machines, so everybody "
-            "there could decide transactions: set token_file or tls_client_ca_file, or insecure "
-            "if the network is closed"
-        )
-
-
-def _check_admin(given: ListenerAccess, listen: Address) -> None:
+    address = _address("listen", given.listen)
+    _check_open("listen", address, given)
+    taken = {"listen": address}
+    for name in ("admin_listen", "peer_listen"):
+        if not getattr(given, name):
+            continue
+        other = _address(name, getattr(given, name))
+        for earlier, at in taken.items():
+            if other == at and at.port:
+                raise ConfigurationError(
+                    f"{name} {getattr(given, name)} is the address of {earlier}: choose another "
+                    "port"
+                )
+        taken[name] = other
+        _check_open(name, other, given)
     if given.admin_token_file is not None and not given.admin_listen:
         raise ConfigurationError(
             "admin_token_file needs admin_listen: at one address there is one token"
         )
-    try:
-        address = given.admin_address
-    except ConfigurationError as error:
-        raise ConfigurationError(f"admin_listen: {error}") from None
-    if address is None:
-        return
-    if address == listen and address.port:
-        raise ConfigurationError(
-            f"admin_listen {given.admin_listen} is the address of listen: choose another port"
+    if given.peer_advertise and not given.peer_listen:
+        raise ConfigurationError("peer_advertise needs peer_listen")
+    _check_reachable("advertise", given.advertise, address, secure=given.secure)
+    if given.peer_address is not None:
+        _check_reachable(
+            "peer_advertise", given.peer_advertise, given.peer_address, secure=given.secure
         )
-    token = given.admin_token_file or given.token_file
-    _check_open("admin_listen", address, token, given)
+
+
+def _address(name: str, text: str) -> Address:
+    try:
+        return parse_address(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error}") from None
+
+
+def _check_open(name: str, address: Address, given: ListenerAccess) -> None:
+    guarded = given.guarded or (name == "admin_listen" and given.admin_token_file is not None)
+    if name == "peer_listen":
+        guarded = given.peer_identity
+    if address.public and not guarded and not given.insecure:
+        needs = (
+            "peer_secret_file or peer_names"
+            if name == "peer_listen"
+            else "token_file, principals_file or tls_client_ca_file"
+        )
+        raise ConfigurationError(
+            f"{name} {getattr(given, name)} can be reached from other machines, so everybody "
+            f"there could decide transactions: set {needs}, or insecure if the network is closed"
+        )
+
+
+def _check_reachable(name: str, url: str, listen: Address, *, secure: bool) -> None:
+    """Refuse an address that others are to call and cannot."""
+    listen_name = "listen" if name == "advertise" else "peer_listen"
+    if not url:
+        if listen.wildcard:
+            example = listen._replace(host="proxy-1").url_of(secure=secure)
+            raise ConfigurationError(
+                f"{listen_name} {listen.host}:{listen.port} means every address of this machine, "
+                f"and none that SDKs and other proxies could call: set {name} to the URL at which "
+                f"they reach this proxy, like {example}"
+            )
+        return
+    check_url(name, url)
+    if secure and urlsplit(url).scheme != "https":
+        raise ConfigurationError(
+            f"{name} {url} says that calls come without TLS, and tls_cert_file that they come "
+            "with it: it must begin with https://"
+        )
+    if Address(urlsplit(url).hostname or "", 0).wildcard:
+        raise ConfigurationError(
+            f"{name} {url} is no address that anybody could call: name this machine"
+        )
 
 
 def _check_files(given: ListenerAccess) -> None:
-    if given.token_file is not None:
-        read_secret("token_file", given.token_file)
-    if given.admin_token_file is not None:
-        read_secret("admin_token_file", given.admin_token_file)
+    secrets = {
+        name: read_secret(name, path)
+        for name in ("token_file", "admin_token_file", "peer_secret_file")
+        if (path := getattr(given, name)) is not None
+    }
+    if len(set(secrets.values())) < len(secrets):
+        raise ConfigurationError(
+            f"{' and '.join(secrets)} must hold different secrets: with the same one, a producer "
+            "could act as an operator or as a proxy"
+        )
+    if given.principals_file is not None:
+        read_principals(given.principals_file)
     if (given.tls_cert_file is None) != (given.tls_key_file is None):
         raise ConfigurationError("tls_cert_file and tls_key_file belong together")
     if given.tls_client_ca_file is not None and not given.secure:
         raise ConfigurationError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+    if given.peer_names and given.tls_client_ca_file is None:
+        raise ConfigurationError(
+            "peer_names needs tls_client_ca_file: without it no client certificate is asked for"
+        )

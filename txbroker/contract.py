@@ -298,8 +298,12 @@ class Service(Protocol):
         """Write a marker; answered when the ledger has applied it."""
         ...
 
-    async def check(self, id: str, *, by: str = "", reason: str = "") -> Standing:
-        """Pull the next attempt forward, never the last of a round."""
+    async def check(self, id: str, *, by: str = "", reason: str = "", group: str = "") -> Standing:
+        """Pull the next attempt forward, never the last of a round.
+
+        Args:
+            group: whose the transaction has to be, "" for any group's.
+        """
         ...
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:

@@ -329,21 +329,29 @@ class Assignment(Struct, frozen=True):
         proxies: the URLs of all proxies, this one and those without a partition included.
         record_version: the newest record version that all of them understand; nobody may write a
             newer one.
+        peer_urls: by the URL of a proxy, where it takes other proxies' calls if not there.
     """
 
     mine: frozenset[int]
     owners: tuple[str, ...]
     proxies: tuple[str, ...]
     record_version: int
+    peer_urls: dict[str, str] = {}
 
 
 class Membership(Protocol):
     """Which half partitions this proxy owns, and who owns the others, by Kafka's group protocol."""
 
     async def join(
-        self, url: str, assigned: Callable[[Assignment], None], lost: Callable[[str], None]
+        self,
+        url: str,
+        assigned: Callable[[Assignment], None],
+        lost: Callable[[str], None],
+        *,
+        peer_url: str = "",
     ) -> None:
-        """Join as the proxy at `url`; return when the first assignment is there.
+        """Join as the proxy at `url`, which takes other proxies' calls at `peer_url`, "" for
+        there too; return when the first assignment is there.
 
         Both are called from the event loop and must return at once: `assigned` in each generation,
         also where nothing moved; `lost`, with why, when touch with the group is lost: then nobody

@@ -61,7 +61,7 @@ class BadId(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The call needs a token: send it as `authorization: Bearer TOKEN`."""
+    """The call needs a valid credential: send a token as `authorization: Bearer TOKEN`."""
 
     code, status = "unauthorized", 401
 
@@ -76,6 +76,18 @@ class CertificateRequired(RequestError):
     """The proxy takes calls only with a client certificate that it trusts."""
 
     code, status = "certificate_required", 403
+
+
+class NotPermitted(RequestError):
+    """The caller's principal does not allow this: role, producer group or topic."""
+
+    code, status = "not_permitted", 403
+
+
+class NotAPeer(RequestError):
+    """The call is one that proxies make of one another, and the caller has not proved to be one."""
+
+    code, status = "not_a_peer", 403
 
 
 class AdminOnly(RequestError):

@@ -114,7 +114,7 @@ class FakeService:
         view = self.views[request.id]
         return Standing(view.id, view.state, view.decision)
 
-    async def check(self, id: str, *, by: str = "", reason: str = "") -> Standing:
+    async def check(self, id: str, *, by: str = "", reason: str = "", group: str = "") -> Standing:
         await self._come_in(("check", id, by, reason))
         view = self._view(id)
         if view.state is not State.PENDING:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from http_api import Api, running_api
 
+from txbroker.checkers.leases import CONTENT_TYPE, PROXY_HEADER, PeerIdentity
 from txbroker.contract import DecideRequest, ListRequest, PrepareRequest
 from txbroker.core.ids import make_id
 from txbroker.core.records import Decision, Message, Source, State
@@ -23,7 +24,7 @@ from txbroker.errors import (
     TooLarge,
     request_errors,
 )
-from txbroker.proxy.forwarding import CONTENT_TYPE, PREFIX, PROXY_HEADER
+from txbroker.proxy.forwarding import PREFIX
 from txbroker.proxy.peers import Peers, Unsent
 
 ME = "http://proxy-b:8470"
@@ -34,7 +35,7 @@ ID = make_id(0, 1_700_000_000_000, 7)
 
 @asynccontextmanager
 async def peers(**options: Any) -> AsyncIterator[Peers]:
-    made = Peers(lambda: ME, **options)
+    made = Peers(PeerIdentity(lambda: ME), **options)
     try:
         yield made
     finally:

@@ -21,6 +21,7 @@ from txbroker.checkers.leases import (
     LeaseGranted,
     LeaseRequest,
     Leases,
+    PeerIdentity,
     PeerSessions,
 )
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
@@ -76,7 +77,7 @@ class Asked:
 @pytest.fixture
 async def elsewhere(api: Api) -> AsyncIterator[PeerSessions]:
     """What this side knows of the proxy behind `api`."""
-    known = PeerSessions(lambda: ME)
+    known = PeerSessions(PeerIdentity(lambda: ME))
     yield known
     await known.close()
 
@@ -230,7 +231,7 @@ async def test_another_token_there_reaches_nobody(tmp_path: Path) -> None:
     async with running_api(token_file=tmp_path / "token") as api:
         Asked(api.sessions, "pod-1", CheckAnswer(0, Decision.COMMIT))
         for token, kind in (("ours", Unreached), ("theirs", LeaseChannel)):
-            known = PeerSessions(lambda: ME, lambda: token)  # noqa: B023
+            known = PeerSessions(PeerIdentity(lambda: ME, lambda: token))  # noqa: B023
             look(api, known)
             channel = await known.acquire("orders", "")
             assert isinstance(channel, kind)
@@ -259,7 +260,7 @@ async def test_no_answer_in_time_is_unclear(api: Api, elsewhere: PeerSessions) -
 
 
 async def test_a_proxy_that_dies_under_the_question_makes_it_unclear() -> None:
-    known = PeerSessions(lambda: ME)
+    known = PeerSessions(PeerIdentity(lambda: ME))
     async with running_api() as api:
         session = Asked(api.sessions, "pod-1")
         relay, cut = await relayed(api.port)

@@ -7,7 +7,7 @@ from pathlib import Path
 from http_api import running_api
 from structlog.testing import capture_logs
 
-from txbroker.checkers.leases import PeerSessions
+from txbroker.checkers.leases import PeerIdentity, PeerSessions
 from txbroker.proxy.peers import Peers
 from txbroker.proxy.roster import SILENT_LOOKS, Roster
 
@@ -20,8 +20,8 @@ async def test_a_proxy_with_another_token_is_told_of_once(tmp_path: Path) -> Non
     token = "ours"
     async with running_api(token_file=file) as api:
         others = [api.url]
-        peers = Peers(lambda: ME, lambda: token)
-        roster = Roster(peers, PeerSessions(lambda: ME), lambda: others)
+        peers = Peers(PeerIdentity(lambda: ME, lambda: token))
+        roster = Roster(peers, PeerSessions(PeerIdentity(lambda: ME)), lambda: others)
         with capture_logs() as logs:
             for _ in range(SILENT_LOOKS - 1):
                 await roster._look(api.url)
@@ -39,8 +39,8 @@ async def test_a_proxy_with_another_token_is_told_of_once(tmp_path: Path) -> Non
 
 async def test_a_proxy_that_left_is_nobody_to_miss() -> None:
     others = ["http://127.0.0.1:1"]
-    peers = Peers(lambda: ME)
-    roster = Roster(peers, PeerSessions(lambda: ME), lambda: others)
+    peers = Peers(PeerIdentity(lambda: ME))
+    roster = Roster(peers, PeerSessions(PeerIdentity(lambda: ME)), lambda: others)
     with capture_logs() as logs:
         await roster._look("http://127.0.0.1:1")
         others.clear()

@@ -101,7 +101,12 @@ class SimMembership(Membership):
         self._beating: asyncio.Task[None] | None = None
 
     async def join(
-        self, url: str, assigned: Callable[[Assignment], None], lost: Callable[[str], None]
+        self,
+        url: str,
+        assigned: Callable[[Assignment], None],
+        lost: Callable[[str], None],
+        *,
+        peer_url: str = "",
     ) -> None:
         """Join; see `txbroker.door.Membership`."""
         self._url = url

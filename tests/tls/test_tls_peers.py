@@ -10,6 +10,7 @@ from memory_world import MemoryWorld
 from service_world import until
 from tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 
+from txbroker.checkers.leases import PeerIdentity
 from txbroker.contract import PrepareRequest
 from txbroker.core.ids import parse_id
 from txbroker.core.records import Decision
@@ -92,7 +93,7 @@ async def test_a_proxy_says_why_it_cannot_talk_to_another_one(
 ) -> None:
     assert callable(known)
     async with running(world, **mutual(files)) as proxy:
-        peers = Peers(lambda: "https://other:1", tls=ClientTls(known(files)))
+        peers = Peers(PeerIdentity(lambda: "https://other:1"), tls=ClientTls(known(files)))
         try:
             with pytest.raises(OwnerUnavailable, match=says):
                 await peers.sessions(proxy.url)
@@ -102,7 +103,9 @@ async def test_a_proxy_says_why_it_cannot_talk_to_another_one(
 
 async def test_a_proxy_without_a_certificate_is_refused(world: MemoryWorld, files: Files) -> None:
     async with running(world, **mutual(files)) as proxy:
-        peers = Peers(lambda: "https://other:1", tls=ClientTls(TlsFiles(files.ours.cert)))
+        peers = Peers(
+            PeerIdentity(lambda: "https://other:1"), tls=ClientTls(TlsFiles(files.ours.cert))
+        )
         try:
             with pytest.raises(OwnerUnavailable, match="answered 403"):
                 await peers.overview(proxy.url)
@@ -115,7 +118,9 @@ async def test_a_proxy_that_is_not_trusted_was_sent_nothing(
 ) -> None:
     request = PrepareRequest("orders", (Message("test.payments", b"k", b"v"),))
     async with running(world, **secured(files)) as proxy:
-        peers = Peers(lambda: "https://other:1", tls=ClientTls(TlsFiles(files.others.cert)))
+        peers = Peers(
+            PeerIdentity(lambda: "https://other:1"), tls=ClientTls(TlsFiles(files.others.cert))
+        )
         try:
             with pytest.raises(Unsent, match="is not trusted"):
                 await asyncio.wait_for(peers.prepare(proxy.url, request), 20)

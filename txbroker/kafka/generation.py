@@ -35,6 +35,7 @@ class Said(Struct, frozen=True):
         record_version: the newest that it understands.
         owned: the half partitions that it has.
         generation: in which it was given those.
+        peer_url: where it takes other proxies' calls, `NOBODY` where that is `url`.
         asks: counts its wishes for a new generation. The coordinator makes one when a member's
             words change, and otherwise answers a restarted member with the old one.
         v: of this format.
@@ -46,6 +47,7 @@ class Said(Struct, frozen=True):
     generation: int = -1
     asks: int = 0
     v: int = _FORMAT
+    peer_url: str = NOBODY
 
 
 class Seat(Struct, frozen=True):
@@ -55,6 +57,7 @@ class Seat(Struct, frozen=True):
     url: str
     record_version: int
     owned: Runs
+    peer_url: str = NOBODY
 
 
 class Told(Struct, frozen=True):
@@ -83,13 +86,18 @@ def decode_said(data: bytes | None) -> Said:
         return Said(owned=runs(_take(found, list[int], [])))
     if not isinstance(found, dict):
         return Said()
-    url = _take(found.get("url"), str, NOBODY)
     return Said(
-        url if len(url) <= _URL_LENGTH_MAX else NOBODY,
+        _url(found.get("url")),
         max(_take(found.get("record_version"), int, 0), _FIRST_RECORD_VERSION),
         _take(found.get("owned"), Runs, []),
         _take(found.get("generation"), int, -1),
+        peer_url=_url(found.get("peer_url")),
     )
+
+
+def _url(value: object) -> str:
+    url = _take(value, str, NOBODY)
+    return url if len(url) <= _URL_LENGTH_MAX else NOBODY
 
 
 def _take(value: object, kind: type[_T], otherwise: _T) -> _T:
@@ -123,7 +131,7 @@ def make_told(
         held[name] = Held(numbers(owned, partitions), since)
     shares = share_out(partitions, settle(held))
     seats = [
-        Seat(name, one.url, one.record_version, runs(shares[name]))
+        Seat(name, one.url, one.record_version, runs(shares[name]), one.peer_url)
         for name, one in sorted(said.items())
     ]
     lowest = min((one.record_version for one in said.values()), default=_FIRST_RECORD_VERSION)
@@ -149,6 +157,7 @@ class Me(Struct, frozen=True):
     name: str
     url: str
     record_version: int
+    peer_url: str = NOBODY
 
 
 def is_outdated(told: Told | None, me: Me) -> bool:
@@ -157,7 +166,8 @@ def is_outdated(told: Told | None, me: Me) -> bool:
     if told is None:
         return False
     return not any(
-        (seat.name, seat.url, seat.record_version) == (me.name, me.url, me.record_version)
+        (seat.name, seat.url, seat.record_version, seat.peer_url)
+        == (me.name, me.url, me.record_version, me.peer_url)
         for seat in told.members
     )
 
@@ -174,6 +184,7 @@ def assignment(partitions: int, mine: Iterable[int], told: Told | None, me: Me) 
         owners(partitions, {**shares, me.name: own}, urls),
         tuple(urls[name] for name in sorted(urls) if urls[name] != NOBODY),
         min(lowest, me.record_version),
+        {seat.url: seat.peer_url for seat in seats if seat.peer_url != NOBODY},
     )
 
 

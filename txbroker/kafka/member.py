@@ -134,18 +134,17 @@ class Member:
     Args:
         client: the connections.
         partitions: how many there are to share.
-        url: where this proxy is reached.
-        record_version: the newest that it understands.
+        me: what it tells the others of itself.
     """
 
-    def __init__(self, client: Client, partitions: int, url: str, record_version: int) -> None:
+    def __init__(self, client: Client, partitions: int, me: Me) -> None:
         settings = client.settings
         self._client = client
         self._group = settings.group_id
         self._instance = settings.instance_id
         self._topic = settings.half_topic
         self._partitions = partitions
-        self._me = Me(settings.instance_id, url, record_version)
+        self._me = me
         self._session_ms = round(settings.session_timeout_s * 1000)
         # A join is answered when all members have joined, or their time is up.
         self._join_timeout_s = settings.session_timeout_s + _ANSWER_ROOM_S
@@ -202,6 +201,7 @@ class Member:
             runs(self._held.partitions),
             self._held.generation,
             self._asks,
+            peer_url=self._me.peer_url,
         )
         encoded: bytes = ConsumerProtocol.METADATA(0, [self._topic], encode_said(said)).encode()
         return encoded

@@ -22,6 +22,7 @@ from txbroker.door import Assignment, Membership
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused
 from txbroker.kafka.codes import Code, describe
+from txbroker.kafka.generation import Me
 from txbroker.kafka.member import Joined, Member
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -77,7 +78,12 @@ class KafkaMembership(Membership):
         self._partitions = partitions
 
     async def join(
-        self, url: str, assigned: Callable[[Assignment], None], lost: Callable[[str], None]
+        self,
+        url: str,
+        assigned: Callable[[Assignment], None],
+        lost: Callable[[str], None],
+        *,
+        peer_url: str = "",
     ) -> None:
         """Join as the proxy at `url`; return when the first assignment is there.
 
@@ -91,7 +97,8 @@ class KafkaMembership(Membership):
         self._assigned, self._lost = assigned, lost
         self._why, self._asked, self._pause_s = "", False, _PAUSE_S
         self._heard_at = asyncio.get_running_loop().time()
-        self._member = Member(self._client, self._partitions, url, self.record_version)
+        me = Me(self._client.settings.instance_id, url, self.record_version, peer_url)
+        self._member = Member(self._client, self._partitions, me)
         first = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(self._member, first), name="txbroker membership")
         await first

@@ -354,10 +354,7 @@ class Answers:
 
     def _may_decide(self, transaction: Transaction, request: DecideRequest) -> None:
         """Raise if the request cannot be, or was not, what decides the transaction."""
-        if request.group and request.group != transaction.half.group:
-            raise WrongGroup(
-                f"the transaction belongs to group {transaction.half.group!r}", id=request.id
-            )
+        check_group(transaction, request.group)
         if transaction.decision is None:
             return
         if transaction.decision is not request.decision:
@@ -412,6 +409,16 @@ class Answers:
         if transaction.state is State.REFUSED:
             self._promoter.retry_refused(id)
         return standing(transaction)
+
+
+def check_group(transaction: Transaction, group: str) -> None:
+    """Refuse a group that a transaction does not belong to; "" is any.
+
+    Raises:
+        WrongGroup: it belongs to another one.
+    """
+    if group and group != transaction.half.group:
+        raise WrongGroup("the transaction belongs to another producer group", id=transaction.id)
 
 
 def standing(transaction: Transaction, *, created: bool = False) -> Standing:

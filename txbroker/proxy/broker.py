@@ -37,6 +37,7 @@ from txbroker.errors import (
     OwnerUnavailable,
     TooLarge,
 )
+from txbroker.proxy.answers import check_group
 from txbroker.proxy.checkback import Runner, placed_like
 from txbroker.proxy.clock import LogTime
 from txbroker.proxy.forwarding import (
@@ -143,6 +144,10 @@ class Broker:
     def url(self, url: str) -> None:
         self._ownership.url = url
 
+    def called_by_peers_at(self, url: str) -> None:
+        """Set where this proxy takes other proxies' calls, if not at `url`; before `start`."""
+        self._ownership.own_peer_url = url
+
     async def start(self) -> None:
         """Join the other proxies; partitions are opened as they are assigned.
 
@@ -183,6 +188,10 @@ class Broker:
         """Return the URL of each half partition's proxy, whether it can take calls or not, ""
         where none is known."""
         return self._ownership.assigned()
+
+    def peer_url(self, url: str) -> str:
+        """Return where the proxy at `url` takes other proxies' calls."""
+        return self._ownership.peer_url(url)
 
     def mine(self) -> frozenset[int]:
         """Return the half partitions that are this proxy's and can take calls."""
@@ -369,11 +378,12 @@ class Broker:
             raise
         return placed
 
-    async def check(self, id: str, *, by: str = "", reason: str = "") -> Standing:
+    async def check(self, id: str, *, by: str = "", reason: str = "", group: str = "") -> Standing:
         """Pull the next attempt forward; see `txbroker.contract.Service`."""
         with self._calls:
             owner = self._owner_of(id)
             transaction = await owner.get(id)
+            check_group(transaction, group)
             owner.checks.ask(transaction, by, reason)
             log.debug("check asked for", id=id, by=by, reason=reason)
             return standing(transaction)

@@ -152,12 +152,12 @@ class Cluster:
             return await self._local.decide(request)
         return await self._peers.decide(url, request)
 
-    async def check(self, id: str, *, by: str = "", reason: str = "") -> Standing:
+    async def check(self, id: str, *, by: str = "", reason: str = "", group: str = "") -> Standing:
         """Pull the next attempt forward; see `txbroker.contract.Service`."""
         url = self._owner_of(id)
         if url is None:
-            return await self._local.check(id, by=by, reason=reason)
-        return await self._peers.check(url, id, by=by, reason=reason)
+            return await self._local.check(id, by=by, reason=reason, group=group)
+        return await self._peers.check(url, id, by=by, reason=reason, group=group)
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:
         """Begin a new round, or retry a refused one; see `txbroker.contract.Service`."""

@@ -58,13 +58,27 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "calls",
             "Calls that were under way at the stop did not end in time. Their clients ask again.",
         ),
-        LogEvent("token file read again", "info", "path", "The token has changed."),
+        LogEvent("file read again", "info", "setting path", "A file of secrets or principals."),
         LogEvent(
-            "token file not read",
+            "file not read",
             "warning",
-            "path why",
-            "The token file changed and does not read; the last token still holds.",
-            "Mend the file. A start would fail.",
+            "setting path why",
+            "The file changed and cannot be used; its last content stays in force.",
+            "Correct the file. A start would fail.",
+        ),
+        LogEvent(
+            "one token for all",
+            "info",
+            "role groups",
+            "The callers share the token of `token_file`: none can be told from another.",
+            "Give each its own credential with `principals_file`.",
+        ),
+        LogEvent(
+            "no peer identity",
+            "error",
+            "others",
+            "Another proxy has joined, and this one cannot prove to be one of the installation.",
+            "Set `peer_secret_file` or `peer_names` on every proxy, then restart this one.",
         ),
         LogEvent("tls files read again", "info", "files", "They have changed."),
         LogEvent(
@@ -266,8 +280,8 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
         ),
     ),
     "Check-backs": (
-        LogEvent("group registered", "info", "group remote", "By a call to this proxy."),
-        LogEvent("group removed", "info", "group remote", "Likewise."),
+        LogEvent("group registered", "info", "group by", "By a call to this proxy."),
+        LogEvent("group removed", "info", "group by", "Likewise."),
         LogEvent(
             "group not usable",
             "warning",
@@ -317,7 +331,9 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
         LogEvent("operation failed", "error", "group error where", "Of a session; likewise.", _BUG),
         LogEvent("call of another proxy failed", "error", "call error where", "Likewise.", _BUG),
         LogEvent("page failed", "error", "path error where", "Of the console; likewise.", _BUG),
-        LogEvent("console login", "info", "name remote", "With the token; nobody proves the name."),
+        LogEvent(
+            "console login", "info", "by name remote", "`by` is the principal; `name` is a claim."
+        ),
         LogEvent(
             "console login refused",
             "warning",

@@ -20,9 +20,6 @@ from txbroker.errors import BadId, BadRequest, RequestError, request_errors
 PREFIX = "/internal/v1"
 SESSIONS_PATH = f"{PREFIX}/sessions"
 OVERVIEW_PATH = f"{PREFIX}/overview"
-CONTENT_TYPE = "application/msgpack"
-PROXY_HEADER = "txb-proxy"
-"""Names the calling proxy by its URL."""
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -34,6 +31,7 @@ class ById(Struct, frozen=True):
     by: str = ""
     reason: str = ""
     bodies: bool = False
+    group: str = ""
 
 
 class Failed(Struct, frozen=True):

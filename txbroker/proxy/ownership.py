@@ -15,7 +15,7 @@ from txbroker.core.codec import installation_headers
 from txbroker.core.records import RECORD_VERSION
 from txbroker.core.telling import sentence, telling, where_raised
 from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated
-from txbroker.errors import KafkaUnavailable, NewerRecord, OwnerUnavailable
+from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import hit
 from txbroker.proxy.checkback import Runner
 from txbroker.proxy.logging import get_logger
@@ -91,7 +91,8 @@ class Ownership:
         events: told what happens on every partition.
         rejoin_s: how long a stuck proxy stays out of the group, seconds.
 
-    `url` is this proxy's own URL, as others are told it; it is set before `join`.
+    `url` is this proxy's own URL, as others are told it, and `own_peer_url` where it takes their
+    calls, "" for there too; both are set before `join`.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Ownership:
         rejoin_s: float = REJOIN_S,
     ) -> None:
         self.url = settings.advertise
+        self.own_peer_url = settings.peer_advertise
         self._door = door
         self._settings = settings
         self._runner = runner
@@ -119,6 +121,8 @@ class Ownership:
         self._member = False
         """False while we are out of the group on purpose; what it says then is not for us."""
         self._in_touch = asyncio.Event()
+        self._strangers: list[str] = []
+        """Other proxies that were there before this one, which has no peer identity."""
         self._out_because = "not yet a member of the proxies' group"
         self._topic_problems: tuple[str, ...] = ()
         self._leave_after_s = settings.stuck_after_s
@@ -126,7 +130,11 @@ class Ownership:
     # --- life --------------------------------------------------------------------------------
 
     async def join(self) -> None:
-        """Join the other proxies; partitions are opened as they are assigned."""
+        """Join the other proxies; partitions are opened as they are assigned.
+
+        Raises:
+            ConfigurationError: there are others, and this proxy cannot prove to be one of them.
+        """
         await self._join()
         watchers = (self._watch_stuck, self._watch_topics)
         self._watching = [asyncio.create_task(watch()) for watch in watchers]
@@ -140,7 +148,18 @@ class Ownership:
 
     async def _join(self) -> None:
         self._member = True
-        await self._door.membership.join(self.url, self._assigned, self._lost)
+        self._strangers.clear()
+        await self._door.membership.join(
+            self.url, self._assigned, self._lost, peer_url=self.own_peer_url
+        )
+        if self._strangers:
+            others = ", ".join(self._strangers)
+            await self._leave("left the proxies' group: this proxy has no peer identity")
+            raise ConfigurationError(
+                f"this proxy has no peer identity, so it cannot join the others ({others}): give "
+                "all proxies of the installation the same peer_secret_file, or name their "
+                "certificates with peer_names"
+            )
 
     async def _leave(self, why: str) -> None:
         """Close everything before anybody else hears that it is to be had."""
@@ -206,6 +225,10 @@ class Ownership:
         """Return the URLs of all proxies of the group, this one's included."""
         return self._assignment.proxies
 
+    def peer_url(self, url: str) -> str:
+        """Return where the proxy at `url` takes other proxies' calls."""
+        return self._assignment.peer_urls.get(url, url)
+
     def owners(self) -> tuple[str, ...]:
         """Return the URL of each half partition's owner, "" where none is known, or where it is
         ours and cannot take calls yet."""
@@ -260,6 +283,13 @@ class Ownership:
         """A generation of the group has begun."""
         if not self._member:
             return
+        others = tuple(url for url in assignment.proxies if url != self.url)
+        if others and self._settings.guarded and not self._settings.peer_identity:
+            if self._generation == 0:
+                self._strangers.extend(others)
+                return
+            # It was here first: the other one does not stay, unless it is set up differently.
+            log.error("no peer identity", others=list(others))
         self._assignment = assignment
         self._generation += 1
         was_out = not self._in_touch.is_set()

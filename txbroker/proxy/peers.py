@@ -2,14 +2,14 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from txbroker.checkers.leases import GroupsConnected
+from txbroker.checkers.leases import CONTENT_TYPE, GroupsConnected, PeerIdentity
 from txbroker.contract import (
     DecideRequest,
     ListRequest,
@@ -21,10 +21,8 @@ from txbroker.contract import (
 )
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.forwarding import (
-    CONTENT_TYPE,
     OVERVIEW_PATH,
     PREFIX,
-    PROXY_HEADER,
     SESSIONS_PATH,
     ById,
     Failed,
@@ -32,6 +30,7 @@ from txbroker.proxy.forwarding import (
     raised,
 )
 from txbroker.tls import ClientTls, tls_trouble
+from txbroker.wire import CODE_HEADER
 
 T = TypeVar("T")
 
@@ -59,8 +58,7 @@ class Peers:
     """Calls other proxies. Needs a running event loop.
 
     Args:
-        own_url: this proxy's URL, by which the others know it.
-        bearer: returns the token that calls carry, None where there is none.
+        identity: how this proxy calls others.
         tls: whom to trust, and what to show; None: the system's authorities, and nothing.
         call_s: how long an answer may take, seconds.
         wait_s: the same for a commit that waits until consumers can see it.
@@ -68,15 +66,13 @@ class Peers:
 
     def __init__(
         self,
-        own_url: Callable[[], str],
-        bearer: Callable[[], str | None] = lambda: None,
+        identity: PeerIdentity,
         *,
         tls: ClientTls | None = None,
         call_s: float = CALL_S,
         wait_s: float = WAIT_S,
     ) -> None:
-        self._own_url = own_url
-        self._bearer = bearer
+        self._identity = identity
         self._tls = tls or ClientTls()
         self._call_s = call_s
         self._wait_s = wait_s
@@ -116,9 +112,9 @@ class Peers:
         limit_s = self._wait_s if request.wait else self._call_s
         return await self._post(url, "decide", request, Standing, request.id, limit_s)
 
-    async def check(self, url: str, id: str, *, by: str, reason: str) -> Standing:
+    async def check(self, url: str, id: str, *, by: str, reason: str, group: str) -> Standing:
         """Check at the proxy at `url`; as `Service.check`."""
-        return await self._post(url, "check", ById(id, by, reason), Standing, id)
+        return await self._post(url, "check", ById(id, by, reason, group=group), Standing, id)
 
     async def revive(self, url: str, id: str, *, by: str, reason: str) -> Standing:
         """Revive at the proxy at `url`; as `Service.revive`."""
@@ -153,7 +149,10 @@ class Peers:
     async def _look(self, url: str, path: str, kind: type[T]) -> T:
         async with self._talk(url, LOOK_S, None):
             answer = self._http.get(
-                url + path, headers=self._headers(), allow_redirects=False, ssl=self._secured(url)
+                self._identity.peer_url(url) + path,
+                headers=self._identity.headers(),
+                allow_redirects=False,
+                ssl=self._secured(url),
             )
             async with answer as response:
                 return await _read(url, response, kind)
@@ -170,9 +169,9 @@ class Peers:
         body = encode(request)
         async with self._talk(url, limit_s or self._call_s, id):
             answer = self._http.post(
-                f"{url}{PREFIX}/{name}",
+                f"{self._identity.peer_url(url)}{PREFIX}/{name}",
                 data=body,
-                headers=self._headers(),
+                headers=self._identity.headers(),
                 allow_redirects=False,
                 ssl=self._secured(url),
             )
@@ -218,13 +217,6 @@ class Peers:
         # Asked for at each call, so that a renewed certificate is shown from then on.
         return self._tls.context() if url.startswith("https:") else True
 
-    def _headers(self) -> dict[str, str]:
-        headers = {"content-type": CONTENT_TYPE, PROXY_HEADER: self._own_url()}
-        token = self._bearer()
-        if token is not None:
-            headers["authorization"] = f"Bearer {token}"
-        return headers
-
 
 async def _read(url: str, response: aiohttp.ClientResponse, kind: type[T]) -> T:
     """Return the answer of another proxy.
@@ -240,8 +232,11 @@ async def _read(url: str, response: aiohttp.ClientResponse, kind: type[T]) -> T:
         if len(raw) > ANSWER_BYTES_MAX:
             raise OwnerUnavailable(f"the proxy at {url} answers too much")
     if response.content_type != CONTENT_TYPE:
-        # The guard's refusals are for people: a token that differs, a name that is not allowed.
-        raise OwnerUnavailable(f"the proxy at {url} does not take our calls: it answered {status}")
+        # The guard's refusals are for people: another peer secret, a name that is not allowed.
+        code = response.headers.get(CODE_HEADER, "")
+        raise OwnerUnavailable(
+            f"the proxy at {url} does not take our calls: it answered {status} {code}".rstrip()
+        )
     try:
         if status == 200:
             return msgspec.msgpack.decode(raw, type=kind)

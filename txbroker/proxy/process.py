@@ -12,17 +12,18 @@ from txbroker.addresses import Address
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
-from txbroker.checkers.leases import Leases, PeerSessions
+from txbroker.checkers.leases import Leases, PeerIdentity, PeerSessions
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.door import Door
+from txbroker.principals import Role
 from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.cluster import Cluster
 from txbroker.proxy.console import console_pages
-from txbroker.proxy.http import make_admin_app, make_app, serve
-from txbroker.proxy.http.guards import Token
+from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
+from txbroker.proxy.http.guards import PeerGuard
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.metrics import Metrics
 from txbroker.proxy.observers import Observer
@@ -67,11 +68,13 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         metrics = Metrics(settings.group_labels_max)
         groups = Groups(door.groups)
         sessions = SessionRegistry()
-        token = None if settings.token_file is None else Token(settings.token_file)
-        bearer = _nothing if token is None else token.text
+        peer_guard = PeerGuard(settings)
+        identity = PeerIdentity(
+            lambda: broker.url, peer_guard.secret, lambda url: broker.peer_url(url)
+        )
         checks = HttpChecks()
         stack.push_async_callback(checks.close)
-        elsewhere = PeerSessions(lambda: broker.url, bearer, peers_tls)
+        elsewhere = PeerSessions(identity, peers_tls)
         stack.push_async_callback(elsewhere.close)
         runner = CheckRunner(
             GroupFinder(sessions, groups, checks, elsewhere),
@@ -88,7 +91,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         broker = Broker(door, settings, groups, runner, observer, around)
         observer.watch(broker)
         door.audit.follow(AuditMetrics(metrics).changed)
-        peers = Peers(lambda: broker.url, bearer, tls=peers_tls)
+        peers = Peers(identity, tls=peers_tls)
         stack.push_async_callback(peers.close)
         cluster = Cluster(broker, peers)
         leases = Leases(sessions)
@@ -101,6 +104,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
             metrics,
             local=broker,
             leases=leases,
+            peers=peer_guard,
             pages=console_pages,
         )
         # The URLs are known before anybody hears of us.
@@ -128,6 +132,13 @@ def _log_start(settings: Settings) -> None:
         topic_prefix=settings.topic_prefix,
         listen=settings.listen,
     )
+    if settings.token_file is not None:
+        log.info("one token for all", role=_shared_role(settings), groups="*")
+
+
+def _shared_role(settings: Settings) -> Role:
+    """Return what the token of `token_file` allows at `listen`."""
+    return Role.PRODUCER if settings.admin_listen else Role.OPERATOR
 
 
 async def _listen(
@@ -142,9 +153,13 @@ async def _listen(
     url = await stack.enter_async_context(serve(app, settings.listen, tls))
     broker.url = settings.advertise or url
     log.info("listening", url=url, advertise=broker.url)
+    if settings.peer_listen:
+        peers = serve(make_peer_app(app), settings.peer_listen, tls, public=False)
+        peer_url = await stack.enter_async_context(peers)
+        broker.called_by_peers_at(settings.peer_advertise or peer_url)
     if not settings.admin_listen:
         return ""
-    admin = serve(make_admin_app(app), settings.admin_listen, tls, admin=True)
+    admin = serve(make_admin_app(app), settings.admin_listen, tls, public=False)
     admin_url = await stack.enter_async_context(admin)
     broker.admin_url = _callable(admin_url, broker.url)
     return admin_url
@@ -196,10 +211,6 @@ def _tell_files(files: str, why: str) -> None:
         log.warning("tls files not taken", files=files, why=why)
     else:
         log.info("tls files read again", files=files)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _parallel(groups: Groups, name: str) -> int | None:

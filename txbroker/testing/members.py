@@ -29,13 +29,21 @@ class Place:
         name: of the member, the same after a restart.
         url: where it is reached.
         record_version: the newest that it understands.
+        peer_url: where it takes other proxies' calls, "" where that is `url`.
         assigned: is told of each generation.
         lost: is told when touch is lost.
     """
 
     def __init__(
-        self, name: str, url: str, record_version: int, assigned: Assigned, lost: Lost
+        self,
+        name: str,
+        url: str,
+        record_version: int,
+        assigned: Assigned,
+        lost: Lost,
+        peer_url: str = "",
     ) -> None:
+        self.peer_url = peer_url
         self.name = name
         self.url = url
         self.record_version = record_version
@@ -137,10 +145,11 @@ class Coordinator:
         found = owners(self._partitions, shares, urls)
         proxies = tuple(urls[name] for name in sorted(urls))
         version = min((place.record_version for place in members.values()), default=RECORD_VERSION)
+        peers = {place.url: place.peer_url for place in members.values() if place.peer_url}
         for name, share in shares.items():
             members[name].owned = share
         for name in sorted(shares, key=lambda name: (bool(shares[name] - before[name]), name)):
-            members[name].assign(Assignment(shares[name], found, proxies, version))
+            members[name].assign(Assignment(shares[name], found, proxies, version, peers))
 
 
 class MemoryMembership(Membership):
@@ -167,7 +176,7 @@ class MemoryMembership(Membership):
         """Say how many partitions there are to share."""
         self._partitions = partitions
 
-    async def join(self, url: str, assigned: Assigned, lost: Lost) -> None:
+    async def join(self, url: str, assigned: Assigned, lost: Lost, *, peer_url: str = "") -> None:
         """Join as the proxy at `url`; see `txbroker.door.Membership`.
 
         Raises:
@@ -175,7 +184,7 @@ class MemoryMembership(Membership):
         """
         await self._reach()
         self.close()
-        self._place = Place(self._name, url, self.record_version, assigned, lost)
+        self._place = Place(self._name, url, self.record_version, assigned, lost, peer_url)
         self._coordinator.join(self._place, self._partitions)
 
     async def still_ours(self, partition: int) -> bool:

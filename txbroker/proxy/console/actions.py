@@ -17,6 +17,7 @@ from txbroker.errors import BadRequest, KafkaUnavailable, RequestError
 from txbroker.proxy.console.filters import Filter, Record, convert, read_listing
 from txbroker.proxy.console.shown import link
 from txbroker.proxy.console.site import Ask, Page, Redirect, Route
+from txbroker.proxy.http.operations import ONLY_OPERATORS
 from txbroker.proxy.http.shell import Shell
 from txbroker.proxy.logging import get_logger
 
@@ -124,15 +125,17 @@ def _meant(action: Action, chosen: Filter) -> Filter:
     return chosen
 
 
-async def _matching(shell: Shell, action: Action, chosen: Filter) -> AsyncIterator[TransactionView]:
-    """Yield what an action can do something with.
+async def _matching(ask: Ask, action: Action, chosen: Filter) -> AsyncIterator[TransactionView]:
+    """Yield what an action can do something with, of the principal's groups.
 
     Raises:
-        RequestError: an owner does not answer, or an id is none.
+        RequestError: an owner does not answer, or an id is none or another group's.
     """
+    shell = ask.shell
     if chosen.ids:
         for id in chosen.ids:
             view = await shell.service.find(id)
+            ask.principal.check_group(view.group)
             if view.state in action.states:
                 yield view
         return
@@ -144,7 +147,8 @@ async def _matching(shell: Shell, action: Action, chosen: Filter) -> AsyncIterat
             request = chosen.request(limit=_PAGE, cursor=cursor, state=state)
             page = await shell.service.list(request)
             for view in page.transactions:
-                yield view
+                if view.group in ask.principal.groups:
+                    yield view
             cursor = page.next_cursor
             if cursor is None:
                 break
@@ -156,7 +160,7 @@ async def preview(ask: Ask) -> Page | Redirect:
     given = read_listing(ask.query).filter
     chosen = _meant(action, given)
     found = Preview()
-    async for view in _matching(ask.shell, action, chosen):
+    async for view in _matching(ask, action, chosen):
         if found.total == BULK_MAX:
             found.more = True
             break
@@ -191,8 +195,9 @@ async def act(ask: Ask) -> Page | Redirect:
     record = convert(said, Record)
     if action.decides and not record.reason:
         raise BadRequest("say why: the reason is kept with the decision", path="reason")
-    ids, more = await _agreed(ask.shell, action, chosen, _covered(ask))
-    by = _by(record.by, ask.request.remote or "")
+    ids, more = await _agreed(ask, action, chosen, _covered(ask))
+    claim = ask.visitor.name if ask.visitor.logged_in else record.by
+    by = ask.principal.by(f"console {ask.request.remote or ''}", claim)
     outcome = await _do_all(ask.shell, action, ids, by, record.reason)
     log.info(
         "console action",
@@ -242,12 +247,12 @@ def _covered(ask: Ask) -> set[bytes]:
 
 
 async def _agreed(
-    shell: Shell, action: Action, chosen: Filter, covered: set[bytes]
+    ask: Ask, action: Action, chosen: Filter, covered: set[bytes]
 ) -> tuple[list[str], bool]:
     """Return what still matches of what was looked at, and whether others match, too."""
     ids: list[str] = []
     more = False
-    async for view in _matching(shell, action, chosen):
+    async for view in _matching(ask, action, chosen):
         if _mark(view.id) in covered:
             ids.append(view.id)
         else:
@@ -255,12 +260,6 @@ async def _agreed(
         if more and len(ids) == len(covered):
             break
     return ids, more
-
-
-def _by(name: str, remote: str) -> str:
-    """Return who acts: what the visitor says, which nobody can prove, and the address."""
-    address = f"console {remote}"
-    return f"{name} via {address}" if name else address
 
 
 async def _do_all(shell: Shell, action: Action, ids: list[str], by: str, reason: str) -> Outcome:
@@ -301,6 +300,6 @@ async def _do(shell: Shell, action: Action, id: str, by: str, reason: str) -> No
 
 
 ROUTES = (
-    Route("GET", "/actions/{action}", preview),
-    Route("POST", "/actions/{action}", act),
+    Route("GET", "/actions/{action}", preview, roles=ONLY_OPERATORS),
+    Route("POST", "/actions/{action}", act, roles=ONLY_OPERATORS),
 )

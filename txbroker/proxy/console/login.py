@@ -1,5 +1,7 @@
 """Logging in with the proxy's token, and out again."""
 
+from aiohttp import web
+
 from txbroker.errors import Unauthorized
 from txbroker.proxy.console.filters import Record, convert
 from txbroker.proxy.console.site import Ask, Page, Redirect, Route
@@ -21,11 +23,16 @@ async def do_login(ask: Ask) -> Page | Redirect:
     """Begin a login."""
     onward = _local(ask.form.get("next", "/"))
     name = convert({"by": ask.form.get("name", "").strip()}, Record).by[:NAME_MAX]
-    if not ask.visits.is_token(ask.form.get("token", "").strip()):
+    principal = ask.visits.principal_of(ask.form.get("token", "").strip())
+    if principal is None:
         log.warning("console login refused", name=name, remote=ask.request.remote or "")
-        return _form(onward, name, "This is not the token of this proxy's token file.")
-    log.info("console login", name=name, remote=ask.request.remote or "")
-    return Redirect(onward, lambda response: ask.visits.log_in(response, name, secure=ask.secure))
+        return _form(onward, name, "This token is not valid here.")
+    log.info("console login", by=principal.name, name=name, remote=ask.request.remote or "")
+
+    def log_in(response: web.Response) -> None:
+        ask.visits.log_in(response, principal, name, secure=ask.secure)
+
+    return Redirect(onward, log_in)
 
 
 def _form(onward: str, name: str, problem: str = "") -> Page:

@@ -1,12 +1,15 @@
 """The pages that show: how all stands, lists, one transaction, groups."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from msgspec import structs
 
 from txbroker.checkers.groups import GroupPolicy
 from txbroker.contract import GroupOverview, Overview, Rates, TransactionView
 from txbroker.core.records import State
 from txbroker.core.states import SETTLED
+from txbroker.principals import Role
 from txbroker.proxy.console.actions import Action, allowed
 from txbroker.proxy.console.concerns import concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS, read_listing
@@ -51,9 +54,16 @@ def sums_of(found: Overview) -> Sums:
     )
 
 
+async def _overview(ask: Ask) -> Overview:
+    """Return how all stands, of groups only the principal's."""
+    found = await ask.shell.service.overview()
+    groups = tuple(group for group in found.groups if group.group in ask.principal.groups)
+    return structs.replace(found, groups=groups)
+
+
 async def overview(ask: Ask) -> Page | Redirect:
     """Show whether something is wrong, where, and what to do; then how all stands."""
-    found = await ask.shell.service.overview()
+    found = await _overview(ask)
     values = {
         "found": found,
         "sums": sums_of(found),
@@ -78,12 +88,12 @@ async def transactions(ask: Ask) -> Page | Redirect:
         query["limit"] = str(listing.limit)
     values = {
         "listing": listing,
-        "views": found.transactions,
+        "views": [view for view in found.transactions if view.group in ask.principal.groups],
         "query": query,
         "states": list(State),
         "settled": listing.filter.state in SETTLED,
-        "offered": [name for name, _ in ask.shell.groups.list()[:OWN_OFFERED_MAX]],
-        "actions": [a for a in Action if allowed(a, listing.filter.state)],
+        "offered": _registered(ask)[:OWN_OFFERED_MAX],
+        "actions": [a for a in _actions(ask) if allowed(a, listing.filter.state)],
         "first": None if listing.cursor is None else with_query("/transactions", query),
         "next": None
         if found.next_cursor is None
@@ -95,16 +105,27 @@ async def transactions(ask: Ask) -> Page | Redirect:
 async def transaction(ask: Ask) -> Page | Redirect:
     """Show all that is known of one transaction; its bodies where they are asked for."""
     id = plain_id(ask.request.match_info["id"])
-    bodies = ask.query.get("bodies", "") in ("1", "true")
+    bodies = ask.principal.sees_bodies and ask.query.get("bodies", "") in ("1", "true")
     view = await ask.shell.service.find(id, bodies=bodies)
+    ask.principal.check_group(view.group)
     values = {
         "view": view,
         "bodies": bodies,
-        "actions": [action for action in Action if view.state in action.states],
+        "sees_bodies": ask.principal.sees_bodies,
+        "actions": [action for action in _actions(ask) if view.state in action.states],
         "next_check_s": _in_s(view, ask.shell.service.now_ms()),
         "done": ask.query.get("done", "")[:20],
     }
     return Page("transaction.html", values)
+
+
+def _actions(ask: Ask) -> Iterable[Action]:
+    """Return what the principal may do to transactions."""
+    return Action if ask.principal.role is Role.OPERATOR else ()
+
+
+def _registered(ask: Ask) -> list[str]:
+    return [name for name, _ in ask.shell.groups.list() if name in ask.principal.groups]
 
 
 def _in_s(view: TransactionView, now_ms: int) -> float | None:
@@ -136,7 +157,7 @@ class GroupRow:
 
 async def groups(ask: Ask) -> Page | Redirect:
     """Show the producer groups: whether they can be asked, and what they left undecided."""
-    found = await ask.shell.service.overview()
+    found = await _overview(ask)
     wanted = ask.query.get("name", "").strip()
     rows = [row for row in _rows(ask, found) if wanted.lower() in row.found.group.lower()]
     values = {
@@ -150,7 +171,7 @@ async def groups(ask: Ask) -> Page | Redirect:
 
 def _rows(ask: Ask, found: Overview) -> Iterator[GroupRow]:
     """Yield every group that is known of: those that need somebody first."""
-    registered = dict(ask.shell.groups.list())
+    registered = {n: p for n, p in ask.shell.groups.list() if n in ask.principal.groups}
     for group in found.groups:
         policy = registered.pop(group.group, None)
         yield GroupRow(group, policy, ask.shell.groups.problem(group.group))

@@ -21,10 +21,12 @@ from txbroker.errors import (
     TooLarge,
     UnsupportedMediaType,
 )
+from txbroker.principals import ANYBODY, Principal, Role
 from txbroker.proxy.console import shown
 from txbroker.proxy.console.filters import Filter
 from txbroker.proxy.console.visits import FORM_FIELD, Visitor, Visits
 from txbroker.proxy.http.guards import Guard
+from txbroker.proxy.http.operations import WHO_LOOKS
 from txbroker.proxy.http.reading import Body
 from txbroker.proxy.http.shell import Shell
 from txbroker.proxy.logging import get_logger
@@ -58,6 +60,7 @@ class Ask:
     shell: Shell
     visitor: Visitor
     visits: Visits
+    principal: Principal = ANYBODY
     form: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -97,12 +100,13 @@ Handler = Callable[[Ask], Awaitable[Page | Redirect]]
 
 @dataclass(frozen=True)
 class Route:
-    """A page or form. `open`: without a login."""
+    """A page or form, for these roles. `open`: without a login."""
 
     method: str
     path: str
     run: Handler
     open: bool = False
+    roles: tuple[Role, ...] = WHO_LOOKS
 
 
 @dataclass(frozen=True)
@@ -172,11 +176,16 @@ class Console:
                 self._guard.admit_page(request)
                 if not (visitor.admitted or route.open):
                     return self._to_login(request, visitor)
+                principal = visitor.principal or ANYBODY
+                if not route.open:
+                    principal.check_role(route.roles)
                 form = {}
                 if route.method == "POST":
                     form = await _read_form(request, content)
                     visitor.check_form(form.pop(FORM_FIELD, ""))
-                reply = await route.run(Ask(request, self._shell, visitor, self._visits, form))
+                reply = await route.run(
+                    Ask(request, self._shell, visitor, self._visits, principal, form)
+                )
             except (RequestError, KafkaUnavailable) as error:
                 return self._failed(request, visitor, error)
             except ConnectionError:
@@ -214,7 +223,7 @@ class Console:
                 "visitor": visitor,
                 "form_field": FORM_FIELD,
                 "path": request.path,
-                "has_login": self._guard.token is not None,
+                "has_login": self._guard.asks,
                 "now_ms": self._shell.service.now_ms(),
                 **page.values,
             }

@@ -1,7 +1,7 @@
 """Who is there: the login, the cookie that remembers it, and the secret in each form.
 
-Nothing is kept in the proxy. The cookie of a login is signed with a key made from the token, so
-any proxy with the same token file takes it, and a new token ends every login.
+Nothing is kept in the proxy. The cookie of a login is signed with a key made from a secret that the
+proxies share and the principal's tokens, so any of them takes it, and a new token ends every login.
 """
 
 import base64
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from txbroker.errors import Forbidden
-from txbroker.proxy.http.guards import Guard, Token
+from txbroker.errors import Forbidden, Unauthorized
+from txbroker.principals import Principal, digest_of
+from txbroker.proxy.http.guards import Credential, Guard, credential_of
 
 LOGIN_S = 12 * 3600
 """How long a login holds, seconds: a shift."""
@@ -28,6 +29,7 @@ NAME_COOKIE = "txbroker_name"
 NAME_S = 90 * 86400
 FORM_FIELD = "form_secret"
 _SECRET_BYTES = 16
+_COOKIE_PARTS = 4
 _SECRET = re.compile(f"[0-9a-f]{{{2 * _SECRET_BYTES}}}")
 
 
@@ -36,18 +38,23 @@ class Visitor:
     """Whoever asks for a page.
 
     Attributes:
-        admitted: False where a login is needed first.
+        principal: who this is, None where a login is needed first.
         name: what the visitor said to be called, "" for nothing.
         secret: known to this visitor's browser alone.
         new: True where the browser has not been given the secret yet.
         logged_in: True where there is a login that can be ended.
     """
 
-    admitted: bool
+    principal: Principal | None
     name: str
     secret: str
     new: bool = False
     logged_in: bool = False
+
+    @property
+    def admitted(self) -> bool:
+        """False where a login is needed first."""
+        return self.principal is not None
 
     @property
     def form_secret(self) -> str:
@@ -71,7 +78,7 @@ class Visits:
     """Knows visitors by their cookies.
 
     Args:
-        guard: knows the token, if there is one.
+        guard: knows principals.
         now_s: the time, seconds since 1970.
     """
 
@@ -81,36 +88,41 @@ class Visits:
 
     def visitor(self, request: web.BaseRequest) -> Visitor:
         """Return who asks."""
-        token = self._guard.token
-        if token is not None:
-            found = self._logged_in(token, request.cookies.get(SESSION_COOKIE, ""))
-            if found is not None:
-                return found
+        found = self._logged_in(request.cookies.get(SESSION_COOKIE, ""))
+        if found is not None:
+            return found
         known = request.cookies.get(VISIT_COOKIE, "")
         new = _SECRET.fullmatch(known) is None
         secret = secrets.token_hex(_SECRET_BYTES) if new else known
-        admitted = token is None or self._bears(token, request)
-        return Visitor(admitted, _read_name(request.cookies.get(NAME_COOKIE, "")), secret, new)
+        principal = self._known(credential_of(request))
+        return Visitor(principal, _read_name(request.cookies.get(NAME_COOKIE, "")), secret, new)
 
-    def _bears(self, token: Token, request: web.BaseRequest) -> bool:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and token.matches(given.strip())
+    def _known(self, credential: Credential) -> Principal | None:
+        try:
+            return self._guard.known(credential)
+        except Unauthorized:
+            return None
 
-    def _logged_in(self, token: Token, cookie: str) -> Visitor | None:
+    def _logged_in(self, cookie: str) -> Visitor | None:
         """Return the visitor of a login's cookie, None where it is none of ours or over."""
         content, _, signature = cookie.rpartition(".")
-        expected = _sign(token, content)
+        parts = content.split(".")
+        if not self._guard.asks or len(parts) != _COOKIE_PARTS:
+            return None
+        until_s, secret, name, principal_name = parts
+        principal = self._guard.named(_read_name(principal_name))
+        if principal is None:
+            return None
+        expected = self._sign(principal, content)
         if not hmac.compare_digest(signature.encode(errors="surrogateescape"), expected.encode()):
             return None
-        until_s, secret, name = content.split(".")
         if int(until_s) <= self._now_s():
             return None
-        return Visitor(True, _read_name(name), secret, logged_in=True)
+        return Visitor(principal, _read_name(name), secret, logged_in=True)
 
-    def is_token(self, given: str) -> bool:
-        """Say whether this is the token of the token file."""
-        token = self._guard.token
-        return token is not None and token.matches(given)
+    def principal_of(self, token: str) -> Principal | None:
+        """Return whose token this is, None where it is nobody's."""
+        return self._known(Credential(digest_of(token), ())) if self._guard.asks else None
 
     def remember(self, response: web.Response, visitor: Visitor, *, secure: bool) -> None:
         """Give a new visitor the secret."""
@@ -121,24 +133,23 @@ class Visits:
         """Keep what a visitor without a login is called, to fill in the next form."""
         _set(response, NAME_COOKIE, _write_name(name), max_age=NAME_S, secure=secure)
 
-    def log_in(self, response: web.Response, name: str, *, secure: bool) -> None:
-        """Begin a login; the token was given and is right."""
-        token = self._guard.token
-        if token is None:
-            return
+    def log_in(
+        self, response: web.Response, principal: Principal, name: str, *, secure: bool
+    ) -> None:
+        """Begin a login; the principal's token was given."""
         until_s = int(self._now_s()) + LOGIN_S
-        content = f"{until_s}.{secrets.token_hex(_SECRET_BYTES)}.{_write_name(name)}"
-        cookie = f"{content}.{_sign(token, content)}"
+        names = f"{_write_name(name)}.{_write_name(principal.name)}"
+        content = f"{until_s}.{secrets.token_hex(_SECRET_BYTES)}.{names}"
+        cookie = f"{content}.{self._sign(principal, content)}"
         _set(response, SESSION_COOKIE, cookie, max_age=LOGIN_S, secure=secure)
+
+    def _sign(self, principal: Principal, content: str) -> str:
+        key = self._guard.form_key(principal)
+        return hmac.digest(key, content.encode(errors="surrogateescape"), hashlib.sha256).hex()
 
     def log_out(self, response: web.Response) -> None:
         """End a login."""
         response.del_cookie(SESSION_COOKIE, path="/", httponly=True, samesite="Strict")
-
-
-def _sign(token: Token, content: str) -> str:
-    key = hashlib.sha256(b"txbroker console\0" + token.text().encode()).digest()
-    return hmac.digest(key, content.encode(errors="surrogateescape"), hashlib.sha256).hex()
 
 
 def _set(

@@ -1,6 +1,6 @@
 """The HTTP API and the SDK's sessions: two thin shells round a `txbroker.contract.Service`."""
 
-from txbroker.proxy.http.api import make_admin_app, make_app
+from txbroker.proxy.http.api import make_admin_app, make_app, make_peer_app
 from txbroker.proxy.http.server import serve
 
-__all__ = ["make_admin_app", "make_app", "serve"]
+__all__ = ["make_admin_app", "make_app", "make_peer_app", "serve"]

@@ -25,8 +25,10 @@ from txbroker.errors import (
     RequestError,
     TooLarge,
 )
+from txbroker.principals import ANYBODY
+from txbroker.proxy.forwarding import PREFIX
 from txbroker.proxy.http import registration, system, transactions
-from txbroker.proxy.http.guards import Guard, is_page
+from txbroker.proxy.http.guards import PRINCIPAL, Guard, PeerGuard, is_page
 from txbroker.proxy.http.internal import Internal
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
@@ -59,6 +61,8 @@ class _Parts:
 
     own: Shell
     shell: Shell
+    peers: PeerGuard
+    internal: Internal
     declared: tuple[Operation, ...]
     pages: Pages
 
@@ -90,6 +94,7 @@ def make_app(
     *,
     local: Service | None = None,
     leases: Leases | None = None,
+    peers: PeerGuard | None = None,
     pages: Pages = lambda _shell, _guard: (),
 ) -> web.Application:
     """Return the web application of one proxy; where there is an admin address, without what is
@@ -99,6 +104,7 @@ def make_app(
         service: answers the HTTP API.
         local: answers sessions and other proxies, this proxy's own part; None: `service` too.
         leases: the sessions that other proxies have in hand; None: made here.
+        peers: knows the other proxies; None: made here.
         pages: makes the pages for people, which admit by themselves.
 
     Raises:
@@ -108,12 +114,14 @@ def make_app(
     # The same in all but whom it asks: what is in flight is bounded together.
     shell = copy.copy(own)
     shell.service = service
-    parts = _Parts(own, shell, operations(), pages)
-    app = _application(parts, Guard(settings), admin=not settings.admin_listen)
+    internal = Internal(own, leases or Leases(sessions))
+    parts = _Parts(own, shell, peers or PeerGuard(settings), internal, operations(), pages)
+    guard = Guard(settings)
+    app = _application(parts, guard, admin=not settings.admin_listen)
     app[_PARTS] = parts
-    for method, path, handler in Internal(own, leases or Leases(sessions)).routes():
-        app.router.add_route(method, path, handler, expect_handler=_expect)
-    session_server = SessionServer(own)
+    if not settings.peer_listen:
+        _add_internal(app, internal)
+    session_server = SessionServer(own, guard)
     app.router.add_get(
         SESSION_PATH, session_server.handle, allow_head=False, expect_handler=_expect
     )
@@ -134,14 +142,40 @@ def make_admin_app(app: web.Application) -> web.Application:
     return _application(parts, Guard(parts.own.settings, admin=True), admin=True)
 
 
+def make_peer_app(app: web.Application) -> web.Application:
+    """Return the application of the peer address of the proxy whose application `app` is: the
+    calls of other proxies alone.
+
+    Raises:
+        ConfigurationError: the token file cannot be read.
+    """
+    parts = app[_PARTS]
+    guard = Guard(parts.own.settings)
+    made = _web_application(parts, guard, frozenset(), pages=False)
+    _add_internal(made, parts.internal)
+    return made
+
+
+def _add_internal(app: web.Application, internal: Internal) -> None:
+    for method, path, handler in internal.routes():
+        app.router.add_route(method, path, handler, expect_handler=_expect)
+
+
+def _web_application(
+    parts: _Parts, guard: Guard, open_paths: frozenset[str], *, pages: bool
+) -> web.Application:
+    app = web.Application(
+        middlewares=[_outermost(parts, guard, open_paths, pages=pages)],
+        client_max_size=parts.shell.settings.request_bytes_max,
+    )
+    app[SHELL] = parts.own
+    return app
+
+
 def _application(parts: _Parts, guard: Guard, *, admin: bool) -> web.Application:
     shell = parts.shell
     open_paths = frozenset(operation.path for operation in parts.declared if operation.open)
-    app = web.Application(
-        middlewares=[_outermost(shell, guard, open_paths, pages=admin)],
-        client_max_size=shell.settings.request_bytes_max,
-    )
-    app[SHELL] = parts.own
+    app = _web_application(parts, guard, open_paths, pages=admin)
     for operation in parts.declared:
         taken = admin or not operation.admin
         handler = _endpoint(shell, operation) if taken else _at_admin_address
@@ -160,6 +194,9 @@ async def _at_admin_address(_: web.Request) -> web.StreamResponse:
 
 def _endpoint(shell: Shell, operation: Operation) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
+        principal = request.get(PRINCIPAL, ANYBODY)
+        if not operation.open:
+            principal.check_role(operation.roles)
         if operation.changes:
             check_media_type(request)
         query = decode_query(request, operation.query) if request.query_string else None
@@ -175,6 +212,7 @@ def _endpoint(shell: Shell, operation: Operation) -> Handler:
                 query or operation.query(),
                 body,
                 request.remote or "",
+                principal,
                 tracing.incoming(request.headers),
             )
             reply = await operation.run(call)
@@ -206,15 +244,18 @@ def _response(operation: Operation, reply: Reply) -> web.Response:
 
 
 def _outermost(
-    shell: Shell, guard: Guard, open_paths: frozenset[str], *, pages: bool
+    parts: _Parts, guard: Guard, open_paths: frozenset[str], *, pages: bool
 ) -> Middleware:
     @web.middleware
     async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             # Pages admit by themselves: they answer in HTML, and have a login.
             page = is_page(request.path)
-            if request.path not in open_paths and not page:
-                guard.admit(request)
+            if request.path.startswith(PREFIX + "/"):
+                guard.admit_page(request)
+                parts.peers.admit(request)
+            elif request.path not in open_paths and not page:
+                request[PRINCIPAL] = guard.admit(request)
             if page and not pages:
                 raise AdminOnly("the console is at this proxy's admin address")
             return await handler(request)

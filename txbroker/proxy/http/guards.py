@@ -1,29 +1,55 @@
-"""Who may call: known host names, no foreign pages, the bearer of the token where there is one, and
-who shows a client certificate where one is asked for.
+"""Who calls, and who may: known host names, no foreign pages, and the principal of each credential.
 
 A page on the web can make a browser call this API on its user's machine or network. The Origin
 header gives such a page away; a page that has its own name pointed at our address (DNS rebinding)
 is given away by the Host header.
 """
 
+import hashlib
 import hmac
 import ipaddress
+import secrets
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from txbroker.addresses import Address, read_secret
+from txbroker.addresses import read_secret
+from txbroker.checkers.leases import PEER_HEADER
 from txbroker.config import Settings
 from txbroker.core.telling import telling
-from txbroker.errors import CertificateRequired, ConfigurationError, Forbidden, Unauthorized
+from txbroker.errors import (
+    CertificateRequired,
+    ConfigurationError,
+    Forbidden,
+    NotAPeer,
+    Unauthorized,
+)
+from txbroker.principals import (
+    ANYBODY,
+    Directory,
+    Patterns,
+    Principal,
+    Role,
+    digest_of,
+    read_principals,
+)
 from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
+PRINCIPAL: web.RequestKey[Principal] = web.RequestKey("principal", Principal)
+"""Under which a request has its caller."""
+
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _PAGES = ("/transactions", "/groups", "/actions", "/static", "/login", "/logout")
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
+_NO_CREDENTIAL = "this call needs a valid credential: send a token as `authorization: Bearer TOKEN`"
+"""One answer for none, a wrong, an expired and a revoked one: it says nothing about which exist."""
 
 
 def is_page(path: str) -> bool:
@@ -33,82 +59,118 @@ def is_page(path: str) -> bool:
     return path == "/" or any(path == page or path.startswith(page + "/") for page in _PAGES)
 
 
-class Token:
-    """The token that calls must carry, read again when its file changes."""
+class Reread(Generic[T]):
+    """What a file holds, read again when the file changes.
 
-    def __init__(self, path: Path, name: str = "token_file") -> None:
+    A file that cannot be read, because it is being replaced or has become unsafe, leaves the last
+    content in force.
+
+    Args:
+        name: of the setting.
+        read: returns the content.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+
+    def __init__(self, name: str, path: Path, read: Callable[[Path], T]) -> None:
         self.name = name
         self._path = path
-        self._stamp: tuple[int, int, int] | None = None
+        self._read = read
+        self._stamp: tuple[int, ...] | None = None
         self._unread = False
-        self._token = read_secret(name, path).encode()
-        self._refresh()
+        self._content = read(path)
+        self.content()
 
-    def matches(self, given: str) -> bool:
-        """Compare in constant time, so that the time taken tells nothing of the token."""
-        self._refresh()
-        return hmac.compare_digest(given.encode(errors="surrogateescape"), self._token)
-
-    def text(self) -> str:
-        """Return the token, for calls to other proxies."""
-        self._refresh()
-        return self._token.decode()
-
-    def _refresh(self) -> None:
+    def content(self) -> T:
+        """Return the newest content that could be read."""
         try:
             status = self._path.stat()
-            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
             if stamp == self._stamp:
-                return
-            self._token = read_secret(self.name, self._path).encode()
+                return self._content
+            self._content = self._read(self._path)
         except (OSError, ConfigurationError) as error:
-            # The file is being replaced: the last token holds until there is a new one.
             if not self._unread:
-                log.warning("token file not read", path=str(self._path), why=telling(error))
+                log.warning(
+                    "file not read", setting=self.name, path=str(self._path), why=telling(error)
+                )
             self._unread = True
-            return
+            return self._content
         if self._stamp is not None:
-            log.info("token file read again", path=str(self._path))
+            log.info("file read again", setting=self.name, path=str(self._path))
         self._stamp = stamp
         self._unread = False
+        return self._content
+
+
+def reread_secret(name: str, path: Path) -> Reread[str]:
+    """Return the secret in a file, read again when the file changes.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    return Reread(name, path, lambda path: read_secret(name, path))
+
+
+class Credential(NamedTuple):
+    """What a caller showed.
+
+    Attributes:
+        digest: SHA-256 of its token in hex, None where it showed none.
+        certificates: the names in its certificate, most specific first.
+    """
+
+    digest: str | None
+    certificates: tuple[str, ...]
 
 
 class Guard:
-    """Admits calls or refuses them.
+    """Knows callers by their credentials, and admits calls or refuses them.
 
     Args:
         admin: True for the guard of the admin address.
 
     Raises:
-        ConfigurationError: the token file cannot be read.
+        ConfigurationError: a file of tokens or principals cannot be read.
     """
 
     def __init__(self, settings: Settings, *, admin: bool = False) -> None:
         listening = settings.admin_address if admin else None
         address = listening or settings.listen_address
-        advertised = urlsplit(settings.advertise_url).hostname or ""
-        named = (address.host, advertised, *settings.allowed_hosts)
+        named = [address.host, _host_of(settings.advertise_url), *settings.allowed_hosts]
+        if settings.peer_address is not None:
+            named += [settings.peer_address.host, _host_of(settings.peer_advertise)]
         self._hosts = _LOOPBACK | {name.lower() for name in named if name}
         # Who listens everywhere is called by any of the machine's addresses. No page can make
         # a bare address its own name, so this opens nothing to DNS rebinding.
-        self._any_address = _is_wildcard(address)
+        self._any_address = any(
+            each is not None and each.host in _WILDCARDS
+            for each in (address, settings.peer_address)
+        )
         self._needs_certificate = settings.tls_client_ca_file is not None
-        self.token: Token | None = None
-        if admin and settings.admin_token_file is not None:
-            self.token = Token(settings.admin_token_file, "admin_token_file")
-        elif settings.token_file is not None:
-            self.token = Token(settings.token_file)
+        # Where operators have no address of their own, who may call may do all.
+        self._role = Role.PRODUCER if settings.admin_listen and not admin else Role.OPERATOR
+        self._token = _token_of(settings, self._role, admin=admin)
+        self._principals: Reread[Directory] | None = None
+        if settings.principals_file is not None:
+            self._principals = Reread("principals_file", settings.principals_file, read_principals)
+        self._form_key = _form_key(settings)
 
-    def admit(self, request: web.BaseRequest) -> None:
-        """Refuse a call by a foreign page, for an unknown host name, or without token or client
-        certificate where there has to be one.
+    @property
+    def asks(self) -> bool:
+        """True where callers need a token or a named certificate."""
+        return self._token is not None or self._principals is not None
+
+    def admit(self, request: web.BaseRequest) -> Principal:
+        """Return who calls; refuse a call by a foreign page, for an unknown host name, or without
+        the credential that is asked for.
 
         Raises:
             Forbidden, CertificateRequired, Unauthorized: says what to do.
         """
         self.admit_page(request)
-        if self.token is not None:
-            self._check_token(self.token, request)
+        return self.known(credential_of(request))
 
     def admit_page(self, request: web.BaseRequest) -> None:
         """Refuse a call by a foreign page, for an unknown host name, or without the client
@@ -118,7 +180,7 @@ class Guard:
         Raises:
             Forbidden, CertificateRequired: says what to do.
         """
-        if self._needs_certificate and not _has_certificate(request):
+        if self._needs_certificate and not certificate_names(request):
             raise CertificateRequired
         host = request.headers.get("Host", "")
         name = _host_name(host)
@@ -130,22 +192,145 @@ class Guard:
         if origin is not None and _netloc(origin) != host.lower():
             raise Forbidden(f"calls from pages of {origin[:100]!r} are not taken")
 
-    def _check_token(self, token: Token, request: web.BaseRequest) -> None:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if not given:
-            raise Unauthorized
-        if scheme.lower() != "bearer" or not token.matches(given.strip()):
-            raise Unauthorized(f"the token is not the one in this proxy's {token.name}")
+    def known(self, credential: Credential) -> Principal:
+        """Return whom a credential identifies.
+
+        Raises:
+            Unauthorized: nobody, or nobody any more.
+        """
+        found = self._find(credential)
+        if found is None:
+            raise Unauthorized(_NO_CREDENTIAL)
+        return found
+
+    def _find(self, credential: Credential) -> Principal | None:
+        principals = None if self._principals is None else self._principals.content()
+        token = None if self._token is None else self._token.content()
+        if credential.digest is not None and self.asks:
+            # By digest: how long a look-up takes tells nothing about the tokens.
+            if token is not None and hmac.compare_digest(token.digests[0], credential.digest):
+                return token
+            return None if principals is None else principals.by_digest(credential.digest)
+        if principals is not None and credential.certificates:
+            return principals.by_certificate(credential.certificates)
+        if self.asks:
+            return None
+        if credential.certificates:
+            return Principal(credential.certificates[0], self._role)
+        return ANYBODY._replace(role=self._role)
+
+    def credentials(self) -> tuple[object, ...]:
+        """Return what all credentials are now, to compare: another one when a file has changed."""
+        files = (self._token, self._principals)
+        return tuple(file.content() for file in files if file is not None)
+
+    def named(self, name: str) -> Principal | None:
+        """Return the principal of a name, for a login that remembers it."""
+        token = None if self._token is None else self._token.content()
+        if token is not None and token.name == name:
+            return token
+        return None if self._principals is None else self._principals.content().by_name(name)
+
+    def form_key(self, principal: Principal) -> bytes:
+        """Return the key that signs logins of a principal: another one when its tokens change."""
+        digests = "\0".join(principal.digests)
+        return hashlib.sha256(self._form_key() + digests.encode()).digest()
 
 
-def _has_certificate(request: web.BaseRequest) -> bool:
-    """Say whether the caller showed a certificate; TLS has let none pass that is not trusted."""
+class PeerGuard:
+    """Knows the other proxies of the installation.
+
+    Raises:
+        ConfigurationError: the peer secret cannot be read.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        path = settings.peer_secret_file
+        self._secret = None if path is None else reread_secret("peer_secret_file", path)
+        self._names = Patterns(settings.peer_names) if settings.peer_names else None
+        self._optional = not settings.guarded
+
+    def secret(self) -> str | None:
+        """Return the secret that calls to other proxies carry."""
+        return None if self._secret is None else self._secret.content()
+
+    def admit(self, request: web.BaseRequest) -> None:
+        """Refuse a call that does not come from a proxy of this installation.
+
+        Raises:
+            NotAPeer: says what to do.
+        """
+        if self._secret is None and self._names is None:
+            if self._optional:
+                return
+            raise NotAPeer(
+                "this proxy has no peer identity, so it takes no calls of other proxies: set "
+                "peer_secret_file or peer_names on every proxy of the installation"
+            )
+        if self._secret is not None:
+            given = request.headers.get(PEER_HEADER, "").encode(errors="surrogateescape")
+            if hmac.compare_digest(given, self._secret.content().encode()):
+                return
+        if self._names is not None and any(
+            name in self._names for name in certificate_names(request)
+        ):
+            return
+        raise NotAPeer(
+            "the caller has not proved to be a proxy of this installation: it needs the same "
+            "peer_secret_file, or a client certificate that peer_names names"
+        )
+
+
+def credential_of(request: web.BaseRequest) -> Credential:
+    """Return what a caller showed."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    token = given.strip() if scheme.lower() == "bearer" else ""
+    digest = digest_of(token) if given else None
+    return Credential(digest, certificate_names(request))
+
+
+def certificate_names(request: web.BaseRequest) -> tuple[str, ...]:
+    """Return the names in the caller's certificate: DNS names, URIs, addresses, then the common
+    name. TLS has let no certificate pass that is not trusted."""
     transport = request.transport
-    return transport is not None and bool(transport.get_extra_info("peercert"))
+    shown = None if transport is None else transport.get_extra_info("peercert")
+    if not shown:
+        return ()
+    names = [name for _, name in shown.get("subjectAltName", ())]
+    common = [
+        value for part in shown.get("subject", ()) for key, value in part if key == "commonName"
+    ]
+    # A certificate without any name is a certificate all the same.
+    return tuple(dict.fromkeys([*names, *common])) or ("",)
 
 
-def _is_wildcard(address: Address) -> bool:
-    return address.host in _WILDCARDS
+def _token_of(settings: Settings, role: Role, *, admin: bool) -> Reread[Principal] | None:
+    """Return the principal of the one token that all callers of an address share, if any."""
+    name, path = "token_file", settings.token_file
+    if admin and settings.admin_token_file is not None:
+        name, path = "admin_token_file", settings.admin_token_file
+    if path is None:
+        return None
+
+    def read(path: Path) -> Principal:
+        return Principal(name, role, shared=True, digests=(digest_of(read_secret(name, path)),))
+
+    return Reread(name, path, read)
+
+
+def _form_key(settings: Settings) -> Callable[[], bytes]:
+    """Return what makes keys of logins: the same on every proxy where they share a secret.
+
+    The digests of a principals file are no secret, so a key from them alone could be made by
+    anyone who has read it.
+    """
+    for name in ("peer_secret_file", "admin_token_file", "token_file"):
+        path = getattr(settings, name)
+        if path is not None:
+            secret = reread_secret(name, path)
+            return lambda: b"txbroker console\0" + secret.content().encode()
+    own = secrets.token_bytes(32)
+    return lambda: own
 
 
 def _is_address(name: str) -> bool:
@@ -154,6 +339,10 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _host_of(url: str) -> str:
+    return urlsplit(url).hostname or ""
 
 
 def _host_name(host: str) -> str:

@@ -1,8 +1,8 @@
 """What proxies ask of one another: calls handed on to the owner, and sessions lent for checks.
 
 Whatever comes in here is answered by this proxy's own part alone and never handed on again, so no
-call can go round in circles. It carries the same token as every other call; a browser has nothing
-to do here at all.
+call can go round in circles. `PeerGuard` lets only proxies of the installation pass, so who acts is
+what the proxy says that authenticated the caller. A browser has nothing to do here at all.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,8 +13,10 @@ from aiohttp import web
 
 from txbroker.checkers.base import CheckCall
 from txbroker.checkers.leases import (
+    CONTENT_TYPE,
     NOBODY,
     PATH,
+    PROXY_HEADER,
     GroupsConnected,
     LeaseRequest,
     Leases,
@@ -41,10 +43,8 @@ from txbroker.errors import (
     UnsupportedMediaType,
 )
 from txbroker.proxy.forwarding import (
-    CONTENT_TYPE,
     OVERVIEW_PATH,
     PREFIX,
-    PROXY_HEADER,
     SESSIONS_PATH,
     ById,
     encode,
@@ -118,7 +118,9 @@ class Internal:
 
     async def _check(self, request: ById) -> object:
         _check_by_id(request)
-        return await self._service.check(request.id, by=request.by, reason=request.reason)
+        return await self._service.check(
+            request.id, by=request.by, reason=request.reason, group=request.group
+        )
 
     async def _revive(self, request: ById) -> object:
         _check_by_id(request)

@@ -12,6 +12,7 @@ from txbroker.errors import (
     BadRequest,
     CertificateRequired,
     Forbidden,
+    NotPermitted,
     Overloaded,
     RequestError,
     TooLarge,
@@ -19,12 +20,18 @@ from txbroker.errors import (
     Unauthorized,
     UnsupportedMediaType,
 )
+from txbroker.principals import ANYBODY, Principal, Role
 from txbroker.proxy.http.bodies import Answer, NoQuery, Request
 from txbroker.proxy.http.shell import Shell
 from txbroker.wire import CODE_HEADER
 
 JSON = "application/json"
 encode_json = msgspec.json.Encoder().encode
+
+EVERY_ROLE = tuple(Role)
+WHO_WRITES = (Role.PRODUCER, Role.OPERATOR)
+WHO_LOOKS = (Role.VIEWER, Role.OPERATOR)
+ONLY_OPERATORS = (Role.OPERATOR,)
 
 Errors = tuple[type[RequestError], ...]
 _ALWAYS: Errors = (BadRequest, Forbidden, CertificateRequired, Unauthorized, RequestError)
@@ -40,6 +47,7 @@ class Call:
     query: Request
     body: Request | None
     remote: str
+    principal: Principal = ANYBODY
     trace: TraceContext | None = None
     """The trace that it came with, where spans are made."""
 
@@ -65,6 +73,7 @@ class Operation:
         body: what must come with the call; `body_optional` where nothing at all is fine too.
         errors: what it can end with, beside what every call can.
         open: True where anybody may call, whatever the host name and without token.
+        roles: which roles may call.
         admin: True where the call is one of operators': where there is an admin address, it is
             taken there alone.
         prepares: True where the call begins a transaction: it leaves room for those that end one.
@@ -82,6 +91,7 @@ class Operation:
     errors: Errors = field(default=())
     media: str = JSON
     open: bool = False
+    roles: tuple[Role, ...] = EVERY_ROLE
     admin: bool = False
     prepares: bool = False
 
@@ -94,6 +104,8 @@ class Operation:
     def all_errors(self) -> Errors:
         """Everything that this call can end with."""
         always = (*_ALWAYS, AdminOnly) if self.admin else _ALWAYS
+        if not self.open:
+            always = (*always, NotPermitted)
         return tuple(dict.fromkeys((*always, *(_WITH_BODY if self.changes else ()), *self.errors)))
 
 

@@ -13,7 +13,14 @@ from txbroker.checkers.trial import try_group
 from txbroker.config import Settings
 from txbroker.errors import BadRequest, KafkaDown, UnknownGroup
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
-from txbroker.proxy.http.operations import Call, Operation, Reply
+from txbroker.proxy.http.operations import (
+    ONLY_OPERATORS,
+    WHO_LOOKS,
+    WHO_WRITES,
+    Call,
+    Operation,
+    Reply,
+)
 from txbroker.proxy.http.shell import check_group
 from txbroker.proxy.logging import get_logger
 
@@ -26,6 +33,7 @@ async def put_group(call: Call) -> Reply:
     """Register a group, or replace what is registered."""
     group = call.path["group"]
     check_group(group)
+    call.principal.check_group(group)
     policy = GroupPolicy(**structs.asdict(cast(GroupBody, call.body)))
     if await asyncio.to_thread(_is_own, policy.secret_ref or "", call.shell.settings):
         raise BadRequest(
@@ -35,7 +43,7 @@ async def put_group(call: Call) -> Reply:
         await call.shell.groups.put(group, policy)
     except PolicyError as error:
         raise BadRequest(str(error)) from None
-    log.info("group registered", group=group, remote=call.remote)
+    log.info("group registered", group=group, by=call.principal.by(f"http {call.remote}"))
     return Reply(200, _shown(call, group, policy))
 
 
@@ -66,6 +74,7 @@ def _same_file(place: str, own: Path) -> bool:
 async def get_group(call: Call) -> Reply:
     """Tell what is registered of a group."""
     group = call.path["group"]
+    call.principal.check_group(group)
     policy = call.shell.groups.get(group)
     if policy is None:
         raise UnknownGroup(call.shell.groups.problem(group))
@@ -75,15 +84,17 @@ async def get_group(call: Call) -> Reply:
 async def delete_group(call: Call) -> Reply:
     """Remove what is registered of a group."""
     group = call.path["group"]
+    call.principal.check_group(group)
     if not await call.shell.groups.remove(group):
         raise UnknownGroup
-    log.info("group removed", group=group, remote=call.remote)
+    log.info("group removed", group=group, by=call.principal.by(f"http {call.remote}"))
     return Reply(200, RemovedBody(group=group, removed=True))
 
 
 async def test_group(call: Call) -> Reply:
     """Send a test call to a group's check URL, which is no check."""
     group = call.path["group"]
+    call.principal.check_group(group)
     policy = call.shell.groups.get(group)
     if policy is None:
         raise UnknownGroup(call.shell.groups.problem(group))
@@ -104,7 +115,11 @@ async def test_group(call: Call) -> Reply:
 
 async def list_groups(call: Call) -> Reply:
     """List registered groups by name."""
-    shown = [_shown(call, group, policy) for group, policy in call.shell.groups.list()]
+    shown = [
+        _shown(call, group, policy)
+        for group, policy in call.shell.groups.list()
+        if group in call.principal.groups
+    ]
     return Reply(200, GroupsBody(groups=shown))
 
 
@@ -122,6 +137,7 @@ OPERATIONS = (
         put_group,
         {200: GroupAnswer},
         body=GroupBody,
+        roles=WHO_WRITES,
         errors=(KafkaDown,),
     ),
     Operation(
@@ -141,6 +157,7 @@ OPERATIONS = (
         delete_group,
         {200: RemovedBody},
         errors=(UnknownGroup, KafkaDown),
+        roles=ONLY_OPERATORS,
         admin=True,
     ),
     Operation(
@@ -151,6 +168,7 @@ OPERATIONS = (
         test_group,
         {200: TestedBody},
         errors=(UnknownGroup,),
+        roles=ONLY_OPERATORS,
         admin=True,
     ),
     Operation(
@@ -160,6 +178,7 @@ OPERATIONS = (
         "List registered groups by name",
         list_groups,
         {200: GroupsBody},
+        roles=WHO_LOOKS,
         admin=True,
     ),
 )

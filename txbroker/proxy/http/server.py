@@ -144,13 +144,13 @@ class _Runner(web.AppRunner):
 
 @asynccontextmanager
 async def serve(
-    app: web.Application, listen: str, tls: ServerTls | None = None, *, admin: bool = False
+    app: web.Application, listen: str, tls: ServerTls | None = None, *, public: bool = True
 ) -> AsyncIterator[str]:
     """Listen on `host:port` (port 0 takes a free one) and yield the URL to call.
 
     Args:
         tls: what to show and ask for; None: TLS is not spoken.
-        admin: True where this is the admin address, so not where SDKs and other proxies call.
+        public: False for the admin and the peer address, where no SDK calls.
 
     Raises:
         ConfigurationError: the address is malformed, taken or not this machine's.
@@ -182,7 +182,7 @@ async def serve(
         port = runner.addresses[0][1]
         url = address._replace(port=port).url_of(secure=tls is not None)
         shell = app[SHELL]
-        if not (admin or shell.settings.advertise):
+        if public and not shell.settings.advertise:
             shell.url = url
         yield url
     finally:

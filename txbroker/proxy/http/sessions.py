@@ -26,6 +26,9 @@ from txbroker.errors import (
     Overloaded,
     RequestError,
 )
+from txbroker.principals import ANYBODY, Principal
+from txbroker.proxy.http.guards import PRINCIPAL, Guard, credential_of
+from txbroker.proxy.http.operations import WHO_WRITES
 from txbroker.proxy.http.shell import (
     OPERATION_BYTES,
     InFlight,
@@ -59,6 +62,8 @@ class Session:
     def __init__(
         self, shell: Shell, socket: web.WebSocketResponse, request: web.Request, hello: wire.Hello
     ) -> None:
+        self.credential = credential_of(request)
+        self.principal: Principal = request.get(PRINCIPAL, ANYBODY)
         self._shell = shell
         self._service = shell.service
         self._settings = shell.settings
@@ -266,6 +271,7 @@ class Session:
             retry=operation.retry,
         )
         self._shell.check_prepare(request)
+        self.principal.check_topics(message.topic for message in request.messages)
         if not tracing.is_on():
             return self._service.prepare(request)
         return traced_prepare(self._service, request)
@@ -280,7 +286,7 @@ class Session:
             messages=operation.messages,
             reason=operation.reason,
             source=Source.PRODUCER,
-            by=self.instance,
+            by=self.principal.by(self.instance),
             wait=operation.wait,
         )
         self._shell.check_decide(request)
@@ -292,7 +298,8 @@ class Session:
     def _ask_early(self, operation: wire.AskEarly) -> Awaitable[contract.Standing]:
         check_id(operation.id)
         check_reason(operation.reason)
-        return self._service.check(operation.id, by=self.instance, reason=operation.reason)
+        by = self.principal.by(self.instance)
+        return self._service.check(operation.id, group=self.group, by=by, reason=operation.reason)
 
     async def finish(self, timeout_s: float) -> None:
         """Let operations under way end; after `timeout_s` they are given up."""
@@ -326,8 +333,9 @@ class TellsOwners(Protocol):
 class SessionServer:
     """Opens sessions and tells all of them what changes."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, guard: Guard) -> None:
         self._shell = shell
+        self._guard = guard
         self._settings = shell.settings
         self._open: set[Session] = set()
         self._sockets: set[web.WebSocketResponse] = set()
@@ -339,9 +347,11 @@ class SessionServer:
         """Carry one session from its upgrade to its end.
 
         Raises:
+            NotPermitted: the caller's role has no sessions.
             BadRequest: it is no WebSocket upgrade.
             Overloaded: too many sessions are open.
         """
+        request.get(PRINCIPAL, ANYBODY).check_role(WHO_WRITES)
         if len(self._sockets) >= self._settings.sessions_max:
             self._shell.metrics.overloaded("session")
             raise Overloaded("too many sessions are open: try another proxy or a little later")
@@ -358,6 +368,8 @@ class SessionServer:
             await self._converse(socket, request)
         except ProtocolError as error:
             await self._farewell(socket, BadRequest(str(error)))
+        except RequestError as error:
+            await self._farewell(socket, error)
         except (ClientConnectionResetError, ConnectionError):
             pass
         finally:
@@ -370,6 +382,7 @@ class SessionServer:
             return
         hello = _hello(operations)
         session = Session(self._shell, socket, request, hello)
+        session.principal.check_group(session.group)
         writer = asyncio.create_task(session.write())
         self._open.add(session)
         session.send(self._welcome())
@@ -428,11 +441,14 @@ class SessionServer:
     async def _tell_changes(self) -> None:
         owners = tuple(self._shell.service.owners())
         clock_at = self._now() + CLOCK_S
+        credentials = self._guard.credentials()
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(OWNERS_POLL_S):
                     await self._moved.wait()
             self._moved.clear()
+            before, credentials = credentials, self._guard.credentials()
+            self._check_principals(changed=credentials != before)
             found = tuple(self._shell.service.owners())
             if found != owners:
                 owners = found
@@ -440,6 +456,25 @@ class SessionServer:
             if self._now() >= clock_at:
                 clock_at = self._now() + CLOCK_S
                 self._tell(wire.Clock(self._shell.service.now_ms()))
+
+    def _check_principals(self, *, changed: bool) -> None:
+        """Cut off the sessions of principals that are gone or have expired, whose next try is told
+        why, and give the others their present rights.
+
+        Args:
+            changed: False where only time has passed.
+        """
+        for session in tuple(self._open):
+            if not (changed or session.principal.expires_s):
+                continue
+            try:
+                principal = self._guard.known(session.credential)
+                principal.check_role(WHO_WRITES)
+                principal.check_group(session.group)
+            except RequestError as error:
+                session.cut_off(str(error))
+            else:
+                session.principal = principal
 
     @staticmethod
     def _now() -> float:

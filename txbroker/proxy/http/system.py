@@ -3,7 +3,7 @@
 import msgspec
 
 from txbroker.proxy.http.bodies import HealthBody, OverviewBody, ReadyBody
-from txbroker.proxy.http.operations import Call, Operation, Reply
+from txbroker.proxy.http.operations import WHO_LOOKS, Call, Operation, Reply
 
 _OVERVIEW_FIELDS = tuple(field.name for field in msgspec.structs.fields(OverviewBody))
 
@@ -27,7 +27,9 @@ async def ready(call: Call) -> Reply:
 async def overview(call: Call) -> Reply:
     """Tell how all stands: owners, counts, rates, groups."""
     found = await call.shell.service.overview()
-    return Reply(200, OverviewBody(**{name: getattr(found, name) for name in _OVERVIEW_FIELDS}))
+    fields = {name: getattr(found, name) for name in _OVERVIEW_FIELDS}
+    fields["groups"] = tuple(g for g in found.groups if g.group in call.principal.groups)
+    return Reply(200, OverviewBody(**fields))
 
 
 async def metrics(call: Call) -> Reply:
@@ -55,6 +57,7 @@ OPERATIONS = (
         "How all stands: proxies, half partitions, groups, rates over the last ten seconds",
         overview,
         {200: OverviewBody},
+        roles=WHO_LOOKS,
         admin=True,
     ),
     Operation(
@@ -65,6 +68,7 @@ OPERATIONS = (
         metrics,
         {200: None},
         media="text/plain",
+        roles=WHO_LOOKS,
         admin=True,
     ),
 )  # fmt: skip

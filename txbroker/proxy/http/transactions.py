@@ -28,12 +28,14 @@ from txbroker.errors import (
     KafkaDown,
     NotFound,
     NotPending,
+    NotPermitted,
     Overloaded,
     OwnerUnavailable,
     TooOld,
     UnknownTopic,
     WrongGroup,
 )
+from txbroker.principals import Role
 from txbroker.proxy.http.bodies import (
     CommitBody,
     FindQuery,
@@ -46,7 +48,7 @@ from txbroker.proxy.http.bodies import (
     StandingBody,
     TransactionBody,
 )
-from txbroker.proxy.http.operations import Call, Operation, Reply
+from txbroker.proxy.http.operations import ONLY_OPERATORS, WHO_WRITES, Call, Operation, Reply
 from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.http.shell import check_group, plain_id
 from txbroker.proxy.tracing import note_standing, preparing, within
@@ -77,6 +79,8 @@ async def prepare(call: Call) -> Reply:
         retry=body.id is not None,
     )
     check_group(request.group)
+    call.principal.check_group(request.group)
+    call.principal.check_topics(message.topic for message in request.messages)
     with preparing(request, call.trace) as step:
         traced = within(request, call.trace if step is None else step.context)
         call.shell.check_prepare(traced)
@@ -115,15 +119,20 @@ async def _decide(
     content: msgspec.Raw | None = None,
     wait: bool = False,
 ) -> Reply:
+    id = plain_id(call.path["id"])
     if group is not None:
         check_group(group)
+        call.principal.check_group(group)
+    else:
+        await _check_own(call, id)
+    producer = group or call.principal.role is Role.PRODUCER
     request = DecideRequest(
-        id=plain_id(call.path["id"]),
+        id=id,
         decision=decision,
         group=group or "",
         messages=None if content is None else decode_content(content),
         reason=reason or "",
-        source=Source.PRODUCER if group else Source.OPERATOR,
+        source=Source.PRODUCER if producer else Source.OPERATOR,
         by=_who(by, call),
         wait=wait,
         wait_s=WAIT_MAX_S if wait else 0.0,
@@ -138,32 +147,48 @@ async def _decide(
 async def check(call: Call) -> Reply:
     """Pull the next check forward."""
     body = cast(ReasonBody, call.body)
-    standing = await call.shell.service.check(
-        plain_id(call.path["id"]), by=_who(body.by, call), reason=body.reason or ""
-    )
+    id = plain_id(call.path["id"])
+    await _check_own(call, id)
+    standing = await call.shell.service.check(id, by=_who(body.by, call), reason=body.reason or "")
     return Reply(200, _standing(standing))
 
 
 async def revive(call: Call) -> Reply:
     """Begin a new round of checks, or try a refused one again."""
     body = cast(ReasonBody, call.body)
-    standing = await call.shell.service.revive(
-        plain_id(call.path["id"]), by=_who(body.by, call), reason=body.reason or ""
-    )
+    id = plain_id(call.path["id"])
+    await _check_own(call, id)
+    standing = await call.shell.service.revive(id, by=_who(body.by, call), reason=body.reason or "")
     return Reply(200, _standing(standing))
 
 
 def _who(by: str | None, call: Call) -> str:
-    """Return who acts: what the caller says, which nobody can prove, and the address it came
-    from."""
-    address = f"http {call.remote}"
-    return f"{by} via {address}" if by else address
+    """Return who acts: the principal; where none is asked for, what the caller says and its
+    address."""
+    claim = "" if call.principal.name else by or ""
+    return call.principal.by(f"http {call.remote}", claim)
+
+
+async def _check_own(call: Call, id: str) -> None:
+    """Refuse a transaction of a group that is not the caller's. A transaction never changes its
+    group, so what is found here holds for the call that follows.
+
+    Raises:
+        NotPermitted: names the group.
+        NotFound, TooOld, OwnerUnavailable: the transaction cannot be looked at.
+    """
+    if not call.principal.groups.everything:
+        view = await call.shell.service.find(id)
+        call.principal.check_group(view.group)
 
 
 async def find(call: Call) -> Reply:
     """Tell all that is known of a transaction."""
     bodies = cast(FindQuery, call.query).bodies
+    if bodies and not call.principal.sees_bodies:
+        raise NotPermitted("a viewer sees no message bodies: ask without bodies")
     view = await call.shell.service.find(plain_id(call.path["id"]), bodies=bodies)
+    call.principal.check_group(view.group)
     return Reply(200, _view(view, bodies=bodies))
 
 
@@ -178,7 +203,12 @@ async def list_all(call: Call) -> Reply:
     return Reply(
         200,
         PageBody(
-            transactions=[_view(view, bodies=False) for view in page.transactions],
+            # A page may be shorter than the limit, down to empty, and still not be the last.
+            transactions=[
+                _view(view, bodies=False)
+                for view in page.transactions
+                if view.group in call.principal.groups
+            ],
             next_cursor=page.next_cursor,
         ),
     )
@@ -221,6 +251,7 @@ OPERATIONS = (
         errors=(
             BadId, IdConflict, IdExpired, UnknownTopic, BadTarget, BadSchedule, *_OUT_OF_REACH,
         ),
+        roles=WHO_WRITES,
         prepares=True,
     ),
     Operation(
@@ -253,6 +284,7 @@ OPERATIONS = (
         {200: StandingBody},
         body=CommitBody,
         body_optional=True,
+        roles=WHO_WRITES,
         errors=(WrongGroup, AlreadyDecided, UnknownTopic, BadTarget, *_BY_ID),
     ),
     Operation(
@@ -264,6 +296,7 @@ OPERATIONS = (
         {200: StandingBody},
         body=RollbackBody,
         body_optional=True,
+        roles=WHO_WRITES,
         errors=(WrongGroup, AlreadyDecided, *_BY_ID),
     ),
     Operation(
@@ -275,6 +308,7 @@ OPERATIONS = (
         {200: StandingBody},
         body=ReasonBody,
         body_optional=True,
+        roles=ONLY_OPERATORS,
         errors=(NotPending, Overloaded, *_BY_ID),
         admin=True,
     ),
@@ -287,6 +321,7 @@ OPERATIONS = (
         {200: StandingBody},
         body=ReasonBody,
         body_optional=True,
+        roles=ONLY_OPERATORS,
         errors=(NotPending, *_BY_ID),
         admin=True,
     ),
