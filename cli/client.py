@@ -42,6 +42,7 @@ _REMEDIES = {
     "unauthorized": "Name the file that holds the token with --token-file.",
     "certificate_required": "Name one with --client-cert-file and --client-key-file.",
     "admin_only": "Name that address with --url, and its token with --token-file.",
+    "not_permitted": "Use a principal with that right: name its token with --token-file.",
     "already_decided": "Nothing was changed; `txbroker tx show` tells who decided and when.",
     "wrong_group": "Name the right --group, or none to decide as an operator.",
     "unknown_topic": "Create the topic, or run the proxy with --create-target-topics.",

@@ -12,6 +12,7 @@ COMMANDS = (
     Command("topics", "topics", "Plan and make txbroker's own topics."),
     Command("tx", "tx", "Look at transactions and resolve them."),
     Command("groups", "groups", "Look at producer groups and register them."),
+    Command("principals", "principals", "Say who may call a proxy, and for which groups."),
     Command("top", "top", "Show how all stands, again and again."),
     Command("doctor", "doctor.command", "Find what is not well, and what to do about it."),
     Command("context", "context", "Name several installations, and say which one to call."),

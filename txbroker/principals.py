@@ -54,6 +54,7 @@ class Patterns:
 
     def __init__(self, allow: Iterable[str] = ("*",), deny: Iterable[str] = ()) -> None:
         allow, deny = tuple(allow), tuple(deny)
+        self._text = ", ".join([*allow, *(f"not {pattern}" for pattern in deny)])
         self._allow = None if "*" in allow else _compiled(allow)
         self._deny = _compiled(deny) if deny else None
 
@@ -61,6 +62,9 @@ class Patterns:
     def everything(self) -> bool:
         """True where every name is allowed."""
         return self._allow is None and self._deny is None
+
+    def __str__(self) -> str:
+        return self._text
 
     def __contains__(self, name: str) -> bool:
         if self._deny is not None and self._deny.match(name):
@@ -210,9 +214,11 @@ class Directory:
         found = (_valid(self._by_certificate.get(name)) for name in names)
         return next((principal for principal in found if principal is not None), None)
 
-    def by_name(self, name: str) -> Principal | None:
-        """Return the principal of this name, None where there is none or it has expired."""
-        return _valid(self._by_name.get(name))
+    def by_name(self, name: str, *, expired: bool = False) -> Principal | None:
+        """Return the principal of this name, None where there is none or, unless `expired` ones
+        count, it has expired."""
+        found = self._by_name.get(name)
+        return found if expired else _valid(found)
 
 
 def _enter(

@@ -67,7 +67,7 @@ async def test_a_login_opens_what_was_asked_for_until_it_ends(stranger: Reader) 
 async def test_a_wrong_token_opens_nothing(stranger: Reader, token: str) -> None:
     seen = await log_in(stranger, token.encode(errors="replace").decode(), name="Ada")
     assert seen.status == 401
-    assert "not the token" in seen.main.one("p", role="alert").text
+    assert "not valid here" in seen.main.one("p", role="alert").text
     assert seen.form("/login")["name"] == "Ada"
     assert (await stranger.open("/")).url.path == "/login"
 
@@ -113,7 +113,7 @@ async def test_what_is_done_bears_the_name_of_the_login(guarded: Service, strang
     done = await stranger.act(f"/actions/rollback?id={id}", reason="a test")
     assert done.status == 200
     view = await guarded.proxy.cluster.find(id)
-    assert (view.by, view.reason) == ("Ada L. via console 127.0.0.1", "a test")
+    assert (view.by, view.reason) == ("token_file (Ada L.) via console 127.0.0.1", "a test")
 
 
 async def test_a_form_without_a_login_does_nothing(guarded: Service, stranger: Reader) -> None:
@@ -167,6 +167,7 @@ class Request:
     def __init__(self, cookies: dict[str, str]) -> None:
         self.cookies = cookies
         self.headers: dict[str, str] = {}
+        self.transport = None
 
 
 class Response:
@@ -184,9 +185,12 @@ async def test_a_cookie_is_taken_whole_in_its_time_and_by_whoever_has_the_token(
 ) -> None:
     now = [time.time()]
     settings = Settings(token_file=token_file)
-    visits = Visits(Guard(settings), lambda: now[0])
+    guard = Guard(settings)
+    visits = Visits(guard, lambda: now[0])
+    principal = guard.named("token_file")
+    assert principal is not None
     response = Response()
-    visits.log_in(response, "Ada", secure=False)  # type: ignore[arg-type]
+    visits.log_in(response, principal, "Ada", secure=False)  # type: ignore[arg-type]
     cookie = response.cookies["txbroker_session"]
 
     def admits(value: str, by: Visits = visits) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from http_api import Api, running_api
 
-from txbroker.checkers.leases import CONTENT_TYPE, PROXY_HEADER, PeerIdentity
+from txbroker.checkers.leases import CONTENT_TYPE, PEER_HEADER, PROXY_HEADER, PeerIdentity
 from txbroker.contract import DecideRequest, ListRequest, PrepareRequest
 from txbroker.core.ids import make_id
 from txbroker.core.records import Decision, Message, Source, State
@@ -33,9 +33,24 @@ PREPARE = PrepareRequest("orders", (MESSAGE,), check_after_s=9.5, instance="pod-
 ID = make_id(0, 1_700_000_000_000, 7)
 
 
+TOKEN = "the-token-of-producers"
+SECRET = "the-secret-of-proxies"
+
+
+def proved(folder: Path) -> dict[str, Path]:
+    """Return the settings of a proxy that asks for a token, and of peers for their secret."""
+    files = {"token_file": TOKEN, "peer_secret_file": SECRET}
+    for name, secret in files.items():
+        (folder / name).write_text(secret)
+        (folder / name).chmod(0o600)
+    return {name: folder / name for name in files}
+
+
 @asynccontextmanager
-async def peers(**options: Any) -> AsyncIterator[Peers]:
-    made = Peers(PeerIdentity(lambda: ME), **options)
+async def peers(
+    secret: Callable[[], str | None] = lambda: None, **options: Any
+) -> AsyncIterator[Peers]:
+    made = Peers(PeerIdentity(lambda: ME, secret), **options)
     try:
         yield made
     finally:
@@ -79,7 +94,7 @@ async def test_every_call_arrives_as_it_was_made(api: Api, peer: Peers) -> None:
     assert (await peer.decide(api.url, decide)).state is State.PROMOTED
     api.service.park(stored.id)
     await peer.revive(api.url, stored.id, by="me", reason="because")
-    await peer.check(api.url, stored.id, by="you", reason="now")
+    await peer.check(api.url, stored.id, by="you", reason="now", group="")
     view = await peer.find(api.url, stored.id, bodies=True)
     assert view == api.service.views[stored.id]
     assert view.messages[0].message == MESSAGE
@@ -149,15 +164,17 @@ async def test_unknown_fields_are_ignored_and_missing_ones_defaulted(api: Api) -
 
 @pytest.mark.parametrize("call", ["prepare", "decide", "check", "revive", "find", "list", "leases"])
 async def test_only_proxies_may_call(call: str, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("secret\n")
-    right = {"authorization": "Bearer secret"}
-    async with running_api(token_file=tmp_path / "token") as api:
-        refusals = {
-            401: {},
-            403: {**right, "origin": api.url},
-            415: {**right, "content_type": "application/json"},
-        }
-        for expected, headers in refusals.items():
+    right = {PEER_HEADER: SECRET}
+    async with running_api(**proved(tmp_path)) as api:
+        refusals: list[tuple[int, dict[str, str]]] = [
+            (403, {}),
+            (403, {"authorization": f"Bearer {TOKEN}"}),
+            (403, {PEER_HEADER: TOKEN}),
+            (403, {PEER_HEADER: ""}),
+            (403, {**right, "origin": api.url}),
+            (415, {**right, "content_type": "application/json"}),
+        ]
+        for expected, headers in refusals:
             assert (await post(api, call, {}, **headers))[0] == expected
         status, error = await post(api, call, {}, leave_out=PROXY_HEADER, **right)
         assert (status, PROXY_HEADER in error["message"]) == (400, True)
@@ -167,14 +184,14 @@ async def test_only_proxies_may_call(call: str, tmp_path: Path) -> None:
 
 
 async def test_sessions_are_told_to_proxies_only(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("secret")
-    async with running_api(token_file=tmp_path / "token") as api:
+    async with running_api(**proved(tmp_path)) as api:
         url = f"{api.url}{PREFIX}/sessions"
-        right = {"authorization": "Bearer secret", PROXY_HEADER: ME}
+        right = {PEER_HEADER: SECRET, PROXY_HEADER: ME}
         for headers, expected in (
-            ({}, 401),
+            ({}, 403),
+            ({"authorization": f"Bearer {TOKEN}", PROXY_HEADER: ME}, 403),
             ({**right, "origin": api.url}, 403),
-            ({"authorization": "Bearer secret"}, 400),
+            ({PEER_HEADER: SECRET}, 400),
             (right, 200),
         ):
             async with api.client.get(url, headers=headers) as answer:
@@ -193,29 +210,26 @@ async def test_a_proxy_of_another_group_gets_nothing(
     assert (await peer.prepare(api.url, PREPARE)).created
 
 
-async def test_the_token_goes_along_and_is_read_anew() -> None:
+async def test_each_call_carries_the_newest_peer_secret_and_no_token() -> None:
     seen: list[str | None] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        lines = [line for line in head.splitlines() if line.startswith("authorization:")]
+        assert "authorization:" not in head
+        lines = [line for line in head.splitlines() if line.startswith(PEER_HEADER)]
         seen.append(lines[0].partition(": ")[2] if lines else None)
 
-    tokens: list[str | None] = [None, "one", "two"]
-    async with server(answer) as url, peers(bearer=lambda: tokens[len(seen)]) as made:
-        for _ in tokens:
+    secrets: list[str | None] = [None, "one", "two"]
+    async with server(answer) as url, peers(lambda: secrets[len(seen)]) as made:
+        for _ in secrets:
             with pytest.raises(OwnerUnavailable):
                 await made.find(url, ID, bodies=False)
-    assert seen == [None, "bearer one", "bearer two"]
+    assert seen == [None, "one", "two"]
 
 
-async def test_another_token_there_is_no_refusal_of_the_caller(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("theirs")
-    async with (
-        running_api(token_file=tmp_path / "token") as api,
-        peers(bearer=lambda: "ours") as made,
-    ):
-        with pytest.raises(OwnerUnavailable, match="401"):
+async def test_another_peer_secret_there_is_no_refusal_of_the_caller(tmp_path: Path) -> None:
+    async with running_api(**proved(tmp_path)) as api, peers(lambda: "another") as made:
+        with pytest.raises(OwnerUnavailable, match="403 not_a_peer"):
             await made.find(api.url, ID, bodies=False)
 
 

@@ -226,12 +226,13 @@ async def test_a_connection_that_ended_before_was_not_asked(
     assert session.sent == []
 
 
-async def test_another_token_there_reaches_nobody(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("theirs")
-    async with running_api(token_file=tmp_path / "token") as api:
+async def test_another_peer_secret_there_reaches_nobody(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("the secret there")
+    (tmp_path / "secret").chmod(0o600)
+    async with running_api(peer_secret_file=tmp_path / "secret") as api:
         Asked(api.sessions, "pod-1", CheckAnswer(0, Decision.COMMIT))
-        for token, kind in (("ours", Unreached), ("theirs", LeaseChannel)):
-            known = PeerSessions(PeerIdentity(lambda: ME, lambda: token))  # noqa: B023
+        for secret, kind in (("another", Unreached), ("the secret there", LeaseChannel)):
+            known = PeerSessions(PeerIdentity(lambda: ME, lambda: secret))  # noqa: B023
             look(api, known)
             channel = await known.acquire("orders", "")
             assert isinstance(channel, kind)

@@ -14,13 +14,14 @@ from txbroker.proxy.roster import SILENT_LOOKS, Roster
 ME = "http://proxy-b:8470"
 
 
-async def test_a_proxy_with_another_token_is_told_of_once(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("theirs")
-    token = "ours"
-    async with running_api(token_file=file) as api:
+async def test_a_proxy_with_another_peer_secret_is_logged_once(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("the secret there")
+    file.chmod(0o600)
+    secret = "another"
+    async with running_api(peer_secret_file=file) as api:
         others = [api.url]
-        peers = Peers(PeerIdentity(lambda: ME, lambda: token))
+        peers = Peers(PeerIdentity(lambda: ME, lambda: secret))
         roster = Roster(peers, PeerSessions(PeerIdentity(lambda: ME)), lambda: others)
         with capture_logs() as logs:
             for _ in range(SILENT_LOOKS - 1):
@@ -29,8 +30,8 @@ async def test_a_proxy_with_another_token_is_told_of_once(tmp_path: Path) -> Non
             for _ in range(SILENT_LOOKS):
                 await roster._look(api.url)
             assert [line["event"] for line in logs] == ["proxy does not answer"]
-            assert "it answered 401" in logs[0]["why"]
-            token = "theirs"
+            assert "it answered 403 not_a_peer" in logs[0]["why"]
+            secret = "the secret there"
             for _ in range(2):
                 await roster._look(api.url)
             assert [line["event"] for line in logs[1:]] == ["proxy answers again"]

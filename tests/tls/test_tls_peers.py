@@ -43,7 +43,7 @@ async def test_calls_and_checks_go_through_another_proxy(world: MemoryWorld, fil
         asked.append(request.id)
         return Decision.COMMIT
 
-    settings = mutual(files, token_file=files.token, check_after_s=0.3)
+    settings = mutual(files, token_file=files.token, peer_names=("proxy*",), check_after_s=0.3)
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(running(world, "one", **settings))
         two = await stack.enter_async_context(running(world, "two", **settings))

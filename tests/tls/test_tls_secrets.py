@@ -12,7 +12,7 @@ from tls_world import ADMIN_TOKEN, TOKEN, Files, curl, mutual, running, trusting
 
 from txbroker.cli.doctor.bundle import known_secrets, settings_shown
 from txbroker.config import load_settings
-from txbroker.proxy.http.guards import Guard, Token
+from txbroker.proxy.http.guards import Guard, reread_secret
 from txbroker.proxy.logging import configure_logging
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
@@ -58,7 +58,7 @@ def test_settings_and_guards_show_no_token(files: Files) -> None:
         ),
         environ={},
     )
-    token = Token(files.admin_token, "admin_token_file")
+    token = reread_secret("admin_token_file", files.admin_token)
     texts = [repr(settings), str(settings), settings.model_dump_json(), repr(token)]
     texts += [repr(vars(Guard(settings, admin=True)))]
     texts += [msgspec.json.encode(settings_shown(settings)).decode()]
@@ -72,5 +72,5 @@ def test_a_token_that_cannot_be_read_is_named_by_its_file(tmp_path: Path) -> Non
     path = tmp_path / "token"
     path.write_bytes(b"\xff\xfe planted")
     with pytest.raises(Exception, match=r"admin_token_file .* is not text") as caught:
-        Token(path, "admin_token_file")
+        reread_secret("admin_token_file", path)
     assert "planted" not in str(caught.value)

@@ -1,6 +1,6 @@
 """One proxy, put together: door, broker, checks and the listening server."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
 
@@ -69,9 +69,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         groups = Groups(door.groups)
         sessions = SessionRegistry()
         peer_guard = PeerGuard(settings)
-        identity = PeerIdentity(
-            lambda: broker.url, peer_guard.secret, lambda url: broker.peer_url(url)
-        )
+        identity = _identity(lambda: broker, peer_guard)
         checks = HttpChecks()
         stack.push_async_callback(checks.close)
         elsewhere = PeerSessions(identity, peers_tls)
@@ -163,6 +161,10 @@ async def _listen(
     admin_url = await stack.enter_async_context(admin)
     broker.admin_url = _callable(admin_url, broker.url)
     return admin_url
+
+
+def _identity(broker: Callable[[], Broker], guard: PeerGuard) -> PeerIdentity:
+    return PeerIdentity(lambda: broker().url, guard.secret, lambda url: broker().peer_url(url))
 
 
 def _others(broker: Broker) -> list[str]:

@@ -19,6 +19,7 @@ from txbroker.deadlines import Deadlines
 from txbroker.errors import (
     CertificateRequired,
     Forbidden,
+    NotPermitted,
     RequestError,
     TooLarge,
     Unauthorized,
@@ -367,7 +368,10 @@ async def open_session(
     except aiohttp.WSServerHandshakeError as error:
         if error.status == Unauthorized.status:
             raise Unauthorized(f"{address} wants a token, or another one") from None
-        if error.headers and error.headers.get(CODE_HEADER) == CertificateRequired.code:
+        code = error.headers.get(CODE_HEADER) if error.headers else None
+        if code == NotPermitted.code:
+            raise NotPermitted(f"{address} opens no sessions for this principal's role") from None
+        if code == CertificateRequired.code:
             raise CertificateRequired(
                 f"{address} wants a client certificate: name one with client_cert_file"
             ) from None

@@ -117,10 +117,10 @@ def make_app(
     internal = Internal(own, leases or Leases(sessions))
     parts = _Parts(own, shell, peers or PeerGuard(settings), internal, operations(), pages)
     guard = Guard(settings)
-    app = _application(parts, guard, admin=not settings.admin_listen)
+    app = _application(
+        parts, guard, admin=not settings.admin_listen, internal=not settings.peer_listen
+    )
     app[_PARTS] = parts
-    if not settings.peer_listen:
-        _add_internal(app, internal)
     session_server = SessionServer(own, guard)
     app.router.add_get(
         SESSION_PATH, session_server.handle, allow_head=False, expect_handler=_expect
@@ -151,31 +151,34 @@ def make_peer_app(app: web.Application) -> web.Application:
     """
     parts = app[_PARTS]
     guard = Guard(parts.own.settings)
-    made = _web_application(parts, guard, frozenset(), pages=False)
-    _add_internal(made, parts.internal)
-    return made
-
-
-def _add_internal(app: web.Application, internal: Internal) -> None:
-    for method, path, handler in internal.routes():
-        app.router.add_route(method, path, handler, expect_handler=_expect)
+    return _web_application(parts, guard, frozenset(), internal=True)
 
 
 def _web_application(
-    parts: _Parts, guard: Guard, open_paths: frozenset[str], *, pages: bool
+    parts: _Parts,
+    guard: Guard,
+    open_paths: frozenset[str],
+    *,
+    pages: bool = False,
+    internal: bool = False,
 ) -> web.Application:
     app = web.Application(
-        middlewares=[_outermost(parts, guard, open_paths, pages=pages)],
+        middlewares=[_outermost(parts, guard, open_paths, pages=pages, internal=internal)],
         client_max_size=parts.shell.settings.request_bytes_max,
     )
     app[SHELL] = parts.own
+    if internal:
+        for method, path, handler in parts.internal.routes():
+            app.router.add_route(method, path, handler, expect_handler=_expect)
     return app
 
 
-def _application(parts: _Parts, guard: Guard, *, admin: bool) -> web.Application:
+def _application(
+    parts: _Parts, guard: Guard, *, admin: bool, internal: bool = False
+) -> web.Application:
     shell = parts.shell
     open_paths = frozenset(operation.path for operation in parts.declared if operation.open)
-    app = _web_application(parts, guard, open_paths, pages=admin)
+    app = _web_application(parts, guard, open_paths, pages=admin, internal=internal)
     for operation in parts.declared:
         taken = admin or not operation.admin
         handler = _endpoint(shell, operation) if taken else _at_admin_address
@@ -244,14 +247,14 @@ def _response(operation: Operation, reply: Reply) -> web.Response:
 
 
 def _outermost(
-    parts: _Parts, guard: Guard, open_paths: frozenset[str], *, pages: bool
+    parts: _Parts, guard: Guard, open_paths: frozenset[str], *, pages: bool, internal: bool
 ) -> Middleware:
     @web.middleware
     async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             # Pages admit by themselves: they answer in HTML, and have a login.
             page = is_page(request.path)
-            if request.path.startswith(PREFIX + "/"):
+            if internal and request.path.startswith(PREFIX + "/"):
                 guard.admit_page(request)
                 parts.peers.admit(request)
             elif request.path not in open_paths and not page:
