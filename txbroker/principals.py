@@ -139,6 +139,17 @@ class Principal(NamedTuple):
                 "the group added to this one in the principals file"
             )
 
+    def check_own(self, group: str) -> None:
+        """Refuse a transaction of a group that is not this principal's, without naming the group.
+
+        Raises:
+            NotPermitted: says what to use.
+        """
+        if group not in self.groups:
+            raise NotPermitted(
+                f"the transaction is of another producer group than {self._who} may act for"
+            )
+
     def check_topics(self, topics: Iterable[str]) -> None:
         """Refuse target topics that this principal may not write.
 

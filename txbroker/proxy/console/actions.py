@@ -135,7 +135,7 @@ async def _matching(ask: Ask, action: Action, chosen: Filter) -> AsyncIterator[T
     if chosen.ids:
         for id in chosen.ids:
             view = await shell.service.find(id)
-            ask.principal.check_group(view.group)
+            ask.principal.check_own(view.group)
             if view.state in action.states:
                 yield view
         return

@@ -107,7 +107,7 @@ async def transaction(ask: Ask) -> Page | Redirect:
     id = plain_id(ask.request.match_info["id"])
     bodies = ask.principal.sees_bodies and ask.query.get("bodies", "") in ("1", "true")
     view = await ask.shell.service.find(id, bodies=bodies)
-    ask.principal.check_group(view.group)
+    ask.principal.check_own(view.group)
     values = {
         "view": view,
         "bodies": bodies,

@@ -179,7 +179,7 @@ async def _check_own(call: Call, id: str) -> None:
     """
     if not call.principal.groups.everything:
         view = await call.shell.service.find(id)
-        call.principal.check_group(view.group)
+        call.principal.check_own(view.group)
 
 
 async def find(call: Call) -> Reply:
@@ -188,7 +188,7 @@ async def find(call: Call) -> Reply:
     if bodies and not call.principal.sees_bodies:
         raise NotPermitted("a viewer sees no message bodies: ask without bodies")
     view = await call.shell.service.find(plain_id(call.path["id"]), bodies=bodies)
-    call.principal.check_group(view.group)
+    call.principal.check_own(view.group)
     return Reply(200, _view(view, bodies=bodies))
 
 

@@ -1,0 +1,165 @@
+"""Class 1: callers without a valid credential get one answer, and no call of Kafka is made."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from installation import TABLES, TOKENS, Answer, Installation
+from service_world import until
+
+from txbroker import wire
+from txbroker.config import load_settings
+from txbroker.errors import Unauthorized
+from txbroker.principals import digest_of
+from txbroker.proxy.http.api import operations
+from txbroker.proxy.http.guards import Credential, Guard
+
+CLASS = 1
+ID = "0" * 26
+CREDENTIALS: dict[str, dict[str, str]] = {
+    "none": {},
+    "empty": {"authorization": ""},
+    "no token": {"authorization": "Bearer"},
+    "wrong": {"authorization": "Bearer the-token-of-nobody"},
+    "prefix of a right one": {"authorization": f"Bearer {TOKENS['shop'][:-1]}"},
+    "right one and more": {"authorization": f"Bearer {TOKENS['shop']}x"},
+    "digest of a right one": {"authorization": f"Bearer {digest_of(TOKENS['shop'])}"},
+    "other scheme": {"authorization": f"Basic {TOKENS['shop']}"},
+    "expired": {"authorization": f"Bearer {TOKENS['expired']}"},
+    "revoked": {"authorization": f"Bearer {TOKENS['revoked']}"},
+    "very long": {"authorization": f"Bearer {'x' * 8000}"},
+    "not ASCII": {"authorization": "Bearer \udcff\udcfe"},
+    "peer secret as token": {"authorization": "Bearer the-secret-of-the-proxies"},
+    "peer header": {"txb-peer-secret": "the-secret-of-the-proxies"},
+}
+
+
+@contextmanager
+def without_kafka(installation: Installation) -> Iterator[None]:
+    """Take Kafka away, so that a call that needs it cannot be answered as if it did not."""
+    installation.world.kafka.go_down()
+    try:
+        yield
+    finally:
+        installation.world.kafka.come_up()
+
+
+def shown(answer: Answer) -> tuple[Any, ...]:
+    """Return all of an answer that a caller can compare."""
+    headers = {name: value for name, value in answer.headers.items() if name != "date"}
+    return answer.status, answer.body, headers
+
+
+@pytest.mark.parametrize("credential", CREDENTIALS)
+async def test_every_call(
+    installation: Installation, credential: str, record_property: Any
+) -> None:
+    installation.allow(*(name for name in TABLES if name != "revoked"))
+    first = None
+    with without_kafka(installation):
+        for url in installation.urls:
+            for operation in operations():
+                if operation.open:
+                    continue
+                path = operation.path.format(id=ID, group="shop")
+                answer = await installation.call(
+                    operation.method,
+                    path,
+                    {} if operation.changes else None,
+                    at=url,
+                    headers=CREDENTIALS[credential],
+                )
+                first = first or shown(answer)
+                assert shown(answer) == first, operation.name
+                assert answer.outcome == "401 unauthorized"
+    record_property("result", "401 unauthorized, the same bytes for every call, no call of Kafka")
+
+
+@pytest.mark.parametrize("credential", CREDENTIALS)
+async def test_sessions(installation: Installation, credential: str, record_property: Any) -> None:
+    installation.allow(*(name for name in TABLES if name != "revoked"))
+    with without_kafka(installation):
+        for url in installation.urls:
+            async with aiohttp.ClientSession() as http:
+                headers = CREDENTIALS[credential]
+                with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                    await http.ws_connect(f"{url}/v1/session", headers=headers)
+            assert refused.value.status == 401
+    record_property("result", "401 at the upgrade, no call of Kafka")
+
+
+async def test_a_session_of_a_principal_that_is_revoked(installation: Installation) -> None:
+    """The open session is cut off, what its socket sent is not carried out, a new one gets 401."""
+    installation.allow(*TABLES)
+    for url in installation.urls:
+        async with (
+            installation.socket("shop", url) as shop,
+            installation.socket("bank", url) as bank,
+        ):
+            assert isinstance(await shop.hello("shop"), wire.Welcome)
+            assert isinstance(await bank.hello("bank"), wire.Welcome)
+            installation.allow(*(name for name in TABLES if name != "shop"))
+            assert await shop.ended()
+            # The others stay.
+            answer = await bank.ask(wire.AskEarly(1, ID))
+            assert isinstance(answer, wire.Failure)
+        path = f"/v1/transactions/{ID}"
+        assert (await installation.call("GET", path, by="shop", at=url)).status == 401
+        installation.allow(*TABLES)
+
+
+async def test_a_session_of_a_principal_that_loses_its_group(installation: Installation) -> None:
+    """The open session is cut off; a new hello for the group gets not_permitted."""
+    installation.allow(*TABLES)
+    for url in installation.urls:
+        async with installation.socket("shop", url) as shop:
+            assert isinstance(await shop.hello("shop"), wire.Welcome)
+            narrower = TABLES["shop"].replace('"shop", "shop-*"', '"shop-2"')
+            installation.principals.write_text("\n".join([narrower, TABLES["operator"]]))
+            assert await shop.ended()
+        async with installation.socket("shop", url) as shop:
+            refused = await shop.hello("shop")
+            assert isinstance(refused, wire.Failure)
+            assert refused.code == "not_permitted"
+        installation.allow(*TABLES)
+
+
+async def test_a_principals_file_that_breaks(installation: Installation) -> None:
+    """The last content that could be read stays in force."""
+    installation.allow(*TABLES)
+    assert (await installation.call("GET", "/v1/groups", by="operator")).status == 200
+    for rubbish in ("[principals.shop]\nrole = 'king'\n", "\0", "[principals"):
+        installation.principals.write_text(rubbish)
+        assert (await installation.call("GET", "/v1/groups", by="operator")).status == 200
+    installation.allow(*TABLES)
+
+    async def read() -> bool:
+        return (await installation.call("GET", "/v1/groups", by="operator")).status == 200
+
+    assert await until(read)
+
+
+def test_time_says_nothing_about_which_tokens_exist(tmp_path: Path) -> None:
+    """Wrong, expired and revoked credentials take the same time within a factor of two."""
+    path = tmp_path / "principals.toml"
+    path.write_text("\n".join(TABLES[name] for name in ("shop", "expired")))
+    guard = Guard(load_settings({"principals_file": path}, environ={}))
+    tries = {
+        name: Credential(digest_of(TOKENS[name]), ()) for name in ("bank", "expired", "revoked")
+    }
+    took: dict[str, list[int]] = {name: [] for name in tries}
+    for _ in range(2000):
+        for name, credential in tries.items():
+            began = time.perf_counter_ns()
+            with pytest.raises(Unauthorized):
+                guard.known(credential)
+            took[name].append(time.perf_counter_ns() - began)
+    medians = [statistics.median(each) for each in took.values()]
+    assert max(medians) < 2 * min(medians), medians

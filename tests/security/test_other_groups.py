@@ -1,0 +1,288 @@
+"""Class 2: a team with its own credential reaches nothing of another team's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from installation import TOKENS, Installation
+from service_world import until
+
+from txbroker import wire
+from txbroker.core.records import Decision, Message
+
+CLASS = 2
+MSGPACK = "application/msgpack"
+
+
+async def pending(installation: Installation, id: str) -> bool:
+    """Say whether a transaction is as it was prepared, and nobody has asked for a check."""
+    view = await installation.view(id)
+    return view["state"] == "pending" and not view.get("by") and not view.get("attempts")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "expected"),
+    [
+        ("GET", "", None, "403 not_permitted"),
+        ("GET", "?bodies=true", None, "403 not_permitted"),
+        ("POST", "/commit", {}, "403 not_permitted"),
+        ("POST", "/commit", {"group": "bank"}, "403 not_permitted"),
+        ("POST", "/commit", {"group": "shop"}, "403 wrong_group"),
+        ("POST", "/rollback", {}, "403 not_permitted"),
+        ("POST", "/rollback", {"group": "shop"}, "403 wrong_group"),
+        ("POST", "/check", {}, "403 not_permitted"),
+        ("POST", "/revive", {}, "403 not_permitted"),
+    ],
+    ids=lambda value: str(value) if value is not None else "no body",
+)
+async def test_a_call_by_id(
+    installation: Installation,
+    method: str,
+    path: str,
+    body: Any,
+    expected: str,
+    record_property: Any,
+) -> None:
+    for _ in range(4):
+        id = await installation.prepared("bank")
+        for url in installation.urls:
+            answer = await installation.call(
+                method, f"/v1/transactions/{id}{path}", body, by="shop", at=url
+            )
+            assert answer.outcome == expected
+            assert "payments" not in str(answer.body)
+            assert ("bank" in str(answer.body)) is (body == {"group": "bank"})
+        assert await pending(installation, id)
+    record_property("result", expected)
+
+
+async def test_listing(installation: Installation) -> None:
+    """A producer's list holds its own group's transactions alone, whatever it asks for."""
+    theirs = await installation.prepared("bank")
+    own = await installation.prepared("shop")
+    for url in installation.urls:
+        for query in ("", "?group=bank", "?topic=bank.payments", "?state=pending"):
+            page = await installation.call("GET", f"/v1/transactions{query}", by="shop", at=url)
+            assert page.status == 200
+            groups = {view["group"] for view in page.body["transactions"]}
+            assert groups <= {"shop"}
+            ids = {view["id"] for view in page.body["transactions"]}
+            assert theirs not in ids
+            assert (own in ids) is (query in ("", "?state=pending"))
+
+
+async def test_operators_calls(installation: Installation, record_property: Any) -> None:
+    for url in installation.urls:
+        for method, path in (
+            ("GET", "/v1/overview"),
+            ("GET", "/metrics"),
+            ("GET", "/v1/groups"),
+            ("DELETE", "/v1/groups/shop"),
+            ("POST", "/v1/groups/shop/test"),
+        ):
+            body = {} if method == "POST" else None
+            headers = {"content-type": "application/json"}
+            answer = await installation.call(method, path, body, by="shop", at=url, headers=headers)
+            assert answer.outcome == "403 not_permitted", (method, path)
+        page = await installation.call("GET", "/", by="shop", at=url)
+        assert page.status == 403
+    record_property("result", "403 not_permitted; the console too")
+
+
+async def test_registering(installation: Installation, record_property: Any) -> None:
+    body = {"check_after_s": 1}
+    for url in installation.urls:
+        for group in ("bank", "bank-2", "other"):
+            put = await installation.call("PUT", f"/v1/groups/{group}", body, by="shop", at=url)
+            assert put.outcome == "403 not_permitted"
+            got = await installation.call("GET", f"/v1/groups/{group}", by="shop", at=url)
+            assert got.outcome == "403 not_permitted"
+        denied = await installation.call("PUT", "/v1/groups/bank-closed", body, by="bank", at=url)
+        assert denied.outcome == "403 not_permitted"
+        allowed = await installation.call("PUT", "/v1/groups/bank-2", body, by="bank", at=url)
+        assert allowed.status == 200
+    record_property("result", "403 not_permitted; an explicit deny wins")
+
+
+async def test_preparing(installation: Installation, record_property: Any) -> None:
+    for url in installation.urls:
+        for group, topic in (
+            ("bank", "shop.orders"),
+            ("shop", "bank.payments"),
+            ("shop", "closed"),
+            ("bank-closed", "bank.payments"),
+        ):
+            body = installation.prepare_body(group, topic)
+            answer = await installation.call("POST", "/v1/transactions", body, by="shop", at=url)
+            assert answer.outcome == "403 not_permitted", (group, topic)
+        denied = installation.prepare_body("bank", "closed")
+        answer = await installation.call("POST", "/v1/transactions", denied, by="bank", at=url)
+        assert answer.outcome == "403 not_permitted"
+        mixed = installation.prepare_body("shop")
+        mixed["messages"].append({"topic": "bank.payments", "value": "x"})
+        answer = await installation.call("POST", "/v1/transactions", mixed, by="shop", at=url)
+        assert answer.outcome == "403 not_permitted"
+    record_property("result", "403 not_permitted for a foreign group or topic; a deny wins")
+
+
+async def test_a_session(installation: Installation, record_property: Any) -> None:
+    ids = [await installation.prepared("bank") for _ in range(8)]
+    for url in installation.urls:
+        async with installation.socket("shop", url) as socket:
+            refused = await socket.hello("bank")
+            assert isinstance(refused, wire.Failure)
+            assert refused.code == "not_permitted"
+        async with installation.socket("shop", url) as socket:
+            assert isinstance(await socket.hello("shop"), wire.Welcome)
+            owned = [id for id in ids if await owned_at(installation, id, url)]
+            assert owned
+            for operation in (
+                wire.Decide(1, owned[0], Decision.COMMIT),
+                wire.Decide(2, owned[0], Decision.ROLLBACK),
+                wire.AskEarly(3, owned[0]),
+            ):
+                failure = await socket.ask(operation)
+                assert isinstance(failure, wire.Failure)
+                assert failure.code == "wrong_group"
+            topic = wire.Prepare(4, owned[0], (Message("bank.payments", b"k", b"v"),))
+            failure = await socket.ask(topic)
+            assert isinstance(failure, wire.Failure)
+            assert failure.code == "not_permitted"
+    for id in ids:
+        assert await pending(installation, id)
+    record_property("result", "not_permitted at the hello and for topics, wrong_group by id")
+
+
+async def owned_at(installation: Installation, id: str, url: str) -> bool:
+    """Say whether the proxy at `url` owns a transaction."""
+    owners = installation.proxies[0].broker.assigned()
+    return owners[(await installation.view(id))["partition"]] == url
+
+
+async def test_answers_to_another_groups_checks(installation: Installation) -> None:
+    """An answer for a check that another group was asked counts for nothing."""
+    for url in installation.urls:
+        async with (
+            installation.socket("shop", url) as shop,
+            installation.socket("bank", url) as bank,
+        ):
+            assert isinstance(await shop.hello("shop"), wire.Welcome)
+            assert isinstance(await bank.hello("bank"), wire.Welcome)
+            id = await installation.prepared("bank", check_after_s=0.1)
+            check = await bank.next()
+            assert isinstance(check, wire.Check)
+            assert check.id == id
+            await shop.send(
+                *(wire.CheckAnswer(call, Decision.COMMIT) for call in range(1, check.call + 50))
+            )
+            # The frame was read when a later operation of the same session is answered.
+            assert isinstance(await shop.ask(wire.AskEarly(1, id)), wire.Failure)
+            assert (await installation.view(id))["state"] == "pending"
+            await bank.send(wire.CheckAnswer(check.call, Decision.ROLLBACK))
+
+            async def rolled_back(id: str = id) -> bool:
+                return (await installation.view(id))["state"] == "rolled_back"
+
+            await until(rolled_back)
+
+
+@pytest.mark.parametrize("proof", ["none", "producer's token", "operator's token", "wrong secret"])
+async def test_calls_of_proxies(
+    installation: Installation, proof: str, record_property: Any
+) -> None:
+    id = await installation.prepared("bank")
+    headers = {
+        "none": {},
+        "producer's token": {"authorization": f"Bearer {TOKENS['shop']}"},
+        "operator's token": {"authorization": f"Bearer {TOKENS['operator']}"},
+        "wrong secret": {"txb-peer-secret": "wrong"},
+    }[proof]
+    calls = {
+        "list": {"partitions": [0, 1]},
+        "find": {"id": id, "bodies": True},
+        "decide": {"id": id, "decision": "commit", "source": "operator", "by": "anybody"},
+        "check": {"id": id},
+        "revive": {"id": id},
+        "prepare": {"group": "bank", "messages": [{"topic": "bank.payments"}]},
+        "leases": {"group": "bank", "prefer": ""},
+    }
+    for url in installation.urls:
+        for name, body in calls.items():
+            sent = {**headers, "txb-proxy": url, "content-type": MSGPACK}
+            async with installation._http.post(
+                f"{url}/internal/v1/{name}", data=msgspec.msgpack.encode(body), headers=sent
+            ) as answer:
+                assert answer.status == 403
+                assert (await answer.json())["error"]["code"] == "not_a_peer"
+        for name in ("sessions", "overview"):
+            sent = {**headers, "txb-proxy": url}
+            answer_ = await installation.call("GET", f"/internal/v1/{name}", at=url, headers=sent)
+            assert answer_.outcome == "403 not_a_peer"
+    assert await pending(installation, id)
+    record_property("result", "403 not_a_peer")
+
+
+async def test_who_decided_is_the_principal(installation: Installation) -> None:
+    """The marker names the principal, whatever the body says; through any proxy."""
+    for _ in range(4):
+        for url in installation.urls:
+            id = await installation.prepared("shop")
+            body = {"group": "shop", "by": "operator, by anybody"}
+            done = await installation.call(
+                "POST", f"/v1/transactions/{id}/commit", body, by="shop", at=url
+            )
+            assert done.status == 200
+            view = await installation.view(id)
+            assert (view["by"], view["source"]) == ("shop", "producer")
+            id = await installation.prepared("shop")
+            body = {"by": "operator, by anybody"}
+            path = f"/v1/transactions/{id}/rollback"
+            await installation.call("POST", path, body, by="shop", at=url)
+            view = await installation.view(id)
+            assert (view["by"], view["source"]) == ("shop", "producer")
+            id = await installation.prepared("bank")
+            path = f"/v1/transactions/{id}/rollback"
+            await installation.call("POST", path, body, by="operator", at=url)
+            view = await installation.view(id)
+            assert (view["by"], view["source"]) == ("operator", "operator")
+
+
+async def test_a_session_decides_as_its_principal(installation: Installation) -> None:
+    """The marker names the principal of the session."""
+    url = installation.urls[0]
+    async with installation.socket("shop", url) as socket:
+        assert isinstance(await socket.hello("shop", "an instance of mine"), wire.Welcome)
+        ids = [await installation.prepared("shop") for _ in range(8)]
+        id = [id for id in ids if await owned_at(installation, id, url)][0]  # noqa: RUF015
+        standing = await socket.ask(wire.Decide(1, id, Decision.COMMIT))
+        assert isinstance(standing, wire.Standing)
+        assert (await installation.view(id))["by"] == "shop"
+
+
+async def test_a_viewer(installation: Installation, record_property: Any) -> None:
+    id = await installation.prepared("bank")
+    for url in installation.urls:
+        seen = await installation.call("GET", f"/v1/transactions/{id}", by="viewer", at=url)
+        assert seen.status == 200
+        assert "value_base64" not in str(seen.body)
+        for method, path, body in (
+            ("GET", f"/v1/transactions/{id}?bodies=true", None),
+            ("POST", f"/v1/transactions/{id}/commit", {}),
+            ("POST", f"/v1/transactions/{id}/rollback", {}),
+            ("POST", f"/v1/transactions/{id}/check", {}),
+            ("POST", f"/v1/transactions/{id}/revive", {}),
+            ("PUT", "/v1/groups/bank", {}),
+            ("POST", "/v1/transactions", installation.prepare_body("bank")),
+        ):
+            answer = await installation.call(method, path, body, by="viewer", at=url)
+            assert answer.outcome == "403 not_permitted", path
+        page = await installation.call("GET", f"/transactions/{id}?bodies=1", by="viewer", at=url)
+        assert page.status == 200
+        assert "Viewers see no content" in page.body
+        assert "/actions/" not in page.body
+        act = await installation.call("GET", f"/actions/commit?id={id}", by="viewer", at=url)
+        assert act.status == 403
+    assert await pending(installation, id)
+    record_property("result", "sees states; 403 not_permitted for bodies and actions, console too")
