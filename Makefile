@@ -135,6 +135,10 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json
 	@$(BIN)/python charts/schema.py > charts/txbroker/values.schema.json
 
+.PHONY: security-table
+security-table: $(VENV)/.dev ## Run the security tests, and write what came of each case
+	@TXBROKER_SECURITY_TABLE=1 $(PYTEST) tests/security
+
 .PHONY: tools
 tools: ## Install the system tools that some tests need (Debian, as root)
 	@missing=; for tool in $(TOOLS); do command -v $${tool%%=*} >/dev/null || missing="$$missing $${tool#*=}"; done; \

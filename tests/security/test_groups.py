@@ -1,0 +1,99 @@
+"""Class 3: group names that are blank, missing, unknown or malformed."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from installation import Installation
+
+from txbroker import wire
+
+CLASS = 3
+MALFORMED = {
+    "blank": "",
+    "control character": "shop\n",
+    "null character": "shop\x00",
+    "bidirectional override": "shop\u202e",
+    "line separator": "shop\u2028",
+    "too long": "s" * 250,
+}
+UNKNOWN = {
+    "a space behind": "shop ",
+    "upper case": "SHOP",
+    "look-alike letter": "sh\u043ep",
+    "full-width letters": "\uff53\uff48\uff4f\uff50",
+    "pattern": "*",
+    "another one": "nobody",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_a_malformed_name(
+    installation: Installation, name: str, record_property: Any
+) -> None:
+    group = MALFORMED[name]
+    for url in installation.urls:
+        body = installation.prepare_body(group, "shop.orders")
+        answer = await installation.call("POST", "/v1/transactions", body, by="operator", at=url)
+        assert answer.outcome == "400 bad_request"
+        path = f"/v1/groups/{quote(group, safe='')}"
+        answer = await installation.call("PUT", path, {}, by="operator", at=url)
+        assert answer.status in (400, 404)
+        id = await installation.prepared("shop")
+        commit = f"/v1/transactions/{id}/commit"
+        answer = await installation.call("POST", commit, {"group": group}, by="operator", at=url)
+        assert answer.outcome == "400 bad_request"
+        async with installation.socket("operator", url) as socket:
+            refused = await socket.hello(group)
+            assert isinstance(refused, wire.Failure)
+            assert refused.code == "bad_request"
+    record_property("result", "400 bad_request; a hello too")
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+async def test_a_name_that_is_not_the_principals(
+    installation: Installation, name: str, record_property: Any
+) -> None:
+    group = UNKNOWN[name]
+    for url in installation.urls:
+        body = installation.prepare_body(group, "shop.orders")
+        answer = await installation.call("POST", "/v1/transactions", body, by="shop", at=url)
+        assert answer.outcome == "403 not_permitted"
+        path = f"/v1/groups/{quote(group, safe='')}"
+        assert (await installation.call("PUT", path, {}, by="shop", at=url)).status == 403
+        async with installation.socket("shop", url) as socket:
+            refused = await socket.hello(group)
+            assert isinstance(refused, wire.Failure)
+            assert refused.code == "not_permitted"
+    record_property("result", "403 not_permitted; a hello too")
+
+
+async def test_no_name(installation: Installation, record_property: Any) -> None:
+    for url in installation.urls:
+        body = installation.prepare_body("shop")
+        del body["group"]
+        answer = await installation.call("POST", "/v1/transactions", body, by="shop", at=url)
+        assert answer.outcome == "400 bad_request"
+        for wrong in (None, 7, ["shop"], {"shop": 1}):
+            body["group"] = wrong
+            answer = await installation.call("POST", "/v1/transactions", body, by="shop", at=url)
+            assert answer.outcome == "400 bad_request"
+    record_property("result", "400 bad_request")
+
+
+async def test_an_unknown_group_of_an_operator(
+    installation: Installation, record_property: Any
+) -> None:
+    for url in installation.urls:
+        for method in ("GET", "DELETE"):
+            answer = await installation.call(
+                method,
+                "/v1/groups/nobody",
+                by="operator",
+                at=url,
+                headers={"content-type": "application/json"},
+            )
+            assert answer.outcome == "404 unknown_group"
+    record_property("result", "404 unknown_group")
