@@ -159,9 +159,10 @@ class Installation:
         async with self._http.request(
             method, (at or self.urls[0]) + path, json=body, headers=sent
         ) as answer:
-            text = await answer.text()
-            json = await answer.json() if answer.content_type == "application/json" else text
-            return Answer(answer.status, json, {k.lower(): v for k, v in answer.headers.items()})
+            raw = await answer.read()
+            json = answer.content_type == "application/json"
+            content = await answer.json() if json else raw.decode(errors="replace")
+            return Answer(answer.status, content, {k.lower(): v for k, v in answer.headers.items()})
 
     def prepare_body(self, group: str, topic: str = "", **fields: Any) -> Json:
         """Return a prepare with a key that no other has, so that ids lie in every partition."""

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 import pytest
-from installation import TOKENS, Installation
+from installation import TABLES, TOKENS, Installation
 
 from txbroker import wire
 from txbroker.core.ids import make_id
@@ -49,6 +49,7 @@ def body_of(dice: random.Random) -> bytes:
 async def test_http(installation: Installation, record_property: Any) -> None:
     dice = random.Random(SEED)
     declared = operations()
+    installation.allow(*(name for name in TABLES if name != "revoked"))
     own = [await installation.prepared("shop") for _ in range(8)]
     theirs = [await installation.prepared("bank") for _ in range(8)]
     ids = [*own, *theirs, "0" * 26, "x", "%00", make_id(3, 1, 1)]
