@@ -10,12 +10,15 @@ import argparse
 import asyncio
 import gc
 import sys
+import tempfile
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import structlog
 import uvloop
 
+from txbroker.principals import Role, digest_of, format_principal, make_token
 from txbroker.sdk import Limits, Message, TransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
 
@@ -37,7 +40,28 @@ def thread_of_proxy() -> int:
     return found[0]
 
 
-async def transactions(url: str, count: int, in_flight: int, size: int) -> None:
+def with_principals(folder: Path) -> tuple[dict[str, Path], str]:
+    """Return the settings of a proxy that knows a hundred principals, and the token of one."""
+    path, token = folder / "principals.toml", make_token()
+    patterns = {"groups": ["bench*"], "topics": ["orders", "pay*"], "deny_topics": ["pay.audit"]}
+    path.write_text(
+        "\n".join(
+            format_principal(
+                f"team-{number}",
+                Role.PRODUCER,
+                digest=digest_of(token if number == 0 else make_token()),
+                certificates=(),
+                patterns=patterns,
+                expires=None,
+            )
+            for number in range(100)
+        ),
+        encoding="utf-8",
+    )
+    return {"principals_file": path}, token
+
+
+async def transactions(url: str, count: int, in_flight: int, size: int, token: str) -> None:
     """Prepare and commit so many transactions."""
     numbers = iter(range(count))
     value = b"x" * size
@@ -49,7 +73,9 @@ async def transactions(url: str, count: int, in_flight: int, size: int) -> None:
                 pass
 
     limits = Limits(in_flight_max=in_flight)
-    async with TransactionalProducer(url, group="bench", limits=limits) as producer:
+    async with TransactionalProducer(
+        url, group="bench", limits=limits, token=token or None
+    ) as producer:
         await asyncio.gather(*[lane(producer) for _ in range(in_flight)])
 
 
@@ -60,17 +86,27 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size", type=int, default=1024, help="bytes of each message")
+    parser.add_argument(
+        "--principals", action="store_true", help="authenticate and authorize the producers"
+    )
     given = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     gc.disable()
     sys.setswitchinterval(SWITCH_S)
     rounds: list[tuple[float, float]] = []
-    with InMemoryBroker(partitions=4, settled_max=10_000_000) as broker:
+    settings: dict[str, Path] = {}
+    token = ""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if given.principals:
+            settings, token = with_principals(Path(folder))
+        broker = stack.enter_context(
+            InMemoryBroker(partitions=4, settled_max=10_000_000, **settings)
+        )
         proxy, client = thread_of_proxy(), threading.get_native_id()
-        uvloop.run(transactions(broker.url, WARMUP, given.in_flight, given.size))
+        uvloop.run(transactions(broker.url, WARMUP, given.in_flight, given.size, token))
         for _ in range(given.rounds):
             before = processor_us(proxy), processor_us(client)
-            uvloop.run(transactions(broker.url, given.count, given.in_flight, given.size))
+            uvloop.run(transactions(broker.url, given.count, given.in_flight, given.size, token))
             of_proxy, of_client = (
                 (processor_us(thread) - earlier) / given.count
                 for thread, earlier in zip((proxy, client), before, strict=True)
