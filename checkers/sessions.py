@@ -30,6 +30,11 @@ class CheckableSession(Protocol):
         ...
 
     @property
+    def principal_name(self) -> str:
+        """Whose credential it came with, "" where none was asked for."""
+        ...
+
+    @property
     def checks(self) -> bool:
         """False where the process has no check function: it only knows of its own blocks."""
         ...
@@ -185,7 +190,8 @@ class SessionChannel:
         self._released = False
         entry.taken += 1
         self.instance = entry.session.instance
-        self.endpoint = f"session {self.instance}"
+        of = entry.session.principal_name
+        self.endpoint = f"session {self.instance}{f' of {of}' if of else ''}"
 
     async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
         """Ask the instance, once."""

@@ -27,6 +27,7 @@ class Session:
         self.instance = instance
         self.checks = checks
         self.draining = False
+        self.principal_name = ""
         self.open = True
         self.sent: list[Check] = []
 

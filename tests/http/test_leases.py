@@ -47,6 +47,7 @@ class Asked:
         self.instance = instance
         self.checks = checks
         self.draining = False
+        self.principal_name = ""
         self.open = True
         self.sent: list[Check] = []
         self.got = asyncio.Event()

@@ -186,6 +186,14 @@ async def test_answers_to_another_groups_checks(installation: Installation) -> N
                 return (await installation.view(id))["state"] == "rolled_back"
 
             await until(rolled_back)
+            # Who was asked, and who answered: the instance, and whose credential it came with.
+            view = await installation.view(id)
+            assert {event["text"] for event in view["timeline"] if "session" in event["text"]}
+            assert all(
+                "of bank" in event["text"]
+                for event in view["timeline"]
+                if "session" in event["text"]
+            )
 
 
 @pytest.mark.parametrize("proof", ["none", "producer's token", "operator's token", "wrong secret"])

@@ -85,6 +85,11 @@ class Session:
         self.draining = False
         self.closed = False
 
+    @property
+    def principal_name(self) -> str:
+        """Whose credential it came with, "" where none was asked for."""
+        return self.principal.name
+
     # --- out ---
 
     def send(self, operation: wire.FromProxy) -> bool:
