@@ -1,0 +1,186 @@
+"""The principals file: what is read, what is refused, and what the command writes."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from txbroker.cli.main import cli
+from txbroker.cli.run import run
+from txbroker.errors import ConfigurationError, NotPermitted
+from txbroker.principals import (
+    ANYBODY,
+    Patterns,
+    Principal,
+    Role,
+    digest_of,
+    make_token,
+    read_principals,
+)
+
+DIGEST = digest_of("x" * 20)
+PRODUCER = f'role = "producer"\ntoken_sha256 = "{DIGEST}"\ngroups = ["g"]\ntopics = ["t"]\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("x", "is not TOML"),
+        ("shop = 1", r"each principal is a table \[principals.NAME\]"),
+        ("principals = 1", r"each principal is a table \[principals.NAME\]"),
+        ('[principals."a b"]\n' + PRODUCER, "'a b' is no principal's name"),
+        ("[principals.token_file]\n" + PRODUCER, "is no principal's name"),
+        ("[principals.a]\n" + PRODUCER + "color = 1", "principal a: .*color"),
+        ("[principals.a]\n" + PRODUCER.replace("producer", "king"), "principal a: .*king"),
+        ('[principals.a]\nrole = "viewer"', "principal a has no credential"),
+        ("[principals.a]\n" + PRODUCER.replace(DIGEST, "secret"), "never the token itself"),
+        ("[principals.a]\n" + PRODUCER.replace('groups = ["g"]\n', ""), "a producer needs groups"),
+        ("[principals.a]\n" + PRODUCER.replace('topics = ["t"]\n', ""), "a producer needs topics"),
+        ("[principals.a]\n" + PRODUCER + "expires = 'soon'", "principal a: "),
+        (f"[principals.a]\n{PRODUCER}[principals.b]\n{PRODUCER}", "a and b have the same token"),
+        ("[principals.a]\n" + "#" * (1 << 20), "is larger than"),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "principals.toml"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=f"principals_file .*{words}"):
+        read_principals(path)
+
+
+def test_a_file_that_every_user_can_write_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "principals.toml"
+    path.write_text(f"[principals.a]\n{PRODUCER}")
+    path.chmod(0o646)
+    with pytest.raises(ConfigurationError, match="can be written by every user"):
+        read_principals(path)
+
+
+def test_several_tokens_and_certificates_identify_one(tmp_path: Path) -> None:
+    path = tmp_path / "principals.toml"
+    other = digest_of("y" * 20)
+    both = f'token_sha256 = ["{DIGEST}", "{other}"]\ncertificate = ["c1", "c2"]'
+    path.write_text(f"[principals.a]\n{PRODUCER}".replace(f'token_sha256 = "{DIGEST}"', both))
+    found = read_principals(path)
+    (principal,) = found
+    assert found.by_digest(DIGEST) is found.by_digest(other) is principal
+    assert found.by_certificate(["unknown", "c2"]) is found.by_certificate(["c1"]) is principal
+    assert found.by_digest(digest_of("z")) is None
+    assert found.by_certificate(["*"]) is None
+
+
+def test_who_expires_is_nobody_from_then_on(tmp_path: Path) -> None:
+    path = tmp_path / "principals.toml"
+    for year, known in ((2000, False), (2999, True)):
+        path.write_text(f"[principals.a]\n{PRODUCER}expires = {year}-01-01T00:00:00Z\n")
+        found = read_principals(path)
+        assert (found.by_digest(DIGEST) is not None) is known
+        assert (found.by_name("a") is not None) is known
+        assert found.by_name("a", expired=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("allow", "deny", "inside", "outside"),
+    [
+        (["*"], [], ["a", "", "x/y"], []),
+        (["a"], [], ["a"], ["A", "a ", "aa", "a\n", ""]),
+        (["a-*", "b?"], [], ["a-", "a-1", "bc"], ["a", "b", "bcd", "-a-"]),
+        (["a*"], ["a-secret*"], ["a", "a-secre"], ["a-secret", "a-secret-2"]),
+        (["*"], ["a"], ["b"], ["a"]),
+        ([], [], [], ["a", ""]),
+        (["a.b"], [], ["a.b"], ["axb"]),
+    ],
+)
+def test_patterns(allow: list[str], deny: list[str], inside: list[str], outside: list[str]) -> None:
+    patterns = Patterns(allow, deny)
+    assert [name for name in inside if name not in patterns] == []
+    assert [name for name in outside if name in patterns] == []
+    assert patterns.everything is (allow == ["*"] and not deny)
+
+
+def test_who_acts_is_the_principal() -> None:
+    named, shared = Principal("ada"), Principal("token_file", shared=True)
+    assert named.by("http 10.0.0.1", "mallory") == "ada"
+    assert shared.by("http 10.0.0.1") == "token_file via http 10.0.0.1"
+    assert shared.by("console 10.0.0.1", "ada") == "token_file (ada) via console 10.0.0.1"
+    assert ANYBODY.by("http 10.0.0.1", "ada") == "ada via http 10.0.0.1"
+    assert ANYBODY.by("http 10.0.0.1") == "http 10.0.0.1"
+
+
+def test_what_is_not_allowed_is_refused_in_a_sentence() -> None:
+    viewer = Principal("eve", Role.VIEWER, Patterns(["a"]), Patterns(["t"]))
+    with pytest.raises(NotPermitted, match="'eve' is a viewer, and this call takes the role oper"):
+        viewer.check_role([Role.OPERATOR])
+    with pytest.raises(NotPermitted, match="may not act for group 'b'"):
+        viewer.check_group("b")
+    with pytest.raises(NotPermitted, match="may not write topic 'u'"):
+        viewer.check_topics(["t", "u"])
+    with pytest.raises(NotPermitted, match="another producer group") as refused:
+        viewer.check_own("b")
+    assert "'b'" not in str(refused.value)
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Run `txbroker principals` and return its exit code, stdout and stderr."""
+    code = run(cli, ["principals", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_token_is_shown_once_and_its_digest_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "principals.toml"
+    file = ("--principals-file", str(path))
+    words = ("--group", "shop*", "--topic", "orders", "--deny-topic", "orders.x")
+    code, out, _ = command(capsys, "add", "shop", *words, *file)
+    token = out.strip()
+    assert (code, len(token)) == (0, len(make_token()))
+    assert token not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    shop = read_principals(path).by_digest(digest_of(token))
+    assert shop is not None
+    assert (shop.name, shop.role, "shop-1" in shop.groups) == ("shop", Role.PRODUCER, True)
+    assert ("orders" in shop.topics, "orders.x" in shop.topics) == (True, False)
+
+    code, out, _ = command(
+        capsys, "add", "b.c@d", "--role", "viewer", "--certificate", 'C"\\N', "--expires",
+        "2999-01-01", *file,
+    )  # fmt: skip
+    assert (code, out) == (0, "")
+    certified = read_principals(path).by_certificate(['C"\\N'])
+    assert certified is not None
+    assert certified.expires_s is not None
+    assert certified.expires_s > time.time()
+    code, out, _ = command(capsys, "list", "-o", "json", *file)
+    assert code == 0
+    assert ['"shop"' in out, '"b.c@d"' in out, token in out] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("shop", "--group", "g", "--topic", "t"), "is in .* already"),
+        (("x",), "a producer needs groups"),
+        (("a b", "--role", "viewer"), "no principal's name"),
+        (("x", "--role", "king"), "king"),
+    ],
+)
+def test_what_cannot_be_added_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    path = tmp_path / "principals.toml"
+    path.write_text(f"# a remark\n[principals.shop]\n{PRODUCER}")
+    before = path.read_bytes()
+    code, out, err = command(capsys, "add", *words, "--principals-file", str(path))
+    assert (code != 0, out) == (True, "")
+    assert re.search(says, err), err
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["principals.toml"]
