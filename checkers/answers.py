@@ -11,7 +11,13 @@ from txbroker.checkers.base import (
     Unreached,
     ask_again_within_bounds,
 )
-from txbroker.core.message_json import MessageError, decode_messages, message_to_json
+from txbroker.core.message_json import (
+    MessageError,
+    RepeatedKey,
+    decode_fields,
+    decode_messages,
+    message_to_json,
+)
 from txbroker.core.records import Decision, Message
 
 NOT_HANDLED = frozenset({429, 502, 503})
@@ -19,7 +25,6 @@ NOT_HANDLED = frozenset({429, 502, 503})
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _encode_json = msgspec.json.Encoder().encode
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def question(call: CheckCall) -> bytes:
@@ -68,13 +73,15 @@ class _Malformed(ValueError):
     pass
 
 
-def read_answer(body: bytes) -> Answered | Unclear:
-    """Return what the body of a 200 says.
+def read_answer(body: bytes, id: str) -> Answered | Unclear:
+    """Return what the body of a 200 says of transaction `id`.
 
     Whatever is not exactly the contract is unclear; its detail never repeats the body.
     """
     try:
         fields = _fields(body)
+        if "id" in fields and _value(fields["id"], "id") not in (None, id):
+            return Unclear("the answer names another transaction")
         decision = _decision(fields.get("decision"))
         if decision is Decision.COMMIT:
             return Answered(decision, None, _messages(fields.get("messages")), str(decision))
@@ -88,7 +95,9 @@ def read_answer(body: bytes) -> Answered | Unclear:
 def _fields(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         body.decode()
-        return _decode_fields(body)
+        return decode_fields(body)
+    except RepeatedKey:
+        raise _Malformed("the answer repeats a key") from None
     except (ValueError, RecursionError):
         raise _Malformed("the answer is not a JSON object") from None
 

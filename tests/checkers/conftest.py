@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
+from http_answers import LOOPBACK
 
 from txbroker.checkers.base import CheckCall
+from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.checkers.http import HttpChecks
 from txbroker.core.records import CheckReason, Message
 
@@ -34,9 +37,15 @@ def call() -> CheckCall:
 
 
 @pytest.fixture
-async def checks() -> AsyncIterator[HttpChecks]:
+async def checks(tmp_path: Path) -> AsyncIterator[HttpChecks]:
     """The HTTP side as a proxy uses it, with short patience for connections."""
-    checks = HttpChecks(connect_timeout_s=2.0, idle_s=60.0, now_s=lambda: 1_770_091_600.5)
+    checks = HttpChecks(
+        guard=LOOPBACK,
+        secrets=GroupSecrets(tmp_path, ["ORDERS_SECRET", "NO_SECRET"]),
+        connect_timeout_s=2.0,
+        idle_s=60.0,
+        now_s=lambda: 1_770_091_600.5,
+    )
     yield checks
     await checks.close()
 

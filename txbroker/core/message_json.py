@@ -7,6 +7,8 @@ said: `"value": null` is a tombstone, a message without any value field is refus
 
 import base64
 import binascii
+import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -30,7 +32,29 @@ _FIELDS = (
 PARTITION_MAX = 2**31 - 1
 TIMESTAMP_MS_MAX = 2**63 - 1
 
-_decode_raw_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+
+class RepeatedKey(ValueError):
+    """A JSON object has a key twice: readers of it would take different values."""
+
+
+class _Key(str):
+    """A key on its way into a dict, which compares only equal hashes: so equal is repeated."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if str.__eq__(self, other) is True:
+            raise RepeatedKey(str(self))
+        return False
+
+
+def _as_key(kind: type, name: str) -> object:
+    return kind(name)
+
+
+_decode_raw_object = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=_as_key).decode
+_decode_raw_list = msgspec.json.Decoder(list[dict[_Key, msgspec.Raw]], dec_hook=_as_key).decode
 _encode_json = msgspec.json.Encoder().encode
 
 
@@ -91,6 +115,20 @@ def _header_value(value: bytes | None) -> str | dict[str, str] | None:
 # --- from JSON -------------------------------------------------------------------------------
 
 
+def decode_fields(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """Return the fields of a JSON object, their values not decoded yet.
+
+    Raises:
+        RepeatedKey: a key is there twice.
+        ValueError, RecursionError: it is not a JSON object.
+    """
+    return _plain(_decode_raw_object(raw))
+
+
+def _plain(obj: Mapping[_Key, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    return {str(name): value for name, value in obj.items()}
+
+
 def decode_messages(raw: bytes | msgspec.Raw, path: str = "messages") -> tuple[Message, ...]:
     """Return the messages of a JSON list that was not decoded yet.
 
@@ -103,12 +141,14 @@ def decode_messages(raw: bytes | msgspec.Raw, path: str = "messages") -> tuple[M
     try:
         text.decode()
         objects = _decode_raw_list(text)
+    except RepeatedKey as error:
+        raise MessageError(path, f"has a message with {str(error)[:40]!r} twice") from None
     except msgspec.ValidationError:
         raise MessageError(path, "must be a list of objects, one for each message") from None
     except (ValueError, RecursionError):
         raise MessageError(path, "is not JSON") from None
     messages = [
-        {name: _decode_field(name, value, f"{path}[{n}]") for name, value in obj.items()}
+        {name: _decode_field(name, value, f"{path}[{n}]") for name, value in _plain(obj).items()}
         for n, obj in enumerate(objects)
     ]
     return messages_from_json(messages, path)
@@ -118,10 +158,22 @@ def _decode_field(name: str, raw: msgspec.Raw, path: str) -> object:
     if name == "value_json":
         return None if bytes(raw) == b"null" else raw
     try:
+        if name == "headers" and b"{" in bytes(raw):
+            return json.loads(bytes(raw), object_pairs_hook=_without_repeats)
         return msgspec.json.decode(raw)
+    except RepeatedKey as error:
+        raise MessageError(f"{path}.{name}", f"has {str(error)[:40]!r} twice") from None
     except (ValueError, RecursionError):
         shown = name if name in _FIELDS else "an unknown field"
         raise MessageError(path, f"{shown} does not read") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise RepeatedKey(repeated)
+    return found
 
 
 def messages_from_json(obj: object, path: str = "messages") -> tuple[Message, ...]:

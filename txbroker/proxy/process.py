@@ -11,7 +11,6 @@ from txbroker import __version__
 from txbroker.addresses import Address
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
-from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import Leases, PeerSessions
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
@@ -19,6 +18,7 @@ from txbroker.config import Settings
 from txbroker.door import Door
 from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.broker import Broker
+from txbroker.proxy.check_urls import make_checks
 from txbroker.proxy.cluster import Cluster
 from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, serve
@@ -65,12 +65,15 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         stack.push_async_callback(door.close)
         await door.start()
         metrics = Metrics(settings.group_labels_max)
-        groups = Groups(door.groups)
+        listening: list[str] = []
+        checks = make_checks(
+            settings, lambda: (*listening, broker.url, broker.admin_url, *broker.proxies())
+        )
+        stack.push_async_callback(checks.close)
+        groups = Groups(door.groups, checks.unusable)
         sessions = SessionRegistry()
         token = None if settings.token_file is None else Token(settings.token_file)
         bearer = _nothing if token is None else token.text
-        checks = HttpChecks()
-        stack.push_async_callback(checks.close)
         elsewhere = PeerSessions(lambda: broker.url, bearer, peers_tls)
         stack.push_async_callback(elsewhere.close)
         runner = CheckRunner(
@@ -99,12 +102,13 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
             sessions,
             settings,
             metrics,
+            checks=checks,
             local=broker,
             leases=leases,
             pages=console_pages,
         )
         # The URLs are known before anybody hears of us.
-        admin_url = await _listen(stack, app, settings, tls, broker)
+        admin_url = await _listen(stack, app, settings, tls, broker, listening)
         readiness = ReadinessLog(broker.readiness)
         broker.on_owners(readiness.look)
         roster = Roster(peers, elsewhere, lambda: _others(broker))
@@ -136,16 +140,19 @@ async def _listen(
     settings: Settings,
     tls: ServerTls | None,
     broker: Broker,
+    listening: list[str],
 ) -> str:
     """Listen until the stack ends, and tell the broker its URLs; return that of the admin address,
-    "" where there is none."""
+    "" where there is none. The addresses that are listened on are added to `listening`."""
     url = await stack.enter_async_context(serve(app, settings.listen, tls))
+    listening.append(url)
     broker.url = settings.advertise or url
     log.info("listening", url=url, advertise=broker.url)
     if not settings.admin_listen:
         return ""
     admin = serve(make_admin_app(app), settings.admin_listen, tls, admin=True)
     admin_url = await stack.enter_async_context(admin)
+    listening.append(admin_url)
     broker.admin_url = _callable(admin_url, broker.url)
     return admin_url
 
