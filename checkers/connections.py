@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeAlias, cast
 
+from txbroker.addresses import plain_host
 from txbroker.checkers.daemon_threads import DaemonThreads
 
 LOOKUPS_MAX = 32
@@ -33,6 +34,8 @@ def look_up(host: str) -> Sequence[str]:
     Raises:
         OSError: the name is not known, or nobody answers.
     """
+    if f".{plain_host(host)}".endswith(".localhost"):
+        host = "localhost"  # in every spelling, as RFC 6761 has it; resolvers differ
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError:

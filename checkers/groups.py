@@ -1,6 +1,7 @@
 """Registered producer groups: their check URL, their secret's place and their check policy."""
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -40,6 +41,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 _WHOLE = frozenset({"attempts_max", "parallel", "answer_bytes_max"})
 _TEXTS = frozenset({"check_url", "secret_ref"})
+
+
+_NETLOC = re.compile(r"(\[[0-9A-Fa-f:.]+(%25[A-Za-z0-9._-]+)?\]|[^\[\]:@\\/]+)(:\d*)?")
 
 
 class PolicyError(ValueError):
@@ -143,6 +147,8 @@ def split_check_url(url: str) -> SplitResult:
         raise PolicyError("check_url must begin with http:// or https://")
     if not parts.hostname or port == 0:
         raise PolicyError("check_url must name a host, and a port other than 0 if any")
+    if not _NETLOC.fullmatch(parts.netloc) and "@" not in parts.netloc:
+        raise PolicyError("check_url is not a URL: its host or port does not read")
     if "@" in parts.netloc:
         raise PolicyError(
             "check_url must not hold a user name or password; give the group a secret_ref instead"

@@ -63,9 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", PLACES)
-async def test_a_place_that_may_not_be_named_is_refused_everywhere(
-    case: str, folder: Path
-) -> None:
+async def test_a_place_that_may_not_be_named_is_refused_everywhere(case: str, folder: Path) -> None:
     """At registration and, as the groups topic may hold it all the same, at the call."""
     ref, words = PLACES[case]
     ref = ref.format(folder=folder, name=folder.name)
@@ -85,7 +83,7 @@ async def test_a_place_that_may_not_be_named_is_refused_everywhere(
 
 @pytest.mark.parametrize("ref", ["file:/etc/passwd", "env:ORDERS_SECRET"])
 async def test_nothing_may_be_named_by_default(ref: str) -> None:
-    with pytest.raises(SecretRefused, match="secrets_dir is not set|secret_env_allow"):
+    with pytest.raises(SecretRefused, match=r"secrets_dir is not set|secret_env_allow"):
         await GroupSecrets().read(ref)
 
 
@@ -183,6 +181,8 @@ async def test_ten_groups_with_a_device_stop_no_proxy(world: MemoryWorld, folder
         # No attempt was used up, and a group whose secret is fine goes on.
         assert [(await service.show(id))["attempts"] for id in ids] == [0] * len(ids)
         good = await service.group({"decision": "commit"}, secret_ref=f"file:{folder}/key")
-        await service.reaches(await service.prepare(Message(topic, None, b"v"), group=good), "done")
+        await service.reaches(
+            await service.prepare(Message(topic, None, b"v"), group=good), "promoted"
+        )
         async with asyncio.timeout(30):
             await service.stop()
