@@ -16,6 +16,7 @@ from txbroker.core.message_json import (
     RepeatedKey,
     decode_fields,
     decode_messages,
+    decode_scalar,
     message_to_json,
 )
 from txbroker.core.records import Decision, Message
@@ -104,7 +105,7 @@ def _fields(body: bytes) -> dict[str, msgspec.Raw]:
 
 def _value(raw: msgspec.Raw, name: str) -> object:
     try:
-        return msgspec.json.decode(raw)
+        return decode_scalar(raw)
     except (ValueError, RecursionError):
         raise _Malformed(f"{name} of the answer does not read") from None
 

@@ -125,6 +125,18 @@ def decode_fields(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     return _plain(_decode_raw_object(raw))
 
 
+def decode_scalar(raw: bytes | msgspec.Raw) -> object:
+    """Return a JSON value, of a list or an object an empty one: it may hold millions of values.
+
+    Raises:
+        ValueError, RecursionError: it does not read.
+    """
+    opening = bytes(raw)[:1]
+    if opening == b"[":
+        return []
+    return {} if opening == b"{" else msgspec.json.decode(raw)
+
+
 def _plain(obj: Mapping[_Key, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     return {str(name): value for name, value in obj.items()}
 
@@ -147,11 +159,13 @@ def decode_messages(raw: bytes | msgspec.Raw, path: str = "messages") -> tuple[M
         raise MessageError(path, "must be a list of objects, one for each message") from None
     except (ValueError, RecursionError):
         raise MessageError(path, "is not JSON") from None
-    messages = [
-        {name: _decode_field(name, value, f"{path}[{n}]") for name, value in _plain(obj).items()}
-        for n, obj in enumerate(objects)
-    ]
-    return messages_from_json(messages, path)
+    # One at a time, so that millions of objects that are no messages end with the first.
+    return tuple(_decode_message(obj, f"{path}[{n}]") for n, obj in enumerate(objects))
+
+
+def _decode_message(obj: Mapping[_Key, msgspec.Raw], path: str) -> Message:
+    fields = {name: _decode_field(name, raw, path) for name, raw in _plain(obj).items()}
+    return message_from_json(fields, path)
 
 
 def _decode_field(name: str, raw: msgspec.Raw, path: str) -> object:
@@ -160,7 +174,7 @@ def _decode_field(name: str, raw: msgspec.Raw, path: str) -> object:
     try:
         if name == "headers" and b"{" in bytes(raw):
             return json.loads(bytes(raw), object_pairs_hook=_without_repeats)
-        return msgspec.json.decode(raw)
+        return msgspec.json.decode(raw) if name == "headers" else decode_scalar(raw)
     except RepeatedKey as error:
         raise MessageError(f"{path}.{name}", f"has {str(error)[:40]!r} twice") from None
     except (ValueError, RecursionError):
