@@ -66,9 +66,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         await door.start()
         metrics = Metrics(settings.group_labels_max)
         listening: list[str] = []
-        checks = make_checks(
-            settings, lambda: (*listening, broker.url, broker.admin_url, *broker.proxies())
-        )
+        checks = make_checks(settings, lambda: (*listening, *broker.proxies()))
         stack.push_async_callback(checks.close)
         groups = Groups(door.groups, checks.unusable)
         sessions = SessionRegistry()
@@ -143,17 +141,17 @@ async def _listen(
     listening: list[str],
 ) -> str:
     """Listen until the stack ends, and tell the broker its URLs; return that of the admin address,
-    "" where there is none. The addresses that are listened on are added to `listening`."""
+    "" where there is none. What it listens at, and is known at, is added to `listening`."""
     url = await stack.enter_async_context(serve(app, settings.listen, tls))
-    listening.append(url)
     broker.url = settings.advertise or url
+    listening += [url, broker.url]
     log.info("listening", url=url, advertise=broker.url)
     if not settings.admin_listen:
         return ""
     admin = serve(make_admin_app(app), settings.admin_listen, tls, admin=True)
     admin_url = await stack.enter_async_context(admin)
-    listening.append(admin_url)
     broker.admin_url = _callable(admin_url, broker.url)
+    listening += [admin_url, broker.admin_url]
     return admin_url
 
 
