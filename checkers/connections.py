@@ -44,6 +44,13 @@ def look_up(host: str) -> Sequence[str]:
     return list(dict.fromkeys(str(address[4][0]) for address in found))
 
 
+def literal(host: str) -> str | None:
+    """Return the address that a host is, None where it is a name or spelled in another way."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    return None
+
+
 class Names:
     """Looks names up without ever waiting for another group's name, each at most once at a time."""
 
@@ -60,8 +67,9 @@ class Names:
         Raises:
             OSError: the name is not known, or the group has too many look-ups under way.
         """
-        with suppress(ValueError):
-            return [str(ipaddress.ip_address(host))]
+        address = literal(host)
+        if address is not None:
+            return [address]
         return await self._threads.run(host, lambda: self._look_up(host), asker)
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ READ_S = 3.0
 """How long reading a secret file may take, seconds: `secrets_dir` may be on a network."""
 OWN_VARIABLES = "TXBROKER_"
 _OWN = "it is what the proxy itself uses; a group has a secret of its own"
+_BELOW = "secret_ref must name a file below the proxy's setting secrets_dir"
 _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -62,14 +63,14 @@ class GroupSecrets:
                 return f"secret_ref names the environment variable {place}: {_OWN}"
             if place not in self._variables:
                 return (
-                    f"secret_ref names the environment variable {place}, which the proxy's setting "
-                    "secret_env_allow does not list"
+                    "secret_ref must name an environment variable that the proxy's setting "
+                    f"secret_env_allow lists, not {place}"
                 )
             return None
         if self._folder is None:
             return "secret_ref names a file, but the proxy's setting secrets_dir is not set"
         if self._below(place) is None:
-            return f"secret_ref names the file {place}, which is not below the proxy's secrets_dir"
+            return f"{_BELOW}, not {place}"
         return None
 
     async def read(self, ref: str) -> bytes:
@@ -129,10 +130,10 @@ class GroupSecrets:
         """Return what a file holds; runs in a thread, may block."""
         folder, below = self._folder, self._below(path)
         if folder is None or below is None:
-            raise SecretRefused(f"the file {path} is not below the proxy's secrets_dir")
+            raise SecretRefused(f"{_BELOW}, not {path}")
         real = os.path.realpath(os.path.join(folder, below))
         if not real.startswith(folder.rstrip("/") + "/"):
-            raise SecretRefused(f"the file {path} is a link out of the proxy's secrets_dir")
+            raise SecretRefused(f"{_BELOW}, and not link out of it as {path} does")
         try:
             # Before it is opened: opening alone can have effects on a device.
             _require_regular(os.stat(real, follow_symlinks=False), path)

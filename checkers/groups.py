@@ -23,6 +23,7 @@ QUERY_MASKS = (QUERY_MASK, "?%E2%80%A6", "?%e2%80%a6")
 GROUP_NAME_CHARS_MAX = 249
 """As long as a topic name may be, which is what groups are usually named after."""
 URL_CHARS_MAX = 2000
+REF_CHARS_MAX = 4096
 PARALLEL_MAX = 64
 """Calls to one group at a time, so that no group takes all the calls of a proxy."""
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
@@ -179,6 +180,8 @@ def without_query(url: str, mask: str = "") -> str:
 
 
 def _check_secret_ref(ref: str) -> None:
+    if len(ref) > REF_CHARS_MAX:
+        raise PolicyError(f"secret_ref has at most {REF_CHARS_MAX} characters")
     kind, _, place = ref.partition(":")
     if kind == "env" and place and place.isprintable() and "=" not in place:
         return

@@ -23,7 +23,15 @@ from txbroker.checkers.answers import (
     webhook_id,
 )
 from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, shortened
-from txbroker.checkers.connections import CannotConnect, Connection, LookUp, Names, connect, look_up
+from txbroker.checkers.connections import (
+    CannotConnect,
+    Connection,
+    LookUp,
+    Names,
+    connect,
+    literal,
+    look_up,
+)
 from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
 from txbroker.checkers.groups import (
     GroupPolicy,
@@ -106,7 +114,10 @@ class HttpChecks:
         if policy.check_url is None:
             return None
         host, _ = host_and_port(policy.check_url)
-        return _in_a_sentence(host, self._guard.refuse_name(host))
+        address = literal(host)
+        if address is None:
+            return _in_a_sentence(host, self._guard.refuse_name(host))
+        return _in_a_sentence(host, self._guard.refuse(host, address))
 
     async def refuse(self, group: str, policy: GroupPolicy) -> str | None:
         """Return why a group cannot be registered so, or None.
@@ -159,7 +170,7 @@ class HttpChecks:
             try:
                 secret = await self._secrets.read(policy.secret_ref)
             except SecretUnavailable as error:
-                return Unreached(str(error))
+                return Unreached(shortened(str(error)))
         return await self.acquire(
             group,
             policy.check_url,

@@ -88,6 +88,7 @@ def test_what_a_group_does_not_say_follows_the_configuration() -> None:
         ({"check_url": "http://x/" + "a" * 2000}, "check_url has at most 2000 characters"),
         ({"secret_ref": "hunter2"}, "secret_ref must be env:NAME or file:/absolute/path"),
         ({"secret_ref": "env:"}, "secret_ref must be env:NAME"),
+        ({"secret_ref": "file:/" + "x" * 4096}, "secret_ref has at most 4096 characters"),
         ({"secret_ref": "file:secret"}, "secret_ref must be env:NAME"),
         ({"secret_ref": "file:/a\0b"}, "secret_ref must be env:NAME"),
         ({"check_after_s": -1}, "check_after_s must be from 0 to 604800, not -1"),

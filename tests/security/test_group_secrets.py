@@ -13,7 +13,7 @@ from http_answers import LOOPBACK
 from memory_world import MemoryWorld
 from service_world import Desk, Service, until
 
-from txbroker.checkers.base import Unreached
+from txbroker.checkers.base import Unreached, shortened
 from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
 from txbroker.checkers.groups import GroupPolicy, encode_policy
 from txbroker.checkers.http import HttpChecks
@@ -21,17 +21,17 @@ from txbroker.core.records import Message
 from txbroker.errors import BadRequest
 
 PLACES = {
-    "a device": ("file:/dev/ptmx", "not below"),
-    "a terminal": ("file:/dev/tty", "not below"),
-    "the process's environment": ("file:/proc/self/environ", "not below"),
-    "a file elsewhere": ("file:/etc/passwd", "not below"),
-    "the folder itself": ("file:{folder}", "not below"),
-    "the folder's neighbour": ("file:{folder}-2/key", "not below"),
-    "a way up": ("file:{folder}/../outside", "not below"),
-    "a way up and down": ("file:{folder}/../{name}/key", "not below"),
-    "a link to a file outside": ("file:{folder}/to-outside", "out of"),
-    "a link to a device": ("file:{folder}/to-ptmx", "out of"),
-    "a file in a linked folder": ("file:{folder}/to-parent/outside", "out of"),
+    "a device": ("file:/dev/ptmx", "below the proxy's"),
+    "a terminal": ("file:/dev/tty", "below the proxy's"),
+    "the process's environment": ("file:/proc/self/environ", "below the proxy's"),
+    "a file elsewhere": ("file:/etc/passwd", "below the proxy's"),
+    "the folder itself": ("file:{folder}", "below the proxy's"),
+    "the folder's neighbour": ("file:{folder}-2/key", "below the proxy's"),
+    "a way up": ("file:{folder}/../outside", "below the proxy's"),
+    "a way up and down": ("file:{folder}/../{name}/key", "below the proxy's"),
+    "a link to a file outside": ("file:{folder}/to-outside", "link out of it"),
+    "a link to a device": ("file:{folder}/to-ptmx", "link out of it"),
+    "a file in a linked folder": ("file:{folder}/to-parent/outside", "link out of it"),
     "a folder": ("file:{folder}/inner", "not a regular file"),
     "a named pipe": ("file:{folder}/pipe", "not a regular file"),
     "a socket": ("file:{folder}/socket", "not a regular file"),
@@ -76,14 +76,14 @@ async def test_a_place_that_may_not_be_named_is_refused_everywhere(case: str, fo
     await checks.close()
     assert refused is not None
     assert words in refused
-    assert called == Unreached(refused)
+    assert called == Unreached(shortened(refused))
     with pytest.raises(SecretRefused):
         await secrets.read(ref)
 
 
 @pytest.mark.parametrize("ref", ["file:/etc/passwd", "env:ORDERS_SECRET"])
 async def test_nothing_may_be_named_by_default(ref: str) -> None:
-    with pytest.raises(SecretRefused, match=r"secrets_dir is not set|secret_env_allow"):
+    with pytest.raises(SecretRefused, match=r"secrets_dir|secret_env_allow"):
         await GroupSecrets().read(ref)
 
 
