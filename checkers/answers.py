@@ -74,8 +74,8 @@ class _Malformed(ValueError):
     pass
 
 
-def read_answer(body: bytes, id: str) -> Answered | Unclear:
-    """Return what the body of a 200 says of transaction `id`.
+def read_answer(body: bytes, id: str, messages_max: int | None = None) -> Answered | Unclear:
+    """Return what the body of a 200 says of transaction `id`, with at most `messages_max` messages.
 
     Whatever is not exactly the contract is unclear; its detail never repeats the body.
     """
@@ -85,7 +85,9 @@ def read_answer(body: bytes, id: str) -> Answered | Unclear:
             return Unclear("the answer names another transaction")
         decision = _decision(fields.get("decision"))
         if decision is Decision.COMMIT:
-            return Answered(decision, None, _messages(fields.get("messages")), str(decision))
+            return Answered(
+                decision, None, _messages(fields.get("messages"), messages_max), str(decision)
+            )
         again = _ask_again(fields.get("ask_again_s")) if decision is Decision.UNKNOWN else None
     except _Malformed as problem:
         return Unclear(str(problem))
@@ -130,10 +132,10 @@ def _ask_again(raw: msgspec.Raw | None) -> float | None:
     return ask_again_within_bounds(value)
 
 
-def _messages(raw: msgspec.Raw | None) -> tuple[Message, ...] | None:
+def _messages(raw: msgspec.Raw | None, messages_max: int | None) -> tuple[Message, ...] | None:
     if raw is None or bytes(raw) == b"null":
         return None
     try:
-        return decode_messages(raw)
+        return decode_messages(raw, messages_max=messages_max)
     except MessageError as error:
         raise _Malformed(f"{error.path} of the answer does not read as a message") from None

@@ -76,6 +76,7 @@ class HttpChecks:
         guard: UrlGuard | None = None,
         own: Callable[[], Iterable[Address]] = tuple,
         secrets: GroupSecrets | None = None,
+        messages_max: int | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         idle_s: float = IDLE_S,
         tls: ssl.SSLContext | None = None,
@@ -86,6 +87,7 @@ class HttpChecks:
         guard: which addresses may be called; None: without any exception.
         own: where the installation itself listens, host and port.
         secrets: reads the secrets of groups; None: they have none.
+        messages_max: how many messages an answer may bring; None: any number.
         tls: what https connections are verified with; None: the system's authorities.
         now_s: the wall clock that signatures carry, seconds since 1970.
         """
@@ -94,6 +96,7 @@ class HttpChecks:
         self._secrets = secrets or GroupSecrets()
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
+        self._messages_max = messages_max
         self._tls = tls
         self._now_s = now_s
         self._names = Names(look_up)
@@ -201,6 +204,7 @@ class HttpChecks:
             # The query stays out of markers and timelines: tokens are put there.
             endpoint=without_query(url),
             answer_bytes_max=answer_bytes_max,
+            messages_max=self._messages_max,
         )
         return HttpChannel(self, key, connection, request, secret, self._now_s)
 
@@ -302,11 +306,14 @@ class _Idle:
 class _Request:
     """What of a request does not depend on the question."""
 
-    def __init__(self, host: str, target: str, endpoint: str, answer_bytes_max: int) -> None:
+    def __init__(
+        self, host: str, target: str, endpoint: str, answer_bytes_max: int, messages_max: int | None
+    ) -> None:
         self.host = host
         self.target = target
         self.endpoint = endpoint
         self.answer_bytes_max = answer_bytes_max
+        self.messages_max = messages_max
 
 
 class HttpChannel:
@@ -457,7 +464,7 @@ class HttpChannel:
             elif not isinstance(event, h11.InformationalResponse):
                 return Unclear(NOT_HTTP)
         self._reusable = state.their_state is h11.DONE and not state.trailing_data[0]
-        return read_answer(bytes(body), id)
+        return read_answer(bytes(body), id, self._request.messages_max)
 
 
 def _trace_headers(call: CheckCall) -> list[tuple[str, str]]:

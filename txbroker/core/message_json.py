@@ -55,6 +55,8 @@ def _as_key(kind: type, name: str) -> object:
 
 _decode_raw_object = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=_as_key).decode
 _decode_raw_list = msgspec.json.Decoder(list[dict[_Key, msgspec.Raw]], dec_hook=_as_key).decode
+_decode_named = msgspec.json.Decoder(dict[_Key, Any], dec_hook=_as_key).decode
+_decode_scalar = msgspec.json.Decoder(str | bool | int | float | None).decode
 _encode_json = msgspec.json.Encoder().encode
 
 
@@ -131,20 +133,30 @@ def decode_scalar(raw: bytes | msgspec.Raw) -> object:
     Raises:
         ValueError, RecursionError: it does not read.
     """
-    opening = bytes(raw)[:1]
-    if opening == b"[":
-        return []
-    return {} if opening == b"{" else msgspec.json.decode(raw)
+    try:
+        return _decode_scalar(raw)
+    except msgspec.ValidationError:
+        opening = bytes(memoryview(raw)[:1])
+        if opening == b"[":
+            return []
+        if opening == b"{":
+            return {}
+        raise
 
 
 def _plain(obj: Mapping[_Key, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     return {str(name): value for name, value in obj.items()}
 
 
-def decode_messages(raw: bytes | msgspec.Raw, path: str = "messages") -> tuple[Message, ...]:
+def decode_messages(
+    raw: bytes | msgspec.Raw, path: str = "messages", *, messages_max: int | None = None
+) -> tuple[Message, ...]:
     """Return the messages of a JSON list that was not decoded yet.
 
     `value_json` becomes the value byte for byte as it was written, so no number in it changes.
+
+    Args:
+        messages_max: more are refused before any is looked at; None: any number.
 
     Raises:
         MessageError: it is not JSON, not a list of objects, or a message is malformed.
@@ -159,12 +171,17 @@ def decode_messages(raw: bytes | msgspec.Raw, path: str = "messages") -> tuple[M
         raise MessageError(path, "must be a list of objects, one for each message") from None
     except (ValueError, RecursionError):
         raise MessageError(path, "is not JSON") from None
+    if messages_max is not None and len(objects) > messages_max:
+        raise MessageError(path, f"has more than {messages_max} messages")
     # One at a time, so that millions of objects that are no messages end with the first.
     return tuple(_decode_message(obj, f"{path}[{n}]") for n, obj in enumerate(objects))
 
 
 def _decode_message(obj: Mapping[_Key, msgspec.Raw], path: str) -> Message:
-    fields = {name: _decode_field(name, raw, path) for name, raw in _plain(obj).items()}
+    fields = {}
+    for key, raw in obj.items():
+        name = str(key)
+        fields[name] = _decode_field(name, raw, path)
     return message_from_json(fields, path)
 
 
@@ -172,14 +189,21 @@ def _decode_field(name: str, raw: msgspec.Raw, path: str) -> object:
     if name == "value_json":
         return None if bytes(raw) == b"null" else raw
     try:
-        if name == "headers" and b"{" in bytes(raw):
-            return json.loads(bytes(raw), object_pairs_hook=_without_repeats)
-        return msgspec.json.decode(raw) if name == "headers" else decode_scalar(raw)
+        return _decode_headers(bytes(raw)) if name == "headers" else decode_scalar(raw)
     except RepeatedKey as error:
         raise MessageError(f"{path}.{name}", f"has {str(error)[:40]!r} twice") from None
     except (ValueError, RecursionError):
         shown = name if name in _FIELDS else "an unknown field"
         raise MessageError(path, f"{shown} does not read") from None
+
+
+def _decode_headers(text: bytes) -> object:
+    objects = text.count(b"{")
+    if objects == 0:
+        return msgspec.json.decode(text)
+    if objects == 1 and text.startswith(b"{"):
+        return {str(name): value for name, value in _decode_named(text).items()}
+    return json.loads(text, object_pairs_hook=_without_repeats)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -27,7 +27,12 @@ def make_checks(settings: Settings, urls: Callable[[], Iterable[str]]) -> HttpCh
         deny=parse_host_rules("check_url_deny", settings.check_url_deny, private=True),
         loopback=settings.loopback_only,
     )
-    return HttpChecks(guard=guard, own=own, secrets=_secrets(settings))
+    return HttpChecks(
+        guard=guard,
+        own=own,
+        secrets=_secrets(settings),
+        messages_max=settings.messages_per_transaction_max,
+    )
 
 
 def _secrets(settings: Settings) -> GroupSecrets:
