@@ -7,12 +7,15 @@ import itertools
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import checks_world
 import pytest
 from http_answers import COMMIT, LOOPBACK, Serve, answering, ask, response
 from http_api import Api, running_api
+from memory_world import MemoryWorld
+from service_world import Desk, Service, until
 
 from txbroker.addresses import Address, parse_host_rules
 from txbroker.checkers.base import Answered, CheckCall, Unreached
@@ -20,6 +23,7 @@ from txbroker.checkers.groups import GroupPolicy, encode_policy
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.own_endpoints import is_local
 from txbroker.checkers.url_guard import UrlGuard, forms
+from txbroker.errors import BadRequest
 
 CLASS = 7
 call, checks, serve = checks_world.call, checks_world.checks, checks_world.serve
@@ -357,6 +361,30 @@ async def test_an_own_name_that_cannot_be_looked_up_keeps_its_last_addresses() -
     assert second == third
     assert "an address of txbroker" in str(third)
     await checks.close()
+
+
+async def test_running_proxies_refuse_one_anothers_addresses() -> None:
+    """Those that they listen at, operators' included, and those by which they are known."""
+    world, desk = MemoryWorld(), Desk()
+    async with desk.serve(), AsyncExitStack() as stack:
+        stack.push_async_callback(world.close)
+        one = Service(world, desk, "one", admin_listen="127.0.0.1:0")
+        two = Service(world, desk, "two")
+        for service in (one, two):
+            stack.push_async_callback(service.stop)
+            await service.start()
+
+        async def both_known() -> bool:
+            return all(len(service.proxy.broker.proxies()) == 2 for service in (one, two))
+
+        await until(both_known)
+        both = (one.proxy.url, two.proxy.url)
+        for service, urls in ((one, (*both, one.proxy.admin_url)), (two, both)):
+            for url in urls:
+                with pytest.raises(BadRequest, match="an address of txbroker"):
+                    await service.call("PUT", "/v1/groups/orders", {"check_url": f"{url}/v1"})
+            fine = {"check_url": f"{desk.url}/check/orders"}
+            assert (await service.call("PUT", "/v1/groups/orders", fine))[0] == 200
 
 
 def test_this_machines_addresses_are_known_without_a_list() -> None:

@@ -226,9 +226,9 @@ class GroupBody(Request, frozen=True):
         Annotated[
             str,
             Meta(
-                description="Where the secret that signs them is: `env:NAME` or `file:/path`, as the "
-                "proxy's `secret_env_allow` and `secrets_dir` allow. One that begins with `whsec_` "
-                "is base64 of the key."
+                description="Where the secret that signs them is: `env:NAME` or `file:/path`, as "
+                "the proxy's `secret_env_allow` and `secrets_dir` allow. One that begins with "
+                "`whsec_` is base64 of the key."
             ),
         ]
         | None
