@@ -18,7 +18,7 @@ MADE_HERE = frozenset(
     {
         "listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure",
         "admin_listen", "admin_token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file",
-        "peers_ca_file",
+        "peers_ca_file", "secrets_dir",
     }
 )  # fmt: skip
 """Settings that templates make from other values; so are all that begin with `kafka`."""

@@ -11,7 +11,14 @@ from txbroker.checkers.base import (
     Unreached,
     ask_again_within_bounds,
 )
-from txbroker.core.message_json import MessageError, decode_messages, message_to_json
+from txbroker.core.message_json import (
+    MessageError,
+    RepeatedKey,
+    decode_fields,
+    decode_messages,
+    decode_scalar,
+    message_to_json,
+)
 from txbroker.core.records import Decision, Message
 
 NOT_HANDLED = frozenset({429, 502, 503})
@@ -19,7 +26,6 @@ NOT_HANDLED = frozenset({429, 502, 503})
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _encode_json = msgspec.json.Encoder().encode
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def question(call: CheckCall) -> bytes:
@@ -68,16 +74,20 @@ class _Malformed(ValueError):
     pass
 
 
-def read_answer(body: bytes) -> Answered | Unclear:
-    """Return what the body of a 200 says.
+def read_answer(body: bytes, id: str, messages_max: int | None = None) -> Answered | Unclear:
+    """Return what the body of a 200 says of transaction `id`, with at most `messages_max` messages.
 
     Whatever is not exactly the contract is unclear; its detail never repeats the body.
     """
     try:
         fields = _fields(body)
+        if "id" in fields and _value(fields["id"], "id") not in (None, id):
+            return Unclear("the answer names another transaction")
         decision = _decision(fields.get("decision"))
         if decision is Decision.COMMIT:
-            return Answered(decision, None, _messages(fields.get("messages")), str(decision))
+            return Answered(
+                decision, None, _messages(fields.get("messages"), messages_max), str(decision)
+            )
         again = _ask_again(fields.get("ask_again_s")) if decision is Decision.UNKNOWN else None
     except _Malformed as problem:
         return Unclear(str(problem))
@@ -88,14 +98,16 @@ def read_answer(body: bytes) -> Answered | Unclear:
 def _fields(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         body.decode()
-        return _decode_fields(body)
+        return decode_fields(body)
+    except RepeatedKey:
+        raise _Malformed("the answer repeats a key") from None
     except (ValueError, RecursionError):
         raise _Malformed("the answer is not a JSON object") from None
 
 
 def _value(raw: msgspec.Raw, name: str) -> object:
     try:
-        return msgspec.json.decode(raw)
+        return decode_scalar(raw)
     except (ValueError, RecursionError):
         raise _Malformed(f"{name} of the answer does not read") from None
 
@@ -120,10 +132,10 @@ def _ask_again(raw: msgspec.Raw | None) -> float | None:
     return ask_again_within_bounds(value)
 
 
-def _messages(raw: msgspec.Raw | None) -> tuple[Message, ...] | None:
+def _messages(raw: msgspec.Raw | None, messages_max: int | None) -> tuple[Message, ...] | None:
     if raw is None or bytes(raw) == b"null":
         return None
     try:
-        return decode_messages(raw)
+        return decode_messages(raw, messages_max=messages_max)
     except MessageError as error:
         raise _Malformed(f"{error.path} of the answer does not read as a message") from None

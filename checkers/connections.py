@@ -4,18 +4,24 @@ import asyncio
 import ipaddress
 import socket
 import ssl
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeAlias, cast
 
+from txbroker.addresses import plain_host
+from txbroker.checkers.daemon_threads import DaemonThreads
+
 LOOKUPS_MAX = 32
 """Names looked up at a time. A look-up cannot be cut short, it only ends by itself."""
+LOOKUPS_ASKER_MAX = 2
+"""The same for one group: the name that it has, and the one that it had before."""
 UNREAD_BYTES_MAX = 256 * 1024
 """Received but not yet read; above it the other side is made to wait."""
 
 LookUp: TypeAlias = Callable[[str], Sequence[str]]
 """Return the addresses of a host name; called in a thread of its own, may block."""
+Vet: TypeAlias = Callable[[str, int, Sequence[str]], Awaitable[None]]
+"""Raise `CannotConnect` where a host must not be called at a port and one of these addresses."""
 
 
 class CannotConnect(Exception):
@@ -28,6 +34,8 @@ def look_up(host: str) -> Sequence[str]:
     Raises:
         OSError: the name is not known, or nobody answers.
     """
+    if f".{plain_host(host)}".endswith(".localhost"):
+        host = "localhost"  # in every spelling, as RFC 6761 has it; resolvers differ
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError:
@@ -36,74 +44,37 @@ def look_up(host: str) -> Sequence[str]:
     return list(dict.fromkeys(str(address[4][0]) for address in found))
 
 
-class Names:
-    """Looks names up without ever waiting for another group's name.
+def literal(host: str) -> str | None:
+    """Return the address that a host is, None where it is a name or spelled in another way."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    return None
 
-    The event loop's own threads are few (uvloop has four), so a handful of names whose servers
-    do not answer would stop every other group. Here each name has at most one thread.
-    """
+
+class Names:
+    """Looks names up without ever waiting for another group's name, each at most once at a time."""
 
     def __init__(self, look_up: LookUp = look_up) -> None:
         self._look_up = look_up
-        self._slots = asyncio.Semaphore(LOOKUPS_MAX)
-        self._open: dict[str, asyncio.Task[Sequence[str]]] = {}
+        self._threads = DaemonThreads[Sequence[str]]("look-up", LOOKUPS_MAX, LOOKUPS_ASKER_MAX)
 
-    async def addresses(self, host: str) -> Sequence[str]:
+    async def addresses(self, host: str, asker: str = "") -> Sequence[str]:
         """Return the addresses of a name or, as it is, an address.
 
+        Args:
+            asker: the group on whose behalf; "" for the proxy itself.
+
         Raises:
-            OSError: the name is not known.
+            OSError: the name is not known, or the group has too many look-ups under way.
         """
-        with suppress(ValueError):
-            return [str(ipaddress.ip_address(host))]
-        task = self._open.get(host)
-        if task is None:
-            task = asyncio.get_running_loop().create_task(self._shared(host))
-            self._open[host] = task
-            task.add_done_callback(lambda done: self._forget(host, done))
-        return await asyncio.shield(task)
+        address = literal(host)
+        if address is not None:
+            return [address]
+        return await self._threads.run(host, lambda: self._look_up(host), asker)
 
     async def close(self) -> None:
-        """Wait for no look-up any more."""
-        for task in list(self._open.values()):
-            task.cancel()
-        await asyncio.gather(*self._open.values(), return_exceptions=True)
-
-    async def _shared(self, host: str) -> Sequence[str]:
-        async with self._slots:
-            return await _in_thread(self._look_up, host)
-
-    def _forget(self, host: str, done: "asyncio.Task[Sequence[str]]") -> None:
-        self._open.pop(host, None)
-        if not done.cancelled():
-            done.exception()  # whoever waited has it; nobody may be left
-
-
-async def _in_thread(look_up: LookUp, host: str) -> Sequence[str]:
-    """Run a look-up in a daemon thread, which a hanging one does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Sequence[str]] = loop.create_future()
-
-    def finish(addresses: Sequence[str], error: Exception | None) -> None:
-        if result.done():
-            return
-        if error is None:
-            result.set_result(addresses)
-        else:
-            result.set_exception(error)
-
-    def run() -> None:
-        addresses: Sequence[str] = ()
-        problem: Exception | None = None
-        try:
-            addresses = look_up(host)
-        except Exception as error:
-            problem = error
-        with suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(finish, addresses, problem)
-
-    threading.Thread(target=run, name=f"look-up {host}", daemon=True).start()
-    return await result
+        """Stop waiting for look-ups."""
+        await self._threads.close()
 
 
 class Connection(asyncio.Protocol):
@@ -118,6 +89,8 @@ class Connection(asyncio.Protocol):
         self.on_stir: Callable[[], None] | None = None
         """Called when anything arrives or the connection ends, while it lies idle."""
         self.error: Exception | None = None
+        self.address = ""
+        """The IP address that it is connected to."""
 
     @property
     def fresh(self) -> bool:
@@ -193,17 +166,32 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(
-    names: Names, host: str, port: int, tls: ssl.SSLContext | None, timeout_s: float
+    names: Names,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+    timeout_s: float,
+    *,
+    vet: Vet | None = None,
+    asker: str = "",
 ) -> Connection:
     """Return a connection to the first address of `host` that takes it.
 
+    The name is looked up once; what is connected to is one of the very addresses that were vetted.
+
+    Args:
+        vet: tests all addresses of the host before any is connected to; None: all are fine.
+        asker: the group on whose behalf; "" for the proxy itself.
+
     Raises:
-        CannotConnect: no name, nobody there, no TLS, or not within `timeout_s`.
+        CannotConnect: no name, nobody there, no TLS, refused, or not within `timeout_s`.
     """
     stage = "look-up of the name"
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            addresses = await names.addresses(host)
+            addresses = await names.addresses(host, asker)
+            if vet is not None:
+                await vet(host, port, addresses)
             stage = "TLS handshake" if tls else "connection"
             deadline_s = limit.when() or 0.0
             return await _connect_any(addresses, host, port, tls, deadline_s)
@@ -226,6 +214,7 @@ async def _connect_any(
                 _, connection = await loop.create_connection(
                     Connection, address, port, ssl=tls, server_hostname=host if tls else None
                 )
+                connection.address = address
                 return connection
         except OSError as error:  # TimeoutError and ssl.SSLError are OSErrors too
             problem = error

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 from txbroker.checkers.base import Channel, Unreached
-from txbroker.checkers.groups import Groups, SecretUnavailable, read_secret
-from txbroker.checkers.http import ANSWER_BYTES_DEFAULT, HttpChecks
+from txbroker.checkers.groups import Groups
+from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import PeerSessions
 from txbroker.checkers.sessions import SessionRegistry
 
@@ -55,18 +55,7 @@ class GroupFinder:
         policy = self._groups.get(group)
         if policy is None or policy.check_url is None:
             return Unreached(self._nobody(group))
-        secret: bytes | None = None
-        if policy.secret_ref is not None:
-            try:
-                secret = await read_secret(policy.secret_ref)
-            except SecretUnavailable as error:
-                return Unreached(str(error))
-        return await self._http.acquire(
-            group,
-            policy.check_url,
-            secret=secret,
-            answer_bytes_max=policy.answer_bytes_max or ANSWER_BYTES_DEFAULT,
-        )
+        return await self._http.acquire_for(group, policy)
 
     def _nobody(self, group: str) -> str:
         who = f"nobody of group {group} is connected"

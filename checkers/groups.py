@@ -1,8 +1,7 @@
 """Registered producer groups: their check URL, their secret's place and their check policy."""
 
-import asyncio
 import logging
-import os
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -12,17 +11,19 @@ import structlog
 from msgspec import Struct, structs
 
 from txbroker.core.records import CheckPolicy
-from txbroker.core.signing import secret_key
 from txbroker.door import GroupStore
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 POLICY_VERSION = 1
+QUERY_MASK = "?…"
+"""Shown in place of a check URL's query."""
+QUERY_MASKS = (QUERY_MASK, "?%E2%80%A6", "?%e2%80%a6")
+"""What may become of the mask on its way back."""
 GROUP_NAME_CHARS_MAX = 249
 """As long as a topic name may be, which is what groups are usually named after."""
 URL_CHARS_MAX = 2000
-SECRET_BYTES_MAX = 65_536
-"""A secret file larger than this is not a secret but a mistake."""
+REF_CHARS_MAX = 4096
 PARALLEL_MAX = 64
 """Calls to one group at a time, so that no group takes all the calls of a proxy."""
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
@@ -43,12 +44,11 @@ _WHOLE = frozenset({"attempts_max", "parallel", "answer_bytes_max"})
 _TEXTS = frozenset({"check_url", "secret_ref"})
 
 
+_NETLOC = re.compile(r"(\[[0-9A-Fa-f:.]+(%25[A-Za-z0-9._-]+)?\]|[^\[\]:@\\/]+)(:\d*)?")
+
+
 class PolicyError(ValueError):
     """A group's policy is not as it must be; the message says in a sentence what to change."""
-
-
-class SecretUnavailable(Exception):
-    """A group's secret cannot be read; the message names its place, never its content."""
 
 
 class GroupPolicy(Struct, frozen=True, omit_defaults=True):
@@ -119,6 +119,9 @@ def check_group_name(group: str) -> None:
         raise PolicyError(f"a group's name has at most {GROUP_NAME_CHARS_MAX} characters")
     if not group.isprintable():
         raise PolicyError("a group's name must not have control characters")
+    if group in (".", ".."):
+        # HTTP clients take them out of a path, percent-encoded or not.
+        raise PolicyError(f"a group's name must not be {group!r}: no URL can name it")
 
 
 def split_check_url(url: str) -> SplitResult:
@@ -129,6 +132,11 @@ def split_check_url(url: str) -> SplitResult:
     """
     if len(url) > URL_CHARS_MAX:
         raise PolicyError(f"check_url has at most {URL_CHARS_MAX} characters")
+    if url.endswith(QUERY_MASKS):
+        raise PolicyError(
+            "check_url ends with the mask that stands for its query where it is shown; give the "
+            "whole URL"
+        )
     if not all("!" <= c <= "~" for c in url):
         raise PolicyError("check_url must be plain ASCII without spaces; percent-encode the rest")
     try:
@@ -140,6 +148,8 @@ def split_check_url(url: str) -> SplitResult:
         raise PolicyError("check_url must begin with http:// or https://")
     if not parts.hostname or port == 0:
         raise PolicyError("check_url must name a host, and a port other than 0 if any")
+    if not _NETLOC.fullmatch(parts.netloc) and "@" not in parts.netloc:
+        raise PolicyError("check_url is not a URL: its host or port does not read")
     if "@" in parts.netloc:
         raise PolicyError(
             "check_url must not hold a user name or password; give the group a secret_ref instead"
@@ -149,7 +159,29 @@ def split_check_url(url: str) -> SplitResult:
     return parts
 
 
+def host_and_port(url: str) -> tuple[str, int]:
+    """Return the host, without brackets, and the port that a check URL leads to.
+
+    Raises:
+        PolicyError: it is not a check URL.
+    """
+    parts = split_check_url(url)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def without_query(url: str, mask: str = "") -> str:
+    """Return what may be shown of a check URL: tokens are put into the query.
+
+    Args:
+        mask: stands for the query where there is one.
+    """
+    path, question_mark, _ = url.partition("?")
+    return path + mask if question_mark else path
+
+
 def _check_secret_ref(ref: str) -> None:
+    if len(ref) > REF_CHARS_MAX:
+        raise PolicyError(f"secret_ref has at most {REF_CHARS_MAX} characters")
     kind, _, place = ref.partition(":")
     if kind == "env" and place and place.isprintable() and "=" not in place:
         return
@@ -229,52 +261,20 @@ def decode_policy(stored: bytes) -> GroupPolicy:
     return policy_from_json(obj)
 
 
-# --- secrets ---------------------------------------------------------------------------------
-
-
-async def read_secret(ref: str) -> bytes:
-    """Return the key that the secret at `ref` stands for, read anew, so that a changed secret is
-    used at once.
-
-    A file's trailing line break is not part of the secret. What begins with `whsec_` is base64.
-
-    Raises:
-        SecretUnavailable: it is not there, empty, unreadable, too large or no base64.
-    """
-    kind, _, place = ref.partition(":")
-    if kind == "env":
-        secret = os.environb.get(place.encode(), b"")
-        where = f"the environment variable {place}"
-    else:
-        secret = await asyncio.to_thread(_read_file, place)
-        where = f"the file {place}"
-    if not secret:
-        raise SecretUnavailable(f"{where} is not set or empty; it holds the group's secret")
-    try:
-        return secret_key(secret)
-    except ValueError as error:
-        raise SecretUnavailable(f"{where} does not hold a secret: {error}") from None
-
-
-def _read_file(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            content = file.read(SECRET_BYTES_MAX + 1)
-    except OSError as error:
-        raise SecretUnavailable(f"the file {path} cannot be read: {error.strerror}") from None
-    if len(content) > SECRET_BYTES_MAX:
-        raise SecretUnavailable(f"the file {path} is too large for a secret")
-    return content.rstrip(b"\r\n")
-
-
 # --- registry --------------------------------------------------------------------------------
 
 
 class Groups:
     """The registered groups, following the store's changes."""
 
-    def __init__(self, store: GroupStore) -> None:
+    def __init__(
+        self, store: GroupStore, unusable: Callable[[GroupPolicy], str | None] = lambda _: None
+    ) -> None:
+        """Args:
+        unusable: returns why a policy cannot be used by this proxy, for the log, or None.
+        """
         self._store = store
+        self._unusable = unusable
         self._policies: dict[str, GroupPolicy] = {}
         self._problems: dict[str, str] = {}
         self._listeners: list[Callable[[str], None]] = []
@@ -326,9 +326,11 @@ class Groups:
         self._policies.pop(group, None)
         if stored is not None:
             try:
-                self._policies[group] = decode_policy(stored)
+                policy = self._policies[group] = decode_policy(stored)
+                why = self._unusable(policy)
             except PolicyError as error:
-                self._problems[group] = str(error)
-                log.warning("group not usable", group=group, why=str(error))
+                why = self._problems[group] = str(error)
+            if why is not None:
+                log.warning("group not usable", group=group, why=why)
         for listener in self._listeners:
             listener(group)

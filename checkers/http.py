@@ -9,11 +9,12 @@ import asyncio
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import h11
 
 import txbroker
+from txbroker.addresses import Address
 from txbroker.checkers.answers import (
     by_status,
     question,
@@ -22,8 +23,25 @@ from txbroker.checkers.answers import (
     webhook_id,
 )
 from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, shortened
-from txbroker.checkers.connections import CannotConnect, Connection, LookUp, Names, connect, look_up
-from txbroker.checkers.groups import PolicyError, split_check_url
+from txbroker.checkers.connections import (
+    CannotConnect,
+    Connection,
+    LookUp,
+    Names,
+    connect,
+    literal,
+    look_up,
+)
+from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
+from txbroker.checkers.groups import (
+    GroupPolicy,
+    PolicyError,
+    host_and_port,
+    split_check_url,
+    without_query,
+)
+from txbroker.checkers.own_endpoints import OwnEndpoints
+from txbroker.checkers.url_guard import UrlGuard
 from txbroker.core import signing
 from txbroker.core.trace_context import context_of
 
@@ -45,11 +63,20 @@ IDLE_MAX = 256
 
 
 class HttpChecks:
-    """Makes channels to check URLs and keeps their connections for a short while."""
+    """Makes channels to check URLs and keeps their connections for a short while.
+
+    It calls nothing that the guard refuses. A host is looked up once for each connection, all its
+    addresses are tested, and one of them is connected to, so a name whose answer changes leads
+    nowhere else. A kept connection is tested again, as the address that it has, before each use.
+    """
 
     def __init__(
         self,
         *,
+        guard: UrlGuard | None = None,
+        own: Callable[[], Iterable[Address]] = tuple,
+        secrets: GroupSecrets | None = None,
+        messages_max: int | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         idle_s: float = IDLE_S,
         tls: ssl.SSLContext | None = None,
@@ -57,17 +84,102 @@ class HttpChecks:
         now_s: Callable[[], float] = time.time,
     ) -> None:
         """Args:
+        guard: which addresses may be called; None: without any exception.
+        own: where the installation itself listens, host and port.
+        secrets: reads the secrets of groups; None: they have none.
+        messages_max: how many messages an answer may bring; None: any number.
         tls: what https connections are verified with; None: the system's authorities.
         now_s: the wall clock that signatures carry, seconds since 1970.
         """
+        self._guard = guard or UrlGuard()
+        self._own = OwnEndpoints(own, Names(look_up))
+        self._secrets = secrets or GroupSecrets()
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
+        self._messages_max = messages_max
         self._tls = tls
         self._now_s = now_s
         self._names = Names(look_up)
+        # Apart: a flood of registrations must not hold up checks.
+        self._names_registered = Names(look_up)
         self._idle: dict[_Key, list[_Idle]] = {}
         self._idle_count = 0
         self._closed = False
+
+    # --- what may be registered --------------------------------------------------------------
+
+    def unusable(self, policy: GroupPolicy) -> str | None:
+        """Return why a policy cannot be used as it stands, or None. Looks nothing up."""
+        if policy.secret_ref is not None:
+            refused = self._secrets.refuse(policy.secret_ref)
+            if refused is not None:
+                return refused
+        if policy.check_url is None:
+            return None
+        host, _ = host_and_port(policy.check_url)
+        address = literal(host)
+        if address is None:
+            return _in_a_sentence(host, self._guard.refuse_name(host))
+        return _in_a_sentence(host, self._guard.refuse(host, address))
+
+    async def refuse(self, group: str, policy: GroupPolicy) -> str | None:
+        """Return why a group cannot be registered so, or None.
+
+        What is not there yet, a file or a name, is not refused: it is tested at each call. Takes a
+        few seconds at most.
+        """
+        refused = self.unusable(policy)
+        if refused is not None:
+            return refused
+        if policy.secret_ref is not None:
+            try:
+                await self._secrets.read(policy.secret_ref)
+            except SecretRefused as error:
+                return str(error)
+            except SecretUnavailable:
+                pass
+        if policy.check_url is None:
+            return None
+        host, port = host_and_port(policy.check_url)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                addresses = await self._names_registered.addresses(host, group)
+                return _in_a_sentence(host, await self._refused(host, port, addresses))
+        except OSError:  # TimeoutError is one, too
+            return None
+
+    async def _vet(self, host: str, port: int, addresses: Sequence[str]) -> None:
+        refused = await self._refused(host, port, addresses)
+        if refused is not None:
+            raise CannotConnect(_in_a_sentence(host, refused) or "")
+
+    async def _refused(self, host: str, port: int, addresses: Sequence[str]) -> str | None:
+        """Return why a host must not be called: one refused address is enough."""
+        own = await self._own.among(host, port, addresses)
+        for address in addresses:
+            refused = self._guard.refuse(host, address, own=address in own)
+            if refused is not None:
+                return refused
+        return None
+
+    # --- channels ----------------------------------------------------------------------------
+
+    async def acquire_for(self, group: str, policy: GroupPolicy) -> "HttpChannel | Unreached":
+        """Return a channel to the check URL of a policy, with its secret, or why there is none."""
+        if policy.check_url is None:
+            return Unreached("no check URL is registered")
+        secret: bytes | None = None
+        if policy.secret_ref is not None:
+            try:
+                secret = await self._secrets.read(policy.secret_ref)
+            except SecretUnavailable as error:
+                return Unreached(shortened(str(error)))
+        return await self.acquire(
+            group,
+            policy.check_url,
+            secret=secret,
+            answer_bytes_max=policy.answer_bytes_max or ANSWER_BYTES_DEFAULT,
+        )
 
     async def acquire(
         self,
@@ -80,29 +192,46 @@ class HttpChecks:
         """Return a channel whose connection stands, or why there is none. Sends nothing."""
         try:
             parts = split_check_url(url)
-        except PolicyError as error:
-            return Unreached(str(error))
-        host = parts.hostname or ""
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        key = (group, parts.scheme, host, port)
-        await asyncio.sleep(0)  # let the end of an idle connection be noticed first
-        connection = self._take(key)
-        if connection is None:
-            try:
-                connection = await connect(
-                    self._names, host, port, self._context(parts.scheme), self._connect_timeout_s
-                )
-            except CannotConnect as error:
-                return Unreached(shortened(str(error)))
+            host, port = host_and_port(url)
+            key = (group, parts.scheme, host, port)
+            connection = await self._connection(key)
+        except (PolicyError, CannotConnect) as error:
+            return Unreached(shortened(str(error)))
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         request = _Request(
             host=parts.netloc,
             target=target,
             # The query stays out of markers and timelines: tokens are put there.
-            endpoint=f"{parts.scheme}://{parts.netloc}{parts.path}",
+            endpoint=without_query(url),
             answer_bytes_max=answer_bytes_max,
+            messages_max=self._messages_max,
         )
         return HttpChannel(self, key, connection, request, secret, self._now_s)
+
+    async def _connection(self, key: "_Key") -> Connection:
+        group, scheme, host, port = key
+        await asyncio.sleep(0)  # let the end of an idle connection be noticed first
+        kept = self._take(key)
+        if kept is not None and await self._may_keep(kept, host, port):
+            return kept
+        return await connect(
+            self._names,
+            host,
+            port,
+            self._context(scheme),
+            self._connect_timeout_s,
+            vet=self._vet,
+            asker=group,
+        )
+
+    async def _may_keep(self, kept: Connection, host: str, port: int) -> bool:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._vet(host, port, (kept.address,))
+        except (CannotConnect, OSError):
+            kept.close(abort=True)
+            return False
+        return kept.fresh
 
     async def close(self) -> None:
         """Close all idle connections; those in hand are closed when they are released."""
@@ -110,7 +239,8 @@ class HttpChecks:
         for key in list(self._idle):
             for idle in list(self._idle.get(key, ())):
                 self._drop(key, idle)
-        await self._names.close()
+        for looked_up in (self._names, self._names_registered, self._own, self._secrets):
+            await looked_up.close()
 
     @property
     def idle_connections(self) -> int:
@@ -160,6 +290,10 @@ class HttpChecks:
         return idle.connection
 
 
+def _in_a_sentence(host: str, refused: str | None) -> str | None:
+    return None if refused is None else f"check_url leads to {host}, which is refused: {refused}"
+
+
 _Key = tuple[str, str, str, int]
 
 
@@ -172,11 +306,14 @@ class _Idle:
 class _Request:
     """What of a request does not depend on the question."""
 
-    def __init__(self, host: str, target: str, endpoint: str, answer_bytes_max: int) -> None:
+    def __init__(
+        self, host: str, target: str, endpoint: str, answer_bytes_max: int, messages_max: int | None
+    ) -> None:
         self.host = host
         self.target = target
         self.endpoint = endpoint
         self.answer_bytes_max = answer_bytes_max
+        self.messages_max = messages_max
 
 
 class HttpChannel:
@@ -214,7 +351,7 @@ class HttpChannel:
         self._connection.send(data)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._answer(state)
+                return await self._answer(state, call.id)
         except TimeoutError:
             return Unclear(f"no answer within {timeout_s:g} s")
         except h11.RemoteProtocolError:
@@ -294,7 +431,7 @@ class HttpChannel:
             pieces_left -= 1
         return Unclear("the answer comes in too many pieces")
 
-    async def _answer(self, state: h11.Connection) -> CheckResult:
+    async def _answer(self, state: h11.Connection, id: str) -> CheckResult:
         body = bytearray()
         bytes_max = self._request.answer_bytes_max
         too_large = Unclear(f"the answer is larger than {bytes_max} bytes")
@@ -327,7 +464,7 @@ class HttpChannel:
             elif not isinstance(event, h11.InformationalResponse):
                 return Unclear(NOT_HTTP)
         self._reusable = state.their_state is h11.DONE and not state.trailing_data[0]
-        return read_answer(bytes(body))
+        return read_answer(bytes(body), id, self._request.messages_max)
 
 
 def _trace_headers(call: CheckCall) -> list[tuple[str, str]]:

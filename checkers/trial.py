@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from txbroker.checkers.base import Unclear, Unreached
-from txbroker.checkers.groups import GroupPolicy, SecretUnavailable, read_secret, split_check_url
+from txbroker.checkers.groups import GroupPolicy, without_query
 from txbroker.checkers.http import HttpChecks
 
 _REMARKS = {
@@ -42,14 +42,8 @@ async def try_group(checks: HttpChecks, group: str, policy: GroupPolicy, timeout
     """
     if policy.check_url is None:
         return Tried(why="no check URL is registered")
-    secret: bytes | None = None
-    if policy.secret_ref is not None:
-        try:
-            secret = await read_secret(policy.secret_ref)
-        except SecretUnavailable as error:
-            return Tried(why=str(error))
-    endpoint = _without_query(policy.check_url)
-    channel = await checks.acquire(group, policy.check_url, secret=secret)
+    endpoint = without_query(policy.check_url)
+    channel = await checks.acquire_for(group, policy)
     if isinstance(channel, Unreached):
         return Tried(endpoint, why=channel.detail)
     try:
@@ -59,12 +53,6 @@ async def try_group(checks: HttpChecks, group: str, policy: GroupPolicy, timeout
     if isinstance(status, Unreached | Unclear):
         return Tried(endpoint, why=status.detail)
     return Tried(endpoint, status, _why(status))
-
-
-def _without_query(url: str) -> str:
-    """Return what may be shown of a check URL: tokens are put into the query."""
-    parts = split_check_url(url)
-    return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
 def _why(status: int) -> str:

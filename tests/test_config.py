@@ -49,9 +49,27 @@ def test_environment_names_the_file(tmp_path: Path) -> None:
 
 
 def test_environment_holds_lists_and_switches() -> None:
-    environ = {"TXBROKER_ALLOWED_HOSTS": "a, b,", "TXBROKER_CREATE_TARGET_TOPICS": "true"}
-    settings = load_settings(environ=environ)
-    assert (settings.allowed_hosts, settings.create_target_topics) == (("a", "b"), True)
+    lists = ("allowed_hosts", "check_url_allow", "check_url_deny", "secret_env_allow")
+    environ = {f"TXBROKER_{name.upper()}": "a, b," for name in lists}
+    settings = load_settings(environ={**environ, "TXBROKER_CREATE_TARGET_TOPICS": "true"})
+    assert {getattr(settings, name) for name in lists} == {("a", "b")}
+    assert settings.create_target_topics is True
+
+
+@pytest.mark.parametrize(
+    ("given", "loopback"),
+    [
+        ({}, True),
+        ({"listen": "localhost:0"}, True),
+        ({"listen": "[::1]:0", "admin_listen": "127.0.0.1:0"}, True),
+        ({"listen": "0.0.0.0:0"}, False),
+        ({"listen": "10.0.0.1:0"}, False),
+        ({"listen": "proxy-1:0"}, False),
+        ({"admin_listen": "[::]:0"}, False),
+    ],
+)
+def test_a_proxy_that_is_on_loopback_only(given: dict[str, Any], loopback: bool) -> None:
+    assert Settings(**given).loopback_only is loopback
 
 
 def test_settings_by_hand_ignore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +165,38 @@ def test_unknown_names_elsewhere() -> None:
         ({"listen": "[::]:8470", "insecure": True}, "like http://proxy-1:8470"),
         ({"advertise": "http://0.0.0.0:8470"}, "no address that anybody could call"),
         ({"advertise": "http://[::]:8470"}, "no address that anybody could call"),
+        # groups' check URLs and secrets
+        *(
+            ({name: (entry,)}, f"{name} {entry!r} is not an address, a network")
+            for name in ("check_url_allow", "check_url_deny")
+            for entry in (
+                "",
+                "10.0.0.1/8",
+                "10.0.0.0/33",
+                "127.1",
+                "0x7f000001",
+                "2130706433",
+                "a b",
+                "*",
+                "*.",
+                "*.*.example",
+                "orders.*",
+                "orders:8080",
+                "http://orders",
+                "a/b",
+                "[::1",
+                "é",
+                "::ffff:10.0.0.0/104",
+            )
+        ),
+        ({"check_url_allow": ("private", "127.1")}, "check_url_allow '127.1' is not"),
+        ({"secret_env_allow": ("TXBROKER_TOKEN",)}, "a variable of the proxy itself"),
+        ({"secret_env_allow": ("txbroker_token",)}, "a variable of the proxy itself"),
+        ({"secret_env_allow": ("A=B",)}, "is no name of an environment variable"),
+        ({"secrets_dir": "/nonexistent"}, "secrets_dir /nonexistent is not a folder"),
+        ({"secrets_dir": "/etc/passwd"}, "is not a folder"),
+        ({"secrets_dir": "/"}, "holds more than secrets of groups"),
+        ({"secrets_dir": "/proc/self"}, "holds more than secrets of groups"),
         # times
         ({"stuck_after_s": 2}, "stuck_after_s 2 is too short"),
         ({"session_timeout_s": 5}, "group.min.session.timeout.ms"),

@@ -2,8 +2,9 @@
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from txbroker.errors import ConfigurationError
@@ -13,6 +14,20 @@ HOST_CHARS_MAX = 253
 unknown host: resolvers refuse to look for it."""
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_NUMERIC_END = re.compile(r"(.*\.)?(\d+|0[xX][0-9a-fA-F]*)")
+"""Resolvers read such a name as an IPv4 address: `127.1`, `0x7f000001`."""
+
+IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpNetwork: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+PRIVATE = "private"
+"""The entry that stands for all private networks."""
+PRIVATE_NETWORKS: tuple[IpNetwork, ...] = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7", "fec0::/10"
+    )
+)  # fmt: skip
 
 
 class Address(NamedTuple):
@@ -71,6 +86,75 @@ def _is_host(text: str) -> bool:
     except ValueError:
         return len(text) <= HOST_CHARS_MAX and _NAME.fullmatch(text) is not None
     return True
+
+
+class HostRules(NamedTuple):
+    """Hosts and networks, as `check_url_allow` and `check_url_deny` list them."""
+
+    hosts: frozenset[str] = frozenset()
+    suffixes: tuple[str, ...] = ()
+    networks: tuple[IpNetwork, ...] = ()
+
+    def names(self, host: str) -> bool:
+        """True where an entry names this host, itself or by `*.suffix`."""
+        name = plain_host(host)
+        return name in self.hosts or name.endswith(self.suffixes)
+
+    def contains(self, address: IpAddress) -> bool:
+        """True where an entry is this address or a network that it belongs to."""
+        return any(address in network for network in self.networks)
+
+
+def plain_host(host: str) -> str:
+    """Return a host name in its one spelling: lower case, without the root's dot."""
+    return host.lower().rstrip(".")
+
+
+def parse_host_rules(name: str, entries: Iterable[str], *, private: bool = False) -> HostRules:
+    """Return the hosts and networks that the entries of a setting list.
+
+    Args:
+        name: of the setting, for the message.
+        private: whether the entry `private` is known here.
+
+    Raises:
+        ConfigurationError: an entry is none of address, network, host name and `*.suffix`.
+    """
+    hosts: set[str] = set()
+    suffixes: list[str] = []
+    networks: list[IpNetwork] = []
+    for entry in entries:
+        text = plain_host(entry)
+        network = _network(entry)
+        if private and text == PRIVATE:
+            networks.extend(PRIVATE_NETWORKS)
+        elif network is not None:
+            networks.append(network)
+        elif _is_name(text.removeprefix("*.")):
+            if text.startswith("*."):
+                suffixes.append(text[1:])
+            else:
+                hosts.add(text)
+        else:
+            known = "an address, a network like 10.0.0.0/8, a host name or *.suffix"
+            raise ConfigurationError(f"{name} {entry!r} is not {known}")
+    return HostRules(frozenset(hosts), tuple(suffixes), tuple(networks))
+
+
+def _network(text: str) -> IpNetwork | None:
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        network = ipaddress.ip_network(bare)
+    except ValueError:
+        return None
+    # An IPv4 address written as IPv6 is tested as IPv4, so such a network would never match.
+    mapped = network.version == 6 and network.network_address.ipv4_mapped is not None
+    return None if mapped else network
+
+
+def _is_name(text: str) -> bool:
+    sound = len(text) <= HOST_CHARS_MAX and _NAME.fullmatch(text) is not None
+    return sound and _NUMERIC_END.fullmatch(text) is None
 
 
 def check_url(name: str, url: str) -> None:

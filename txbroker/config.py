@@ -332,7 +332,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 
 
 def _split(name: str, text: str) -> Any:
-    if isinstance(Settings.model_fields[name].default, tuple):
+    if Settings.model_fields[name].annotation == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
 

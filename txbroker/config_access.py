@@ -9,7 +9,13 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from txbroker.addresses import Address, check_url, parse_address, read_secret
+from txbroker.addresses import (
+    Address,
+    check_url,
+    parse_address,
+    parse_host_rules,
+    read_secret,
+)
 from txbroker.errors import ConfigurationError
 from txbroker.principals import read_principals
 
@@ -109,6 +115,30 @@ class ListenerAccess(BaseSettings):
         "(PEM). Not given: `tls_client_ca_file`, else the system's. Read again when it changes.",
     )
 
+    check_url_allow: tuple[str, ...] = Field(
+        (),
+        description="Addresses, networks (`10.1.0.0/16`) and hosts (`orders.example`, `*.example`) "
+        "that check URLs may lead to although they are refused by default: loopback, link-local, "
+        "multicast and reserved addresses, those of cloud metadata services, and, for hosts listed "
+        "by name, the installation's own. A proxy that listens on loopback only allows loopback.",
+    )
+    check_url_deny: tuple[str, ...] = Field(
+        (),
+        description="Addresses, networks and hosts that check URLs must not lead to; wins over "
+        "`check_url_allow`. `private` stands for all private networks (RFC 1918, carrier-grade "
+        "NAT, IPv6 unique local), which are allowed by default.",
+    )
+    secrets_dir: Path | None = Field(
+        None,
+        description="The folder that groups' `secret_ref` may name files in (`file:/path`), with "
+        "all folders below it. Not given: no files.",
+    )
+    secret_env_allow: tuple[str, ...] = Field(
+        (),
+        description="The environment variables that groups' `secret_ref` may name (`env:NAME`). "
+        "The proxy's own (`TXBROKER_…`) can never be among them.",
+    )
+
     @field_validator("advertise", "peer_advertise")
     @classmethod
     def _without_slash(cls, url: str) -> str:
@@ -151,6 +181,12 @@ class ListenerAccess(BaseSettings):
         """`advertise`, or the URL of `listen` (with port 0 only known once it listens)."""
         return self.advertise or self.listen_address.url_of(secure=self.secure)
 
+    @property
+    def loopback_only(self) -> bool:
+        """True where no other machine can connect to the proxy."""
+        admin = self.admin_address
+        return not self.listen_address.public and not (admin is not None and admin.public)
+
     def check_access(self) -> None:
         """Refuse what contradicts itself or cannot work.
 
@@ -159,6 +195,7 @@ class ListenerAccess(BaseSettings):
         """
         _check_addresses(self)
         _check_files(self)
+        _check_groups(self)
 
 
 def _check_addresses(given: ListenerAccess) -> None:
@@ -257,4 +294,33 @@ def _check_files(given: ListenerAccess) -> None:
     if given.peer_names and given.tls_client_ca_file is None:
         raise ConfigurationError(
             "peer_names needs tls_client_ca_file: without it no client certificate is asked for"
+        )
+
+
+_OWN_VARIABLES = "TXBROKER_"
+_NOT_FOR_SECRETS = ("/proc", "/sys", "/dev")
+
+
+def _check_groups(given: ListenerAccess) -> None:
+    parse_host_rules("check_url_allow", given.check_url_allow)
+    parse_host_rules("check_url_deny", given.check_url_deny, private=True)
+    for variable in given.secret_env_allow:
+        if not variable.isprintable() or not variable or "=" in variable:
+            raise ConfigurationError(
+                f"secret_env_allow {variable!r} is no name of an environment variable"
+            )
+        if variable.upper().startswith(_OWN_VARIABLES):
+            raise ConfigurationError(
+                f"secret_env_allow {variable} is a variable of the proxy itself: a group needs a "
+                "secret of its own"
+            )
+    if given.secrets_dir is None:
+        return
+    if not given.secrets_dir.is_dir():
+        raise ConfigurationError(f"secrets_dir {given.secrets_dir} is not a folder")
+    real = given.secrets_dir.resolve()
+    if real == Path("/") or any(real.is_relative_to(place) for place in _NOT_FOR_SECRETS):
+        raise ConfigurationError(
+            f"secrets_dir {given.secrets_dir} holds more than secrets of groups: make a folder "
+            "for them"
         )

@@ -27,7 +27,7 @@ from chart_pods import (
 from chart_values import EVERYTHING, SETS
 
 import txbroker
-from txbroker.checkers.groups import GroupPolicy
+from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.config import CONFIG_VARIABLE, ENV_PREFIX, Settings
 from txbroker.embedded.jars import REPOSITORY_SETTING
 from txbroker.errors import Forbidden
@@ -170,7 +170,19 @@ def test_only_proxies_find_the_secrets_of_groups(everything: list[Object]) -> No
     assert kind == "StatefulSet"
     operators = (ROOT / "docs/operate/kubernetes.md").read_text()
     assert f"--secret-ref file:{path}/KEY" in operators
-    GroupPolicy(check_url="http://orders/check", secret_ref=f"file:{path}/orders").validate()
+    assert GroupSecrets(Path(secrets_dir(everything))).refuse(f"file:{path}/orders") is None
+
+
+def secrets_dir(everything: list[Object]) -> str:
+    """Return the folder that the proxies are told."""
+    told = [
+        word.partition("=")[2]
+        for pod in pods(everything)
+        for word in pod.container.get("args", ())
+        if word.startswith("--secrets-dir=")
+    ]
+    (folder,) = told
+    return folder
 
 
 def test_everything_that_is_written_has_a_volume(everything: list[Object]) -> None:

@@ -26,7 +26,7 @@ VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 MADE_BY_TEMPLATES = {
     "listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure",
     "admin_listen", "admin_token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file",
-    "peers_ca_file",
+    "peers_ca_file", "secrets_dir",
 }  # fmt: skip
 
 Object = dict[str, Any]

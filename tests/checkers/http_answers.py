@@ -10,7 +10,10 @@ from typing import Any
 
 from txbroker.checkers.base import CheckCall, CheckResult
 from txbroker.checkers.http import HttpChannel, HttpChecks
+from txbroker.checkers.url_guard import UrlGuard
 
+LOOPBACK = UrlGuard(loopback=True)
+"""As of a proxy that listens on loopback only: the tests' servers do."""
 Serve = Callable[..., Awaitable[Any]]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 COMMIT = b'{"decision": "commit"}'

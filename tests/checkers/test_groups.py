@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from txbroker.checkers.groups import (
-    SECRET_BYTES_MAX,
     GroupPolicy,
     Groups,
     PolicyError,
-    SecretUnavailable,
     check_group_name,
     decode_policy,
     encode_policy,
     policy_from_json,
     policy_to_json,
-    read_secret,
 )
 from txbroker.core.records import CheckPolicy
 
@@ -92,6 +88,7 @@ def test_what_a_group_does_not_say_follows_the_configuration() -> None:
         ({"check_url": "http://x/" + "a" * 2000}, "check_url has at most 2000 characters"),
         ({"secret_ref": "hunter2"}, "secret_ref must be env:NAME or file:/absolute/path"),
         ({"secret_ref": "env:"}, "secret_ref must be env:NAME"),
+        ({"secret_ref": "file:/" + "x" * 4096}, "secret_ref has at most 4096 characters"),
         ({"secret_ref": "file:secret"}, "secret_ref must be env:NAME"),
         ({"secret_ref": "file:/a\0b"}, "secret_ref must be env:NAME"),
         ({"check_after_s": -1}, "check_after_s must be from 0 to 604800, not -1"),
@@ -177,35 +174,3 @@ async def test_what_cannot_work_is_never_stored() -> None:
     with pytest.raises(PolicyError):
         await groups.put("", GroupPolicy())
     assert store.stored == {}
-
-
-async def test_a_secret_is_read_when_it_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ORDERS_SECRET", "geheim ü")
-    assert await read_secret("env:ORDERS_SECRET") == "geheim ü".encode()
-    path = tmp_path / "secret"
-    path.write_bytes(b"one\r\n")
-    assert await read_secret(f"file:{path}") == b"one"
-    path.write_bytes(b"two")
-    assert await read_secret(f"file:{path}") == b"two"
-    path.write_bytes(b"whsec_dHdv\n")
-    assert await read_secret(f"file:{path}") == b"two"
-
-
-async def test_a_secret_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_SECRET", raising=False)
-    with pytest.raises(SecretUnavailable, match="variable NO_SECRET is not set or empty"):
-        await read_secret("env:NO_SECRET")
-    with pytest.raises(SecretUnavailable, match="cannot be read: No such file"):
-        await read_secret(f"file:{tmp_path / 'none'}")
-    (tmp_path / "empty").write_bytes(b"\n")
-    with pytest.raises(SecretUnavailable, match="not set or empty"):
-        await read_secret(f"file:{tmp_path / 'empty'}")
-    (tmp_path / "large").write_bytes(b"x" * (SECRET_BYTES_MAX + 1))
-    with pytest.raises(SecretUnavailable, match="too large for a secret"):
-        await read_secret(f"file:{tmp_path / 'large'}")
-    for name, content in (("cut", b"whsec_dHd"), ("nothing", b"whsec_")):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(SecretUnavailable, match=f"{name} does not hold a secret: "):
-            await read_secret(f"file:{tmp_path / name}")

@@ -10,7 +10,17 @@ import json
 from typing import cast
 
 import pytest
-from http_answers import COMMIT, Serve, Until, answering, ask, read_request, reset, response
+from http_answers import (
+    COMMIT,
+    LOOPBACK,
+    Serve,
+    Until,
+    answering,
+    ask,
+    read_request,
+    reset,
+    response,
+)
 from msgspec import structs
 
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
@@ -450,7 +460,7 @@ async def test_an_idle_connection_is_closed_after_a_short_while(
     serve: Serve, call: CheckCall, until: Until
 ) -> None:
     server = await serve(answering(response(COMMIT)))
-    checks = HttpChecks(idle_s=0.01)
+    checks = HttpChecks(guard=LOOPBACK, idle_s=0.01)
     await ask(checks, server.url, call)
     assert checks.idle_connections == 1
     await until(lambda: checks.idle_connections == 0)

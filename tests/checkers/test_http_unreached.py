@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from http_answers import COMMIT, Serve, Until, answering, ask, reset, response
+from http_answers import COMMIT, LOOPBACK, Serve, Until, answering, ask, reset, response
 
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.checkers.http import HttpChannel, HttpChecks
@@ -53,7 +53,7 @@ async def test_a_name_that_is_not_known() -> None:
     def unknown(host: str) -> Sequence[str]:
         raise socket.gaierror(-2, "Name or service not known")
 
-    checks = HttpChecks(look_up=unknown)
+    checks = HttpChecks(guard=LOOPBACK, look_up=unknown)
     result = await checks.acquire("orders", "http://nowhere.example/")
     await checks.close()
     assert result == Unreached("nowhere.example:80: the name is not known")
@@ -72,7 +72,7 @@ async def test_a_hanging_name_server_holds_up_its_own_name_only(
         return ["127.0.0.1"]
 
     server = await serve(answering(response(COMMIT)))
-    checks = HttpChecks(connect_timeout_s=0.05, look_up=look_up)
+    checks = HttpChecks(guard=LOOPBACK, connect_timeout_s=0.05, look_up=look_up)
     slow = await asyncio.gather(
         *(checks.acquire(f"g{n}", "http://slow.example/") for n in range(50))
     )
@@ -86,7 +86,7 @@ async def test_a_hanging_name_server_holds_up_its_own_name_only(
 
 async def test_the_next_address_is_tried(serve: Serve, call: CheckCall) -> None:
     server = await serve(answering(response(COMMIT)))
-    checks = HttpChecks(look_up=lambda host: ["127.0.0.2", "127.0.0.1"])
+    checks = HttpChecks(guard=LOOPBACK, look_up=lambda host: ["127.0.0.2", "127.0.0.1"])
     assert isinstance(await ask(checks, server.url, call), Answered)
     await checks.close()
 
@@ -127,7 +127,7 @@ async def test_https_with_a_trusted_certificate(
     serve: Serve, call: CheckCall, certificate: Path
 ) -> None:
     server = await serve(answering(response(COMMIT)), server_tls(certificate))
-    checks = HttpChecks(tls=ssl.create_default_context(cafile=str(certificate)))
+    checks = HttpChecks(guard=LOOPBACK, tls=ssl.create_default_context(cafile=str(certificate)))
     assert isinstance(await ask(checks, server.url, call), Answered)
     assert isinstance(await ask(checks, server.url, call), Answered)
     assert server.connections == 1
@@ -145,7 +145,7 @@ async def test_https_with_a_certificate_that_nobody_vouches_for(
 
 async def test_https_for_another_name(serve: Serve, certificate: Path) -> None:
     server = await serve(answering(response(COMMIT)), server_tls(certificate))
-    checks = HttpChecks(tls=ssl.create_default_context(cafile=str(certificate)))
+    checks = HttpChecks(guard=LOOPBACK, tls=ssl.create_default_context(cafile=str(certificate)))
     result = await checks.acquire("orders", server.url.replace("localhost", "127.0.0.1"))
     assert isinstance(result, Unreached)
     assert "TLS: " in result.detail
@@ -168,7 +168,7 @@ async def test_https_to_a_port_that_says_nothing(serve: Serve) -> None:
         await reader.read()
 
     server = await serve(handler)
-    checks = HttpChecks(connect_timeout_s=0.05)
+    checks = HttpChecks(guard=LOOPBACK, connect_timeout_s=0.05)
     result = await checks.acquire("orders", server.url.replace("http:", "https:"))
     assert isinstance(result, Unreached)
     assert "no TLS handshake" in result.detail or "timed out" in result.detail.lower()

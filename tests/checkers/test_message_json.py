@@ -160,6 +160,9 @@ def test_what_is_wrong_is_said_with_its_place(obj: object, sentence: str) -> Non
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
+        (b'[{"topic": "t", "topic": "u", "value": "v"}]', "messages: has a message with 'topic' t"),
+        (b'[{"headers": {"a": "1", "a": "2"}}]', "messages[0].headers: has 'a' twice"),
+        (b'[{"headers": [["a", {"base64": "", "base64": ""}]]}]', "headers: has 'base64' twice"),
         (b"{}", "messages: must be a list of objects"),
         (b"[1]", "messages: must be a list of objects"),
         (b"[", "messages: is not JSON"),

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from http_answers import COMMIT, Serve, answering, read_request, response
+from http_answers import COMMIT, LOOPBACK, Serve, answering, read_request, response
 
+from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.checkers.groups import GroupPolicy
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.trial import Tried, try_group
@@ -28,7 +29,9 @@ def secret_ref(tmp_path: Path) -> str:
     return f"file:{path}"
 
 
-async def test_a_test_call_is_signed_and_asks_for_nothing(serve: Serve, secret_ref: str) -> None:
+async def test_a_test_call_is_signed_and_asks_for_nothing(
+    serve: Serve, secret_ref: str, tmp_path: Path
+) -> None:
     seen: list[tuple[dict[str, str], bytes]] = []
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -36,7 +39,7 @@ async def test_a_test_call_is_signed_and_asks_for_nothing(serve: Serve, secret_r
         writer.write(response(b"", "204 No Content"))
 
     server = await serve(handler)
-    checks = HttpChecks()
+    checks = HttpChecks(guard=LOOPBACK, secrets=GroupSecrets(tmp_path))
     policy = GroupPolicy(check_url=f"{server.url}?token=t", secret_ref=secret_ref)
     tried = await try_group(checks, "orders", policy, 5.0)
     await checks.close()
@@ -53,7 +56,9 @@ async def test_a_test_call_is_signed_and_asks_for_nothing(serve: Serve, secret_r
         parse_check(body)
 
 
-async def test_endpoints_verify_it_as_they_verify_checks(serve: Serve, secret_ref: str) -> None:
+async def test_endpoints_verify_it_as_they_verify_checks(
+    serve: Serve, secret_ref: str, tmp_path: Path
+) -> None:
     verdicts: list[str] = []
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,7 +76,7 @@ async def test_endpoints_verify_it_as_they_verify_checks(serve: Serve, secret_re
         writer.write(response(b""))
 
     server = await serve(handler)
-    checks = HttpChecks()
+    checks = HttpChecks(guard=LOOPBACK, secrets=GroupSecrets(tmp_path))
     policy = GroupPolicy(check_url=server.url, secret_ref=secret_ref)
     assert (await try_group(checks, "orders", policy, 5.0)).answered
     await checks.close()

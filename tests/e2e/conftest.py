@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from service_world import Desk
@@ -11,11 +12,17 @@ from world import World
 from txbroker.embedded import EmbeddedKafka
 
 
+@pytest.fixture(scope="session")
+def secrets_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where groups' secrets are."""
+    return tmp_path_factory.mktemp("secrets")
+
+
 @pytest.fixture(scope="module")
-async def shared(kafka: EmbeddedKafka) -> AsyncIterator[World]:
+async def shared(kafka: EmbeddedKafka, secrets_dir: Path) -> AsyncIterator[World]:
     """A proxy for the tests of a module, which use topics and groups of their own. A test may
     kill it if it starts it again."""
-    made = World(kafka.bootstrap)
+    made = World(kafka.bootstrap, secrets_dir=secrets_dir)
     try:
         await made.start()
         yield made

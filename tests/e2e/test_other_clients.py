@@ -112,9 +112,9 @@ def signature(secret: bytes, request: web.Request, body: bytes) -> str:
     ],
 )
 async def test_a_service_with_nothing_but_http_is_asked_with_a_signature(
-    shared: World, tmp_path: Path, told: str, key: bytes
+    shared: World, secrets_dir: Path, told: str, key: bytes
 ) -> None:
-    secret = tmp_path / "secret"
+    secret = secrets_dir / "plain-http"
     secret.write_text(f"{told}\n")
     asked: list[Json] = []
     signed: list[bool] = []

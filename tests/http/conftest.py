@@ -10,6 +10,6 @@ from http_api import Api, running_api
 
 @pytest.fixture
 async def api() -> AsyncIterator[Api]:
-    """A server with the default settings."""
-    async with running_api() as running:
+    """A server with the default settings, and a secret that groups may name."""
+    async with running_api(secret_env_allow=("SECRET",)) as running:
         yield running

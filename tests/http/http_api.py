@@ -14,6 +14,7 @@ from fake_service import FakeService, FakeStore
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
+from txbroker.proxy.check_urls import make_checks
 from txbroker.proxy.http import make_app, serve
 from txbroker.proxy.metrics import Metrics
 
@@ -68,8 +69,12 @@ async def running_api(*, public: bool = False, **options: Any) -> AsyncIterator[
     """Run a server with these settings; a public one believes that it listens everywhere."""
     settings = Settings(listen="0.0.0.0:0" if public else "127.0.0.1:0", **options)
     service, store, sessions, metrics = FakeService(), FakeStore(), SessionRegistry(), Metrics()
-    groups = Groups(store)
+    urls: list[str] = []
+    checks = make_checks(settings, lambda: urls)
+    groups = Groups(store, checks.unusable)
     await groups.load()
-    app = make_app(service, groups, sessions, settings, metrics)
+    app = make_app(service, groups, sessions, settings, metrics, checks=checks)
+    app.on_cleanup.append(lambda _: checks.close())
     async with serve(app, "127.0.0.1:0") as url, aiohttp.ClientSession() as client:
+        urls.append(url)
         yield Api(url, service, store, sessions, settings, metrics, app, client)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import pytest
 from http_api import Api, running_api
 
 from txbroker.checkers import groups
-from txbroker.checkers.groups import GroupPolicy
+from txbroker.checkers.groups import GroupPolicy, PolicyError, check_group_name
 from txbroker.contract import Readiness
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody
@@ -45,6 +49,59 @@ async def test_names_may_need_escapes(api: Api) -> None:
     assert (await api.call("GET", "/v1/groups/b%C3%BCcher%20und%2Fmehr"))[0] == 200
 
 
+async def test_the_query_of_a_check_url_is_shown_nowhere(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens are put there. What is shown cannot be registered again, which would lose them."""
+    body = {"check_url": "http://127.0.0.1:9/check?token=hunter2&x=1"}
+    answers = [
+        await api.call("PUT", "/v1/groups/orders", body),
+        await api.call("GET", "/v1/groups/orders"),
+        await api.call("GET", "/v1/groups"),
+        await api.call("POST", "/v1/groups/orders/test", {}),
+    ]
+    assert "hunter2" not in f"{answers} {caplog.text}"
+    shown = answers[1][1]["check_url"]
+    assert shown == "http://127.0.0.1:9/check?…"
+    for url in (shown, shown.replace("…", "%E2%80%A6")):
+        status, answer = await api.call("PUT", "/v1/groups/orders", {"check_url": url})
+        assert (status, "the mask" in answer["error"]["message"]) == (400, True)
+    assert b"hunter2" in api.store.stored["orders"]
+
+
+NAMES = [
+    "a/b", "/", "//", "a/", "/a", "../x", "x/..", "...", "%", "%2F", "%2e%2e", "%00", "{x}", "{",
+    "}", "a?b", "a#b", "a+b", " ", "a ", "&;", "~*:@", "\\", '"', "test", "x/test", "[a]", "<a>|^`",
+    "é", "日本", "A\u030a", "😀" * 249,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*NAMES, ".", "..", "", "a\n", "\u2028", "x" * 250])
+async def test_a_group_that_can_prepare_can_be_registered(api: Api, name: str) -> None:
+    """One rule for both: by the name in a URL's path, percent-encoded."""
+    body = {"group": name, "messages": [{"topic": "payments", "value": "42"}]}
+    prepared, _ = await api.call("POST", "/v1/transactions", body)
+    assert prepared == (201 if name in NAMES else 400)
+    with pytest.raises(PolicyError) if name not in NAMES else nullcontext():
+        check_group_name(name)
+    if name not in NAMES:
+        return
+    path = f"/v1/groups/{quote(name, safe='')}"
+    for method in ("PUT", "GET", "DELETE"):
+        status, answer = await raw_call(api, method, path)
+        assert (status, answer["group"]) == (200, name)
+
+
+async def raw_call(api: Api, method: str, path: str) -> tuple[int, Any]:
+    """Call with the path as it is: client libraries have their own ideas of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+    writer.write(f"{head}content-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+    status_line, _, rest = (await reader.read()).partition(b"\r\n")
+    writer.close()
+    return int(status_line.split()[1]), json.loads(rest.partition(b"\r\n\r\n")[2])
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [
@@ -72,8 +129,10 @@ async def test_a_secret_of_the_proxys_own_signs_no_groups_calls(tmp_path: Path) 
     for file in (token, password, orders):
         file.write_text(file.name)
     link.symlink_to(password)
-    own = [token, password, link, "/proc/self/environ"]
+    own = [token, password, link]
     settings: dict[str, Any] = {
+        "secrets_dir": tmp_path,
+        "secret_env_allow": ("ORDERS_SECRET",),
         "token_file": token,
         "kafka_security_protocol": "SASL_PLAINTEXT",
         "kafka_sasl_username": "proxy",
@@ -111,7 +170,7 @@ async def test_kafka_out_of_reach(api: Api) -> None:
 def test_declared_bounds_are_those_of_the_policy() -> None:
     names = [field.name for field in msgspec.structs.fields(GroupPolicy)]
     assert [field.name for field in msgspec.structs.fields(GroupBody)] == names
-    assert [field.name for field in msgspec.structs.fields(GroupAnswer)][2:] == names
+    assert [field.name for field in msgspec.structs.fields(GroupAnswer)][2:] == [*names, "problem"]
     for name, (least, most) in groups._BOUNDS.items():
         for bound in (least, most):
             body = msgspec.convert({name: bound}, GroupBody)

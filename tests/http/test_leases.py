@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from http_answers import LOOPBACK
 from http_api import Api, running_api
 
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
@@ -354,7 +355,7 @@ async def test_the_finder_prefers_the_one_that_prepared_then_its_own(
     api: Api, elsewhere: PeerSessions
 ) -> None:
     own = SessionRegistry()
-    groups, checks = Groups(api.store), HttpChecks()
+    groups, checks = Groups(api.store), HttpChecks(guard=LOOPBACK)
     await groups.load()
     finder = GroupFinder(own, groups, checks, elsewhere)
 

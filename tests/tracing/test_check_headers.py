@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from http_answers import COMMIT, ask, read_request, response
+from http_answers import COMMIT, LOOPBACK, ask, read_request, response
 
 from txbroker.checkers.base import Answered, CheckCall
 from txbroker.checkers.http import HttpChecks
@@ -45,7 +45,7 @@ async def asked(server: Server, *headers: Header, trace: TraceContext | None = N
     """Ask about a message with these headers; return what the question has of traces or evil."""
     message = Message("payments", value=b"1", headers=headers)
     call = CheckCall(ID, "orders", 1, 15, CheckReason.DUE, 0, (message,), trace=trace)
-    checks = HttpChecks()
+    checks = HttpChecks(guard=LOOPBACK)
     try:
         assert isinstance(await ask(checks, server.url, call), Answered)
     finally:
@@ -96,7 +96,7 @@ async def test_a_state_cannot_add_headers(server: Server) -> None:
 
 async def test_an_answer_is_read_as_before(server: Server) -> None:
     call = CheckCall(ID, "orders", 1, 15, CheckReason.DUE, 0, (Message("payments"),))
-    checks = HttpChecks()
+    checks = HttpChecks(guard=LOOPBACK)
     result = await ask(checks, server.url, call)
     await checks.close()
     assert result == Answered(Decision.COMMIT, detail="commit")

@@ -7,6 +7,8 @@ said: `"value": null` is a tombstone, a message without any value field is refus
 
 import base64
 import binascii
+import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -30,7 +32,31 @@ _FIELDS = (
 PARTITION_MAX = 2**31 - 1
 TIMESTAMP_MS_MAX = 2**63 - 1
 
-_decode_raw_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+
+class RepeatedKey(ValueError):
+    """A JSON object has a key twice: readers of it would take different values."""
+
+
+class _Key(str):
+    """A key on its way into a dict, which compares only equal hashes: so equal is repeated."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if str.__eq__(self, other) is True:
+            raise RepeatedKey(str(self))
+        return False
+
+
+def _as_key(kind: type, name: str) -> object:
+    return kind(name)
+
+
+_decode_raw_object = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=_as_key).decode
+_decode_raw_list = msgspec.json.Decoder(list[dict[_Key, msgspec.Raw]], dec_hook=_as_key).decode
+_decode_named = msgspec.json.Decoder(dict[_Key, Any], dec_hook=_as_key).decode
+_decode_scalar = msgspec.json.Decoder(str | bool | int | float | None).decode
 _encode_json = msgspec.json.Encoder().encode
 
 
@@ -91,10 +117,46 @@ def _header_value(value: bytes | None) -> str | dict[str, str] | None:
 # --- from JSON -------------------------------------------------------------------------------
 
 
-def decode_messages(raw: bytes | msgspec.Raw, path: str = "messages") -> tuple[Message, ...]:
+def decode_fields(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """Return the fields of a JSON object, their values not decoded yet.
+
+    Raises:
+        RepeatedKey: a key is there twice.
+        ValueError, RecursionError: it is not a JSON object.
+    """
+    return _plain(_decode_raw_object(raw))
+
+
+def decode_scalar(raw: bytes | msgspec.Raw) -> object:
+    """Return a JSON value, of a list or an object an empty one: it may hold millions of values.
+
+    Raises:
+        ValueError, RecursionError: it does not read.
+    """
+    try:
+        return _decode_scalar(raw)
+    except msgspec.ValidationError:
+        opening = bytes(memoryview(raw)[:1])
+        if opening == b"[":
+            return []
+        if opening == b"{":
+            return {}
+        raise
+
+
+def _plain(obj: Mapping[_Key, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    return {str(name): value for name, value in obj.items()}
+
+
+def decode_messages(
+    raw: bytes | msgspec.Raw, path: str = "messages", *, messages_max: int | None = None
+) -> tuple[Message, ...]:
     """Return the messages of a JSON list that was not decoded yet.
 
     `value_json` becomes the value byte for byte as it was written, so no number in it changes.
+
+    Args:
+        messages_max: more are refused before any is looked at; None: any number.
 
     Raises:
         MessageError: it is not JSON, not a list of objects, or a message is malformed.
@@ -103,25 +165,53 @@ def decode_messages(raw: bytes | msgspec.Raw, path: str = "messages") -> tuple[M
     try:
         text.decode()
         objects = _decode_raw_list(text)
+    except RepeatedKey as error:
+        raise MessageError(path, f"has a message with {str(error)[:40]!r} twice") from None
     except msgspec.ValidationError:
         raise MessageError(path, "must be a list of objects, one for each message") from None
     except (ValueError, RecursionError):
         raise MessageError(path, "is not JSON") from None
-    messages = [
-        {name: _decode_field(name, value, f"{path}[{n}]") for name, value in obj.items()}
-        for n, obj in enumerate(objects)
-    ]
-    return messages_from_json(messages, path)
+    if messages_max is not None and len(objects) > messages_max:
+        raise MessageError(path, f"has more than {messages_max} messages")
+    # One at a time, so that millions of objects that are no messages end with the first.
+    return tuple(_decode_message(obj, f"{path}[{n}]") for n, obj in enumerate(objects))
+
+
+def _decode_message(obj: Mapping[_Key, msgspec.Raw], path: str) -> Message:
+    fields = {}
+    for key, raw in obj.items():
+        name = str(key)
+        fields[name] = _decode_field(name, raw, path)
+    return message_from_json(fields, path)
 
 
 def _decode_field(name: str, raw: msgspec.Raw, path: str) -> object:
     if name == "value_json":
         return None if bytes(raw) == b"null" else raw
     try:
-        return msgspec.json.decode(raw)
+        return _decode_headers(bytes(raw)) if name == "headers" else decode_scalar(raw)
+    except RepeatedKey as error:
+        raise MessageError(f"{path}.{name}", f"has {str(error)[:40]!r} twice") from None
     except (ValueError, RecursionError):
         shown = name if name in _FIELDS else "an unknown field"
         raise MessageError(path, f"{shown} does not read") from None
+
+
+def _decode_headers(text: bytes) -> object:
+    objects = text.count(b"{")
+    if objects == 0:
+        return msgspec.json.decode(text)
+    if objects == 1 and text.startswith(b"{"):
+        return {str(name): value for name, value in _decode_named(text).items()}
+    return json.loads(text, object_pairs_hook=_without_repeats)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise RepeatedKey(repeated)
+    return found
 
 
 def messages_from_json(obj: object, path: str = "messages") -> tuple[Message, ...]:

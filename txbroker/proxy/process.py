@@ -1,6 +1,6 @@
 """One proxy, put together: door, broker, checks and the listening server."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
 
@@ -11,7 +11,6 @@ from txbroker import __version__
 from txbroker.addresses import Address
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
-from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import Leases, PeerIdentity, PeerSessions
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
@@ -20,6 +19,7 @@ from txbroker.door import Door
 from txbroker.principals import Role
 from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.broker import Broker
+from txbroker.proxy.check_urls import make_checks
 from txbroker.proxy.cluster import Cluster
 from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
@@ -66,12 +66,13 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         stack.push_async_callback(door.close)
         await door.start()
         metrics = Metrics(settings.group_labels_max)
-        groups = Groups(door.groups)
+        listening: list[str] = []
+        checks = make_checks(settings, lambda: (*listening, *_known(broker)))
+        stack.push_async_callback(checks.close)
+        groups = Groups(door.groups, checks.unusable)
         sessions = SessionRegistry()
         peer_guard = PeerGuard(settings)
         identity = _identity(lambda: broker, peer_guard)
-        checks = HttpChecks()
-        stack.push_async_callback(checks.close)
         elsewhere = PeerSessions(identity, peers_tls)
         stack.push_async_callback(elsewhere.close)
         runner = CheckRunner(
@@ -100,13 +101,14 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
             sessions,
             settings,
             metrics,
+            checks=checks,
             local=broker,
             leases=leases,
             peers=peer_guard,
             pages=console_pages,
         )
         # The URLs are known before anybody hears of us.
-        admin_url = await _listen(stack, app, settings, tls, broker)
+        admin_url = await _listen(stack, app, settings, tls, broker, listening)
         readiness = ReadinessLog(broker.readiness)
         broker.on_owners(readiness.look)
         roster = Roster(peers, elsewhere, lambda: _others(broker))
@@ -145,26 +147,36 @@ async def _listen(
     settings: Settings,
     tls: ServerTls | None,
     broker: Broker,
+    listening: list[str],
 ) -> str:
     """Listen until the stack ends, and tell the broker its URLs; return that of the admin address,
-    "" where there is none."""
+    "" where there is none. What it listens at, and is known at, is added to `listening`."""
     url = await stack.enter_async_context(serve(app, settings.listen, tls))
     broker.url = settings.advertise or url
+    listening += [url, broker.url]
     log.info("listening", url=url, advertise=broker.url)
     if settings.peer_listen:
         peers = serve(make_peer_app(app), settings.peer_listen, tls, public=False)
         peer_url = await stack.enter_async_context(peers)
         broker.called_by_peers_at(settings.peer_advertise or peer_url)
+        listening += [peer_url, settings.peer_advertise or peer_url]
     if not settings.admin_listen:
         return ""
     admin = serve(make_admin_app(app), settings.admin_listen, tls, public=False)
     admin_url = await stack.enter_async_context(admin)
     broker.admin_url = _callable(admin_url, broker.url)
+    listening += [admin_url, broker.admin_url]
     return admin_url
 
 
 def _identity(broker: Callable[[], Broker], guard: PeerGuard) -> PeerIdentity:
     return PeerIdentity(lambda: broker().url, guard.secret, lambda url: broker().peer_url(url))
+
+
+def _known(broker: Broker) -> Iterator[str]:
+    """Yield the URLs at which the proxies of the group take calls."""
+    for url in broker.proxies():
+        yield from {url, broker.peer_url(url)}
 
 
 def _others(broker: Broker) -> list[str]:

@@ -1,6 +1,7 @@
 """The HTTP API put together: declared operations, the guard before them, errors as JSON."""
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from txbroker import tracing
 from txbroker.checkers.groups import Groups
+from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import Leases
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
@@ -48,6 +50,7 @@ log = get_logger(__name__)
 
 SESSION_PATH = "/v1/session"
 OPENAPI_PATH = "/v1/openapi.json"
+_VARIABLE = re.compile(r"\{(\w+)\}")
 SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)
 
 
@@ -92,6 +95,7 @@ def make_app(
     settings: Settings,
     metrics: Metrics,
     *,
+    checks: HttpChecks,
     local: Service | None = None,
     leases: Leases | None = None,
     peers: PeerGuard | None = None,
@@ -102,6 +106,7 @@ def make_app(
 
     Args:
         service: answers the HTTP API.
+        checks: calls check URLs.
         local: answers sessions and other proxies, this proxy's own part; None: `service` too.
         leases: the sessions that other proxies have in hand; None: made here.
         peers: knows the other proxies; None: made here.
@@ -110,7 +115,7 @@ def make_app(
     Raises:
         ConfigurationError: the token file cannot be read.
     """
-    own = Shell(local or service, groups, sessions, settings, metrics)
+    own = Shell(local or service, groups, sessions, settings, metrics, checks)
     # The same in all but whom it asks: what is in flight is bounded together.
     shell = copy.copy(own)
     shell.service = service
@@ -184,11 +189,16 @@ def _application(
         handler = _endpoint(shell, operation) if taken else _at_admin_address
         methods = ("GET", "HEAD") if operation.method == "GET" else (operation.method,)
         for method in methods:
-            app.router.add_route(method, operation.path, handler, expect_handler=_expect)
+            app.router.add_route(method, _route(operation), handler, expect_handler=_expect)
     if admin:
         for method, path, page in parts.pages(shell, guard):
             app.router.add_route(method, path, page, expect_handler=_expect)
     return app
+
+
+def _route(operation: Operation) -> str:
+    """Return the path for the router, whose own pattern takes no name with a brace."""
+    return _VARIABLE.sub(r"{\1:[^/]+}", operation.path)
 
 
 async def _at_admin_address(_: web.Request) -> web.StreamResponse:

@@ -226,8 +226,9 @@ class GroupBody(Request, frozen=True):
         Annotated[
             str,
             Meta(
-                description="Where the secret that signs them is: `env:NAME` or `file:/path`. One "
-                "that begins with `whsec_` is base64 of the key."
+                description="Where the secret that signs them is: `env:NAME` or `file:/path`, as "
+                "the proxy's `secret_env_allow` and `secrets_dir` allow. One that begins with "
+                "`whsec_` is base64 of the key."
             ),
         ]
         | None
@@ -336,7 +337,10 @@ class OverviewBody(Answer, frozen=True, omit_defaults=False):
 
 
 class GroupAnswer(Answer, frozen=True):
-    """A registered group, and how many instances of it can be asked by session at this proxy."""
+    """A registered group, and how many instances of it can be asked by session at this proxy.
+
+    Of the check URL the query is hidden. `problem`: why this proxy cannot use what is registered.
+    """
 
     group: str
     sessions: int
@@ -348,6 +352,7 @@ class GroupAnswer(Answer, frozen=True):
     timeout_s: float | None = None
     parallel: int | None = None
     answer_bytes_max: int | None = None
+    problem: str | None = None
 
 
 class GroupsBody(Answer, frozen=True):

@@ -1,16 +1,11 @@
 """The calls on producer groups."""
 
-import asyncio
-import os
-from pathlib import Path
 from typing import cast
 
 from msgspec import structs
 
-from txbroker.checkers.groups import GroupPolicy, PolicyError
-from txbroker.checkers.http import HttpChecks
+from txbroker.checkers.groups import QUERY_MASK, GroupPolicy, PolicyError, without_query
 from txbroker.checkers.trial import try_group
-from txbroker.config import Settings
 from txbroker.errors import BadRequest, KafkaDown, UnknownGroup
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
 from txbroker.proxy.http.operations import (
@@ -26,8 +21,6 @@ from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
 
-_OWN_VARIABLES = "env:TXBROKER_"
-
 
 async def put_group(call: Call) -> Reply:
     """Register a group, or replace what is registered."""
@@ -35,40 +28,16 @@ async def put_group(call: Call) -> Reply:
     check_group(group)
     call.principal.check_group(group)
     policy = GroupPolicy(**structs.asdict(cast(GroupBody, call.body)))
-    if await asyncio.to_thread(_is_own, policy.secret_ref or "", call.shell.settings):
-        raise BadRequest(
-            "secret_ref names what the proxy itself uses; a group has a secret of its own"
-        )
     try:
+        policy.validate()
+        refused = await call.shell.checks.refuse(group, policy)
+        if refused is not None:
+            raise BadRequest(refused)
         await call.shell.groups.put(group, policy)
     except PolicyError as error:
         raise BadRequest(str(error)) from None
     log.info("group registered", group=group, by=call.principal.by(f"http {call.remote}"))
     return Reply(200, _shown(call, group, policy))
-
-
-def _is_own(secret_ref: str, settings: Settings) -> bool:
-    """Say whether a reference leads to a secret of the proxy's own, such as Kafka's password.
-
-    Whoever may register a group is called with signatures that the secret makes, so could try
-    passwords against them for as long as he likes.
-    """
-    if secret_ref.startswith(_OWN_VARIABLES):
-        return True
-    kind, _, place = secret_ref.partition(":")
-    if kind != "file":
-        return False
-    if os.path.realpath(place).startswith("/proc/"):
-        return True  # its environment is there, too
-    values = (getattr(settings, name) for name in type(settings).model_fields)
-    return any(_same_file(place, value) for value in values if isinstance(value, Path))
-
-
-def _same_file(place: str, own: Path) -> bool:
-    try:
-        return os.path.samefile(place, own)
-    except (OSError, ValueError):
-        return False  # one of them is not there
 
 
 async def get_group(call: Call) -> Reply:
@@ -98,11 +67,8 @@ async def test_group(call: Call) -> Reply:
     policy = call.shell.groups.get(group)
     if policy is None:
         raise UnknownGroup(call.shell.groups.problem(group))
-    checks = HttpChecks()
-    try:
-        tried = await try_group(checks, group, policy, call.shell.settings.check_timeout_s)
-    finally:
-        await checks.close()
+    shell = call.shell
+    tried = await try_group(shell.checks, group, policy, shell.settings.check_timeout_s)
     body = TestedBody(
         group=group,
         answered=tried.answered,
@@ -125,7 +91,11 @@ async def list_groups(call: Call) -> Reply:
 
 def _shown(call: Call, group: str, policy: GroupPolicy) -> GroupAnswer:
     sessions = call.shell.sessions.askable(group)
-    return GroupAnswer(group=group, sessions=sessions, **structs.asdict(policy))
+    fields = structs.asdict(policy)
+    if policy.check_url is not None:
+        fields["check_url"] = without_query(policy.check_url, QUERY_MASK)
+    problem = call.shell.checks.unusable(policy)
+    return GroupAnswer(group=group, sessions=sessions, problem=problem, **fields)
 
 
 OPERATIONS = (

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from txbroker.checkers.groups import Groups, PolicyError, check_group_name
+from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import PREPARES_SHARE, RECEIVING_SHARE, Settings
 from txbroker.contract import DecideRequest, PrepareRequest, Service
@@ -68,6 +69,8 @@ class Shell:
     sessions: SessionRegistry
     settings: Settings
     metrics: Metrics
+    checks: HttpChecks
+    """Calls check URLs."""
     in_flight: InFlight = field(init=False)
     """What all callers together have being carried out."""
     outgoing: InFlight = field(init=False)

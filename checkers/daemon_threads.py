@@ -1,0 +1,103 @@
+"""Blocking calls whose place callers name: in few threads apart from the event loop's own."""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+WAITING_MAX = 1024
+"""Calls that wait for a thread; further ones are refused."""
+
+
+class TooManyCalls(OSError):
+    """So many such calls are under way that this one is not made."""
+
+
+class DaemonThreads(Generic[T]):
+    """Runs blocking calls that may hang, without holding up anything else.
+
+    Nothing can cut such a call short. The event loop's own threads are few (uvloop has four) and
+    are joined when the process ends, so recovery and shutdown would wait for it. Here each call
+    has a daemon thread, and of each key at most one runs: others wait for its result.
+
+    Args:
+        name: of the threads.
+        threads_max: calls under way at a time.
+        asker_max: calls that one asker may have under way or waiting.
+    """
+
+    def __init__(self, name: str, threads_max: int, asker_max: int) -> None:
+        self._name = name
+        self._asker_max = asker_max
+        self._slots = asyncio.Semaphore(threads_max)
+        self._open: dict[str, asyncio.Task[T]] = {}
+        self._askers: Counter[str] = Counter()
+
+    async def run(self, key: str, call: Callable[[], T], asker: str = "") -> T:
+        """Return what `call` returns; its exceptions are raised here.
+
+        The caller bounds the time; the call itself goes on without it.
+
+        Args:
+            key: calls with the same key are one call.
+            asker: for whom; "" for the proxy itself, which has no bound.
+
+        Raises:
+            TooManyCalls: nothing was called.
+        """
+        task = self._open.get(key)
+        if task is None:
+            if (asker and self._askers[asker] >= self._asker_max) or len(self._open) >= WAITING_MAX:
+                raise TooManyCalls("too many such calls are under way")
+            task = asyncio.get_running_loop().create_task(self._limited(call))
+            self._open[key] = task
+            self._askers[asker] += 1
+            task.add_done_callback(lambda done: self._ended(key, asker, done))
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Stop waiting for the calls that are under way."""
+        tasks = list(self._open.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _limited(self, call: Callable[[], T]) -> T:
+        async with self._slots:
+            return await _in_thread(self._name, call)
+
+    def _ended(self, key: str, asker: str, done: "asyncio.Task[T]") -> None:
+        self._open.pop(key, None)
+        self._askers[asker] -= 1
+        if not self._askers[asker]:
+            del self._askers[asker]
+        if not done.cancelled():
+            done.exception()  # every waiter has it; perhaps none is left
+
+
+async def _in_thread(name: str, call: Callable[[], T]) -> T:
+    """Run a call in a daemon thread, which does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def finish(set_result: Callable[[], None]) -> None:
+        if not result.done():
+            set_result()
+
+    def run() -> None:
+        try:
+            found = call()
+        except Exception as error:
+            failure = error
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(finish, lambda: result.set_exception(failure))
+        else:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(finish, lambda: result.set_result(found))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await result

@@ -1,0 +1,117 @@
+"""Which addresses a check URL may lead to. Pure: settings and addresses in, a verdict out.
+
+Whoever may register a group has the proxy call a URL of his choice, from inside the network. So
+what a URL leads to is tested as the address that is connected to, not as text: every spelling of
+an address, and every name for it, comes out the same.
+"""
+
+import ipaddress
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from txbroker.addresses import HostRules, IpAddress, IpNetwork
+
+_Kinds = tuple[tuple[str, tuple[IpNetwork, ...]], ...]
+
+
+def _networks(*texts: str) -> tuple[IpNetwork, ...]:
+    return tuple(ipaddress.ip_network(text) for text in texts)
+
+
+_LIST_IT = "the proxy's setting check_url_allow can allow it"
+_NAME_IT = "only a host name in the proxy's setting check_url_allow can allow it"
+_LOOPBACK = "a loopback address"
+_REFUSED: _Kinds = (
+    (
+        "the address of a cloud metadata service",
+        _networks(
+            "169.254.169.254/32",  # AWS, Azure, Google, Oracle, OpenStack and others
+            "169.254.170.2/32",  # AWS ECS
+            "169.254.170.23/32",  # AWS EKS
+            "100.100.100.200/32",  # Alibaba
+            "168.63.129.16/32",  # Azure
+            "192.0.0.192/32",  # Oracle
+            "fd00:ec2::/32",  # AWS
+            "fd20:ce::254/128",  # Google
+        ),
+    ),
+    (_LOOPBACK, _networks("127.0.0.0/8", "::1/128")),
+    ("an unspecified address", _networks("0.0.0.0/8", "::/128")),
+    ("a link-local address", _networks("169.254.0.0/16", "fe80::/10")),
+    ("a multicast address", _networks("224.0.0.0/4", "ff00::/8")),
+    ("a reserved address", _networks("240.0.0.0/4")),
+)
+_TAIL_32 = _networks("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48")
+"""IPv4-compatible, SIIT and NAT64: the IPv4 address is in the last 32 bits."""
+_ISATAP = (0x0000_5EFE, 0x0200_5EFE)
+
+
+class UrlGuard(Struct, frozen=True):
+    """The rules of one proxy.
+
+    Attributes:
+        allow: what may be called although it is refused by default.
+        deny: what must not be called, whatever else is said.
+        loopback: True allows loopback addresses, where the proxy itself is there only.
+    """
+
+    allow: HostRules = HostRules()
+    deny: HostRules = HostRules()
+    loopback: bool = False
+
+    def refuse_name(self, host: str) -> str | None:
+        """Return why a host is refused by its name alone, or None."""
+        return f"{host} is in check_url_deny" if self.deny.names(host) else None
+
+    def refuse(self, host: str, address: str, *, own: bool = False) -> str | None:
+        """Return why `host` must not be called at `address`, or None.
+
+        Args:
+            host: as the URL names it.
+            address: an IP address that the name stands for.
+            own: whether the installation itself listens at this address and the URL's port.
+        """
+        denied = self.refuse_name(host)
+        if denied is not None:
+            return denied
+        if any(map(self.deny.contains, forms(address))):
+            return f"{address} is in check_url_deny"
+        if self.allow.names(host):
+            return None
+        if own:
+            return f"{address} is an address of txbroker or its Kafka; {_NAME_IT}"
+        for form in forms(address):
+            kind = self._kind(form)
+            if kind is not None and not self.allow.contains(form):
+                return f"{address} is {kind}; {_LIST_IT}"
+        return None
+
+    def _kind(self, address: IpAddress) -> str | None:
+        for kind, networks in _REFUSED:
+            if any(address in network for network in networks):
+                return None if kind is _LOOPBACK and self.loopback else kind
+        return None
+
+
+def forms(address: str) -> tuple[IpAddress, ...]:
+    """Return an address and the IPv4 addresses in it that it would be translated to."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return (found,)
+    if found.ipv4_mapped is not None:
+        return (found.ipv4_mapped,)  # the system itself takes it for this one
+    return (found, *_embedded(found))
+
+
+def _embedded(address: ipaddress.IPv6Address) -> Iterator[IpAddress]:
+    number = int(address)
+    tail = ipaddress.IPv4Address(number & 0xFFFF_FFFF)
+    if any(address in network for network in _TAIL_32) and number > 1:
+        yield tail
+    if (number >> 32) & 0xFFFF_FFFF in _ISATAP:
+        yield tail
+    if address.sixtofour is not None:
+        yield address.sixtofour
+    if address.teredo is not None:
+        yield from address.teredo

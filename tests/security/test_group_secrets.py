@@ -1,0 +1,188 @@
+"""Where the secrets of groups may be, and that no place that is named holds anything up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from http_answers import LOOPBACK
+from memory_world import MemoryWorld
+from service_world import Desk, Service, until
+
+from txbroker.checkers.base import Unreached, shortened
+from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
+from txbroker.checkers.groups import GroupPolicy, encode_policy
+from txbroker.checkers.http import HttpChecks
+from txbroker.core.records import Message
+from txbroker.errors import BadRequest
+
+PLACES = {
+    "a device": ("file:/dev/ptmx", "below the proxy's"),
+    "a terminal": ("file:/dev/tty", "below the proxy's"),
+    "the process's environment": ("file:/proc/self/environ", "below the proxy's"),
+    "a file elsewhere": ("file:/etc/passwd", "below the proxy's"),
+    "the folder itself": ("file:{folder}", "below the proxy's"),
+    "the folder's neighbour": ("file:{folder}-2/key", "below the proxy's"),
+    "a way up": ("file:{folder}/../outside", "below the proxy's"),
+    "a way up and down": ("file:{folder}/../{name}/key", "below the proxy's"),
+    "a link to a file outside": ("file:{folder}/to-outside", "link out of it"),
+    "a link to a device": ("file:{folder}/to-ptmx", "link out of it"),
+    "a file in a linked folder": ("file:{folder}/to-parent/outside", "link out of it"),
+    "a folder": ("file:{folder}/inner", "not a regular file"),
+    "a named pipe": ("file:{folder}/pipe", "not a regular file"),
+    "a socket": ("file:{folder}/socket", "not a regular file"),
+    "the proxy's token": ("file:{folder}/token", "the proxy itself"),
+    "a hard link to the token": ("file:{folder}/token-2", "the proxy itself"),
+    "a variable not listed": ("env:HOME", "secret_env_allow"),
+    "a variable of the proxy": ("env:TXBROKER_KAFKA_SASL_PASSWORD", "the proxy itself"),
+    "such a variable in lower case": ("env:txbroker_token", "the proxy itself"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A secrets_dir with everything in it that should not be there."""
+    folder = tmp_path / "secrets"
+    (folder / "inner").mkdir(parents=True)
+    (tmp_path / "secrets-2").mkdir()
+    (tmp_path / "secrets-2" / "key").write_text("neighbour")
+    (tmp_path / "outside").write_text("outside")
+    for name in ("token", "key", "inner/key"):
+        (folder / name).write_text("whsec_dHdv")
+    os.link(folder / "token", folder / "token-2")
+    (folder / "to-outside").symlink_to(tmp_path / "outside")
+    (folder / "to-ptmx").symlink_to("/dev/ptmx")
+    (folder / "to-parent").symlink_to("..")
+    os.mkfifo(folder / "pipe")
+    os.mknod(folder / "socket", 0o140600)
+    return folder
+
+
+@pytest.mark.parametrize("case", PLACES)
+async def test_a_place_that_may_not_be_named_is_refused_everywhere(case: str, folder: Path) -> None:
+    """At registration and, as the groups topic may hold it all the same, at the call."""
+    ref, words = PLACES[case]
+    ref = ref.format(folder=folder, name=folder.name)
+    secrets = GroupSecrets(folder, ["ORDERS_SECRET"], [folder / "token"])
+    checks = HttpChecks(guard=LOOPBACK, secrets=secrets)
+    policy = GroupPolicy(check_url="http://127.0.0.1:9/", secret_ref=ref)
+
+    refused = await checks.refuse("orders", policy)
+    called = await checks.acquire_for("orders", policy)
+    await checks.close()
+    assert refused is not None
+    assert words in refused
+    assert called == Unreached(shortened(refused))
+    with pytest.raises(SecretRefused):
+        await secrets.read(ref)
+
+
+@pytest.mark.parametrize("ref", ["file:/etc/passwd", "env:ORDERS_SECRET"])
+async def test_nothing_may_be_named_by_default(ref: str) -> None:
+    with pytest.raises(SecretRefused, match=r"secrets_dir|secret_env_allow"):
+        await GroupSecrets().read(ref)
+
+
+async def test_a_link_that_is_put_there_after_the_look_leads_nowhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at a path and its opening somebody exchanges the file for a link."""
+    secrets = GroupSecrets(folder)
+    inner = folder / "inner" / "key"
+    real = os.path.realpath
+
+    def exchange(path: str) -> str:
+        found = real(path)
+        if found == str(inner) and not inner.is_symlink():
+            inner.unlink()
+            inner.symlink_to("../../outside")
+            # What was looked at a moment ago was still the file.
+            monkeypatch.setattr(os, "stat", lambda *_, **__: os.lstat(folder / "key"))
+        return found
+
+    monkeypatch.setattr(os.path, "realpath", exchange)
+    with pytest.raises(SecretUnavailable, match="cannot be read"):
+        await secrets.read(f"file:{inner}")
+
+
+async def test_reads_that_hang_hold_up_neither_others_nor_the_loop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder on a network that does not answer: more reads than there are threads."""
+    go_on = threading.Event()
+    read = GroupSecrets._read
+
+    def hanging(self: GroupSecrets, path: str) -> bytes:
+        if "hung" in path:
+            go_on.wait(60)
+        return read(self, path)
+
+    monkeypatch.setattr(GroupSecrets, "_read", hanging)
+    secrets = GroupSecrets(folder, read_s=0.2)
+    try:
+        results = await asyncio.gather(
+            *(secrets.read(f"file:{folder}/hung-{n}") for n in range(40)), return_exceptions=True
+        )
+        assert all(isinstance(result, SecretUnavailable) for result in results)
+        # The event loop's own threads, which recovery uses, are as free as before.
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
+        named = [thread for thread in threading.enumerate() if thread.name == "secret"]
+        assert 0 < len(named) <= 8
+        assert all(thread.daemon for thread in named)
+    finally:
+        go_on.set()
+        await secrets.close()
+
+
+# --- a whole proxy ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[MemoryWorld]:
+    world = MemoryWorld()
+    yield world
+    await world.close()
+
+
+async def test_ten_groups_with_a_device_stop_no_proxy(world: MemoryWorld, folder: Path) -> None:
+    """Also those that an older version registered: the proxy starts, is ready, takes calls, tells
+    what is wrong, and ends."""
+    desk = Desk()
+    async with desk.serve():
+        service = Service(world, desk, secrets_dir=folder, check_after_s=0.01)
+        await service.start()
+        topic = await service.topic()
+        names = [f"bad-{n}" for n in range(10)]
+        for name in names:
+            with pytest.raises(BadRequest, match="secrets_dir"):
+                await service.call("PUT", f"/v1/groups/{name}", {"secret_ref": "file:/dev/ptmx"})
+        ids = []
+        for name in names:
+            policy = GroupPolicy(f"{desk.url}/check/{name}", "file:/dev/ptmx")
+            await service.door.groups.put(name, encode_policy(policy))
+            await service.knows(name)
+            ids.append(await service.prepare(Message(topic, None, b"v"), group=name))
+        async with asyncio.timeout(30):
+            await service.restart()
+        _, shown = await service.call("GET", "/v1/groups/bad-0")
+        assert "secrets_dir" in shown["problem"]
+        _, tried = await service.call("POST", "/v1/groups/bad-0/test", {})
+        assert (tried["answered"], "secrets_dir" in tried["why"]) == (False, True)
+
+        async def told() -> bool:
+            waiting = [(await service.show(id)).get("waiting") or {} for id in ids]
+            return all("secrets_dir" in str(one) for one in waiting)
+
+        await until(told)
+        # No attempt was used up, and a group whose secret is fine goes on.
+        assert [(await service.show(id))["attempts"] for id in ids] == [0] * len(ids)
+        good = await service.group({"decision": "commit"}, secret_ref=f"file:{folder}/key")
+        await service.reaches(
+            await service.prepare(Message(topic, None, b"v"), group=good), "promoted"
+        )
+        async with asyncio.timeout(30):
+            await service.stop()
