@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+import stat
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -13,6 +14,12 @@ HOST_CHARS_MAX = 253
 unknown host: resolvers refuse to look for it."""
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+
+
+TOKEN_CHARS_MIN = 16
+"""A shorter token can be guessed by whoever may try often."""
+_OPEN_MODE = stat.S_IRWXO | stat.S_IWGRP
+"""Whoever is in the file's group may read it: so Kubernetes gives a pod its Secrets."""
 
 
 class Address(NamedTuple):
@@ -107,3 +114,45 @@ def read_secret(name: str, path: Path) -> str:
     if not secret:
         raise ConfigurationError(f"{name} {path} is empty")
     return secret
+
+
+def is_open(path: Path) -> bool:
+    """Say whether other users of the machine can read or change a file.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    return bool(path.stat().st_mode & _OPEN_MODE)
+
+
+def check_private(name: str, path: Path) -> None:
+    """Refuse a file that other users of the machine can read or change.
+
+    Raises:
+        ConfigurationError: says how to close it.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise ConfigurationError(f"{name} {path}: {error.strerror}") from None
+    if mode & _OPEN_MODE:
+        raise ConfigurationError(
+            f"{name} {path} is open to other users of this machine (mode {mode:04o}): run "
+            f"`chmod 600 {path}`; in Kubernetes mount it with defaultMode 0440 and an fsGroup"
+        )
+
+
+def read_token(name: str, path: Path) -> str:
+    """Return the token in a file that nobody else can read.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is open to others, or its token is too short.
+    """
+    check_private(name, path)
+    token = read_secret(name, path)
+    if len(token) < TOKEN_CHARS_MIN:
+        raise ConfigurationError(
+            f"{name} {path} holds a token of {len(token)} characters, which can be guessed: at "
+            f"least {TOKEN_CHARS_MIN} are needed. Make one with `openssl rand -hex 32`"
+        )
+    return token

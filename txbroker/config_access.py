@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from txbroker.addresses import Address, check_url, parse_address, read_secret
+from txbroker.addresses import Address, check_url, parse_address, read_token
 from txbroker.errors import ConfigurationError
 from txbroker.principals import read_principals
 
@@ -239,7 +239,7 @@ def _check_reachable(name: str, url: str, listen: Address, *, secure: bool) -> N
 
 def _check_files(given: ListenerAccess) -> None:
     secrets = {
-        name: read_secret(name, path)
+        name: read_token(name, path)
         for name in ("token_file", "admin_token_file", "peer_secret_file")
         if (path := getattr(given, name)) is not None
     }

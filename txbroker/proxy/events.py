@@ -67,6 +67,15 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "Correct the file. A start would fail.",
         ),
         LogEvent(
+            "secret file open to others",
+            "warning",
+            "setting path",
+            "Other users of this machine can read or change a file with a secret for Kafka. It is "
+            "taken all the same.",
+            "`chmod 600` the file; in Kubernetes mount it with `defaultMode: 0440` and an "
+            "`fsGroup`.",
+        ),
+        LogEvent(
             "one token for all",
             "info",
             "role groups",
@@ -85,8 +94,9 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "tls files not taken",
             "warning",
             "files why",
-            "Certificate files changed and do not read; the last ones still hold.",
-            "Mend the files. A start would fail.",
+            "Certificate or key files changed and are not taken: `why` says what is wrong; the "
+            "last ones still hold.",
+            "Correct the files. A start would fail.",
         ),
         LogEvent(
             "lines left out",

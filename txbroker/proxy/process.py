@@ -132,6 +132,8 @@ def _log_start(settings: Settings) -> None:
     )
     if settings.token_file is not None:
         log.info("one token for all", role=_shared_role(settings), groups="*")
+    for name in settings.open_kafka_secrets():
+        log.warning("secret file open to others", setting=name, path=str(getattr(settings, name)))
 
 
 def _shared_role(settings: Settings) -> Role:
@@ -189,6 +191,7 @@ def _server_tls(settings: Settings) -> ServerTls | None:
         settings.tls_cert_file,
         settings.tls_key_file,
         ("tls_client_ca_file", "tls_cert_file", "tls_key_file"),
+        guarded=True,
     )
     return ServerTls(files, _tell_files)
 
@@ -204,6 +207,7 @@ def _peers_tls(settings: Settings) -> ClientTls:
         settings.tls_cert_file,
         settings.tls_key_file,
         ("peers_ca_file", "tls_cert_file", "tls_key_file"),
+        guarded=True,
     )
     return ClientTls(files, _tell_files)
 
