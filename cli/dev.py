@@ -15,7 +15,8 @@ from txbroker.config import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka
 from txbroker.proxy.logging import configure_logging
 
-DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in KAFKA_SETTINGS)
+_OF_ANOTHER_KAFKA = (*KAFKA_SETTINGS, "wait_for_kafka_s")
+DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in _OF_ANOTHER_KAFKA)
 
 
 @click.command("dev")

@@ -25,6 +25,11 @@ def command(config: Path | None, **options: Any) -> None:
     configure_logging(settings.log_format, settings.log_level)
     run_async(
         until_signal(
-            serve(settings, lambda proxy: proxy.broker.readiness().ready, lambda: None),
+            serve(
+                settings,
+                lambda proxy: proxy.broker.readiness().ready,
+                lambda: None,
+                wait_s=settings.wait_for_kafka_s,
+            ),
         )
     )

@@ -118,11 +118,16 @@ def _kept_name(path: Path) -> str:
 
 
 async def serve(
-    settings: Settings, ready: Callable[[Proxy], bool], lost: Callable[[], str | None]
+    settings: Settings,
+    ready: Callable[[Proxy], bool],
+    lost: Callable[[], str | None],
+    *,
+    wait_s: float = 0.0,
 ) -> NoReturn:
     """Run a proxy until this is cancelled, and say in one line of stdout when it is ready.
 
-    `lost` is asked now and then for what went missing that the proxy cannot do without.
+    `lost` is asked now and then for what went missing that the proxy cannot do without. A Kafka
+    that does not answer at the start is waited for, `wait_s` seconds.
 
     Raises:
         KafkaUnavailable, ConfigurationError: the proxy cannot start.
@@ -130,7 +135,7 @@ async def serve(
     """
     announced = False
     with rare_collections():
-        async with run_proxy(door_from(settings), settings) as proxy:
+        async with run_proxy(door_from(settings), settings, wait_s=wait_s) as proxy:
             while True:
                 if (what := lost()) is not None:
                     raise Failed(what)

@@ -65,6 +65,12 @@ class Settings(ListenerAccess, KafkaAccess):
         description="The name of this proxy among the others, the same after a restart. Empty: "
         "made once and kept in `data_dir`.",
     )
+    wait_for_kafka_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        60.0,
+        description="How long `txbroker proxy` waits at its start for a Kafka that does not "
+        "answer, seconds, before it exits. 0: not at all. What Kafka refuses, such as a login, is "
+        "not waited for.",
+    )
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="How log lines look; `auto` is `console` on a terminal, else `json`."
     )

@@ -40,6 +40,15 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "The process has begun, and turns to Kafka.",
         ),
         LogEvent(
+            "waiting for kafka",
+            "warning",
+            "kafka seconds why",
+            "Kafka does not answer. The proxy tries again for `seconds` (`wait_for_kafka_s`) and "
+            "exits then.",
+            "Start Kafka, or correct `kafka` where `why` shows that it is not there.",
+        ),
+        LogEvent("kafka answers", "info", "seconds", "It was waited for, so long."),
+        LogEvent(
             "listening", "info", "url advertise", "Calls are heard; `advertise` is told others."
         ),
         LogEvent("ready", "info", "owned", "Calls are taken: all that is its own is caught up."),

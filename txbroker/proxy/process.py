@@ -1,5 +1,8 @@
 """One proxy, put together: door, broker, checks and the listening server."""
 
+import asyncio
+import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
@@ -17,6 +20,7 @@ from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.door import Door
+from txbroker.errors import KafkaUnavailable
 from txbroker.principals import Role
 from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.broker import Broker
@@ -32,6 +36,9 @@ from txbroker.proxy.peers import Peers
 from txbroker.proxy.readiness import ReadinessLog
 from txbroker.proxy.roster import Roster
 from txbroker.tls import ClientTls, ServerTls, TlsFiles
+
+RECONNECT_S, RECONNECT_MAX_S = 0.1, 1.0
+"""Pauses between attempts to reach Kafka at the start, the first and the longest, seconds."""
 
 log = get_logger(__name__)
 
@@ -50,10 +57,13 @@ class Proxy(Struct, frozen=True):
 
 
 @asynccontextmanager
-async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
+async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> AsyncIterator[Proxy]:
     """Run a proxy on a door until the block is left.
 
     It listens before it joins the other proxies, so that they find it as soon as they hear of it.
+
+    Args:
+        wait_s: how long to wait for a Kafka that does not answer, seconds.
 
     Raises:
         KafkaUnavailable: Kafka does not answer.
@@ -64,7 +74,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         stack.callback(log.info, "stopped")
         _log_start(settings)
         stack.push_async_callback(door.close)
-        await door.start()
+        await _reach_kafka(door, settings, wait_s)
         metrics = Metrics(settings.group_labels_max)
         groups = Groups(door.groups)
         sessions = SessionRegistry()
@@ -139,6 +149,39 @@ def _log_start(settings: Settings) -> None:
 def _shared_role(settings: Settings) -> Role:
     """Return what the token of `token_file` allows at `listen`."""
     return Role.PRODUCER if settings.admin_listen else Role.OPERATOR
+
+
+async def _reach_kafka(door: Door, settings: Settings, wait_s: float) -> None:
+    """Start the door, again and again while Kafka does not answer, for `wait_s` seconds.
+
+    Raises:
+        KafkaUnavailable: Kafka has not answered in this time, or refuses.
+        ConfigurationError: waiting does not help.
+    """
+    began = time.monotonic()
+    waiting, pause_s = False, RECONNECT_S
+    while True:
+        try:
+            await door.start()
+            break
+        except KafkaUnavailable as error:
+            left_s = began + wait_s - time.monotonic()
+            if error.lasting or wait_s == 0:
+                raise
+            if left_s <= 0:
+                raise KafkaUnavailable(
+                    f"{error}. Waited {wait_s:g} s (wait_for_kafka_s) for Kafka at {settings.kafka}"
+                ) from None
+            if not waiting:
+                waiting = True
+                log.warning(
+                    "waiting for kafka", kafka=settings.kafka, seconds=wait_s, why=str(error)
+                )
+        # Up to twice as long at random: many proxies that start together do not come at once.
+        await asyncio.sleep(min(pause_s * (1 + random.random()), left_s))
+        pause_s = min(pause_s * 2, RECONNECT_MAX_S)
+    if waiting:
+        log.info("kafka answers", seconds=round(time.monotonic() - began, 1))
 
 
 async def _listen(
