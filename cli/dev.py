@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from txbroker.addresses import Address
+from txbroker.cli.instance import named
 from txbroker.cli.run import Failed, run_async
-from txbroker.cli.serving import named, owns_all, serve, until_signal
+from txbroker.cli.serving import owns_all, serve, until_signal
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka
@@ -36,15 +37,16 @@ def command(kafka_version: str, config: Path | None, **options: Any) -> None:
     --data-dir for the next time. Target topics are created when a transaction for them is
     prepared. The first start downloads Kafka (43 MB) into your cache.
     """
-    settings = named(settings_from(config, options))
+    settings = settings_from(config, options)
     if "create_target_topics" not in settings.model_fields_set:
         settings = settings.model_copy(update={"create_target_topics": True})
     configure_logging(settings.log_format, settings.log_level)
     require_free(settings.listen_address)
-    kafka = EmbeddedKafka(
-        settings.data_dir / "kafka", version=kafka_version, progress=BarProgress()
-    )
-    run_async(until_signal(develop(kafka, settings)))
+    with named(settings) as settings:
+        kafka = EmbeddedKafka(
+            settings.data_dir / "kafka", version=kafka_version, progress=BarProgress()
+        )
+        run_async(until_signal(develop(kafka, settings)))
 
 
 def require_free(address: Address) -> None:

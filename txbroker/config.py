@@ -58,12 +58,14 @@ class Settings(ListenerAccess, KafkaAccess):
     # --- the process ---
     data_dir: Path = Field(
         Path(".txbroker"),
-        description="Where the proxy keeps its name and `txbroker dev` its Kafka.",
+        description="Where proxies keep their names and `txbroker dev` its Kafka. Proxies with "
+        "different names may share it.",
     )
     instance: str = Field(
         "",
-        description="The name of this proxy among the others, the same after a restart. Empty: "
-        "made once and kept in `data_dir`.",
+        description="The name of this proxy among the others, the same after a restart, and of "
+        "one process at a time. Empty: made once for each `listen` address, and kept in "
+        "`data_dir`.",
     )
     wait_for_kafka_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         60.0,

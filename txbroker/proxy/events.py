@@ -59,6 +59,14 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "`/readyz` says no; the first problems are named.",
             "Normal for seconds after another proxy came or went. Else see the problems.",
         ),
+        LogEvent(
+            "replaced",
+            "error",
+            "instance by host",
+            "Another process has joined with this proxy's instance id: the one at URL `by`, which "
+            "connects to Kafka from `host`. This proxy takes no calls until that one has gone.",
+            "Stop one of them, or give it another `instance`.",
+        ),
         LogEvent("stopping", "info", "", "A signal came: everything is handed over."),
         LogEvent("stopped", "info", "", "The last line."),
         LogEvent(
