@@ -162,7 +162,8 @@ async def test_an_unsafe_token_file_changes_nothing(
             secret_file(file, text, mode)
             for _ in range(2):
                 assert (await api.call("GET", "/v1/groups", **old))[0] == 200
-        (said,) = [line for line in logs if line["event"] == "token file not read"]
+        (said,) = [line for line in logs if line["event"] == "file not read"]
+        assert said["setting"] == "token_file"
         assert why in said["why"]
         assert text not in said["why"]
         secret_file(file, "newest-16-characters", 0o440)
