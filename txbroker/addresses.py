@@ -86,13 +86,13 @@ def check_url(name: str, url: str) -> None:
     Raises:
         ConfigurationError: names the setting and what is wrong with its value.
     """
+    if "@" in url:  # before any sentence that shows the URL
+        raise ConfigurationError(f"{name} must not hold a user name or password")
     try:
         parts = urlsplit(url)
         port_sound = parts.port is None or parts.port > 0
     except ValueError as error:
         raise ConfigurationError(f"{name} {url!r} is not a URL: {error}") from None
-    if parts.username or parts.password:
-        raise ConfigurationError(f"{name} must not hold a user name or password")
     if parts.scheme not in ("http", "https") or not _is_host(parts.hostname or ""):
         raise ConfigurationError(f"{name} {url!r} is not a URL like http://proxy-1:8470")
     if parts.path not in ("", "/") or parts.query or parts.fragment or not port_sound:
