@@ -211,8 +211,8 @@ class Settings(ListenerAccess, KafkaAccess):
     )
     request_timeout_s: Seconds = Field(
         30.0,
-        description="How long a client may take to send a request, and to take in a frame of "
-        "its session, seconds.",
+        description="How long a client may take to send the head of a request, its body, or a "
+        "TLS handshake, and to take in an answer or a frame of its session, seconds.",
     )
     group_labels_max: Count = Field(
         200, description="Groups with metrics of their own; further ones count as `other`."

@@ -46,7 +46,8 @@ class ListenerAccess(BaseSettings):
     token_file: Path | None = Field(
         None,
         description="A file that holds the token which every call must carry as `authorization: "
-        "Bearer TOKEN`. Read again when it changes.",
+        "Bearer TOKEN`, of 16 characters at least, and that other users cannot read. Read again "
+        "when it changes.",
     )
     admin_token_file: Path | None = Field(
         None,
@@ -94,8 +95,8 @@ class ListenerAccess(BaseSettings):
     )
     tls_key_file: Path | None = Field(
         None,
-        description="The private key of `tls_cert_file`, without a passphrase (PEM). Read again "
-        "when it changes.",
+        description="The private key of `tls_cert_file`, without a passphrase (PEM), in a file "
+        "that other users cannot read. Read again when it changes.",
     )
     tls_client_ca_file: Path | None = Field(
         None,

@@ -87,7 +87,9 @@ class KafkaAccess(BaseSettings):
         "when it changes.",
     )
     kafka_ssl_key_file: Path | None = Field(
-        None, description="The private key of `kafka_ssl_cert_file` (PEM)."
+        None,
+        description="The private key of `kafka_ssl_cert_file` (PEM), in a file that other users "
+        "cannot read.",
     )
     kafka_ssl_key_password_file: Path | None = Field(
         None, description="A file that holds the password of `kafka_ssl_key_file`, if it has one."

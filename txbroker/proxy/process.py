@@ -61,9 +61,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
     """Run a proxy on a door until the block is left.
 
     It listens before it joins the other proxies, so that they find it as soon as they hear of it.
-
-    Args:
-        wait_s: how long to wait for a Kafka that does not answer, seconds.
+    A Kafka that does not answer is waited for, `wait_s` seconds.
 
     Raises:
         KafkaUnavailable: Kafka does not answer.
