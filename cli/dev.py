@@ -8,14 +8,16 @@ from typing import Any
 import click
 
 from txbroker.addresses import Address
+from txbroker.cli.instance import named
 from txbroker.cli.run import Failed, run_async
-from txbroker.cli.serving import named, owns_all, serve, until_signal
+from txbroker.cli.serving import owns_all, serve, until_signal
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka
 from txbroker.proxy.logging import configure_logging
 
-DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in KAFKA_SETTINGS)
+_OF_ANOTHER_KAFKA = (*KAFKA_SETTINGS, "wait_for_kafka_s")
+DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in _OF_ANOTHER_KAFKA)
 
 
 @click.command("dev")
@@ -35,15 +37,16 @@ def command(kafka_version: str, config: Path | None, **options: Any) -> None:
     --data-dir for the next time. Target topics are created when a transaction for them is
     prepared. The first start downloads Kafka (43 MB) into your cache.
     """
-    settings = named(settings_from(config, options))
+    settings = settings_from(config, options)
     if "create_target_topics" not in settings.model_fields_set:
         settings = settings.model_copy(update={"create_target_topics": True})
     configure_logging(settings.log_format, settings.log_level)
     require_free(settings.listen_address)
-    kafka = EmbeddedKafka(
-        settings.data_dir / "kafka", version=kafka_version, progress=BarProgress()
-    )
-    run_async(until_signal(develop(kafka, settings)))
+    with named(settings) as settings:
+        kafka = EmbeddedKafka(
+            settings.data_dir / "kafka", version=kafka_version, progress=BarProgress()
+        )
+        run_async(until_signal(develop(kafka, settings)))
 
 
 def require_free(address: Address) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
+from txbroker.cli.instance import named
 from txbroker.cli.run import run_async
-from txbroker.cli.serving import named, serve, until_signal
+from txbroker.cli.serving import serve, until_signal
 from txbroker.cli.setting_options import setting_options, settings_from
 from txbroker.config import Settings
 from txbroker.proxy.logging import configure_logging
@@ -21,10 +22,15 @@ def command(config: Path | None, **options: Any) -> None:
     proxies of the same --topic-prefix, and prints `ready URL kafka SERVERS` on stdout once it can
     take calls. Everything else goes to stderr.
     """
-    settings = named(settings_from(config, options))
-    configure_logging(settings.log_format, settings.log_level)
-    run_async(
-        until_signal(
-            serve(settings, lambda proxy: proxy.broker.readiness().ready, lambda: None),
+    with named(settings_from(config, options)) as settings:
+        configure_logging(settings.log_format, settings.log_level)
+        run_async(
+            until_signal(
+                serve(
+                    settings,
+                    lambda proxy: proxy.broker.readiness().ready,
+                    lambda: None,
+                    wait_s=settings.wait_for_kafka_s,
+                ),
+            )
         )
-    )

@@ -1,14 +1,11 @@
 """Running a proxy in the foreground: until a signal, with everything it started taken down."""
 
 import asyncio
-import contextlib
 import gc
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -19,7 +16,6 @@ from txbroker.kafka.wiring import door_from
 from txbroker.proxy.process import Proxy, run_proxy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_NAME_BYTES = 4
 _LOOK_AT_START_S, _LOOK_S = 0.02, 0.5
 _COLLECT_EVERY = 20_000
 """New objects from which on Python looks for those that only refer to one another. It does so from
@@ -87,42 +83,17 @@ async def until_signal(work: Coroutine[None, None, None]) -> bool:
         return not stop.is_set()
 
 
-def named(settings: Settings) -> Settings:
-    """Return the settings with an instance name that is the same after a restart.
-
-    Raises:
-        Failed: it cannot be kept in the data directory.
-    """
-    if settings.instance:
-        return settings
-    path = settings.data_dir / "instance"
-    try:
-        name = _kept_name(path)
-    except OSError as error:
-        raise Failed(
-            f"the proxy's name cannot be kept in {path}: {error.strerror}. "
-            "Give another --data-dir, or the name itself as --instance"
-        ) from None
-    return settings.model_copy(update={"instance": name})
-
-
-def _kept_name(path: Path) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        name = path.read_text(encoding="utf-8").strip()
-        if name:
-            return name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    name = f"proxy-{secrets.token_hex(_NAME_BYTES)}"
-    path.write_text(f"{name}\n", encoding="utf-8")
-    return name
-
-
 async def serve(
-    settings: Settings, ready: Callable[[Proxy], bool], lost: Callable[[], str | None]
+    settings: Settings,
+    ready: Callable[[Proxy], bool],
+    lost: Callable[[], str | None],
+    *,
+    wait_s: float = 0.0,
 ) -> NoReturn:
     """Run a proxy until this is cancelled, and say in one line of stdout when it is ready.
 
-    `lost` is asked now and then for what went missing that the proxy cannot do without.
+    `lost` is asked now and then for what went missing that the proxy cannot do without. A Kafka
+    that does not answer at the start is waited for, `wait_s` seconds.
 
     Raises:
         KafkaUnavailable, ConfigurationError: the proxy cannot start.
@@ -130,7 +101,7 @@ async def serve(
     """
     announced = False
     with rare_collections():
-        async with run_proxy(door_from(settings), settings) as proxy:
+        async with run_proxy(door_from(settings), settings, wait_s=wait_s) as proxy:
             while True:
                 if (what := lost()) is not None:
                     raise Failed(what)

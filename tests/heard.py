@@ -50,9 +50,9 @@ class Heard:
         """Wait until so many partitions are ours."""
         return await self.until(lambda last: len(last.mine) == count)
 
-    async def until_lost(self) -> str:
-        """Wait until touch is lost, and say why."""
-        await self._wait(lambda last: isinstance(last, str))
+    async def until_lost(self, words: str = "") -> str:
+        """Wait until touch is lost, and say why; these words are in it."""
+        await self._wait(lambda last: isinstance(last, str) and words in last)
         return self.losses[-1]
 
     async def _wait(self, wanted: Callable[[Assignment | str], bool]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from secret_files import secret_file
 
 from txbroker.addresses import Address, parse_address, read_secret
 from txbroker.config import Settings, load_settings
@@ -279,7 +280,7 @@ def test_others_are_told_the_address_listened_on(listen: str, url: str) -> None:
 
 def test_public_addresses_need_a_token_or_insecure(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("s3cret\n")
+    secret_file(token, "s3cret-of-everybody\n")
     for options in ({"token_file": token}, {"insecure": True}):
         named = {"listen": "0.0.0.0:8470", "advertise": "http://proxy-1:8470"}
         settings = load_settings({**named, **options}, environ={})

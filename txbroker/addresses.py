@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -28,6 +29,12 @@ PRIVATE_NETWORKS: tuple[IpNetwork, ...] = tuple(
         "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7", "fec0::/10"
     )
 )  # fmt: skip
+
+
+TOKEN_CHARS_MIN = 16
+"""A shorter token can be guessed by whoever may try often."""
+_OPEN_MODE = stat.S_IRWXO | stat.S_IWGRP
+"""Whoever is in the file's group may read it: so Kubernetes gives a pod its Secrets."""
 
 
 class Address(NamedTuple):
@@ -163,13 +170,13 @@ def check_url(name: str, url: str) -> None:
     Raises:
         ConfigurationError: names the setting and what is wrong with its value.
     """
+    if "@" in url:  # before any sentence that shows the URL
+        raise ConfigurationError(f"{name} must not hold a user name or password")
     try:
         parts = urlsplit(url)
         port_sound = parts.port is None or parts.port > 0
     except ValueError as error:
         raise ConfigurationError(f"{name} {url!r} is not a URL: {error}") from None
-    if parts.username or parts.password:
-        raise ConfigurationError(f"{name} must not hold a user name or password")
     if parts.scheme not in ("http", "https") or not _is_host(parts.hostname or ""):
         raise ConfigurationError(f"{name} {url!r} is not a URL like http://proxy-1:8470")
     if parts.path not in ("", "/") or parts.query or parts.fragment or not port_sound:
@@ -191,3 +198,45 @@ def read_secret(name: str, path: Path) -> str:
     if not secret:
         raise ConfigurationError(f"{name} {path} is empty")
     return secret
+
+
+def is_open(path: Path) -> bool:
+    """Say whether other users of the machine can read or change a file.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    return bool(path.stat().st_mode & _OPEN_MODE)
+
+
+def check_private(name: str, path: Path) -> None:
+    """Refuse a file that other users of the machine can read or change.
+
+    Raises:
+        ConfigurationError: says how to close it.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise ConfigurationError(f"{name} {path}: {error.strerror}") from None
+    if mode & _OPEN_MODE:
+        raise ConfigurationError(
+            f"{name} {path} is open to other users of this machine (mode {mode:04o}): run "
+            f"`chmod 600 {path}`; in Kubernetes mount it with defaultMode 0440 and an fsGroup"
+        )
+
+
+def read_token(name: str, path: Path) -> str:
+    """Return the token in a file that nobody else can read.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is open to others, or its token is too short.
+    """
+    check_private(name, path)
+    token = read_secret(name, path)
+    if len(token) < TOKEN_CHARS_MIN:
+        raise ConfigurationError(
+            f"{name} {path} holds a token of {len(token)} characters, which can be guessed: at "
+            f"least {TOKEN_CHARS_MIN} are needed. Make one with `openssl rand -hex 32`"
+        )
+    return token

@@ -58,12 +58,20 @@ class Settings(ListenerAccess, KafkaAccess):
     # --- the process ---
     data_dir: Path = Field(
         Path(".txbroker"),
-        description="Where the proxy keeps its name and `txbroker dev` its Kafka.",
+        description="Where proxies keep their names and `txbroker dev` its Kafka. Proxies with "
+        "different names may share it.",
     )
     instance: str = Field(
         "",
-        description="The name of this proxy among the others, the same after a restart. Empty: "
-        "made once and kept in `data_dir`.",
+        description="The name of this proxy among the others, the same after a restart, and of "
+        "one process at a time. Empty: made once for each `listen` address, and kept in "
+        "`data_dir`.",
+    )
+    wait_for_kafka_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        60.0,
+        description="How long `txbroker proxy` waits at its start for a Kafka that does not "
+        "answer, seconds, before it exits. 0: not at all. What Kafka refuses, such as a login, is "
+        "not waited for.",
     )
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="How log lines look; `auto` is `console` on a terminal, else `json`."
@@ -203,8 +211,8 @@ class Settings(ListenerAccess, KafkaAccess):
     )
     request_timeout_s: Seconds = Field(
         30.0,
-        description="How long a client may take to send a request, and to take in a frame of "
-        "its session, seconds.",
+        description="How long a client may take to send the head of a request, its body, or a "
+        "TLS handshake, and to take in an answer or a frame of its session, seconds.",
     )
     group_labels_max: Count = Field(
         200, description="Groups with metrics of their own; further ones count as `other`."

@@ -14,7 +14,7 @@ from txbroker.addresses import (
     check_url,
     parse_address,
     parse_host_rules,
-    read_secret,
+    read_token,
 )
 from txbroker.errors import ConfigurationError
 from txbroker.principals import read_principals
@@ -52,7 +52,8 @@ class ListenerAccess(BaseSettings):
     token_file: Path | None = Field(
         None,
         description="A file that holds the token which every call must carry as `authorization: "
-        "Bearer TOKEN`. Read again when it changes.",
+        "Bearer TOKEN`, of 16 characters at least, and that other users cannot read. Read again "
+        "when it changes.",
     )
     admin_token_file: Path | None = Field(
         None,
@@ -100,8 +101,8 @@ class ListenerAccess(BaseSettings):
     )
     tls_key_file: Path | None = Field(
         None,
-        description="The private key of `tls_cert_file`, without a passphrase (PEM). Read again "
-        "when it changes.",
+        description="The private key of `tls_cert_file`, without a passphrase (PEM), in a file "
+        "that other users cannot read. Read again when it changes.",
     )
     tls_client_ca_file: Path | None = Field(
         None,
@@ -276,7 +277,7 @@ def _check_reachable(name: str, url: str, listen: Address, *, secure: bool) -> N
 
 def _check_files(given: ListenerAccess) -> None:
     secrets = {
-        name: read_secret(name, path)
+        name: read_token(name, path)
         for name in ("token_file", "admin_token_file", "peer_secret_file")
         if (path := getattr(given, name)) is not None
     }

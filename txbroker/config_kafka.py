@@ -4,6 +4,7 @@ Secrets stand in files that settings name, or in the environment; never in the c
 ends up in repositories and ConfigMaps, nor among the options, which every user of a machine sees.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -12,7 +13,7 @@ from pydantic import Field, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from txbroker.addresses import Address, parse_address, read_secret
+from txbroker.addresses import Address, is_open, parse_address, read_secret
 from txbroker.errors import ConfigurationError
 
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
@@ -86,7 +87,9 @@ class KafkaAccess(BaseSettings):
         "when it changes.",
     )
     kafka_ssl_key_file: Path | None = Field(
-        None, description="The private key of `kafka_ssl_cert_file` (PEM)."
+        None,
+        description="The private key of `kafka_ssl_cert_file` (PEM), in a file that other users "
+        "cannot read.",
     )
     kafka_ssl_key_password_file: Path | None = Field(
         None, description="A file that holds the password of `kafka_ssl_key_file`, if it has one."
@@ -111,6 +114,20 @@ class KafkaAccess(BaseSettings):
             return read_secret(f"{name}_file", path)
         given: SecretStr | None = getattr(self, name)
         return "" if given is None else given.get_secret_value()
+
+    def open_kafka_secrets(self) -> list[str]:
+        """Return the settings whose secret file other users of this machine can read or change.
+
+        They are taken all the same: Kubernetes mounts Secrets so unless told otherwise.
+        """
+        found = []
+        names = [f"{name}_file" for name in secret_settings(type(self))]
+        for name in (*names, "kafka_oauth_token_file"):
+            path: Path | None = getattr(self, name)
+            with contextlib.suppress(OSError):  # reading it says so
+                if path is not None and is_open(path):
+                    found.append(name)
+        return found
 
     def check_kafka(self) -> None:
         """Refuse what contradicts itself or cannot work.

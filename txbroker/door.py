@@ -339,6 +339,24 @@ class Assignment(Struct, frozen=True):
     peer_urls: dict[str, str] = {}
 
 
+TAKEN = "another process has joined with our instance id"
+
+
+def replaced_by(instance: str, url: str, host: str = "") -> str:
+    """Return what to say where another process has taken our instance id.
+
+    Args:
+        instance: the id.
+        url: of the other process.
+        host: from which it connects, where known.
+    """
+    where = f"{url}, from host {host}" if host else url
+    return (
+        f"{TAKEN}: {instance} is now the proxy at {where}. This one stays out until that one has "
+        "gone: stop one of them, or give it another --instance"
+    )
+
+
 class Membership(Protocol):
     """Which half partitions this proxy owns, and who owns the others, by Kafka's group protocol."""
 
@@ -355,8 +373,8 @@ class Membership(Protocol):
 
         Both are called from the event loop and must return at once: `assigned` in each generation,
         also where nothing moved; `lost`, with why, when touch with the group is lost: then nobody
-        knows what is ours until `assigned` is called again, so everything is suspended. While a
-        rebalance goes on we keep what we have.
+        knows what is ours until `assigned` is called again, so everything is suspended. It is
+        called again when more is known of why. While a rebalance goes on we keep what we have.
 
         Raises:
             ConfigurationError: the group cannot be used.

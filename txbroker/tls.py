@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from txbroker.addresses import check_private
 from txbroker.errors import ConfigurationError
 
 _log = logging.getLogger("txbroker.tls")
@@ -20,7 +21,7 @@ _log = logging.getLogger("txbroker.tls")
 Told = Callable[[str, str], None]
 """Is told which files have changed and, where they do not fit together, why the last ones stay."""
 
-_Stamp = tuple[tuple[int, int, int], ...]
+_Stamp = tuple[tuple[int, int, int, int], ...]
 
 
 class TlsFiles(NamedTuple):
@@ -31,12 +32,14 @@ class TlsFiles(NamedTuple):
         cert_file: our certificate, with those between it and the authority's behind it.
         key_file: its private key, without a passphrase; None where it is in `cert_file`.
         names: what the three are called in sentences.
+        guarded: True where a key that other users of the machine can read is refused.
     """
 
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
     names: tuple[str, str, str] = ("ca_file", "client_cert_file", "client_key_file")
+    guarded: bool = False
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -157,7 +160,9 @@ def _stamp(paths: Sequence[Path]) -> _Stamp | None:
         found = [path.stat() for path in paths]
     except OSError:
         return None
-    return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in found)
+    return tuple(
+        (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode) for status in found
+    )
 
 
 # --- making them -----------------------------------------------------------------------------
@@ -220,6 +225,8 @@ def _load_own(context: ssl.SSLContext, files: TlsFiles) -> None:
         raise ConfigurationError(
             f"{both} do not hold a certificate and its private key in PEM: {what}"
         ) from None
+    if files.guarded and key is not None:
+        check_private(key_name, key)
 
 
 def _read(path: Path, name: str) -> None:

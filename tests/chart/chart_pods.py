@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import click
 from command_lines import parsed
+from secret_files import secret_file
 
 from txbroker.config import CONFIG_VARIABLE, Settings, load_settings
 
 Object = dict[str, Any]
 FOLDER = "/etc/txbroker"
 POD = "shop-txbroker-0"
+SECRET = "a secret of the cluster"
 
 
 class Pod(NamedTuple):
@@ -93,10 +95,12 @@ def mounted(pod: Pod, objects: list[Object], root: Path) -> None:
                 (folder / file).write_text(text.replace(FOLDER, f"{root}{FOLDER}"))
         elif "projected" in volume:
             for source in volume["projected"]["sources"]:
-                (folder / source["serviceAccountToken"]["path"]).write_text("secret")
+                path = folder / source["serviceAccountToken"]["path"]
+                secret_file(path, SECRET, volume["projected"]["defaultMode"])
         else:
             for item in volume["secret"].get("items", []):
-                (folder / item["path"]).write_text("secret")
+                secret = f"{SECRET}, {volume['name']}"  # two Secrets are never the same
+                secret_file(folder / item["path"], secret, volume["secret"]["defaultMode"])
 
 
 def called(pod: Pod) -> tuple[str, click.Context]:

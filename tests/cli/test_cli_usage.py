@@ -144,14 +144,6 @@ def test_no_kafka(call: Call) -> None:
     assert len(result.err.splitlines()) == 1
 
 
-def test_a_proxy_without_kafka(tmp_path: Path) -> None:
-    command = [TXBROKER, "proxy", "--kafka", "127.0.0.1:9", "--data-dir", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "Error: no connection to Kafka at 127.0.0.1:9" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 class Stranger(BaseHTTPRequestHandler):
     """A web server that is no proxy."""
 

@@ -9,6 +9,7 @@ import pytest
 from console_token import TOKEN
 from console_world import Reader, reader_of
 from memory_world import MemoryWorld
+from secret_files import secret_file
 from service_world import Desk, Service
 
 
@@ -33,10 +34,7 @@ async def service(desk: Desk) -> AsyncIterator[Service]:
 @pytest.fixture
 def token_file(tmp_path: Path) -> Path:
     """A file with the token."""
-    path = tmp_path / "token"
-    path.write_text(TOKEN)
-    path.chmod(0o600)
-    return path
+    return secret_file(tmp_path / "token", TOKEN)
 
 
 @pytest.fixture

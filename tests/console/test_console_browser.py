@@ -13,6 +13,7 @@ import plain_calls
 import pytest
 from chromium import Browser, browser
 from console_token import TOKEN
+from secret_files import secret_file
 from selenium.webdriver.common.keys import Keys
 
 from txbroker.core.records import State
@@ -265,9 +266,7 @@ def site(html: str) -> Iterator[str]:
 @pytest.fixture
 def guarded(tmp_path: Path, chromium: Browser) -> Iterator[InMemoryBroker]:
     """A proxy with a token, and the window on it."""
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
+    token = secret_file(tmp_path / "token", TOKEN)
     with InMemoryBroker(token_file=token) as running:
         chromium.url = running.url
         chromium.look()

@@ -215,13 +215,13 @@ async def test_of_two_processes_with_one_instance_id_the_first_is_out_until_the_
     first, other = await started(world, "same", 1), await started(world, "other", 3)
     await settled(first, other)
     second = await started(world, "same", 2)
-    assert "another process" in await first.heard.until_lost()
+    assert "another process" in await first.heard.until_lost(second.url)
     await settled(second, other)
     assert not await first.still_ours(min(second.mine))
     assert await second.still_ours(min(second.mine))
     await second.leave()
     await settled(first, other)
-    assert len(first.heard.losses) == 1
+    assert len(first.heard.losses) <= 2  # who it was may be known a little later
     assert second.heard.losses == other.heard.losses == []
 
 

@@ -12,6 +12,7 @@ import click
 import pytest
 from doctor_world import METRICS, ONE, TWO, World, settings
 from pydantic import SecretStr
+from secret_files import secret_file
 
 from txbroker.cli.doctor.bundle import (
     STRUCK_OUT,
@@ -24,7 +25,7 @@ from txbroker.cli.doctor.proxies import NotSeen
 from txbroker.config import Settings
 from txbroker.errors import KafkaUnavailable
 
-TOKEN, PASSWORD, QUERY, USER = 't0ken-é"x', "pa55word", "qu3ry", "us3r"
+TOKEN, PASSWORD, QUERY, USER = 't0ken-é"x-of-16-or-more', "pa55word", "qu3ry", "us3r"
 
 
 def unpacked(path: Path) -> dict[str, str]:
@@ -41,9 +42,8 @@ def unpacked(path: Path) -> dict[str, str]:
 @pytest.fixture
 def planted(world: World, tmp_path: Path) -> World:
     """An installation with secrets wherever they might get to."""
-    token, password = tmp_path / "token", tmp_path / "password"
-    token.write_text(f"{TOKEN}\n")
-    password.write_text(PASSWORD)
+    token = secret_file(tmp_path / "token", f"{TOKEN}\n")
+    password = secret_file(tmp_path / "password", PASSWORD)
     world.settings = settings(
         token_file=token,
         kafka_security_protocol="SASL_PLAINTEXT",

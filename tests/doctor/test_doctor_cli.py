@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cli_world import Result
 from doctor_world import ONE, TWO, World
+from secret_files import secret_file
 
 from txbroker.cli.doctor import checks_kafka, command
 from txbroker.cli.doctor.checks import CHECKS
@@ -189,9 +190,9 @@ def test_wrong_usage(call: Call, given: Given, arguments: tuple[str, ...]) -> No
 
 def test_the_token_goes_along_and_is_not_shown(call: Call, given: Given, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("t0ken\n")
+    secret_file(token, "t0ken-of-16-chars\n")
     done = call("--token-file", token)
-    assert given.headers == {"authorization": "Bearer t0ken"}
+    assert given.headers == {"authorization": "Bearer t0ken-of-16-chars"}
     assert "t0ken" not in (done.out + done.err).replace(str(token), "")
     assert call().code == 0
     assert given.headers == {}
@@ -201,10 +202,10 @@ def test_the_token_of_the_settings_is_for_their_proxies_only(
     call: Call, given: Given, tmp_path: Path
 ) -> None:
     token, config = tmp_path / "token", tmp_path / "config.toml"
-    token.write_text("t0ken")
+    secret_file(token, "t0ken-of-16-chars")
     config.write_text(f'token_file = "{token}"\n')
     call("--config", config)
-    assert given.headers == {"authorization": "Bearer t0ken"}
+    assert given.headers == {"authorization": "Bearer t0ken-of-16-chars"}
     assert run(cli, ["context", "set", "elsewhere", "--url", "http://elsewhere:8470"]) == 0
     call("--config", config, "--context", "elsewhere")
     assert given.urls[0] == "http://elsewhere:8470"

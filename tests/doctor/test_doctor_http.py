@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from http_api import running_api
+from secret_files import secret_file
 
 from txbroker.cli.doctor.proxies import HttpProxies, NotSeen
 from txbroker.cli.doctor.samples import read_samples
@@ -33,11 +34,13 @@ async def test_every_call_is_answered_as_it_is_read() -> None:
 
 async def test_the_token_goes_along(tmp_path_factory: pytest.TempPathFactory) -> None:
     token = tmp_path_factory.mktemp("token") / "token"
-    token.write_text("t0ken")
+    secret_file(token, "t0ken-of-16-chars")
     async with running_api(token_file=token) as api:
         with pytest.raises(NotSeen, match=r"401: .* \(unauthorized\); .* --token-file"):
             await HttpProxies([api.url], {}).overview()
-        overview, _ = await HttpProxies([api.url], {"authorization": "Bearer t0ken"}).overview()
+        overview, _ = await HttpProxies(
+            [api.url], {"authorization": "Bearer t0ken-of-16-chars"}
+        ).overview()
         assert overview == await api.service.overview()
 
 

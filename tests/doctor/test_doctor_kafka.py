@@ -18,6 +18,7 @@ from cli_world import TXBROKER, Dev, Result
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 from doctor_world import settings
+from secret_files import secret_file
 
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import Outcome
@@ -254,8 +255,7 @@ def _ends(dev: Dev) -> dict[tuple[str, int], int]:
 
 
 def test_a_bundle_holds_no_message_and_no_secret(dev: Dev, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("t0ken-in-a-file")
+    token = secret_file(tmp_path / "token", "t0ken-in-a-file-of-16")
     url = f"http://127.0.0.1:9/check?token={QUERY}"
     assert cli(dev, "groups", "register", "--yes", "--check-url", url, "leaky").code == 0
     path = tmp_path / "bundle.tar.gz"

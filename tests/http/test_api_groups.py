@@ -12,6 +12,7 @@ from urllib.parse import quote
 import msgspec
 import pytest
 from http_api import Api, running_api
+from secret_files import secret_file
 
 from txbroker.checkers import groups
 from txbroker.checkers.groups import GroupPolicy, PolicyError, check_group_name
@@ -127,7 +128,7 @@ async def test_a_secret_of_the_proxys_own_signs_no_groups_calls(tmp_path: Path) 
     names = ("token", "password", "orders", "link")
     token, password, orders, link = (tmp_path / name for name in names)
     for file in (token, password, orders):
-        file.write_text(file.name)
+        secret_file(file, f"the secret in {file.name}")
     link.symlink_to(password)
     own = [token, password, link]
     settings: dict[str, Any] = {

@@ -8,6 +8,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 from http_api import Api, running_api, transaction
+from secret_files import secret_file
+from structlog.testing import capture_logs
 from ws_client import connected
 
 
@@ -93,7 +95,7 @@ async def test_json_by_any_spelling(api: Api, media: str) -> None:
 
 async def test_token_is_asked_for_everywhere_but_health(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("s3cret\n")
+    secret_file(token, "s3cret-16-or-more\n")
     async with running_api(token_file=token) as api:
         for path in ("/v1/groups", "/v1/transactions", "/metrics", "/v1/session", "/nowhere"):
             status, answer = await api.call("GET", path)
@@ -104,36 +106,73 @@ async def test_token_is_asked_for_everywhere_but_health(tmp_path: Path) -> None:
         for given in (
             "Bearer",
             "Bearer wrong",
-            "Basic s3cret",
-            "s3cret",
-            "Bearer s3cret2",
+            "Basic s3cret-16-or-more",
+            "s3cret-16-or-more",
+            "Bearer s3cret-16-or-more2",
             "B\xe4r s",
         ):
             assert (await api.call("GET", "/v1/groups", Authorization=given))[0] == 401
-        for given in ("Bearer s3cret", "bearer  s3cret "):
+        for given in ("Bearer s3cret-16-or-more", "bearer  s3cret-16-or-more "):
             assert (await api.call("GET", "/v1/groups", Authorization=given))[0] == 200
-        async with connected(api, headers={"Authorization": "Bearer s3cret"}) as producer:
+        async with connected(
+            api, headers={"Authorization": "Bearer s3cret-16-or-more"}
+        ) as producer:
             assert not producer.socket.closed
 
 
 async def test_token_is_read_again_when_it_changes(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("old")
+    secret_file(token, "old-16-characters")
     async with running_api(token_file=token) as api:
         replacement = tmp_path / "new"
-        replacement.write_text("new")
+        secret_file(replacement, "new-16-characters")
         os.replace(replacement, token)
-        assert (await api.call("GET", "/v1/groups", Authorization="Bearer old"))[0] == 401
-        assert (await api.call("GET", "/v1/groups", Authorization="Bearer new"))[0] == 200
+        assert (await api.call("GET", "/v1/groups", Authorization="Bearer old-16-characters"))[
+            0
+        ] == 401
+        assert (await api.call("GET", "/v1/groups", Authorization="Bearer new-16-characters"))[
+            0
+        ] == 200
         # Gone or empty, it is being replaced: nobody is let in without one.
         token.unlink()
         assert (await api.call("GET", "/v1/groups"))[0] == 401
-        assert (await api.call("GET", "/v1/groups", Authorization="Bearer new"))[0] == 200
+        assert (await api.call("GET", "/v1/groups", Authorization="Bearer new-16-characters"))[
+            0
+        ] == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        ("another-16-characters", 0o644, "is open to other users of this machine (mode 0644)"),
+        ("another-16-characters", 0o660, "is open to other users of this machine (mode 0660)"),
+        ("short", 0o600, "holds a token of 5 characters"),
+        ("old-16-characters", 0o644, "is open to other users of this machine"),
+    ],
+    ids=["readable by all", "writable by the group", "short", "same token, readable by all"],
+)
+async def test_an_unsafe_token_file_changes_nothing(
+    tmp_path: Path, text: str, mode: int, why: str
+) -> None:
+    file = secret_file(tmp_path / "token", "old-16-characters")
+    async with running_api(token_file=file) as api:
+        old = {"Authorization": "Bearer old-16-characters"}
+        assert (await api.call("GET", "/v1/groups", **old))[0] == 200
+        with capture_logs() as logs:
+            secret_file(file, text, mode)
+            for _ in range(2):
+                assert (await api.call("GET", "/v1/groups", **old))[0] == 200
+        (said,) = [line for line in logs if line["event"] == "file not read"]
+        assert said["setting"] == "token_file"
+        assert why in said["why"]
+        assert text not in said["why"]
+        secret_file(file, "newest-16-characters", 0o440)
+        assert (await api.call("GET", "/v1/groups", **old))[0] == 401
 
 
 async def test_refusal_says_how_to_authenticate(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("s3cret")
+    secret_file(token, "s3cret-16-or-more")
     async with (
         running_api(token_file=token) as api,
         api.client.get(f"{api.url}/v1/groups") as answer,

@@ -264,6 +264,8 @@ async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaWorld) -
     member.join = counted
     newer = await joined(world, "same", OTHER_URL, second)
     assert "another process" in await first.until_lost()
+    said = await first.until_lost(f"same is now the proxy at {OTHER_URL}")
+    assert "from host 127.0.0.1" in said
     async with asyncio.timeout(20):
         while len(tries) < 3:
             assert await newer.membership.still_ours(0)
@@ -271,7 +273,7 @@ async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaWorld) -
     assert second.losses == []
     await newer.close()  # silent: its session ends
     await first.until_owned(4)
-    assert len(first.losses) == 1
+    assert len(first.losses) == 2  # at once, and when it was known who it is
 
 
 async def test_leaving_waits_for_no_broker_that_is_silent(

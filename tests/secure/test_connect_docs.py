@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 from command_lines import parsed
+from secret_files import secret_file
 from secure_world import KEY_PASSWORD
 
 from txbroker.config import SECRET_SETTINGS, load_settings
@@ -37,7 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Path
     for name, text in content.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        secret_file(path, text)
     return folder
 
 

@@ -180,6 +180,7 @@ def test_certificates_that_changed_are_read_again(authority: Authority, tmp_path
     first, second = authority.certificate("first"), authority.certificate("second")
     cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     cert.write_bytes(first[0].read_bytes())
+    key.touch(0o600)
     key.write_bytes(first[1].read_bytes())
     login = SettingsLogin(tls(authority, kafka_ssl_cert_file=cert, kafka_ssl_key_file=key))
     before = login.arguments()["ssl_context"]

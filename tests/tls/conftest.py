@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from memory_world import MemoryWorld
+from secret_files import secret_file
 from tls_files import Authority
 from tls_world import ADMIN_TOKEN, TOKEN, Files
 
@@ -15,9 +16,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Two authorities and what they have signed, and two tokens."""
     folder = tmp_path_factory.mktemp("tls")
     ours, others = Authority(folder, "ours"), Authority(folder, "others")
-    token, admin_token = folder / "token", folder / "admin-token"
-    token.write_text(f"{TOKEN}\n")
-    admin_token.write_text(f"{ADMIN_TOKEN}\n")
+    token = secret_file(folder / "token", f"{TOKEN}\n")
+    admin_token = secret_file(folder / "admin-token", f"{ADMIN_TOKEN}\n")
     return Files(
         folder,
         ours,

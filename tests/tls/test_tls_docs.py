@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from command_lines import parsed
 from memory_world import MemoryWorld
+from secret_files import secret_file
 from service_world import until
 from tls_world import curl, running
 
@@ -46,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for block in blocks("bash"):
         subprocess.run(["bash", "-ec", block], check=True, capture_output=True, timeout=60)
-    (tmp_path / "admin-token").write_text("of-operators\n")
+    secret_file(tmp_path / "admin-token", "of-operators-alone\n")
     return tmp_path
 
 
@@ -66,7 +67,7 @@ async def test_the_page_brings_a_transaction_to_its_end(world: MemoryWorld, fold
             given["admin_listen"] = "127.0.0.1:0"
         async with running(world, f"docs-{number}", **given) as proxy:
             await program["send"](proxy.url, token)
-            bearer = "of-operators" if proxy.admin_url else token
+            bearer = "of-operators-alone" if proxy.admin_url else token
             words = ["--cacert", "ca.crt", "-H", f"authorization: Bearer {bearer}"]
             listed = await curl(f"{proxy.admin_url or proxy.url}/v1/transactions", *words)
             assert listed.status == 200

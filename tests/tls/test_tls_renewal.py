@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from memory_world import MemoryWorld
+from structlog.testing import capture_logs
 from tls_files import Pair, locked
 from tls_world import Files, curl, mutual, running, secured, trusting
 
@@ -59,8 +60,24 @@ async def test_while_files_do_not_fit_together_the_last_ones_are_shown(
         assert (await curl(url, *trusting(files))).status == 200
         pair.key.unlink()
         assert (await curl(url, *trusting(files))).status == 200
+        pair.key.touch(0o600)
         pair.key.write_bytes(renewed.key.read_bytes())
         assert (await curl(url, *trusting(files))).status == 200
+
+
+async def test_a_key_that_others_can_read_is_not_taken(world: MemoryWorld, files: Files) -> None:
+    pair, renewed = files.ours.sign("closed"), files.ours.sign("open")
+    renewed.key.chmod(0o644)
+    settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
+    async with running(world, **settings) as proxy:
+        first = der(pair.cert)
+        with capture_logs() as logs:
+            renewed.copy_to(pair)
+            assert await asyncio.to_thread(served, files, proxy.url) == first
+        (said,) = [line for line in logs if line["event"] == "tls files not taken"]
+        assert "is open to other users of this machine (mode 0644)" in said["why"]
+        pair.key.chmod(0o600)
+        assert await asyncio.to_thread(served, files, proxy.url) == der(renewed.cert)
 
 
 async def test_an_authority_that_is_taken_away_lets_nobody_in(

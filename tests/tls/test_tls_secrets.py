@@ -71,6 +71,7 @@ def test_settings_and_guards_show_no_token(files: Files) -> None:
 def test_a_token_that_cannot_be_read_is_named_by_its_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_bytes(b"\xff\xfe planted")
+    path.chmod(0o600)
     with pytest.raises(Exception, match=r"admin_token_file .* is not text") as caught:
         reread_secret("admin_token_file", path)
     assert "planted" not in str(caught.value)

@@ -37,6 +37,7 @@ class Pair(NamedTuple):
         for mine, theirs in zip(self, other, strict=True):
             fresh = theirs.with_suffix(".new")
             fresh.write_bytes(mine.read_bytes())
+            fresh.chmod(mine.stat().st_mode)
             os.replace(fresh, theirs)
 
 

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
-from txbroker.kafka.connection import open_connection, why_not
+from txbroker.kafka.connection import is_refusal, open_connection, why_not
 from txbroker.kafka.settings import KafkaSettings
 
 _IDLE_MS = 9 * 60 * 1000  # a minute less than brokers allow, so that they never close first
@@ -53,6 +53,12 @@ class NotSent(KafkaUnavailable):
     """No broker could be reached; the request certainly did not leave."""
 
 
+class LoginRefused(NotSent):
+    """A broker was reached and refuses the login, or TLS with it does not come about."""
+
+    lasting = True
+
+
 class Unanswered(KafkaUnavailable):
     """The broker did not answer; the request may yet be carried out."""
 
@@ -67,6 +73,7 @@ class KafkaRefused(KafkaUnavailable):
     def __init__(self, code: int, message: str | None = None) -> None:
         super().__init__(message or f"Kafka answered: {describe(code)}")
         self.code = code
+        self.lasting = code not in RETRIABLE
 
 
 class PartitionFacts(Struct, frozen=True):
@@ -227,7 +234,8 @@ class Client:
             )
         except (OSError, KafkaError, TimeoutError) as error:
             why = why_not(error, host, login)
-            raise NotSent(f"no connection to Kafka at {host}:{port}{why}") from None
+            kind = LoginRefused if is_refusal(error) else NotSent
+            raise kind(f"no connection to Kafka at {host}:{port}{why}") from None
 
     def _drop(self, node: int, lane: str, connection: Connection) -> None:
         if self._connections.get((node, lane)) is connection:

@@ -22,6 +22,7 @@ LOGIN_SHARE = 0.8
 off whoever asks something later than they allow (`connections.max.reauth.ms`)."""
 
 _UNSUPPORTED_MECHANISM, _ILLEGAL_STATE, _REFUSED = 33, 34, 58
+_LOGIN_CODES = frozenset({_UNSUPPORTED_MECHANISM, _ILLEGAL_STATE, _REFUSED})
 _OTHERS_CERTIFICATE = frozenset({62, 64})
 _EXPIRED, _NOT_YET = 10, 9
 _UNKNOWN_ISSUER = frozenset({2, 18, 19, 20, 21})
@@ -122,6 +123,19 @@ def why_not(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
         if found:
             return f": {found}"
     return f" ({_plainly(error)}): is it running, and is this its address?"
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Say whether the broker was reached and does not let us in, so that waiting does not help.
+
+    A connection that breaks is none: a broker that starts or stops breaks them, too.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError):
+            return True
+        if isinstance(cause, KafkaError) and getattr(cause, "errno", None) in _LOGIN_CODES:
+            return True
+    return False
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -6,20 +6,25 @@ counts without a restart. Connections that are open stay so.
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
 from aiokafka.abc import AbstractTokenProvider
 
+from txbroker.addresses import check_private
 from txbroker.config import Settings
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.oauth import Credentials, FetchedToken, TokenInFile
 
-Stamp = tuple[tuple[int, int, int], ...]
-"""By what it is seen that files changed: of each its inode, size and time of change."""
+Stamp = tuple[tuple[int, int, int, int], ...]
+"""By what it is seen that files changed: of each its inode, size, time of change and mode."""
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 TLS_FILES = ("kafka_ssl_ca_file", "kafka_ssl_cert_file", "kafka_ssl_key_file")
 
@@ -54,6 +59,7 @@ class SettingsLogin:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._context: tuple[Stamp, ssl.SSLContext] | None = None
+        self._not_taken: Stamp | None = None
         self._tokens: AbstractTokenProvider | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -95,9 +101,12 @@ class SettingsLogin:
             return self._context[1]
         try:
             made = tls_context(self._settings)
-        except ConfigurationError:
+        except ConfigurationError as error:
             if self._context is None:
                 raise
+            if stamp != self._not_taken:  # said once: it is asked for each connection
+                self._not_taken = stamp
+                log.warning("tls files not taken", files=", ".join(TLS_FILES), why=str(error))
             return self._context[1]
         self._context = (stamp, made)
         return made
@@ -162,6 +171,8 @@ def _show_certificate(context: ssl.SSLContext, settings: Settings) -> None:
         raise ConfigurationError(_about_pair(error, cert, key, bool(password))) from None
     except OSError as error:
         raise ConfigurationError(f"kafka_ssl_cert_file {cert}: {error.strerror}") from None
+    if key is not None:
+        check_private("kafka_ssl_key_file", key)
 
 
 def _about_pair(
@@ -181,5 +192,9 @@ def _stamp(paths: Any) -> Stamp:
             facts = os.stat(path) if path is not None else None
         except OSError:
             facts = None
-        found.append((facts.st_ino, facts.st_size, facts.st_mtime_ns) if facts else (0, 0, 0))
+        found.append(
+            (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_mode)
+            if facts
+            else (0, 0, 0, 0)
+        )
     return tuple(found)

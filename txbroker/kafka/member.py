@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 from aiokafka.coordinator.protocol import ConsumerProtocol
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
-from aiokafka.protocol.types import Array, Int16, Int32, Schema, String
+from aiokafka.protocol.types import Array, Boolean, Bytes, Int16, Int32, Schema, String
 
-from txbroker.core.sharing import Held
+from txbroker.core.sharing import NOBODY, Held
 from txbroker.door import Assignment
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused, Patience, coordinator_moved
@@ -36,6 +36,7 @@ _NO_MEMBER = ""
 _ANSWER_ROOM_S = 5.0
 _JOIN_LANE = "group/join"
 _LEAVE_LANE = "group/leave"
+_DESCRIBE_LANE = "group/describe"
 _LEAVE_TIMEOUT_S = 2.0
 _LEAVE_MAX_S = 5.0
 """Leaving takes no longer, whoever is silent: looking for the coordinator asks one broker after
@@ -113,6 +114,65 @@ class _Leave(Request[_LeaveStruct]):
 
     def build(self, request_struct_class: type[_LeaveStruct]) -> _LeaveStruct:
         return request_struct_class(*self._fields)
+
+
+class _DescribeResponse(Response):
+    API_KEY = 15
+    API_VERSION = 4
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "groups",
+            Array(
+                ("error_code", Int16),
+                ("group", String("utf-8")),
+                ("state", String("utf-8")),
+                ("protocol_type", String("utf-8")),
+                ("protocol", String("utf-8")),
+                (
+                    "members",
+                    Array(
+                        ("member_id", String("utf-8")),
+                        ("group_instance_id", String("utf-8")),
+                        ("client_id", String("utf-8")),
+                        ("client_host", String("utf-8")),
+                        ("member_metadata", Bytes),
+                        ("member_assignment", Bytes),
+                    ),
+                ),
+                ("authorized_operations", Int32),
+            ),
+        ),
+    )
+
+
+class _DescribeStruct(RequestStruct):
+    API_KEY = 15
+    API_VERSION = 4
+    RESPONSE_TYPE = _DescribeResponse
+    SCHEMA = Schema(
+        ("groups", Array(String("utf-8"))),
+        ("include_authorized_operations", Boolean),
+    )
+
+
+class _Describe(Request[_DescribeStruct]):
+    """With the members' instance ids, which the library's own versions lack."""
+
+    API_KEY: ClassVar[int] = 15
+
+    def __init__(self, *fields: Any) -> None:
+        self._fields = fields
+
+    def build(self, request_struct_class: type[_DescribeStruct]) -> _DescribeStruct:
+        return request_struct_class(*self._fields)
+
+
+class Holder(NamedTuple):
+    """Who has an instance id: its URL and the host it connects from, "" where unknown."""
+
+    url: str
+    host: str
 
 
 class Joined(NamedTuple):
@@ -257,6 +317,21 @@ class Member:
                 self._client.forget_group_coordinator(self._group)
             raise KafkaRefused(answer.error_code)
         return int(answer.error_code)
+
+    async def holder(self) -> Holder | None:
+        """Return who has our instance id now, None where the group does not say.
+
+        Raises:
+            KafkaUnavailable: no answer.
+        """
+        node = await self._client.group_coordinator(self._group)
+        answer = await self._client.ask(node, _Describe([self._group], False), _DESCRIBE_LANE)
+        for member in (member for group in answer.groups for member in group[5]):
+            _, instance, _, host, metadata, _ = member
+            # While the group settles, the coordinator tells no metadata.
+            if instance == self._instance and (url := _said(metadata).url) != NOBODY:
+                return Holder(url, host.removeprefix("/"))
+        return None
 
     async def leave(self) -> None:
         """Leave the group at once; without an answer the session's end does the same."""

@@ -18,12 +18,12 @@ import structlog
 
 from txbroker.core.records import RECORD_VERSION
 from txbroker.core.telling import telling, where_raised
-from txbroker.door import Assignment, Membership
+from txbroker.door import TAKEN, Assignment, Membership, replaced_by
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client import Client, KafkaRefused
 from txbroker.kafka.codes import Code, describe
 from txbroker.kafka.generation import Me
-from txbroker.kafka.member import Joined, Member
+from txbroker.kafka.member import Holder, Joined, Member
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -41,7 +41,6 @@ _HOPELESS = {
 }
 """What does not pass by itself, so that a start must not wait for it."""
 
-TAKEN = "another process has joined with our instance id"
 FORGOTTEN = "the group's coordinator does not know us any more"
 SILENT = "the group's coordinator has been silent for a whole session"
 _LOST = {Code.FENCED_INSTANCE_ID: TAKEN, Code.UNKNOWN_MEMBER: FORGOTTEN}
@@ -66,6 +65,7 @@ class KafkaMembership(Membership):
         self._lost: Callable[[str], None] = _ignore
         self._joined: Joined | None = None
         self._why = ""
+        self._replaced_by: Holder | None = None
         self._asked = False
         self._beat_now = asyncio.Event()
         self._news = asyncio.Event()
@@ -95,7 +95,7 @@ class KafkaMembership(Membership):
         """
         await self.close()
         self._assigned, self._lost = assigned, lost
-        self._why, self._asked, self._pause_s = "", False, _PAUSE_S
+        self._why, self._replaced_by, self._asked, self._pause_s = "", None, False, _PAUSE_S
         self._heard_at = asyncio.get_running_loop().time()
         me = Me(self._client.settings.instance_id, url, self.record_version, peer_url)
         self._member = Member(self._client, self._partitions, me)
@@ -173,6 +173,8 @@ class KafkaMembership(Membership):
             except KafkaRefused as error:
                 if not self._survives(member, error, first):
                     return
+                if error.code == Code.FENCED_INSTANCE_ID:
+                    await self._name_replacer(member)
                 await self._pause()
             except KafkaUnavailable as error:
                 self._lose_if_silent(str(error))
@@ -206,6 +208,16 @@ class KafkaMembership(Membership):
             self._lose_if_silent(str(error))
         return True
 
+    async def _name_replacer(self, member: Member) -> None:
+        """Tell who has our instance id, as soon as the group says it."""
+        with contextlib.suppress(KafkaUnavailable):
+            holder = await member.holder()
+            if holder is not None and holder != self._replaced_by:
+                self._replaced_by = holder
+                why = replaced_by(self._instance, *holder)
+                log.error("replaced", instance=self._instance, by=holder.url, host=holder.host)
+                self._lost(why)
+
     async def _join_once(self, member: Member) -> bool:
         """Join and post what is ours; say whether the others have to be told of us in another
         generation. That is wanted once: a leader that cannot tell them would be asked for ever."""
@@ -213,7 +225,7 @@ class KafkaMembership(Membership):
         joined = await member.join()
         self._heard_at = asyncio.get_running_loop().time()
         self._pause_s = _PAUSE_S
-        self._joined, self._why = joined, ""
+        self._joined, self._why, self._replaced_by = joined, "", None
         self._tell()
         self._assigned(joined.assignment)
         again = joined.outdated and not self._asked

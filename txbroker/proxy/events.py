@@ -40,6 +40,15 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "The process has begun, and turns to Kafka.",
         ),
         LogEvent(
+            "waiting for kafka",
+            "warning",
+            "kafka seconds why",
+            "Kafka does not answer. The proxy tries again for `seconds` (`wait_for_kafka_s`) and "
+            "exits then.",
+            "Start Kafka, or correct `kafka` where `why` shows that it is not there.",
+        ),
+        LogEvent("kafka answers", "info", "seconds", "It was waited for, so long."),
+        LogEvent(
             "listening", "info", "url advertise", "Calls are heard; `advertise` is told others."
         ),
         LogEvent("ready", "info", "owned", "Calls are taken: all that is its own is caught up."),
@@ -49,6 +58,14 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "problems count",
             "`/readyz` says no; the first problems are named.",
             "Normal for seconds after another proxy came or went. Else see the problems.",
+        ),
+        LogEvent(
+            "replaced",
+            "error",
+            "instance by host",
+            "Another process has joined with this proxy's instance id: the one at URL `by`, which "
+            "connects to Kafka from `host`. This proxy takes no calls until that one has gone.",
+            "Stop one of them, or give it another `instance`.",
         ),
         LogEvent("stopping", "info", "", "A signal came: everything is handed over."),
         LogEvent("stopped", "info", "", "The last line."),
@@ -65,6 +82,15 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "setting path why",
             "The file changed and cannot be used; its last content stays in force.",
             "Correct the file. A start would fail.",
+        ),
+        LogEvent(
+            "secret file open to others",
+            "warning",
+            "setting path",
+            "Other users of this machine can read or change a file with a secret for Kafka. It is "
+            "taken all the same.",
+            "`chmod 600` the file; in Kubernetes mount it with `defaultMode: 0440` and an "
+            "`fsGroup`.",
         ),
         LogEvent(
             "one token for all",
@@ -85,8 +111,9 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "tls files not taken",
             "warning",
             "files why",
-            "Certificate files changed and do not read; the last ones still hold.",
-            "Mend the files. A start would fail.",
+            "Certificate or key files changed and are not taken: `why` says what is wrong; the "
+            "last ones still hold.",
+            "Correct the files. A start would fail.",
         ),
         LogEvent(
             "lines left out",

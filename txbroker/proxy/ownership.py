@@ -264,7 +264,7 @@ class Ownership:
             if self._state(number)[0] is not PartitionState.OWNED
         ]
         if not self._in_touch.is_set():
-            problems.append(self._out_because)
+            problems.insert(0, self._out_because)  # the cause of all the others
         states = {number: _words(*state) for number, state in shown.items()}
         return Readiness(not problems, states, (*problems, *self._topic_problems))
 

@@ -1,5 +1,8 @@
 """One proxy, put together: door, broker, checks and the listening server."""
 
+import asyncio
+import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
@@ -16,6 +19,7 @@ from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.door import Door
+from txbroker.errors import KafkaUnavailable
 from txbroker.principals import Role
 from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.broker import Broker
@@ -32,6 +36,9 @@ from txbroker.proxy.peers import Peers
 from txbroker.proxy.readiness import ReadinessLog
 from txbroker.proxy.roster import Roster
 from txbroker.tls import ClientTls, ServerTls, TlsFiles
+
+RECONNECT_S, RECONNECT_MAX_S = 0.1, 1.0
+"""Pauses between attempts to reach Kafka at the start, the first and the longest, seconds."""
 
 log = get_logger(__name__)
 
@@ -50,10 +57,11 @@ class Proxy(Struct, frozen=True):
 
 
 @asynccontextmanager
-async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
+async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> AsyncIterator[Proxy]:
     """Run a proxy on a door until the block is left.
 
     It listens before it joins the other proxies, so that they find it as soon as they hear of it.
+    A Kafka that does not answer is waited for, `wait_s` seconds.
 
     Raises:
         KafkaUnavailable: Kafka does not answer.
@@ -64,7 +72,7 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         stack.callback(log.info, "stopped")
         _log_start(settings)
         stack.push_async_callback(door.close)
-        await door.start()
+        await _reach_kafka(door, settings, wait_s)
         metrics = Metrics(settings.group_labels_max)
         listening: list[str] = []
         checks = make_checks(settings, lambda: (*listening, *_known(broker)))
@@ -109,18 +117,29 @@ async def run_proxy(door: Door, settings: Settings) -> AsyncIterator[Proxy]:
         )
         # The URLs are known before anybody hears of us.
         admin_url = await _listen(stack, app, settings, tls, broker, listening)
-        readiness = ReadinessLog(broker.readiness)
-        broker.on_owners(readiness.look)
-        roster = Roster(peers, elsewhere, lambda: _others(broker))
-        broker.on_owners(roster.changed)
-        stack.push_async_callback(broker.close)
-        stack.callback(log.info, "stopping")
-        await broker.start()
-        roster.start()
-        stack.push_async_callback(roster.close)
-        stack.push_async_callback(readiness.close)
-        readiness.start()
+        await _join(stack, broker, peers, elsewhere)
         yield Proxy(broker.url, admin_url, broker, cluster, groups, sessions, metrics, runner)
+
+
+async def _join(
+    stack: AsyncExitStack, broker: Broker, peers: Peers, elsewhere: PeerSessions
+) -> None:
+    """Join the other proxies, and follow until the stack ends how they and this one stand.
+
+    Raises:
+        ConfigurationError: the group cannot be used, or not by this proxy.
+    """
+    readiness = ReadinessLog(broker.readiness)
+    broker.on_owners(readiness.look)
+    roster = Roster(peers, elsewhere, lambda: _others(broker))
+    broker.on_owners(roster.changed)
+    stack.push_async_callback(broker.close)
+    stack.callback(log.info, "stopping")
+    await broker.start()
+    roster.start()
+    stack.push_async_callback(roster.close)
+    stack.push_async_callback(readiness.close)
+    readiness.start()
 
 
 def _log_start(settings: Settings) -> None:
@@ -134,11 +153,46 @@ def _log_start(settings: Settings) -> None:
     )
     if settings.token_file is not None:
         log.info("one token for all", role=_shared_role(settings), groups="*")
+    for name in settings.open_kafka_secrets():
+        log.warning("secret file open to others", setting=name, path=str(getattr(settings, name)))
 
 
 def _shared_role(settings: Settings) -> Role:
     """Return what the token of `token_file` allows at `listen`."""
     return Role.PRODUCER if settings.admin_listen else Role.OPERATOR
+
+
+async def _reach_kafka(door: Door, settings: Settings, wait_s: float) -> None:
+    """Start the door, again and again while Kafka does not answer, for `wait_s` seconds.
+
+    Raises:
+        KafkaUnavailable: Kafka has not answered in this time, or refuses.
+        ConfigurationError: waiting does not help.
+    """
+    began = time.monotonic()
+    waiting, pause_s = False, RECONNECT_S
+    while True:
+        try:
+            await door.start()
+            break
+        except KafkaUnavailable as error:
+            left_s = began + wait_s - time.monotonic()
+            if error.lasting or wait_s == 0:
+                raise
+            if left_s <= 0:
+                raise KafkaUnavailable(
+                    f"{error}. Waited {wait_s:g} s (wait_for_kafka_s) for Kafka at {settings.kafka}"
+                ) from None
+            if not waiting:
+                waiting = True
+                log.warning(
+                    "waiting for kafka", kafka=settings.kafka, seconds=wait_s, why=str(error)
+                )
+        # Up to twice as long at random: many proxies that start together do not come at once.
+        await asyncio.sleep(min(pause_s * (1 + random.random()), left_s))
+        pause_s = min(pause_s * 2, RECONNECT_MAX_S)
+    if waiting:
+        log.info("kafka answers", seconds=round(time.monotonic() - began, 1))
 
 
 async def _listen(
@@ -201,6 +255,7 @@ def _server_tls(settings: Settings) -> ServerTls | None:
         settings.tls_cert_file,
         settings.tls_key_file,
         ("tls_client_ca_file", "tls_cert_file", "tls_key_file"),
+        guarded=True,
     )
     return ServerTls(files, _tell_files)
 
@@ -216,6 +271,7 @@ def _peers_tls(settings: Settings) -> ClientTls:
         settings.tls_cert_file,
         settings.tls_key_file,
         ("peers_ca_file", "tls_cert_file", "tls_key_file"),
+        guarded=True,
     )
     return ClientTls(files, _tell_files)
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from txbroker.core.records import RECORD_VERSION
 from txbroker.core.sharing import owners, share_out
-from txbroker.door import Assignment, Membership
+from txbroker.door import Assignment, Membership, replaced_by
 from txbroker.errors import KafkaUnavailable
 
 Assigned: TypeAlias = Callable[[Assignment], None]
@@ -19,7 +19,6 @@ Lost: TypeAlias = Callable[[str], None]
 
 OUT_OF_TOUCH = "no answer of the group's coordinator within the session timeout"
 FORGOTTEN = "the group's coordinator does not know us any more"
-TAKEN = "another process has joined with our instance id"
 
 
 class Place:
@@ -80,7 +79,7 @@ class Coordinator:
         self._members[place.name] = place
         if before is not None:
             place.owned = before.owned
-            self._put_out(before, TAKEN)
+            self._put_out(before, replaced_by(place.name, place.url))
         self._share()
 
     def owned(self, place: Place | None) -> frozenset[int]:

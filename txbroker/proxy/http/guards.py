@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from txbroker.addresses import read_secret
+from txbroker.addresses import read_token
 from txbroker.checkers.leases import PEER_HEADER
 from txbroker.config import Settings
 from txbroker.core.telling import telling
@@ -110,7 +110,7 @@ def reread_secret(name: str, path: Path) -> Reread[str]:
     Raises:
         ConfigurationError: the file cannot be read.
     """
-    return Reread(name, path, lambda path: read_secret(name, path))
+    return Reread(name, path, lambda path: read_token(name, path))
 
 
 class Credential(NamedTuple):
@@ -313,7 +313,7 @@ def _token_of(settings: Settings, role: Role, *, admin: bool) -> Reread[Principa
         return None
 
     def read(path: Path) -> Principal:
-        return Principal(name, role, shared=True, digests=(digest_of(read_secret(name, path)),))
+        return Principal(name, role, shared=True, digests=(digest_of(read_token(name, path)),))
 
     return Reread(name, path, read)
 

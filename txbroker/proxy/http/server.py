@@ -24,7 +24,7 @@ log = get_logger(__name__)
 HEADER_BYTES_MAX = 16 * 1024
 """One header or request line; a token, a URL with a cursor and a browser's cookies fit."""
 KEEPALIVE_S = 75.0
-"""A connection on which no whole request has come for so long is closed."""
+"""A connection on which no request has begun for so long is closed."""
 SHUTDOWN_S = 5.0
 """How long calls under way may take to end when the proxy stops."""
 LINGER_S = 1.0
@@ -35,17 +35,20 @@ _LINE_MAX = 200
 class _Connection(RequestHandler):
     """A connection that cannot be made to hold more than it should.
 
-    It measures the frames of a session while they arrive, drops a client that does not take its
-    answer in time, answers what is no HTTP with an error like all others, and logs no traceback
-    for it.
+    It measures the frames of a session while they arrive, drops a client that does not send the
+    head of its request or does not take its answer in time, answers what is no HTTP with an error
+    like all others, and logs no traceback for it.
     """
 
-    __slots__ = ("_answering", "_meter", "_shell")
+    __slots__ = ("_answering", "_heads", "_in_head", "_meter", "_shell")
 
     def __init__(self, server: "_Server", **options: Any) -> None:
         super().__init__(server, **options)
         self._shell = server.shell
         self._answering = server.answering
+        self._heads = server.heads
+        self._in_head = False
+        """True while the first bytes of a request are here and its head is not whole."""
         self._meter: FrameMeter | None = None
 
     def set_parser(self, *parser: Any, **options: Any) -> None:
@@ -66,12 +69,30 @@ class _Connection(RequestHandler):
         """Bytes came."""
         if self._meter is not None:
             self._meter.feed(data)
+            super().data_received(data)
+            return
+        whole = self._request_count
         super().data_received(data)
+        if self._request_count != whole:
+            self._end_head()
+        elif not self._in_head and (whole == 0 or self._awaits_request()):
+            self._in_head = True
+            self._heads.begin(self)
+
+    def _awaits_request(self) -> bool:
+        """Say whether no call is being carried out, whose body these bytes could be."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def _end_head(self) -> None:
+        if self._in_head:
+            self._in_head = False
+            self._heads.end(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The connection has ended."""
         if self._meter is not None:
             self._meter.close()
+        self._end_head()
         super().connection_lost(exc)
 
     async def finish_response(
@@ -87,6 +108,10 @@ class _Connection(RequestHandler):
     def not_taken(self) -> None:
         """It has had its answer for too long without reading it."""
         self._drop("it does not read its answer")
+
+    def head_not_whole(self) -> None:
+        """It has begun a request for too long, whether it is silent or sends byte by byte."""
+        self._drop("the head of a request did not come whole in time")
 
     def _drop(self, why: str) -> None:
         transport = self.transport
@@ -118,18 +143,19 @@ class _Connection(RequestHandler):
 class _Server(web.Server):
     shell: Shell
     answering: Deadlines[_Connection]
+    heads: Deadlines[_Connection]
 
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
 
 class _Runner(web.AppRunner):
-    _answering: Deadlines[_Connection] | None = None
+    _deadlines: tuple[Deadlines[_Connection], ...] = ()
 
     async def cleanup(self) -> None:
         await super().cleanup()
-        if self._answering is not None:
-            self._answering.close()
+        for deadlines in self._deadlines:
+            deadlines.close()
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
@@ -137,9 +163,30 @@ class _Runner(web.AppRunner):
             server.request_handler, request_factory=server.request_factory, **server._kwargs
         )
         shell = bounded.shell = self.app[SHELL]
-        self._answering = Deadlines(shell.settings.request_timeout_s, _Connection.not_taken)
-        bounded.answering = self._answering
+        seconds = shell.settings.request_timeout_s
+        bounded.answering = Deadlines(seconds, _Connection.not_taken)
+        bounded.heads = Deadlines(seconds, _Connection.head_not_whole)
+        self._deadlines = (bounded.answering, bounded.heads)
         return bounded
+
+
+class _Site(web.TCPSite):
+    """A listening socket that also bounds how long a TLS handshake may take."""
+
+    handshake_s: float | None = None
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        assert self._runner.server is not None
+        self._server = await asyncio.get_running_loop().create_server(
+            self._runner.server,
+            self._host,
+            self._port,
+            ssl=self._ssl_context,
+            ssl_handshake_timeout=self.handshake_s,
+            backlog=self._backlog,
+            reuse_address=self._reuse_address,
+        )
 
 
 @asynccontextmanager
@@ -167,13 +214,16 @@ async def serve(
     runner = _Runner(app, handle_signals=False, **options)
     await runner.setup()
     try:
-        site = web.TCPSite(
+        shell = app[SHELL]
+        site = _Site(
             runner,
             address.host,
             address.port,
             reuse_address=True,
             ssl_context=None if tls is None else tls.context,
         )
+        if tls is not None:  # the event loop takes none otherwise
+            site.handshake_s = shell.settings.request_timeout_s
         try:
             await site.start()
         except OSError as error:
@@ -181,7 +231,6 @@ async def serve(
             raise ConfigurationError(f"cannot listen on {listen}: {reason}") from None
         port = runner.addresses[0][1]
         url = address._replace(port=port).url_of(secure=tls is not None)
-        shell = app[SHELL]
         if public and not shell.settings.advertise:
             shell.url = url
         yield url

@@ -1,0 +1,151 @@
+"""The instance id of a proxy: the same after a restart, and of one process at a time.
+
+In `data_dir/instances` there is a file for each listen address, which holds the id of the proxy
+there, and a lock for each id, which the kernel lets go when the process ends, however it ends.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from txbroker.cli.run import Failed
+from txbroker.config import Settings
+from txbroker.errors import ConfigurationError
+
+_NAME_BYTES = 4
+
+
+class _Taken(Exception):
+    """Another process holds the lock of an id; says which."""
+
+
+@contextmanager
+def named(settings: Settings) -> Iterator[Settings]:
+    """Give the settings with an instance id that no other process on this data directory has
+    until the block is left, and that is the same after a restart.
+
+    Raises:
+        ConfigurationError: another process has it.
+        Failed: it cannot be kept in the data directory.
+    """
+    with contextlib.ExitStack() as held:
+        if settings.instance:
+            _hold_given(settings, held)
+            yield settings
+        else:
+            yield settings.model_copy(update={"instance": _own_name(settings, held)})
+
+
+def _hold_given(settings: Settings, held: contextlib.ExitStack) -> None:
+    try:
+        held.enter_context(_held(_folder(settings), settings.instance))
+    except _Taken as taken:
+        raise _in_use(settings, settings.instance, taken) from None
+    except OSError:
+        # Nothing can be kept here, as on a read-only disk: so no other process keeps it either.
+        return
+
+
+def _own_name(settings: Settings, held: contextlib.ExitStack) -> str:
+    try:
+        return _kept_name(settings, held)
+    except OSError as error:
+        raise Failed(
+            f"the proxy's name cannot be kept in {settings.data_dir}: {error.strerror}. "
+            "Give another --data-dir, or the name itself as --instance"
+        ) from None
+
+
+def _kept_name(settings: Settings, held: contextlib.ExitStack) -> str:
+    """Return the id for the listen address, with its lock held.
+
+    Where the system chooses the port, several proxies have the same address: each has the first
+    id of those that nobody holds.
+    """
+    folder = _folder(settings)
+    address = re.sub(r"[^A-Za-z0-9.-]", "_", settings.listen)
+    slot = 0
+    with _locked(folder / "lock"):
+        while True:
+            file = folder / (f"{address}-{slot}.id" if slot else f"{address}.id")
+            name = _read(file)
+            if not name:
+                return _new_name(settings, folder, file, held)
+            try:
+                held.enter_context(_held(folder, name))
+            except _Taken as taken:
+                if settings.listen_address.port:
+                    raise _in_use(settings, name, taken) from None
+                slot += 1
+            else:
+                return name
+
+
+def _new_name(settings: Settings, folder: Path, file: Path, held: contextlib.ExitStack) -> str:
+    """Return the id that the data directory had before there was one for each address, if nobody
+    holds it, else a new one; with its lock held, and kept."""
+    before = settings.data_dir / "instance"
+    if name := _read(before):
+        with contextlib.suppress(_Taken):
+            held.enter_context(_held(folder, name))
+            before.replace(file)
+            return name
+    name = f"proxy-{secrets.token_hex(_NAME_BYTES)}"
+    held.enter_context(_held(folder, name))
+    file.write_text(f"{name}\n", encoding="utf-8")
+    return name
+
+
+def _in_use(settings: Settings, name: str, taken: _Taken) -> ConfigurationError:
+    return ConfigurationError(
+        f"{taken} runs as instance {name} in {settings.data_dir} already: stop it, or give this "
+        "proxy another --listen, --instance or --data-dir"
+    )
+
+
+def _folder(settings: Settings) -> Path:
+    folder = settings.data_dir / "instances"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
+
+
+@contextmanager
+def _locked(path: Path, flags: int = fcntl.LOCK_EX) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, flags)
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _held(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock of an id.
+
+    Raises:
+        _Taken: another process holds it.
+    """
+    path = folder / f"{quote(name, safe='')}.lock"
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(_locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise _Taken(_read(path) or "another process") from None
+        os.truncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield

@@ -1,0 +1,95 @@
+"""A `txbroker proxy` in a process of its own, whose lines a test waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from cli_world import TXBROKER
+
+DEADLINE_S = 60.0
+
+
+class ProxyProcess:
+    """A running command; `said` holds the JSON lines of its log so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.said: list[dict[str, Any]] = []
+        self.other: list[str] = []
+
+    async def until(self, event: str) -> dict[str, Any]:
+        """Return the next line of its log that tells of an event."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                found = await self._line()
+                assert found is not None, (event, self.said, self.other)
+                if found.get("event") == event:
+                    return found
+
+    async def ready(self) -> str:
+        """Return the URL that it says on stdout once it can take calls."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(DEADLINE_S):
+            line = (await self.process.stdout.readline()).decode()
+        assert line.startswith("ready "), (line, self.said, self.other)
+        return line.split()[1]
+
+    async def ended(self) -> int:
+        """Return its exit code, once it has ended by itself."""
+        async with asyncio.timeout(DEADLINE_S):
+            while await self._line() is not None:
+                pass
+            return await self.process.wait()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the lines of its log that tell of an event, as far as they were read."""
+        return [line for line in self.said if line.get("event") == name]
+
+    @property
+    def error(self) -> str:
+        """The sentence with which it ended."""
+        return "".join(self.other)
+
+    async def _line(self) -> dict[str, Any] | None:
+        assert self.process.stderr is not None
+        text = (await self.process.stderr.readline()).decode()
+        if not text:
+            return None
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except ValueError:
+            self.other.append(text)
+            return {}
+        self.said.append(found)
+        return found
+
+
+@asynccontextmanager
+async def proxy_process(
+    data_dir: Path, kafka: str, *words: object, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[ProxyProcess]:
+    """Run `txbroker proxy` until the block is left, on a free port unless `words` say otherwise."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
+    process = await asyncio.create_subprocess_exec(
+        str(TXBROKER),
+        "proxy",
+        *("--kafka", kafka, "--data-dir", str(data_dir), "--log-format", "json"),
+        *("--listen", "127.0.0.1:0"),
+        *map(str, words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=1024 * 1024,
+        env={**inherited, **(environ or {})},
+    )
+    try:
+        yield ProxyProcess(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()

@@ -1,0 +1,133 @@
+"""Whose instance id is whose: several proxies on one machine, and a proxy that was replaced."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from cli_world import Dev
+from proxy_process import proxy_process
+
+from txbroker.cli.instance import named
+from txbroker.config import load_settings
+from txbroker.errors import ConfigurationError
+
+FREE, ONE, OTHER = "127.0.0.1:0", "127.0.0.1:8470", "127.0.0.1:8471"
+
+
+def begin(held: ExitStack, data_dir: Path, listen: str = ONE, instance: str = "") -> str:
+    """Take an id as a proxy does that starts; return it."""
+    options = {"data_dir": data_dir, "listen": listen, "instance": instance}
+    return held.enter_context(named(load_settings(options, environ={}))).instance
+
+
+def named_once(data_dir: Path, listen: str = ONE) -> str:
+    with ExitStack() as held:
+        return begin(held, data_dir, listen)
+
+
+def test_each_address_has_an_id_that_it_keeps(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        one, other = begin(held, tmp_path, ONE), begin(held, tmp_path, OTHER)
+    assert one != other
+    assert (named_once(tmp_path, OTHER), named_once(tmp_path, ONE)) == (other, one)
+    assert named_once(tmp_path / "elsewhere") != one
+
+
+def test_proxies_on_free_ports_have_ids_of_their_own_and_keep_them(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        ids = [begin(held, tmp_path, FREE) for _ in range(3)]
+    assert len(set(ids)) == 3
+    with ExitStack() as held:
+        assert [begin(held, tmp_path, FREE) for _ in range(3)] == ids
+
+
+@pytest.mark.parametrize("given", ["", "shop-1", "odd/name é"], ids=["made", "given", "odd"])
+def test_an_id_is_of_one_process_at_a_time(tmp_path: Path, given: str) -> None:
+    with ExitStack() as held:
+        name = begin(held, tmp_path, instance=given)
+        with pytest.raises(ConfigurationError) as caught, ExitStack() as second:
+            begin(second, tmp_path, instance=given)
+        said = str(caught.value)
+        assert f"process {os.getpid()} on " in said
+        assert f"runs as instance {name} in {tmp_path} already" in said
+        assert "--listen, --instance or --data-dir" in said
+        begin(held, tmp_path, OTHER, "another")
+        begin(held, tmp_path / "elsewhere", instance=given)
+    with ExitStack() as held:
+        assert begin(held, tmp_path, instance=given) == name
+
+
+def test_the_id_of_an_older_txbroker_is_kept_by_the_first(tmp_path: Path) -> None:
+    (tmp_path / "instance").write_text("proxy-before\n")
+    with ExitStack() as held:
+        assert begin(held, tmp_path, ONE) == "proxy-before"
+        assert begin(held, tmp_path, OTHER) != "proxy-before"
+    # It belongs to the address now, whoever comes first.
+    assert named_once(tmp_path, OTHER) != "proxy-before"
+    assert named_once(tmp_path, ONE) == "proxy-before"
+
+
+def test_the_id_of_an_older_txbroker_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "instance").write_text("proxy-before\n")
+    with ExitStack() as held:
+        begin(held, tmp_path, OTHER, "proxy-before")
+        assert begin(held, tmp_path, ONE) != "proxy-before"
+
+
+def test_a_given_id_needs_no_data_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with ExitStack() as held:
+        assert begin(held, tmp_path / "file" / "below", instance="shop-1") == "shop-1"
+
+
+# --- whole processes -------------------------------------------------------------------------
+
+
+async def test_two_proxies_with_default_settings_share_a_machine(dev: Dev, tmp_path: Path) -> None:
+    words = ("--topic-prefix", "two", "--partitions", "2")
+    async with (
+        proxy_process(tmp_path, dev.kafka, *words) as first,
+        proxy_process(tmp_path, dev.kafka, *words) as second,
+    ):
+        ids = [(await proxy.until("starting"))["instance"] for proxy in (first, second)]
+        assert len(set(ids)) == 2
+        assert len({await first.ready(), await second.ready()}) == 2
+        again = ("--instance", ids[0])
+        async with proxy_process(tmp_path, dev.kafka, *words, *again) as third:
+            assert await third.ended() == 1
+            assert f"Error: process {first.process.pid} on " in third.error
+        first.process.kill()
+        await first.ended()
+        async with proxy_process(tmp_path, dev.kafka, *words, *again) as third:
+            await third.ready()
+
+
+async def problems_of(url: str) -> tuple[int, list[str]]:
+    async with aiohttp.ClientSession() as client, client.get(f"{url}/readyz") as answer:
+        found: dict[str, Any] = await answer.json()
+        return answer.status, found.get("problems", [])
+
+
+async def test_a_replaced_proxy_says_by_whom(dev: Dev, tmp_path: Path) -> None:
+    words = ("--topic-prefix", "replaced", "--partitions", "8", "--instance", "same")
+    async with proxy_process(tmp_path / "first", dev.kafka, *words) as first:
+        url = await first.ready()
+        async with proxy_process(tmp_path / "second", dev.kafka, *words) as second:
+            newer = await second.ready()
+            said = await first.until("replaced")
+            assert (said["level"], said["instance"]) == ("error", "same")
+            assert (said["by"], said["host"]) == (newer, "127.0.0.1")
+            status, problems = await problems_of(url)
+            assert status == 503
+            assert f"same is now the proxy at {newer}, from host 127.0.0.1" in problems[0]
+            assert "stop one of them, or give it another --instance" in problems[0]
+            second.process.terminate()
+            assert await second.ended() == 0
+        await first.until("ready")
+        assert (await problems_of(url))[0] == 200
+        assert len(first.events("replaced")) == 1

@@ -1,0 +1,12 @@
+"""Files with secrets, as txbroker takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def secret_file(path: Path, text: str, mode: int = 0o600) -> Path:
+    """Write a secret to a file that nobody else reads, and return its path."""
+    path.write_text(text)
+    path.chmod(mode)
+    return path

@@ -1,0 +1,237 @@
+"""Class 11: secrets that are planted in a configuration come out nowhere."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import socket
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from certificates import Authority
+from issuer import Issuer
+from secret_files import secret_file
+from secret_proxy import Ended, RunningProxy, call, running_proxy, wait_until
+from secure_world import PASSWORD, USER, SecureKafka
+
+CLASS = 11
+PLANTED = {
+    "token": "planted-token-of-producers",
+    "admin token": "planted-token-of-operators",
+    "peer secret": "planted-secret-of-proxies",
+    "group secret": "planted-secret-of-a-group",
+    "Kafka password in the environment": PASSWORD,
+    "Kafka password in a file": "planted-password-of-kafka",
+    "query of a check URL": "planted-query-of-a-url",
+    "value of a message": "planted-value-of-a-message",
+    "key of a message": "planted-key-of-a-message",
+    "header of a message": "planted-header-of-a-message",
+    "token of a stranger": "planted-token-of-a-stranger",
+}
+PREFIX, GROUP = "planted", "orders"
+PLACES = (
+    "log",
+    "command line",
+    "metrics",
+    "readyz",
+    "overview",
+    "list",
+    "error answers",
+    "tx list",
+    "doctor",
+    "doctor bundle",
+    "start that Kafka refuses",
+    "start with a bad file",
+)
+
+pytestmark = pytest.mark.needs_tool("openssl")
+
+Json = dict[str, Any]
+
+
+def spelled(secret: str) -> set[str]:
+    """Return how a secret may be written."""
+    escaped = {json.dumps(secret, ensure_ascii=plain)[1:-1] for plain in (True, False)}
+    coded = base64.b64encode(secret.encode()).decode().rstrip("=")
+    return {secret, repr(secret)[1:-1], quote(secret), quote(secret, safe=""), coded, *escaped}
+
+
+class Planted:
+    """An installation whose configuration is full of secrets, and all that it says."""
+
+    def __init__(self, kafka: SecureKafka, folder: Path) -> None:
+        self.folder = folder
+        self.files = {
+            name: secret_file(folder / name.replace(" ", "-"), PLANTED[name])
+            for name in ("token", "admin token", "peer secret", "group secret")
+        }
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.admin = f"127.0.0.1:{free.getsockname()[1]}"
+        login = kafka.options("CLEAR")
+        del login["kafka_sasl_password_file"]
+        self.options: Json = {**login, "topic_prefix": PREFIX, "partitions": 1}
+        self.secrets = {"TXBROKER_KAFKA_SASL_PASSWORD": PASSWORD}
+        self.own: Json = {
+            "token_file": self.files["token"],
+            "admin_listen": self.admin,
+            "admin_token_file": self.files["admin token"],
+            "peer_secret_file": self.files["peer secret"],
+            "create_target_topics": True,
+            "check_after_s": 0.1,
+        }
+        self.said: dict[str, str] = {}
+
+    def config(self, **more: Any) -> list[str]:
+        """Return the words that name a config file with all settings."""
+        path = self.folder / "txbroker.toml"
+        given = {**self.options, **self.own, **more}
+        lines = [f"{name} = {json.dumps(value, default=str)}\n" for name, value in given.items()]
+        path.write_text("".join(lines))
+        return ["--config", str(path)]
+
+    def ask(self, url: str, body: Json | None = None, *, token: str = "admin token") -> str:
+        """Call a proxy; return the whole answer, its head included."""
+        request = urllib.request.Request(
+            url,
+            None if body is None else json.dumps(body).encode(),
+            {"authorization": f"Bearer {PLANTED[token]}", "content-type": "application/json"},
+            method="GET" if body is None else "PUT" if "/v1/groups/" in url else "POST",
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return f"{answer.headers}\n{answer.read().decode()}"
+        except urllib.error.HTTPError as error:
+            return f"{error.headers}\n{error.read().decode()}"
+
+    def work(self, proxy: RunningProxy) -> None:
+        """Have the proxy do what it does with secrets, and look everywhere."""
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))  # nobody listens there
+            port = closed.getsockname()[1]
+            check = f"http://127.0.0.1:{port}/check?token={PLANTED['query of a check URL']}"
+            self._register_and_prepare(proxy, check)
+            wait_until(lambda: f'"group": "{GROUP}"' in proxy.log.read_text(), "no check was tried")
+            self._look(proxy)
+
+    def _register_and_prepare(self, proxy: RunningProxy, check: str) -> None:
+        policy = {"check_url": check, "secret_ref": f"file:{self.files['group secret']}"}
+        answer = self.ask(f"{proxy.url}/v1/groups/{GROUP}", policy, token="token")
+        assert '"error"' not in answer, answer
+        message = {
+            "topic": f"{PREFIX}.target",
+            "key": PLANTED["key of a message"],
+            "value": PLANTED["value of a message"],
+            "headers": {"secret": PLANTED["header of a message"]},
+        }
+        given = {"group": GROUP, "messages": [message]}
+        answer = self.ask(f"{proxy.url}/v1/transactions", given, token="token")
+        assert '"id"' in answer, answer
+
+    def _look(self, proxy: RunningProxy) -> None:
+        admin = f"http://{self.admin}"
+        for name, path in (
+            ("metrics", "/metrics"),
+            ("readyz", "/readyz"),
+            ("overview", "/v1/overview"),
+            ("list", "/v1/transactions"),
+        ):
+            self.said[name] = self.ask(admin + path)
+        bad = {"group": GROUP, "messages": [{"topic": 1, "value": PLANTED["value of a message"]}]}
+        self.said["error answers"] = "".join(
+            (
+                self.ask(f"{admin}/v1/transactions", token="token"),
+                self.ask(f"{admin}/v1/transactions", token="token of a stranger"),
+                self.ask(f"{proxy.url}/v1/transactions", bad, token="token"),
+                self.ask(f"{proxy.url}/v1/transactions", {}, token="admin token"),
+                self.ask(f"{admin}/nowhere"),
+                self.ask(f"{proxy.url}/v1/internal/sessions", token="token"),
+                self.ask(f"{admin}/v1/transactions/none"),
+            )
+        )
+        self.said["command line"] = Path(f"/proc/{proxy.pid}/cmdline").read_text()
+        to = ["--url", admin, "--token-file", str(self.files["admin token"])]
+        listed = call(["tx", "list", *to])
+        assert listed.code == 0, listed
+        self.said["tx list"] = listed.out + listed.err
+        bundle = self.folder / "bundle.tar.gz"
+        words = ["--debug", "doctor", *self.config(), *to, "--bundle", str(bundle)]
+        examined = call(words, self.secrets)
+        self.said["doctor"] = examined.out + examined.err
+        with tarfile.open(fileobj=io.BytesIO(bundle.read_bytes())) as archive:
+            members = [archive.extractfile(member) for member in archive.getmembers()]
+            self.said["doctor bundle"] = "".join(
+                member.read().decode() for member in members if member is not None
+            )
+
+    def fail(self) -> None:
+        """Start proxies that cannot start."""
+        name = "Kafka password in a file"
+        wrong = secret_file(self.folder / "kafka-password", PLANTED[name])
+        refused = self._start(kafka_sasl_password_file=wrong)
+        assert f"refuses the login of {USER}" in refused.err, refused
+        self.said["start that Kafka refuses"] = refused.out + refused.err
+        self.files["admin token"].chmod(0o644)
+        unsafe = self._start(kafka_sasl_password_file=wrong)
+        assert "is open to other users" in unsafe.err, unsafe
+        self.said["start with a bad file"] = unsafe.out + unsafe.err
+
+    def _start(self, **more: Any) -> Ended:
+        words = self.config(listen="127.0.0.1:0", data_dir=self.folder / "failing", **more)
+        ended = call(["--debug", "proxy", *words, "--log-level", "debug"])
+        assert ended.code != 0, ended
+        return ended
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
+    """The installation, when everything has been looked at."""
+    folder = tmp_path_factory.mktemp("planted")
+    authority, issuer = Authority(folder), Issuer(folder)
+    kafka = SecureKafka(folder, authority, issuer, "https://127.0.0.1:9/token")
+    with contextlib.ExitStack() as stack:
+        stack.callback(kafka.server.stop)
+        kafka.start()
+        found = Planted(kafka, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        given = {"config": found.config()[1]}
+        with running_proxy(found.folder, given, found.secrets) as proxy:
+            found.work(proxy)
+        found.said["log"] = proxy.log.read_text()
+        found.fail()
+        yield found
+
+
+EXPECTED = {
+    "log": '"event": "ready"',
+    "command line": "--config",
+    "metrics": "txbroker_pending",
+    "readyz": "ready",
+    "overview": "partitions",
+    "list": '"transactions"',
+    "error answers": "unauthorized",
+    "tx list": GROUP,
+    "doctor": "kafka",
+    "doctor bundle": "python_info",
+    "start that Kafka refuses": "refuses the login",
+    "start with a bad file": "chmod 600",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_place_was_looked_at(planted: Planted, place: str) -> None:
+    assert EXPECTED[place] in planted.said[place]
+
+
+@pytest.mark.parametrize("secret", PLANTED)
+@pytest.mark.parametrize("place", PLACES)
+def test_it_comes_out_nowhere(planted: Planted, place: str, secret: str) -> None:
+    text = planted.said[place]
+    assert [written for written in spelled(PLANTED[secret]) if written in text] == []

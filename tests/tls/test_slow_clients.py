@@ -1,0 +1,150 @@
+"""Clients that open a connection and do not send a whole request, in plain text and with TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from memory_world import MemoryWorld
+from tls_files import Authority
+from tls_world import Files, running, secured
+
+LIMIT_S = 0.4
+CLOSED_WITHIN_S = 10.0
+GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SCHEMES = ["http", "https"]
+
+
+class Raw:
+    """A connection on which a test writes whatever it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def ended(self) -> bytes:
+        """Return what else came before the proxy closed the connection."""
+        async with asyncio.timeout(CLOSED_WITHIN_S):
+            try:
+                return await self.reader.read()
+            except ConnectionError:
+                return b""
+
+    async def answer(self) -> bytes:
+        """Return the head of one answer, having read its body."""
+        async with asyncio.timeout(CLOSED_WITHIN_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            await self.reader.readexactly(length)
+            return head
+
+
+def port_of(url: str) -> int:
+    port = urlsplit(url).port
+    assert port is not None
+    return port
+
+
+@asynccontextmanager
+async def dialled(url: str, authority: Authority, *, plainly: bool = False) -> AsyncIterator[Raw]:
+    context = None
+    if url.startswith("https") and not plainly:
+        context = ssl.create_default_context(cafile=str(authority.cert))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url), ssl=context)
+    try:
+        yield Raw(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+@asynccontextmanager
+async def proxied(
+    world: MemoryWorld, files: Files, scheme: str, limit_s: float = LIMIT_S
+) -> AsyncIterator[str]:
+    given = secured(files) if scheme == "https" else {"listen": "127.0.0.1:0"}
+    async with running(world, request_timeout_s=limit_s, **given) as proxy:
+        yield proxy.url
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "begun", [b"G", b"GET /healthz HTTP/1.1\r\nHost: loc"], ids=["request line", "header"]
+)
+@pytest.mark.parametrize("before", [b"", GET], ids=["first request", "second request"])
+async def test_an_unfinished_head_ends_the_connection(
+    world: MemoryWorld, files: Files, scheme: str, begun: bytes, before: bytes
+) -> None:
+    async with (
+        proxied(world, files, scheme) as url,
+        dialled(url, files.ours) as raw,
+    ):
+        if before:
+            raw.writer.write(before)
+            assert b" 200 " in await raw.answer()
+        raw.writer.write(begun)
+        assert await raw.ended() == b""
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_head_that_comes_byte_by_byte_gains_no_time(
+    world: MemoryWorld, files: Files, scheme: str
+) -> None:
+    async with (
+        proxied(world, files, scheme) as url,
+        dialled(url, files.ours) as raw,
+    ):
+        raw.writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
+        ending = asyncio.create_task(raw.ended())
+        while not ending.done():
+            raw.writer.write(b"a")
+            await asyncio.sleep(LIMIT_S / 20)
+        assert await ending == b""
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_connection_on_which_nothing_comes_ends_with_the_keep_alive_time(
+    world: MemoryWorld, files: Files, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", LIMIT_S)
+    async with (
+        proxied(world, files, scheme, limit_s=60.0) as url,
+        dialled(url, files.ours) as raw,
+    ):
+        assert await raw.ended() == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "half a hello"])
+async def test_a_tls_handshake_that_never_ends(
+    world: MemoryWorld, files: Files, sent: bytes
+) -> None:
+    async with (
+        proxied(world, files, "https") as url,
+        dialled(url, files.ours, plainly=True) as raw,
+    ):
+        raw.writer.write(sent)
+        await raw.ended()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_whole_requests_go_on_longer_than_one_may_take(
+    world: MemoryWorld, files: Files, scheme: str
+) -> None:
+    async with (
+        proxied(world, files, scheme) as url,
+        dialled(url, files.ours) as raw,
+    ):
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + 2 * LIMIT_S
+        while loop.time() < ends_at:
+            # In two pieces each time: a head that came whole must not be counted on.
+            raw.writer.write(GET[:20])
+            await raw.writer.drain()
+            await asyncio.sleep(LIMIT_S / 8)
+            raw.writer.write(GET[20:])
+            assert b" 200 " in await raw.answer()
+        await asyncio.sleep(2 * LIMIT_S)  # idle between requests: no head has begun
+        raw.writer.write(GET)
+        assert b" 200 " in await raw.answer()
