@@ -87,7 +87,10 @@ def test_help_imports_nothing_of_a_proxy() -> None:
         (["--url", "http://x", "tx", "list"], "Options come behind their command."),
         (["tx", "--state", "parked", "list"], "Options come behind their command."),
         (["commit", "ID"], "There is no command 'commit'. Did you mean 'tx commit'?"),
-        (["list"], "Did you mean 'tx list' or 'groups list' or 'context list'?"),
+        (
+            ["list"],
+            "Did you mean 'tx list' or 'groups list' or 'principals list' or 'context list'?",
+        ),
         (["context", "usse", "x"], "There is no command 'usse'. Did you mean 'use'?"),
         (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
         (["top", "--evry-s", "3"], "Did you mean '--every-s'?"),
@@ -108,7 +111,10 @@ def test_help_imports_nothing_of_a_proxy() -> None:
         (["send", "t", "--file", "/dev/null", "--lines"], "there is no value to send"),
         (["dev", "--kafka", "x:1"], "No such option '--kafka'"),
         (["dev", "--listen", "nowhere"], "'nowhere' is not an address: expected host:port"),
-        (["proxy", "--listen", "0.0.0.0:1"], "set token_file or tls_client_ca_file"),
+        (
+            ["proxy", "--listen", "0.0.0.0:1"],
+            "set token_file, principals_file or tls_client_ca_file",
+        ),
         (["proxy", "--partitions", "many"], "partitions (option --partitions)"),
         (["proxy", "--check-interval-s", "1e9"], "longer than half of half_retention_s"),
         (["proxy", "--config", "/no/such"], "the config file /no/such: No such file"),

@@ -74,6 +74,10 @@ class MessageError(ValueError):
         self.problem = problem
 
 
+class TooManyMessages(MessageError):
+    """There are more messages than a transaction may have."""
+
+
 # --- to JSON ---------------------------------------------------------------------------------
 
 
@@ -160,6 +164,7 @@ def decode_messages(
 
     Raises:
         MessageError: it is not JSON, not a list of objects, or a message is malformed.
+        TooManyMessages: it has more than `messages_max`.
     """
     text = bytes(raw)
     try:
@@ -172,7 +177,7 @@ def decode_messages(
     except (ValueError, RecursionError):
         raise MessageError(path, "is not JSON") from None
     if messages_max is not None and len(objects) > messages_max:
-        raise MessageError(path, f"has more than {messages_max} messages")
+        raise TooManyMessages(path, f"has more than {messages_max} messages")
     # One at a time, so that millions of objects that are no messages end with the first.
     return tuple(_decode_message(obj, f"{path}[{n}]") for n, obj in enumerate(objects))
 

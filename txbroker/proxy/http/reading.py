@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from txbroker.core.message_json import MessageError, decode_messages
+from txbroker.core.message_json import MessageError, TooManyMessages, decode_messages
 from txbroker.core.records import Message
 from txbroker.errors import (
     BadRequest,
@@ -149,16 +149,19 @@ def decode_query(request: web.Request, kind: type[T]) -> T:
     return found
 
 
-def decode_content(raw: msgspec.Raw) -> tuple[Message, ...] | None:
+def decode_content(raw: msgspec.Raw, messages_max: int) -> tuple[Message, ...] | None:
     """Return the messages of a request, None where there are none.
 
     Raises:
         BadRequest: one of them is malformed; `path` says where.
+        TooLarge: there are more than `messages_max`.
     """
     if bytes(raw) == b"null":
         return None
     try:
-        return decode_messages(raw)
+        return decode_messages(raw, messages_max=messages_max)
+    except TooManyMessages as error:
+        raise TooLarge(f"the transaction {error}") from None
     except MessageError as error:
         raise BadRequest(str(error), path=error.path) from None
 

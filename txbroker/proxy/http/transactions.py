@@ -17,7 +17,7 @@ from txbroker.contract import (
     TransactionView,
 )
 from txbroker.core.message_json import message_to_json
-from txbroker.core.records import Decision, Source
+from txbroker.core.records import Decision, Message, Source
 from txbroker.errors import (
     AlreadyDecided,
     BadId,
@@ -69,7 +69,7 @@ async def prepare(call: Call) -> Reply:
     body = cast(PrepareBody, call.body)
     request = PrepareRequest(
         group=body.group,
-        messages=decode_content(body.messages) or (),
+        messages=_messages(call, body.messages) or (),
         id=None if body.id is None else plain_id(body.id),
         dedup_key=body.dedup_key,
         order_key=body.order_key,
@@ -130,7 +130,7 @@ async def _decide(
         id=id,
         decision=decision,
         group=group or "",
-        messages=None if content is None else decode_content(content),
+        messages=None if content is None else _messages(call, content),
         reason=reason or "",
         source=Source.PRODUCER if producer else Source.OPERATOR,
         by=_who(by, call),
@@ -160,6 +160,10 @@ async def revive(call: Call) -> Reply:
     await _check_own(call, id)
     standing = await call.shell.service.revive(id, by=_who(body.by, call), reason=body.reason or "")
     return Reply(200, _standing(standing))
+
+
+def _messages(call: Call, raw: msgspec.Raw) -> tuple[Message, ...] | None:
+    return decode_content(raw, call.shell.settings.messages_per_transaction_max)
 
 
 def _who(by: str | None, call: Call) -> str:
