@@ -6,7 +6,7 @@ marker whose half message has not been read yet waits for it. So any replay, by 
 test or an audit, comes to the same answer.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from msgspec import Struct
 
@@ -40,6 +40,8 @@ from txbroker.core.transaction import Transaction, Verdict, fingerprint, places
 
 WAITING_SWEEP_MIN = 1000
 """Ids with waiting markers below which nobody looks whether some can be forgotten."""
+ACCOUNTED_LOOK = 200
+"""Transactions that are looked at for each turn's progress."""
 
 
 class Gap(Exception):
@@ -122,6 +124,18 @@ class Ledger(Holdings):
     def op_whole_anchor(self) -> Anchor | None:
         """The last record below `op_whole`."""
         return self.op_anchor if self._batch is None else self._op_before
+
+    def accounted(self, besides: Container[str]) -> int:
+        """Return the half offset below which no transaction needs its half message any more: each
+        is settled, kept as a copy, or one of `besides`.
+
+        Where many are kept, only the first of them are looked at and the offset is lower.
+        """
+        found = self.in_order(-1, ACCOUNTED_LOOK)
+        for transaction in found:
+            if not transaction.kept and transaction.id not in besides:
+                return transaction.offset
+        return found[-1].offset if len(found) == ACCOUNTED_LOOK else self.half_whole
 
     # --- half ----------------------------------------------------------------------------
 

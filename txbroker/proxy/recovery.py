@@ -95,9 +95,13 @@ async def recover(
     # Hashing all of it holds nobody up in a thread.
     wholes = await asyncio.to_thread(find_whole, found.snapshots)
     logs = _Logs(door, (half_start, half_end), (op_start, op_end))
+    kept_since_ms = found.timestamp_ms - half_retention_ms
     try:
-        await _check_same(logs, progress, wholes, found.timestamp_ms - half_retention_ms)
-        position = await _catch_up(logs, applier, copies, wholes)
+        await _check_same(logs, progress, wholes, kept_since_ms)
+        # Of one that is older than the operation topic nobody knows what was decided since.
+        whole = next((each for each in wholes if each.closing.op >= op_start), None)
+        _check_accounted(progress, wholes, whole, half_start, kept_since_ms)
+        position = await _catch_up(logs, applier, copies, whole)
     except LogTruncated as error:
         if not await logs.begin_later():
             raise
@@ -176,13 +180,11 @@ async def _check_same(
     await _compare(door.half, "half", logs.half, _half_known(progress, wholes), kept_since_ms)
 
 
-async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, wholes: Sequence[Whole]) -> int:
+async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, whole: Whole | None) -> int:
     """Bring an empty ledger to the end of both logs; return the sum of the offsets from which on
     they were replayed."""
     ledger, door = applier.ledger, logs.door
     (half_start, half_end), (op_start, op_end) = logs.half, logs.op
-    # Of one that is older than the operation topic nobody knows what was decided since.
-    whole = next((each for each in wholes if each.closing.op >= op_start), None)
     h0, o0 = await _begin(ledger, whole, half_start, op_start)
     await _restore(door, ledger, copies.whole, 0 if whole is None else whole.closing.half, h0)
     await _replay(_read(door.half, h0, half_end), _read(door.op, o0, op_end), applier)
@@ -264,6 +266,46 @@ def _check_kept(known: Iterable[_Known], start: int, kept_since_ms: int) -> None
                 f"the op topic begins at offset {start}: markers were deleted that are younger "
                 "than its retention, and nobody can tell any more what they decided"
             )
+
+
+def _check_accounted(
+    progress: Progress | None,
+    wholes: Sequence[Whole],
+    whole: Whole | None,
+    half_start: int,
+    kept_since_ms: int,
+) -> None:
+    """Check that it is known of every deleted half message what became of its transaction.
+
+    That an earlier owner has read it is not enough: what it knew is gone with it. The snapshot that
+    is loaded knows. Behind that, what retention took has to be settled, or kept as a copy, by the
+    newest progress; of younger ones a repeated prepare or a question would not be recognised.
+
+    Raises:
+        LogTruncated: nobody knows it.
+    """
+    known_to = 0 if whole is None else whole.closing.half
+    if half_start <= known_to or _of_older_owner(progress, wholes):
+        return
+    if progress is not None and progress.accounted is not None and progress.half_anchor is not None:
+        old = progress.half_anchor.timestamp_ms <= kept_since_ms
+        if old and half_start <= progress.accounted:
+            return
+    raise LogTruncated(
+        f"the half topic begins at offset {half_start}, but the newest snapshot holds only what "
+        f"lies below {known_to}: records were deleted whose transactions nothing accounts for. "
+        "Restore the topic, or move to a new topic_prefix"
+    )
+
+
+def _of_older_owner(progress: Progress | None, wholes: Sequence[Whole]) -> bool:
+    """Say whether a proxy wrote last that let retention pass its snapshots, so that nothing can be
+    concluded from them."""
+    newest = wholes[0].closing if wholes else None
+    if newest is not None and not newest.at_ms:
+        return True
+    ahead = progress is not None and (newest is None or progress.half > newest.half)
+    return ahead and progress is not None and progress.accounted is None
 
 
 def _same(record: Record | None, anchor: Anchor) -> bool:
