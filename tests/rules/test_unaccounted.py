@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from recovery_world import snapshot
-from rules_world import DAY_MS, World, commit, known, message, until
+from msgspec import structs
+from recovery_world import forget_bodies, partition, snapshot
+from rules_world import DAY_MS, World, commit, known, message, roll_back, until
 
+from txbroker.core.codec import encode_progress
 from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost
+from txbroker.proxy import owner as owner_module
 from txbroker.proxy import snapshots as snapshots_module
 from txbroker.proxy.owner import Owner
 from txbroker.proxy.snapshots import SnapshotWriter
+from txbroker.proxy.views import view
 from txbroker.testing.door import MemoryPartitionDoor
 
 LOGS = ["half", "op"]
@@ -89,10 +93,10 @@ async def test_markers_of_which_nothing_tells_stop_the_partition(world: World) -
 
 
 @pytest.mark.parametrize("days", [1, 20])
-async def test_markers_behind_a_snapshot_that_knew_none_may_go_when_they_are_old(
+async def test_markers_behind_a_snapshot_that_knew_none_stop_the_partition(
     world: World, days: int
 ) -> None:
-    """What is rolled back writes no progress, so the first snapshot may long be the only one."""
+    """What is rolled back writes no progress: nobody knows any more what was decided."""
     owner = await world.owner()
     id = await world.prepared(owner)
     assert await snapshot(owner)
@@ -100,14 +104,137 @@ async def test_markers_behind_a_snapshot_that_knew_none_may_go_when_they_are_old
     await until(lambda: owner.ledger.op_position == 1)
     await owner.close()
     world.advance(days * DAY_MS / 1000)
-    world.kafka.truncate("txbroker.op", before=1)
-    if days == 1:
-        with pytest.raises(LogTruncated, match="nobody has read"):
+    for name in LOGS:
+        world.kafka.truncate(f"txbroker.{name}", before=1)
+    with pytest.raises(LogTruncated, match="nobody has read|nothing tells of which"):
+        await world.owner()
+
+
+async def test_an_old_snapshot_is_renewed_before_retention_passes_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    owner = await world.owner(snapshot_records_min=1000)
+    id = await world.prepared(owner)
+    await until(lambda: world.told.snapshots == [1])
+    world.advance(7200)
+    assert not owner._snapshots.due
+    world.zombie_mark("rollback", id)
+    await until(lambda: world.told.snapshots == [1, 0])
+    await owner.close()
+    world.advance(20 * DAY_MS / 1000)
+    for name in LOGS:
+        world.kafka.truncate(f"txbroker.{name}", before=1)
+    late = await world.committed(await world.owner())
+    await until(lambda: world.visible() == [late])
+
+
+# --- half messages that an owner has read, and no snapshot holds -------------------------------
+
+
+@pytest.fixture
+def _unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if owners were killed before they look whether records were deleted."""
+    monkeypatch.setattr(owner_module, "EDGES_S", 600.0)
+
+
+@pytest.mark.usefixtures("_unnoticed")
+@pytest.mark.parametrize("days", [0, 20])
+async def test_a_turn_does_not_account_for_what_it_passes(world: World, days: int) -> None:
+    """Progress says that an owner has read the half messages; what they said is gone with it."""
+    owner = await world.owner()
+    for _ in range(8):
+        await world.prepared(owner)
+    assert await snapshot(owner)
+    for _ in range(3):
+        await world.prepared(owner)
+    world.kafka.truncate("txbroker.half", before=11)
+    id = await world.committed(owner)
+    await until(lambda: world.visible() == [id])
+    assert (world.progress().half, world.progress().accounted) == (12, 0)
+    await owner.close()
+    world.advance(days * DAY_MS / 1000)
+    for _ in range(2):
+        with pytest.raises(LogTruncated, match=r"begins at offset 11.*tell only of .* below 8"):
             await world.owner()
+
+
+@pytest.mark.usefixtures("_unnoticed")
+@pytest.mark.parametrize("days", [0, 20])
+async def test_what_was_settled_is_remembered_for_the_dedup_window(world: World, days: int) -> None:
+    """Or the same prepare again would be a new transaction, visible once more."""
+    owner = await world.owner()
+    assert await world.prepared(owner)
+    assert await snapshot(owner)
+    await roll_back(owner, next(iter(owner.ledger.transactions)))
+    half = world.half()
+    await owner.prepare(half)
+    await commit(owner, half.id)
+    await until(lambda: world.visible() == [half.id])
+    assert world.progress().accounted == 2
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=2)
+    world.advance(days * DAY_MS / 1000)
+    if days:
+        await world.owner()
+        assert world.told.losses == []
     else:
-        world.kafka.truncate("txbroker.half", before=1)
-        late = await world.committed(await world.owner())
-        await until(lambda: world.visible() == [late])
+        with pytest.raises(LogTruncated, match="nothing tells of which"):
+            await world.owner()
+
+
+@pytest.mark.usefixtures("_unnoticed")
+async def test_a_half_message_is_accounted_for_by_its_copy(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, message("kept"), message("too", topic="u"))
+    owner._edges._copy_out(known(owner, id))
+    await until(lambda: len(world.parked()) == 2)
+    assert world.progress().accounted == 2
+    await world.prepared(owner)
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=2)
+    again = await world.owner()
+    await commit(again, id)
+    await until(lambda: world.visible() == ["kept"])
+    await again.close()
+    world.kafka.truncate("txbroker.half", before=3)
+    with pytest.raises(LogTruncated, match="nothing tells of which"):
+        await world.owner()
+
+
+async def test_what_is_lost_is_written_down_at_once_and_counted_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    owner = await world.owner(snapshot_records_min=1000)
+    first = await world.prepared(owner)
+    await until(lambda: world.told.snapshots == [1])
+    late = await world.prepared(owner)
+    forget_bodies(owner)
+    world.kafka.truncate("txbroker.half", before=2)
+    await until(lambda: sum(world.told.losses) == 2 and not owner._snapshots.due)
+    await owner.close()
+    for _ in range(2):
+        again = await world.owner(snapshot_records_min=1000)
+        for id in (first, late):
+            shown = view(await again.get(id))
+            assert (shown.state, shown.cause and shown.cause.code) == ("pending", "body_lost")
+        await again.close()
+    assert sum(world.told.losses) == 2
+
+
+@pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
+async def test_what_an_older_proxy_let_retention_pass_stops_nothing(world: World) -> None:
+    """It renewed no snapshot by age, and its progress did not say what it accounts for."""
+    owner = await world.owner()
+    first = await world.committed(owner)
+    await until(lambda: world.visible() == [first])
+    await owner.close()
+    newest = structs.replace(world.progress(), accounted=None)
+    partition(world, "checkpoint").append([encode_progress(newest)], world.clock.now_ms())
+    world.kafka.truncate("txbroker.half", before=1)
+    later = await world.committed(await world.owner())
+    await until(lambda: world.visible() == [first, later])
 
 
 async def test_either_log_tells_how_new_the_last_reading_is(world: World) -> None:

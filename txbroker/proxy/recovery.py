@@ -100,7 +100,9 @@ async def recover(
         await _check_same(logs, progress, wholes, kept_since_ms)
         # Of one that is older than the operation topic nobody knows what was decided since.
         whole = next((each for each in wholes if each.closing.op >= op_start), None)
-        _check_accounted(progress, wholes, whole, half_start, kept_since_ms)
+        if not _of_older_owner(progress, wholes):
+            known_to = _covered(0 if whole is None else whole.closing.half, copies)
+            _check_accounted(progress, known_to, half_start, kept_since_ms)
         position = await _catch_up(logs, applier, copies, whole)
     except LogTruncated as error:
         if not await logs.begin_later():
@@ -269,33 +271,36 @@ def _check_kept(known: Iterable[_Known], start: int, kept_since_ms: int) -> None
 
 
 def _check_accounted(
-    progress: Progress | None,
-    wholes: Sequence[Whole],
-    whole: Whole | None,
-    half_start: int,
-    kept_since_ms: int,
+    progress: Progress | None, known_to: int, half_start: int, kept_since_ms: int
 ) -> None:
     """Check that it is known of every deleted half message what became of its transaction.
 
     That an earlier owner has read it is not enough: what it knew is gone with it. The snapshot that
-    is loaded knows. Behind that, what retention took has to be settled, or kept as a copy, by the
-    newest progress; of younger ones a repeated prepare or a question would not be recognised.
+    is loaded and the copies know all below `known_to`. Behind that, what retention took has to be
+    settled or copied, by the newest progress. Of younger ones that is not enough: a repeated
+    prepare of theirs would be taken for a new one.
 
     Raises:
         LogTruncated: nobody knows it.
     """
-    known_to = 0 if whole is None else whole.closing.half
-    if half_start <= known_to or _of_older_owner(progress, wholes):
+    if half_start <= known_to:
         return
-    if progress is not None and progress.accounted is not None and progress.half_anchor is not None:
-        old = progress.half_anchor.timestamp_ms <= kept_since_ms
-        if old and half_start <= progress.accounted:
+    if progress is not None and progress.accounted is not None:
+        as_of_ms = _as_of_ms(progress.op_anchor, progress.half_anchor)
+        if half_start <= progress.accounted and as_of_ms <= kept_since_ms:
             return
     raise LogTruncated(
-        f"the half topic begins at offset {half_start}, but the newest snapshot holds only what "
-        f"lies below {known_to}: records were deleted whose transactions nothing accounts for. "
-        "Restore the topic, or move to a new topic_prefix"
+        f"the half topic begins at offset {half_start}, but snapshot and copies tell only of what "
+        f"lies below {known_to}: records were deleted, and nothing tells of which transactions"
     )
+
+
+def _covered(known_to: int, copies: Copies) -> int:
+    """Return how far copies tell of all half messages from an offset on."""
+    for copy in sorted(copies.whole, key=lambda copy: copy.half_offset):
+        if copy.half_offset <= known_to:
+            known_to = max(known_to, copy.half_offset + len(copy.half.messages))
+    return known_to
 
 
 def _of_older_owner(progress: Progress | None, wholes: Sequence[Whole]) -> bool:

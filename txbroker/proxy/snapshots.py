@@ -40,10 +40,10 @@ writing snapshots costs less than a fixed share of what is written anyway."""
 FIRST_RECORDS = 1
 """Enough for the first one of a partition: without any, nobody could tell that records which the
 partition began with were deleted."""
-AGE_SHARE = 4
-"""Where anything has come since, a snapshot is due after this share of half's retention: retention
-never deletes what no snapshot holds, so what is missing behind the newest one was deleted by
-somebody."""
+AGE_MAX_MS, AGE_SHARE = 3_600_000, 4
+"""Where anything has come since, a snapshot is due after so long, and after this share of half's
+retention: retention never deletes what no snapshot holds while a proxy runs, so what is missing
+behind the newest one was deleted by somebody."""
 
 log = get_logger(__name__)
 
@@ -89,7 +89,7 @@ class SnapshotWriter:
         self._records_min = records_min
         self._record_version = record_version
         self._now_ms = now_ms
-        self._age_max_ms = half_retention_ms // AGE_SHARE
+        self._age_max_ms = min(AGE_MAX_MS, half_retention_ms // AGE_SHARE)
         self._at_ms = 0
         self._half = 0
         """The half offset below which the newest whole one holds everything."""
@@ -147,7 +147,7 @@ class SnapshotWriter:
         if self._wanted or self._half < min(self._half_start, ledger.half_whole):
             return True
         tail = ledger.half_whole + ledger.op_whole - self._last
-        if tail > 0 and self._now_ms() - self._at_ms >= self._age_max_ms:
+        if self._any and tail > 0 and self._now_ms() - self._at_ms >= self._age_max_ms:
             return True
         enough = max(self._records_min, len(ledger.transactions) // ENTRIES_SHARE)
         return tail >= (enough if self._any else min(enough, FIRST_RECORDS))
