@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 from recovery_world import forget_bodies, partition, snapshot
-from rules_world import DAY_MS, World, commit, known, message, roll_back, until
+from rules_world import DAY_MS, GROUP, World, commit, known, message, roll_back, until
 
 from txbroker.core.codec import encode_progress
+from txbroker.core.records import Half, Message
 from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost
+from txbroker.errors import BodyLost
 from txbroker.proxy import owner as owner_module
 from txbroker.proxy import snapshots as snapshots_module
 from txbroker.proxy.owner import Owner
@@ -106,7 +108,7 @@ async def test_markers_behind_a_snapshot_that_knew_none_stop_the_partition(
     world.advance(days * DAY_MS / 1000)
     for name in LOGS:
         world.kafka.truncate(f"txbroker.{name}", before=1)
-    with pytest.raises(LogTruncated, match="nobody has read|nothing tells of which"):
+    with pytest.raises(LogTruncated, match=r"nobody has read|nothing tells of which"):
         await world.owner()
 
 
@@ -221,6 +223,60 @@ async def test_what_is_lost_is_written_down_at_once_and_counted_once(
             assert (shown.state, shown.cause and shown.cause.code) == ("pending", "body_lost")
         await again.close()
     assert sum(world.told.losses) == 2
+
+
+async def lost(world: World, owner: Owner, *messages: Message, **fields: object) -> Half:
+    """Prepare a transaction, and delete all half messages that are there by then."""
+    half = world.half(*messages, **fields)
+    await owner.prepare(half)
+    forget_bodies(owner)
+    world.kafka.truncate("txbroker.half", before=owner.ledger.half_position)
+    await until(lambda: known(owner, half.id).lost)
+    return half
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
+    world: World, restarted: bool
+) -> None:
+    owner = await world.owner()
+    first = await lost(world, owner, message("first"), dedup_key="first")
+    second = await lost(world, owner)
+    if restarted:
+        assert await snapshot(owner)
+        await owner.close()
+        owner = await world.owner()
+    for half in (first, second):
+        with pytest.raises(BodyLost, match="roll it back") as told:
+            await commit(owner, half.id)
+        assert told.value.details == {"id": half.id, "state": "pending"}
+    for id, key in ((second.id, None), (None, "first")):
+        half = second if id else first
+        with pytest.raises(BodyLost):
+            owner.standing_prepare(id, GROUP, key, half.messages)
+    with pytest.raises(BodyLost):
+        await owner.prepare(structs.replace(first, id=world.half().id))
+    assert world.kinds() == []
+    assert (await commit(owner, first.id, messages=first.messages)).decision == "commit"
+    assert (await roll_back(owner, second.id)).state == "rolled_back"
+    await until(lambda: world.visible() == ["first"])
+    assert known(owner, first.id).state == "promoted"
+
+
+async def test_who_brings_records_back_finds_nothing_lost(world: World) -> None:
+    owner = await world.owner()
+    stored = partition(world, "half")
+    id = await world.prepared(owner, message("back"))
+    entries = list(stored._entries)
+    forget_bodies(owner)
+    world.kafka.truncate("txbroker.half", before=1)
+    await until(lambda: known(owner, id).lost)
+    assert await snapshot(owner)
+    await owner.close()
+    stored.begin, stored._entries = 0, entries
+    await commit(await world.owner(), id)
+    await until(lambda: world.visible() == ["back"])
+    assert world.told.losses == [1]
 
 
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")

@@ -120,7 +120,7 @@ class Closing(Struct, frozen=True, omit_defaults=True):
         half_clock_ms, op_clock_ms: the log clocks there.
         half_anchor, op_anchor: the records by which the logs are recognised.
         entries: transactions in its chunks.
-        at_ms: when it was taken, by the owner's clock; 0 where a proxy wrote it that did not say so.
+        at_ms: when it was taken, by the owner's clock; 0 from a proxy that did not say so.
     """
 
     v: int

@@ -9,6 +9,7 @@ from msgspec import Struct
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
+from txbroker.core.states import UNDECIDED
 from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
@@ -188,6 +189,7 @@ async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, whole: Whole 
     ledger, door = applier.ledger, logs.door
     (half_start, half_end), (op_start, op_end) = logs.half, logs.op
     h0, o0 = await _begin(ledger, whole, half_start, op_start)
+    await _find_again(ledger, half_start)
     await _restore(door, ledger, copies.whole, 0 if whole is None else whole.closing.half, h0)
     await _replay(_read(door.half, h0, half_end), _read(door.op, o0, op_end), applier)
     return h0 + o0
@@ -335,6 +337,16 @@ async def _begin(
     half, op = max(whole.closing.half, half_start), whole.closing.op
     ledger.start_at(half, op)
     return half, op
+
+
+async def _find_again(ledger: Ledger, half_start: int) -> None:
+    """Somebody may have brought back what was lost: then it can be asked about and committed. What
+    is committed was refused for it, and is revived by hand."""
+    pace = Pace()
+    for transaction in ledger.transactions.values():
+        if transaction.lost and transaction.state in UNDECIDED:
+            transaction.lost = transaction.offset < half_start
+        await pace.step()
 
 
 async def _restore(

@@ -23,6 +23,7 @@ from txbroker.errors import (
     BadId,
     BadSchedule,
     BadTarget,
+    BodyLost,
     IdConflict,
     IdExpired,
     KafkaDown,
@@ -219,7 +220,8 @@ OPERATIONS = (
         {201: StandingBody, 200: StandingBody},
         body=PrepareBody,
         errors=(
-            BadId, IdConflict, IdExpired, UnknownTopic, BadTarget, BadSchedule, *_OUT_OF_REACH,
+            BadId, IdConflict, IdExpired, BodyLost, UnknownTopic, BadTarget, BadSchedule,
+            *_OUT_OF_REACH,
         ),
         prepares=True,
     ),
@@ -253,7 +255,7 @@ OPERATIONS = (
         {200: StandingBody},
         body=CommitBody,
         body_optional=True,
-        errors=(WrongGroup, AlreadyDecided, UnknownTopic, BadTarget, *_BY_ID),
+        errors=(WrongGroup, AlreadyDecided, BodyLost, UnknownTopic, BadTarget, *_BY_ID),
     ),
     Operation(
         "rollback",
