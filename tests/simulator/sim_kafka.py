@@ -183,6 +183,13 @@ class Log:
                 return
             self.begin = batch.last + 1
 
+    def delete_below(self, offset: int) -> None:
+        """Delete the batches that end below an offset, as DeleteRecords does."""
+        for batch in self.batches[bisect_left(self._bases, self.begin) :]:
+            if batch.last >= offset:
+                return
+            self.begin = batch.last + 1
+
     def records(self, start: int = 0, *, committed: bool) -> Iterator[Any]:
         """Yield every record of the batches that begin at `start` or later; with `committed`, only
         what `read_committed` readers see."""
