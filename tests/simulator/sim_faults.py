@@ -346,12 +346,16 @@ class Faults:
         return topic
 
     def _records_deleted(self, until_s: float) -> str:
-        names = [name for name, log in self._cluster.logs.items() if name[0] == HALF and log.end]
+        names = [
+            name
+            for name, log in self._cluster.logs.items()
+            if name[0] == HALF and log.begin < log.end
+        ]
         if not names:
             return ""
         name = self._random.choice(names)
         log = self._cluster.logs[name]
-        log.delete_below(self._random.choice([log.end, self._random.randint(0, log.end)]))
+        log.delete_below(self._random.choice([log.end, self._random.randint(log.begin, log.end)]))
         self.deleted.add(name[1])
         # Before or after an owner has noticed, copied what it has in memory and written it down.
         kill = self._random.choice([self._stop_all, self._kill_at_a_step, self._kill_in_a_turn])
