@@ -247,17 +247,20 @@ async def test_what_is_lost_is_written_down_at_once_and_counted_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
-    owner = await world.owner(snapshot_records_min=1000)
-    first = await world.prepared(owner)
+    owner = await world.owner(snapshot_records_min=1)
+    ids = [await world.prepared(owner)]
     await until(lambda: world.told.snapshots == [1])
-    late = await world.prepared(owner)
+    ids.append(await world.prepared(owner))
+    await until(lambda: world.told.snapshots == [1, 2])
     forget_bodies(owner)
     world.kafka.truncate("txbroker.half", before=2)
-    await until(lambda: sum(world.told.losses) == 2 and not owner._snapshots.due)
+    await until(lambda: world.told.losses == [2])
+    # As no record has come since, it stands at the same place as the one before.
+    await until(lambda: world.told.snapshots == [1, 2, 2])
     await owner.close()
     for _ in range(2):
         again = await world.owner(snapshot_records_min=1000)
-        for id in (first, late):
+        for id in ids:
             shown = view(await again.get(id))
             assert (shown.state, shown.cause and shown.cause.code) == ("pending", "body_lost")
         await again.close()
