@@ -8,9 +8,9 @@ from recovery_world import forget_bodies, partition, snapshot
 from rules_world import DAY_MS, GROUP, World, commit, known, message, roll_back, until
 
 from txbroker.core.codec import encode_progress
-from txbroker.core.records import Half, Message
+from txbroker.core.records import Half, Message, State
 from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost
-from txbroker.errors import BodyLost
+from txbroker.errors import BodyLost, KafkaUnavailable
 from txbroker.proxy import owner as owner_module
 from txbroker.proxy import snapshots as snapshots_module
 from txbroker.proxy.owner import Owner
@@ -303,6 +303,51 @@ async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
     assert (await roll_back(owner, second.id)).state == "rolled_back"
     await until(lambda: world.visible() == ["first"])
     assert known(owner, first.id).state == "promoted"
+
+
+async def test_a_committed_one_that_was_not_promoted_is_refused_over_restarts(world: World) -> None:
+    world.kafka.set_leaderless("t", 0)
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    assert await snapshot(owner)
+    await commit(owner, id)
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=1)
+    world.kafka.set_leaderless("t")
+    for _ in range(2):
+        again = await world.owner()
+        await until(lambda again=again: known(again, id).state is State.REFUSED)
+        shown = view(await again.get(id))
+        assert shown.cause is not None
+        assert (shown.cause.code, shown.decision) == ("body_lost", "commit")
+        assert (await commit(again, id)).state == "refused"
+        await again.close()
+    assert world.visible() == []
+    assert world.told.losses == [1]
+
+
+async def test_what_is_deleted_while_an_owner_recovers_is_judged_anew(world: World) -> None:
+    owner = await world.owner()
+    assert await world.prepared(owner)
+    assert await snapshot(owner)
+    id = await world.committed(owner)
+    await until(lambda: world.visible() == [id])
+    await owner.close()
+    again = world.make()
+    log = world.partition.half
+    bounds = log.inner.bounds
+
+    async def before_it_is_read(*, sure: bool = True) -> tuple[int, int]:
+        found = await bounds(sure=sure)
+        world.kafka.truncate("txbroker.half", before=2)
+        return found
+
+    log.inner.bounds = before_it_is_read  # type: ignore[method-assign]
+    with pytest.raises(KafkaUnavailable, match="retention deleted"):
+        await again.open()
+    log.inner.bounds = bounds  # type: ignore[method-assign]
+    with pytest.raises(LogTruncated, match="nothing tells of which"):
+        await world.owner()
 
 
 async def test_who_brings_records_back_finds_nothing_lost(world: World) -> None:

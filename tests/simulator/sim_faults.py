@@ -355,7 +355,7 @@ class Faults:
             return ""
         name = self._random.choice(names)
         log = self._cluster.logs[name]
-        log.delete_below(self._random.choice([log.end, self._random.randint(log.begin, log.end)]))
+        log.delete(below=self._random.choice([log.end, self._random.randint(log.begin, log.end)]))
         self.deleted.add(name[1])
         # Before or after an owner has noticed, copied what it has in memory and written it down.
         kill = self._random.choice([self._stop_all, self._kill_at_a_step, self._kill_in_a_turn])
