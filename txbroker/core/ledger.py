@@ -40,8 +40,8 @@ from txbroker.core.transaction import Transaction, Verdict, fingerprint, places
 
 WAITING_SWEEP_MIN = 1000
 """Ids with waiting markers below which nobody looks whether some can be forgotten."""
-ACCOUNTED_LOOK = 200
-"""Transactions that are looked at for each turn's progress."""
+ACCOUNTED_LOOK = 1000
+"""Transactions that one turn's progress looks at."""
 
 
 class Gap(Exception):
@@ -97,6 +97,8 @@ class Ledger(Holdings):
         have."""
         self._batch: _Batch | None = None
         self._waiting_max = WAITING_SWEEP_MIN
+        # All that is not settled up to this offset is kept.
+        self._kept_to = -1
 
     def start_at(self, half: int, op: int) -> None:
         """Begin with logs whose first kept offsets are these."""
@@ -129,12 +131,17 @@ class Ledger(Holdings):
         """Return the half offset below which no transaction needs its half message any more: each
         is settled, kept as a copy, or one of `besides`.
 
-        Where many are kept, only the first of them are looked at and the offset is lower.
+        Each call looks at `ACCOUNTED_LOOK` of them behind the kept ones that it knows already;
+        where these are not enough, it returns a lower offset.
         """
-        found = self.in_order(-1, ACCOUNTED_LOOK)
+        all_kept = True
+        found = self.in_order(self._kept_to, ACCOUNTED_LOOK)
         for transaction in found:
             if not transaction.kept and transaction.id not in besides:
                 return transaction.offset
+            all_kept = all_kept and transaction.kept
+            if all_kept:
+                self._kept_to = transaction.offset
         return found[-1].offset if len(found) == ACCOUNTED_LOOK else self.half_whole
 
     # --- half ----------------------------------------------------------------------------
@@ -411,6 +418,7 @@ class Ledger(Holdings):
     def _take_copies(self, copies: dict[str, Kept]) -> None:
         self.to_keep.clear()
         self.to_release.clear()
+        self._kept_to = -1
         for id, transaction in self.transactions.items():
             copy = copies.get(id)
             if copy is None and not transaction.kept and transaction.state is not State.PARKED:
