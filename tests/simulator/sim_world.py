@@ -167,6 +167,9 @@ class World:
             rest = await self._operate() or await self._restart()
         rest = rest or await self._unaccounted()
         await asyncio.sleep(ALONG_S)
+        while not rest and any(log.stable_end < log.end for log in self.cluster.logs.values()):
+            # What a target refused is tried again, also at this moment.
+            await asyncio.sleep(0.01)
         along.cancel()
         return rest or self._judge()
 
