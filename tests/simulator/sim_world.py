@@ -24,6 +24,7 @@ from sim_shop import TOPICS, Asker, Lane, Shop
 from txbroker.contract import PartitionState
 from txbroker.core.ids import parse_id
 from txbroker.core.records import State
+from txbroker.core.transaction import Transaction
 from txbroker.errors import TooOld
 from txbroker.proxy.bodies import BODY_LOST
 from txbroker.proxy.owner import Owner
@@ -192,7 +193,15 @@ class World:
                 left.append(f"I18 {id}: its prepare was acknowledged, and now it is {found}")
             elif found.cause is not None and found.cause.code == BODY_LOST:
                 self.lost.add(id)
+        # Others whose prepare was stored and not answered.
+        self.lost |= {id for id, each in self._unsettled() if each.lost}
         return left
+
+    def _unsettled(self) -> Iterator[tuple[str, Transaction]]:
+        """Yield all that owners know and is not settled."""
+        for proxy in self.proxies:
+            if proxy.broker is not None:
+                yield from ((each.id, each) for _, each in proxy.broker.unsettled())
 
     def _truncated(self) -> set[int]:
         """The half partitions that stand still because of what was deleted."""
@@ -206,13 +215,7 @@ class World:
 
     async def _operate(self) -> list[str]:
         """Let an operator decide or revive some of what is parked, as the truth is by now."""
-        parked = sorted(
-            transaction.id
-            for proxy in self.proxies
-            if proxy.broker is not None
-            for _, transaction in proxy.broker.unsettled()
-            if transaction.state is State.PARKED
-        )
+        parked = sorted(id for id, each in self._unsettled() if each.state is State.PARKED)
         chosen = [id for id in parked if self.random.random() < 0.5]
         if not chosen:
             return []
@@ -246,10 +249,8 @@ class World:
     def _remembered(self) -> dict[str, frozenset[str]]:
         """Return what owners know of all that is not settled."""
         return {
-            each.id: frozenset(f"{name}={getattr(each, name)!r}" for name in REMEMBERED)
-            for proxy in self.proxies
-            if proxy.broker is not None
-            for _, each in proxy.broker.unsettled()
+            id: frozenset(f"{name}={getattr(each, name)!r}" for name in REMEMBERED)
+            for id, each in self._unsettled()
         }
 
     async def _come_to_rest(self) -> list[str]:
