@@ -47,6 +47,7 @@ _REMEDIES = {
     "wrong_group": "Name the right --group, or none to decide as an operator.",
     "unknown_topic": "Create the topic, or run the proxy with --create-target-topics.",
     "not_pending": "`txbroker tx show` tells its state.",
+    "body_lost": "Roll it back, and send the messages again from the business's own data.",
 }
 
 

@@ -148,8 +148,9 @@ class Settings(ListenerAccess, KafkaAccess):
     snapshot_records_min: Count = Field(
         10_000,
         description="A partition writes a snapshot when so many records have come since the last "
-        "one, or a quarter as many as it has entries, if that is more. Fewer: a restart reads "
-        "less, Kafka is written to more.",
+        "one, or a quarter as many as it has entries, if that is more; after an hour, or a quarter "
+        "of half_retention_s, a single record is enough. Fewer: a restart reads less, Kafka is "
+        "written to more.",
     )
     session_timeout_s: Seconds = Field(
         10.0,

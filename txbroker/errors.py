@@ -162,6 +162,12 @@ class TooOld(RequestError):
     code, status = "too_old", 410
 
 
+class BodyLost(RequestError):
+    """The transaction's messages were deleted from txbroker's topics: nothing can be promoted."""
+
+    code, status = "body_lost", 410
+
+
 class TooLarge(RequestError):
     """The message, transaction or request is larger than is taken."""
 

@@ -1,7 +1,9 @@
 """After a claim: copies, progress and what fell to retention in the meantime."""
 
+import pytest
 from core_logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
 
+from txbroker.core import ledger as ledger_module
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Cause, CheckPolicy, Kept, Message, Progress, State
@@ -109,3 +111,25 @@ def test_what_progress_defers_is_still_to_be_done() -> None:
     assert ledger.reconcile(Progress(1, "c", 1, 1, deferred=(ID,)), []) == []
     assert list(ledger.ready) == [ID]
     assert ledger.op_progress == 1
+
+
+def test_progress_accounts_for_what_is_settled_kept_or_in_the_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ledger_module, "ACCOUNTED_LOOK", 2)
+    logs, ids = Logs(), [id_of(number) for number in range(6)]
+    for id in ids:
+        logs.prepare(half_of(id), START_MS)
+    logs.mark(marker_of("rollback", ids[0]), START_MS)
+    ledger = replayed(logs)
+    assert ledger.accounted(()) == 1
+    for id in ids[1:4]:
+        ledger.transactions[id].kept = True
+    # It looks at two more each time, and never claims too much.
+    assert [ledger.accounted({ids[4]}) for _ in range(3)] == [2, 4, 5]
+    assert ledger.accounted(()) == 4
+    ledger.transactions[ids[4]].kept = ledger.transactions[ids[5]].kept = True
+    assert [ledger.accounted(()) for _ in range(2)] == [5, 6]
+    # A lost turn was to copy them.
+    ledger.reconcile(None, [])
+    assert ledger.accounted(()) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 from kafka_world import KafkaWorld
@@ -10,7 +11,8 @@ from service_world import Desk, Service, until
 
 from txbroker.core.records import Message
 from txbroker.embedded import EmbeddedKafka
-from txbroker.proxy import snapshots
+from txbroker.errors import BodyLost
+from txbroker.proxy import owner, snapshots
 
 
 @pytest.fixture
@@ -21,17 +23,6 @@ async def service(kafka: EmbeddedKafka) -> AsyncIterator[Service]:
         yield made
         await made.stop()
         await made.world.close()
-
-
-async def test_the_first_half_message_is_told_to_be_lost(service: Service) -> None:
-    topic = await service.topic()
-    id = await service.prepare(Message(topic, None, b"v"))
-    await until(lambda: _has(service, "snapshot_entries", 1))
-    await service.stop()
-    await service.world.truncate(service.world.name("half"), 0, 1)
-    await service.start()
-    assert await service.metric("lost_undecided_total") == 1
-    assert await service.state(id) == "pending"
 
 
 async def test_what_was_deleted_before_anything_was_written_down_stops_the_partition(
@@ -47,6 +38,60 @@ async def test_what_was_deleted_before_anything_was_written_down_stops_the_parti
     await service.start()
     problems = (await service.get("/readyz"))["problems"]
     assert ["truncated: the half topic begins at offset 1" in one for one in problems] == [True]
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+async def test_acknowledged_prepares_are_accounted_for_after_a_kill(
+    service: Service, monkeypatch: pytest.MonkeyPatch, noticed: bool
+) -> None:
+    """A turn passes what was deleted, and no snapshot holds all of it. A proxy that stops writes
+    nothing down, as if it were killed."""
+    monkeypatch.setattr(owner, "EDGES_S", 0.1 if noticed else 600.0)
+    await service.restart()
+    topic = await service.topic()
+    ids = [await service.prepare(Message(topic, None, b"0"))]
+    await until(lambda: _has(service, "snapshot_entries", 1))
+    ids += [await service.prepare(Message(topic, None, b"%d" % n)) for n in range(1, 10)]
+    await service.world.truncate(service.world.name("half"), 0, 10)
+    last = await service.prepare(Message(topic, None, b"last"))
+    assert (await service.commit(last))["state"] == "promoted"
+    if noticed:
+        await until(lambda: _has(service, "snapshot_entries", 10))
+    await service.stop()
+    if not noticed:
+        monkeypatch.setattr(service, "_ready", lambda: _stopped(service))
+    await service.start()
+    if not noticed:
+        problems = (await service.get("/readyz"))["problems"]
+        assert ["nothing tells of which transactions" in one for one in problems] == [True]
+        return
+    for id in ids:
+        assert await service.state(id) == "pending"
+        assert (await service.commit(id))["state"] == "promoted"
+    assert await service.values(topic) == [b"last", *[b"%d" % n for n in range(10)]]
+
+
+async def test_a_lost_transaction_is_told_with_its_reason(service: Service) -> None:
+    topic = await service.topic()
+    message = Message(topic, None, b"v")
+    id = await service.prepare(message, dedup_key="one")
+    await until(lambda: _has(service, "snapshot_entries", 1))
+    await service.stop()
+    await service.world.truncate(service.world.name("half"), 0, 1)
+    for times in (1, 0):
+        # The next proxy reads that it is lost, and counts it no more.
+        await service.start()
+        shown = await service.show(id)
+        assert (shown["state"], shown["cause"]["code"]) == ("pending", "body_lost")
+        assert [one["id"] for one in await service.listed()] == [id]
+        assert await service.metric("lost_undecided_total") == times
+        await until(partial(_has, service, "snapshot_entries", times))
+        for asked in (service.tell(id, "commit"), service.send(message, dedup_key="one")):
+            with pytest.raises(BodyLost, match="roll it back"):
+                await asked
+        await service.stop()
+    await service.start()
+    assert (await service.tell(id, "rollback"))["state"] == "rolled_back"
 
 
 async def _has(service: Service, metric: str, value: float) -> bool:

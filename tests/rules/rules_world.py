@@ -36,6 +36,7 @@ from txbroker.core.records import (
     Progress,
     Record,
 )
+from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
 from txbroker.proxy.broker import Broker
@@ -427,7 +428,8 @@ class World:
 
     def progress(self) -> Progress:
         """The newest progress that was committed."""
-        found = [decode_checkpoint(r) for r in self.kafka.visible("txbroker.checkpoint")]
+        records = self.kafka.visible("txbroker.checkpoint")
+        found = [decode_checkpoint(r) for r in records if not is_snapshot(r.key)]
         return [each for each in found if isinstance(each, Progress)][-1]
 
     def parked(self) -> list[tuple[bytes | None, bool]]:

@@ -183,6 +183,7 @@ async def test_what_was_copied_out_after_its_commit_is_promoted_by_the_next_owne
     await until(lambda: world.visible() == ["1", "2"])
     assert (f"{third}/0".encode(), True) in world.parked()
     await owner.close()
+    world.advance(15 * DAY_MS / 1000)
     await world.owner()
     await until(lambda: world.visible() == ["1", "2", "3"])
 

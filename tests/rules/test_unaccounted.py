@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from recovery_world import snapshot
-from rules_world import DAY_MS, World, commit, known, message, until
+from msgspec import structs
+from recovery_world import forget_bodies, partition, snapshot
+from rules_world import DAY_MS, GROUP, World, commit, known, message, roll_back, until
 
+from txbroker.core.codec import encode_progress
+from txbroker.core.records import Half, Message, State
 from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost
+from txbroker.errors import BodyLost, KafkaUnavailable
+from txbroker.proxy import owner as owner_module
 from txbroker.proxy import snapshots as snapshots_module
 from txbroker.proxy.owner import Owner
 from txbroker.proxy.snapshots import SnapshotWriter
+from txbroker.proxy.views import view
 from txbroker.testing.door import MemoryPartitionDoor
 
 LOGS = ["half", "op"]
@@ -89,10 +95,10 @@ async def test_markers_of_which_nothing_tells_stop_the_partition(world: World) -
 
 
 @pytest.mark.parametrize("days", [1, 20])
-async def test_markers_behind_a_snapshot_that_knew_none_may_go_when_they_are_old(
+async def test_markers_behind_a_snapshot_that_knew_none_stop_the_partition(
     world: World, days: int
 ) -> None:
-    """What is rolled back writes no progress, so the first snapshot may long be the only one."""
+    """What is rolled back writes no progress: nobody knows any more what was decided."""
     owner = await world.owner()
     id = await world.prepared(owner)
     assert await snapshot(owner)
@@ -100,14 +106,278 @@ async def test_markers_behind_a_snapshot_that_knew_none_may_go_when_they_are_old
     await until(lambda: owner.ledger.op_position == 1)
     await owner.close()
     world.advance(days * DAY_MS / 1000)
-    world.kafka.truncate("txbroker.op", before=1)
-    if days == 1:
-        with pytest.raises(LogTruncated, match="nobody has read"):
+    for name in LOGS:
+        world.kafka.truncate(f"txbroker.{name}", before=1)
+    why = "nobody has read" if days == 1 else "nothing tells of which"
+    with pytest.raises(LogTruncated, match=why):
+        await world.owner()
+
+
+async def test_an_old_snapshot_is_renewed_before_retention_passes_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    owner = await world.owner(snapshot_records_min=1000)
+    id = await world.prepared(owner)
+    await until(lambda: world.told.snapshots == [1])
+    world.advance(7200)
+    assert not owner._snapshots.due
+    world.zombie_mark("rollback", id)
+    await until(lambda: world.told.snapshots == [1, 0])
+    await owner.close()
+    world.advance(20 * DAY_MS / 1000)
+    for name in LOGS:
+        world.kafka.truncate(f"txbroker.{name}", before=1)
+    late = await world.committed(await world.owner())
+    await until(lambda: world.visible() == [late])
+
+
+# --- half messages that an owner has read, and no snapshot holds -------------------------------
+
+
+@pytest.fixture
+def _unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if owners were killed before they look whether records were deleted."""
+    monkeypatch.setattr(owner_module, "EDGES_S", 600.0)
+
+
+@pytest.mark.usefixtures("_unnoticed")
+@pytest.mark.parametrize("days", [0, 20])
+async def test_a_turn_does_not_account_for_what_it_passes(world: World, days: int) -> None:
+    """Progress says that an owner has read the half messages; what they said is gone with it."""
+    owner = await world.owner()
+    for _ in range(8):
+        await world.prepared(owner)
+    assert await snapshot(owner)
+    for _ in range(3):
+        await world.prepared(owner)
+    world.kafka.truncate("txbroker.half", before=11)
+    id = await world.committed(owner)
+    await until(lambda: world.visible() == [id])
+    assert (world.progress().half, world.progress().accounted) == (12, 0)
+    await owner.close()
+    world.advance(days * DAY_MS / 1000)
+    for _ in range(2):
+        with pytest.raises(LogTruncated, match=r"begins at offset 11.*tell only of .* below 8"):
             await world.owner()
+
+
+@pytest.mark.usefixtures("_unnoticed")
+@pytest.mark.parametrize("days", [0, 20])
+async def test_what_was_settled_is_remembered_for_the_dedup_window(world: World, days: int) -> None:
+    """Or the same prepare again would be a new transaction, visible once more."""
+    owner = await world.owner()
+    assert await world.prepared(owner)
+    assert await snapshot(owner)
+    await roll_back(owner, next(iter(owner.ledger.transactions)))
+    half = world.half()
+    await owner.prepare(half)
+    await commit(owner, half.id)
+    await until(lambda: world.visible() == [half.id])
+    assert world.progress().accounted == 2
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=2)
+    world.advance(days * DAY_MS / 1000)
+    if days:
+        await world.owner()
+        assert world.told.losses == []
     else:
-        world.kafka.truncate("txbroker.half", before=1)
-        late = await world.committed(await world.owner())
-        await until(lambda: world.visible() == [late])
+        with pytest.raises(LogTruncated, match="nothing tells of which"):
+            await world.owner()
+
+
+@pytest.mark.usefixtures("_unnoticed")
+async def test_a_half_message_is_accounted_for_by_its_copy(world: World) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner, message("kept"), message("too", topic="u"))
+    owner._edges._copy_out(known(owner, id))
+    await until(lambda: len(world.parked()) == 2)
+    assert world.progress().accounted == 2
+    await world.prepared(owner)
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=2)
+    again = await world.owner()
+    await commit(again, id)
+    await until(lambda: world.visible() == ["kept"])
+    await again.close()
+    world.kafka.truncate("txbroker.half", before=3)
+    with pytest.raises(LogTruncated, match="nothing tells of which"):
+        await world.owner()
+
+
+@pytest.mark.usefixtures("_unnoticed")
+async def test_a_copy_accounts_for_nothing_before_it(world: World) -> None:
+    owner = await world.owner()
+    await world.prepared(owner)
+    id = await world.prepared(owner)
+    owner._edges._copy_out(known(owner, id))
+    await until(lambda: len(world.parked()) == 1)
+    assert world.progress().accounted == 0
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=2)
+    with pytest.raises(LogTruncated, match="tell only of what lies below 0"):
+        await world.owner()
+
+
+async def test_what_was_deleted_is_written_down_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is lost: whoever prepares it again must be recognised."""
+    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    owner = await world.owner(snapshot_records_min=1000)
+    await world.prepared(owner)
+    await until(lambda: world.told.snapshots == [1])
+    half = world.half()
+    await owner.prepare(half)
+    await commit(owner, half.id)
+    await until(lambda: world.visible() == [half.id])
+    assert not owner._snapshots.due
+    world.kafka.truncate("txbroker.half", before=2)
+    await until(lambda: world.told.snapshots == [1, 1] and not owner._snapshots.due)
+    await owner.close()
+    again = await world.owner(snapshot_records_min=1000)
+    assert (await again.get(half.id)).state == "promoted"
+    repeated = again.standing_prepare(half.id, GROUP, None, half.messages)
+    assert repeated is not None
+    assert not repeated.created
+    assert world.told.losses == []
+
+
+async def test_what_is_lost_is_written_down_at_once_and_counted_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    owner = await world.owner(snapshot_records_min=1)
+    ids = [await world.prepared(owner)]
+    await until(lambda: world.told.snapshots == [1])
+    ids.append(await world.prepared(owner))
+    await until(lambda: world.told.snapshots == [1, 2])
+    forget_bodies(owner)
+    world.kafka.truncate("txbroker.half", before=2)
+    await until(lambda: world.told.losses == [2])
+    # As no record has come since, it stands at the same place as the one before.
+    await until(lambda: world.told.snapshots == [1, 2, 2])
+    await owner.close()
+    for _ in range(2):
+        again = await world.owner(snapshot_records_min=1000)
+        for id in ids:
+            shown = view(await again.get(id))
+            assert (shown.state, shown.cause and shown.cause.code) == ("pending", "body_lost")
+        await again.close()
+    assert sum(world.told.losses) == 2
+
+
+async def lost(world: World, owner: Owner, *messages: Message, **fields: object) -> Half:
+    """Prepare a transaction, and delete all half messages that are there by then."""
+    half = world.half(*messages, **fields)
+    await owner.prepare(half)
+    forget_bodies(owner)
+    world.kafka.truncate("txbroker.half", before=owner.ledger.half_position)
+    await until(lambda: known(owner, half.id).lost)
+    return half
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
+    world: World, restarted: bool
+) -> None:
+    owner = await world.owner()
+    first = await lost(world, owner, message("first"), dedup_key="first")
+    second = await lost(world, owner)
+    if restarted:
+        assert await snapshot(owner)
+        await owner.close()
+        owner = await world.owner()
+    for half in (first, second):
+        with pytest.raises(BodyLost, match="roll it back") as told:
+            await commit(owner, half.id)
+        assert told.value.details == {"id": half.id, "state": "pending"}
+    for id, key in ((second.id, None), (None, "first")):
+        half = second if id else first
+        with pytest.raises(BodyLost):
+            owner.standing_prepare(id, GROUP, key, half.messages)
+    with pytest.raises(BodyLost):
+        await owner.prepare(structs.replace(first, id=world.half().id))
+    assert world.kinds() == []
+    assert (await commit(owner, first.id, messages=first.messages)).decision == "commit"
+    assert (await roll_back(owner, second.id)).state == "rolled_back"
+    await until(lambda: world.visible() == ["first"])
+    assert known(owner, first.id).state == "promoted"
+
+
+async def test_a_committed_one_that_was_not_promoted_is_refused_over_restarts(world: World) -> None:
+    world.kafka.set_leaderless("t", 0)
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    assert await snapshot(owner)
+    await commit(owner, id)
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=1)
+    world.kafka.set_leaderless("t")
+    for _ in range(2):
+        again = await world.owner()
+        await until(lambda again=again: known(again, id).state is State.REFUSED)
+        shown = view(await again.get(id))
+        assert shown.cause is not None
+        assert (shown.cause.code, shown.decision) == ("body_lost", "commit")
+        assert (await commit(again, id)).state == "refused"
+        await again.close()
+    assert world.visible() == []
+    assert world.told.losses == [1]
+
+
+async def test_what_is_deleted_while_an_owner_recovers_is_judged_anew(world: World) -> None:
+    owner = await world.owner()
+    assert await world.prepared(owner)
+    assert await snapshot(owner)
+    id = await world.committed(owner)
+    await until(lambda: world.visible() == [id])
+    await owner.close()
+    again = world.make()
+    log = world.partition.half
+    bounds = log.inner.bounds
+
+    async def before_it_is_read(*, sure: bool = True) -> tuple[int, int]:
+        found = await bounds(sure=sure)
+        world.kafka.truncate("txbroker.half", before=2)
+        return found
+
+    log.inner.bounds = before_it_is_read  # type: ignore[method-assign]
+    with pytest.raises(KafkaUnavailable, match="retention deleted"):
+        await again.open()
+    log.inner.bounds = bounds  # type: ignore[method-assign]
+    with pytest.raises(LogTruncated, match="nothing tells of which"):
+        await world.owner()
+
+
+async def test_who_brings_records_back_finds_nothing_lost(world: World) -> None:
+    owner = await world.owner()
+    stored = partition(world, "half")
+    id = await world.prepared(owner, message("back"))
+    entries = list(stored._entries)
+    forget_bodies(owner)
+    world.kafka.truncate("txbroker.half", before=1)
+    await until(lambda: known(owner, id).lost)
+    assert await snapshot(owner)
+    await owner.close()
+    stored.begin, stored._entries = 0, entries
+    await commit(await world.owner(), id)
+    await until(lambda: world.visible() == ["back"])
+    assert world.told.losses == [1]
+
+
+@pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
+async def test_what_an_older_proxy_let_retention_pass_stops_nothing(world: World) -> None:
+    """It renewed no snapshot by age, and its progress did not say what it accounts for."""
+    owner = await world.owner()
+    first = await world.committed(owner)
+    await until(lambda: world.visible() == [first])
+    await owner.close()
+    newest = structs.replace(world.progress(), accounted=None)
+    partition(world, "checkpoint").append([encode_progress(newest)], world.clock.now_ms())
+    world.kafka.truncate("txbroker.half", before=1)
+    later = await world.committed(await world.owner())
+    await until(lambda: world.visible() == [first, later])
 
 
 async def test_either_log_tells_how_new_the_last_reading_is(world: World) -> None:

@@ -41,6 +41,7 @@ MUST_BE_CAUGHT = (
     "the commit of the claim record ends what an earlier turn left open",
     "nobody asks whether earlier turns have ended in a target",
     "a turn is begun where a commit of its producer may be lost",
+    "what an owner has read is accounted for",
 )
 SEEDS = 1000
 _CAUGHT, _LEFT = 1, 0

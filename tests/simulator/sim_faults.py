@@ -60,10 +60,14 @@ _DRAWN = (
     "aborts lost",
 )
 COMMITS_LOST = "commits lost"
+DELETED = "records deleted"
+_APART = {COMMITS_LOST: 0.15, DELETED: 0.1}
+"""Drawn apart, so that most seeds are what they were without them."""
 CHECKPOINT = "txbroker.checkpoint"
+HALF = "txbroker.half"
 SUCCESSION_S = 10.0
 """It takes less until somebody has claimed the partitions of proxies that were killed, seconds."""
-KINDS = (*_DRAWN, COMMITS_LOST)
+KINDS = (*_DRAWN, *_APART)
 
 
 def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
@@ -71,9 +75,7 @@ def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
     what a few do."""
     draw = random.Random(f"shape {seed}")
     kinds = [kind for kind in _DRAWN if draw.random() < 0.35]
-    # Drawn apart, so that most seeds are what they were without it.
-    if random.Random(f"{COMMITS_LOST} {seed}").random() < 0.15:
-        kinds.append(COMMITS_LOST)
+    kinds += [kind for kind in _APART if random.Random(f"{kind} {seed}").random() < _APART[kind]]
     shape = Shape(
         proxies=draw.choice([1, 2, 2, 2, 3]),
         partitions=draw.choice([1, 1, 2]),
@@ -113,6 +115,8 @@ class Faults:
         nobody: Process,
     ) -> None:
         self.made: list[str] = []
+        self.deleted: set[int] = set()
+        """Half partitions of which somebody has deleted records."""
         self.healed = False
         self._closed: list[tuple[SimProxy, int]] = []
         self._hanging: list[tuple[Log, int]] = []
@@ -340,6 +344,23 @@ class Faults:
 
         self._later(until_s, take)
         return topic
+
+    def _records_deleted(self, until_s: float) -> str:
+        names = [
+            name
+            for name, log in self._cluster.logs.items()
+            if name[0] == HALF and log.begin < log.end
+        ]
+        if not names:
+            return ""
+        name = self._random.choice(names)
+        log = self._cluster.logs[name]
+        log.delete(below=self._random.choice([log.end, self._random.randint(log.begin, log.end)]))
+        self.deleted.add(name[1])
+        # Before or after an owner has noticed, copied what it has in memory and written it down.
+        kill = self._random.choice([self._stop_all, self._kill_at_a_step, self._kill_in_a_turn])
+        self._later(self._random.choice([0.0, 0.5, 2.0, 12.0]), kill, until_s)
+        return f"{name} begins at {log.begin}"
 
     def _stranger_hangs(self, until_s: float) -> str:
         logs = ("txbroker.half", "txbroker.op")

@@ -8,6 +8,7 @@ acknowledged is kept: no broker loses its disk here.
 
 from __future__ import annotations
 
+import math
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
@@ -176,10 +177,11 @@ class Log:
         """End it; it held nothing."""
         self.open.pop(-stranger, None)
 
-    def delete_older(self, before_ms: int) -> None:
-        """Delete the batches at the start that were appended before a time."""
+    def delete(self, older_ms: float = math.inf, below: float = math.inf) -> None:
+        """Delete the batches at the start that were appended before a time and end below an
+        offset, as retention and DeleteRecords do."""
         for batch in self.batches[bisect_left(self._bases, self.begin) :]:
-            if _HEADER.unpack_from(batch.data)[8] >= before_ms:
+            if batch.last >= below or _HEADER.unpack_from(batch.data)[8] >= older_ms:
                 return
             self.begin = batch.last + 1
 
@@ -290,7 +292,7 @@ class Cluster:
         """Delete what is older, now and from now on. It is hidden only: the judge reads it."""
         for (name, _), log in self.logs.items():
             if name == topic:
-                log.delete_older(self.now_ms(max(log.leader, 0)) - round(seconds * 1000))
+                log.delete(self.now_ms(max(log.leader, 0)) - round(seconds * 1000))
         context = self.process.context
         self.loop.call_later(RETAIN_S, self.retain, topic, seconds, context=context)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 from judge import Asked, Body, Call, History
 from sim_loop import PROCESS, Process
@@ -14,7 +14,7 @@ from sim_network import Network
 from sim_proxy import SimProxy
 
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
-from txbroker.contract import DecideRequest, PrepareRequest, Standing
+from txbroker.contract import DecideRequest, PrepareRequest, Standing, TransactionView
 from txbroker.core.ids import make_id
 from txbroker.core.placement import order_hash
 from txbroker.core.records import Decision, Message, Source
@@ -160,6 +160,17 @@ class Shop:
             if call.code:
                 number += 1
             await asyncio.sleep(PAUSE_S * (0.5 + random.random()))
+
+    async def show(self, partition: int, id: str) -> TransactionView | str:
+        """Return what the owner of a partition says of a transaction, or why it does not."""
+        found: TransactionView | str = "nowhere"
+        for proxy in self.proxies:
+            if proxy.broker is not None and partition in proxy.broker.mine():
+                try:
+                    return cast(TransactionView, await self.ask(proxy, lambda b: b.find(id)))
+                except (RequestError, Silence) as error:
+                    found = getattr(error, "code", "silence")
+        return found
 
     async def operate(self, what: str, id: str) -> None:
         """Decide a parked transaction by hand, as the business database says, or revive it."""

@@ -194,17 +194,6 @@ class Holdings:
                 break
             yield transaction
 
-    def lost_before(self, half_start: int) -> list[Transaction]:
-        """Return whose messages are neither in memory nor in the half topic any more, which
-        begins at `half_start`, nor kept as a copy, and which are not known as lost yet."""
-        found = []
-        for transaction in self._line:
-            if transaction.offset >= half_start:
-                break
-            if not (transaction.has_bodies or transaction.kept or transaction.lost):
-                found.append(transaction)
-        return found
-
     @property
     def pending_by_group(self) -> Mapping[str, int]:
         """How many transactions of each group are pending; only groups that have some."""

@@ -6,7 +6,7 @@ marker whose half message has not been read yet waits for it. So any replay, by 
 test or an audit, comes to the same answer.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from msgspec import Struct
 
@@ -40,6 +40,8 @@ from txbroker.core.transaction import Transaction, Verdict, fingerprint, places
 
 WAITING_SWEEP_MIN = 1000
 """Ids with waiting markers below which nobody looks whether some can be forgotten."""
+ACCOUNTED_LOOK = 1000
+"""Transactions that one turn's progress looks at."""
 
 
 class Gap(Exception):
@@ -95,6 +97,8 @@ class Ledger(Holdings):
         have."""
         self._batch: _Batch | None = None
         self._waiting_max = WAITING_SWEEP_MIN
+        # All that is not settled up to this offset is kept.
+        self._kept_to = -1
 
     def start_at(self, half: int, op: int) -> None:
         """Begin with logs whose first kept offsets are these."""
@@ -122,6 +126,23 @@ class Ledger(Holdings):
     def op_whole_anchor(self) -> Anchor | None:
         """The last record below `op_whole`."""
         return self.op_anchor if self._batch is None else self._op_before
+
+    def accounted(self, besides: Container[str]) -> int:
+        """Return the half offset below which no transaction needs its half message any more: each
+        is settled, kept as a copy, or one of `besides`.
+
+        Each call looks at `ACCOUNTED_LOOK` of them behind the kept ones that it knows already;
+        where these are not enough, it returns a lower offset.
+        """
+        all_kept = True
+        found = self.in_order(self._kept_to, ACCOUNTED_LOOK)
+        for transaction in found:
+            if not transaction.kept and transaction.id not in besides:
+                return transaction.offset
+            all_kept = all_kept and transaction.kept
+            if all_kept:
+                self._kept_to = transaction.offset
+        return found[-1].offset if len(found) == ACCOUNTED_LOOK else self.half_whole
 
     # --- half ----------------------------------------------------------------------------
 
@@ -397,6 +418,7 @@ class Ledger(Holdings):
     def _take_copies(self, copies: dict[str, Kept]) -> None:
         self.to_keep.clear()
         self.to_release.clear()
+        self._kept_to = -1
         for id, transaction in self.transactions.items():
             copy = copies.get(id)
             if copy is None and not transaction.kept and transaction.state is not State.PARKED:

@@ -191,6 +191,8 @@ class Progress(Struct, frozen=True):
     Attributes:
         refused: whether this turn or any before it has set a refused one aside: then the parked
             topic has had a record, unless it was made anew.
+        accounted: the half offset below which every transaction is settled or kept as a copy; None
+            where a proxy wrote this that did not say so.
     """
 
     v: int
@@ -202,6 +204,7 @@ class Progress(Struct, frozen=True):
     deferred: tuple[str, ...] = ()
     snapshot: str | None = None
     refused: bool = False
+    accounted: int | None = None
 
 
 class Cause(Struct, frozen=True, gc=False):

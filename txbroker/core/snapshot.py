@@ -120,6 +120,7 @@ class Closing(Struct, frozen=True, omit_defaults=True):
         half_clock_ms, op_clock_ms: the log clocks there.
         half_anchor, op_anchor: the records by which the logs are recognised.
         entries: transactions in its chunks.
+        at_ms: when it was taken, by the owner's clock; 0 from a proxy that did not say so.
     """
 
     v: int
@@ -134,6 +135,7 @@ class Closing(Struct, frozen=True, omit_defaults=True):
     half_anchor: Anchor | None = None
     op_anchor: Anchor | None = None
     entries: int = 0
+    at_ms: int = 0
 
 
 class Whole(Struct, frozen=True):
@@ -195,6 +197,7 @@ class Capture:
         version: the record version to write.
         chunks_before: how many chunks the slot held before; superfluous ones are removed.
         stored: names of segments that are stored already.
+        now_ms: the time by the owner's clock.
 
     Raises:
         ValueError: the ledger is being captured already.
@@ -208,6 +211,7 @@ class Capture:
         version: int,
         chunks_before: int = 0,
         stored: Collection[str] = (),
+        now_ms: int = 0,
     ) -> None:
         if ledger.watcher is not None:
             raise ValueError("one snapshot at a time")
@@ -217,6 +221,7 @@ class Capture:
         self._version = version
         self._chunks_before = chunks_before
         self._stored = stored
+        self._now_ms = now_ms
         self._half, self._op = ledger.half_whole, ledger.op_whole
         self._clocks = (ledger.half_clock_ms, ledger.op_clock_ms)
         self._anchors = (ledger.half_whole_anchor, ledger.op_whole_anchor)
@@ -276,6 +281,7 @@ class Capture:
             *self._clocks,
             *self._anchors,
             self.entries,
+            self._now_ms,
         )
         yield Record(closing_key(self._slot), msgspec.json.encode(closing))
 
@@ -400,7 +406,7 @@ def find_whole(records: Iterable[Record]) -> list[Whole]:
     found = [_whole(slot, newest, segments) for slot in range(SLOTS)]
     return sorted(
         [whole for whole in found if whole is not None],
-        key=lambda whole: (whole.closing.op, whole.closing.half),
+        key=lambda whole: (whole.closing.op, whole.closing.half, whole.closing.at_ms),
         reverse=True,
     )
 

@@ -269,7 +269,7 @@ class Transaction(Struct, gc=False):
         self.half = structs.replace(self.half, messages=bare(self.half.messages))
         self.contents = contents
         self.places = places(contents)
-        self.has_bodies = True
+        self.has_bodies, self.lost = True, False
 
     def check(self, marker: Marker, at_ms: int) -> None:
         """Apply an attempt's marker.

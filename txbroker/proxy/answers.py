@@ -13,13 +13,23 @@ from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.ids import parse_id
 from txbroker.core.ledger import Ledger, same_contents
 from txbroker.core.outcome import Effect, Outcome
-from txbroker.core.records import Half, Marker, MarkerKind, Message, Record, Source, State
+from txbroker.core.records import (
+    Decision,
+    Half,
+    Marker,
+    MarkerKind,
+    Message,
+    Record,
+    Source,
+    State,
+)
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction, fingerprint
 from txbroker.door import Log, LogTruncated
 from txbroker.errors import (
     AlreadyDecided,
     BadRequest,
+    BodyLost,
     IdConflict,
     IdExpired,
     InvariantBroken,
@@ -32,6 +42,7 @@ from txbroker.errors import (
 )
 from txbroker.failpoints import hit
 from txbroker.proxy.appender import Appender, Lane
+from txbroker.proxy.bodies import lost_cause
 from txbroker.proxy.checkback import CheckBack
 from txbroker.proxy.clock import LogTime
 from txbroker.proxy.history import search
@@ -194,6 +205,7 @@ class Answers:
 
         Raises:
             IdConflict: the id or key was used for other content.
+            BodyLost: what was stored is gone, and the transaction is undecided.
         """
         transaction = self._ledger.get(half_id) if half_id else None
         if transaction is None and dedup_key is not None:
@@ -206,7 +218,7 @@ class Answers:
             return None
         if transaction.fingerprint != fingerprint(messages, group):
             raise IdConflict(id=transaction.id, state=transaction.state)
-        return standing(transaction)
+        return _repeated(transaction)
 
     async def prepare(self, half: Half, instance: str = "") -> Standing:
         """Store a half message whose target partitions are fixed.
@@ -214,6 +226,7 @@ class Answers:
         Raises:
             IdExpired: it was not stored; `now_ms` of the details is the time for another id.
             IdConflict, TooLarge, Overloaded: it was not stored.
+            BodyLost: it was stored before, and is gone.
             OwnerUnavailable: it may or may not be stored; the same again is safe.
         """
         now_ms = self._id_clock.now_ms()
@@ -240,7 +253,7 @@ class Answers:
             hit("prepare.applied")
             return standing(transaction, created=True)
         if outcome.effect is Effect.REPEATED and transaction is not None:
-            return standing(transaction)
+            return _repeated(transaction)
         if outcome.effect is Effect.CONFLICT and transaction is not None:
             raise IdConflict(id=transaction.id, state=transaction.state)
         if outcome.effect is Effect.EXPIRED:
@@ -325,6 +338,7 @@ class Answers:
         Raises:
             AlreadyDecided, WrongGroup, NotFound, TooOld, TooLarge, BadRequest: not written, or
                 without effect.
+            BodyLost: not written, as a commit could promote nothing.
             OwnerUnavailable: it may or may not be written; the same again is safe.
         """
         self._check_open(request.id)
@@ -336,6 +350,8 @@ class Answers:
             self._events.outcome(Outcome(Effect.CONFLICT, transaction))
             raise
         if transaction.decision is None:
+            if request.decision is Decision.COMMIT and request.messages is None:
+                _check_body(transaction)
             # Touch may be lost since: nobody knows when it would be written.
             self._check_open(request.id)
             hit("decide.received")
@@ -419,6 +435,28 @@ def check_group(transaction: Transaction, group: str) -> None:
     """
     if group and group != transaction.half.group:
         raise WrongGroup("the transaction belongs to another producer group", id=transaction.id)
+
+
+def _repeated(transaction: Transaction) -> Standing:
+    """Return the standing of a prepare that was stored before.
+
+    Raises:
+        BodyLost: what was stored is gone, and the transaction is undecided.
+    """
+    if transaction.decision is None:
+        _check_body(transaction)
+    return standing(transaction)
+
+
+def _check_body(transaction: Transaction) -> None:
+    """Raise where there is nothing to be promoted.
+
+    Raises:
+        BodyLost: the messages are gone.
+    """
+    if transaction.lost:
+        why = lost_cause(transaction).message
+        raise BodyLost(why, id=transaction.id, state=transaction.state)
 
 
 def standing(transaction: Transaction, *, created: bool = False) -> Standing:

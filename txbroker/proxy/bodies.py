@@ -44,12 +44,15 @@ log = get_logger(__name__)
 
 
 def lost_cause(transaction: Transaction) -> Cause:
-    """Return why a committed transaction whose messages are gone cannot be promoted."""
+    """Return why a transaction whose messages are gone cannot be promoted, and what to do."""
     message = transaction.half.messages[0]
+    if transaction.decision is None:
+        remedy = "roll it back, or commit it with its messages"
+    else:
+        remedy = "send them again from their source, or restore the topics and revive it"
     return Cause(
         BODY_LOST,
-        "its messages were deleted from txbroker's own topics before they were promoted: "
-        "send them again from their source, or restore the topics and revive it",
+        "its messages were deleted from txbroker's own topics before they were promoted: " + remedy,
         message.topic,
         -1 if message.partition is None else message.partition,
     )

@@ -22,6 +22,7 @@ class Edges:
         ledger: what is not settled.
         bodies: reads messages again, and alarms about those that are gone.
         wake: there is something to be copied into the parked topic.
+        deleted_before: told where the half topic begins.
         now_ms: the brokers' clock.
         half_retention_ms: how long half messages are kept.
     """
@@ -32,6 +33,7 @@ class Edges:
         ledger: Ledger,
         bodies: Bodies,
         wake: Callable[[], None],
+        deleted_before: Callable[[int], None],
         now_ms: Callable[[], int],
         half_retention_ms: int,
     ) -> None:
@@ -39,6 +41,7 @@ class Edges:
         self._ledger = ledger
         self._bodies = bodies
         self._wake = wake
+        self._tell_deleted = deleted_before
         self._now_ms = now_ms
         self._half_retention_ms = half_retention_ms
         # What lies at or below these offsets was seen to.
@@ -111,6 +114,7 @@ class Edges:
             KafkaUnavailable: Kafka does not answer.
         """
         self._let_go()
+        self._tell_deleted(half_start)
         pace = Pace()
         while found := self._ledger.in_order(self._deleted_to, BATCH_MAX):
             below = [each for each in found if each.offset < half_start]

@@ -195,7 +195,7 @@ class Owner:
             lambda: ledger.op_anchor,
             self._gate,
         )
-        self.bodies = Bodies(door, ledger, bodies_share, events.lost, self._stopped)
+        self.bodies = Bodies(door, ledger, bodies_share, self._lost, self._stopped)
         self._promoter = Promoter(
             door,
             ledger,
@@ -222,16 +222,23 @@ class Owner:
             self._record_version,
             partial(self._examine_final, targets),
         )
+        self._snapshots = SnapshotWriter(
+            door,
+            ledger,
+            events,
+            self._settings.snapshot_records_min,
+            self._record_version,
+            self.now_ms,
+            self._settings.half_retention_ms,
+        )
         self._edges = Edges(
             door,
             ledger,
             self.bodies,
             self._promoter.wake,
+            self._snapshots.deleted_before,
             self.now_ms,
             self._settings.half_retention_ms,
-        )
-        self._snapshots = SnapshotWriter(
-            door, ledger, events, self._settings.snapshot_records_min, self._record_version
         )
         self._answers = self._make_answers()
         self._visible = self._answers.visible
@@ -522,6 +529,11 @@ class Owner:
     def turn_lost(self) -> None:
         """Count that a turn's outcome is unknown."""
         self._events.kafka_failed("turn")
+
+    def _lost(self, count: int) -> None:
+        """So many have just lost their messages: the next owner must not count them again."""
+        self._events.lost(count)
+        self._snapshots.want()
 
     def _append_failed(self) -> None:
         self._events.kafka_failed("append")

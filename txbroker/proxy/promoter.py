@@ -22,13 +22,7 @@ from msgspec import Struct, field, structs
 from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
 from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn, transaction_bytes
-from txbroker.core.records import (
-    Cause,
-    Header,
-    Progress,
-    Record,
-    State,
-)
+from txbroker.core.records import Cause, Header, Progress, Record, State
 from txbroker.core.sizes import headers_bytes
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Place, Transaction
@@ -456,7 +450,9 @@ class Promoter:
         # Not as of the plan: refused are also those whose messages turned out to be gone.
         if plan.refuse and parked:
             self._ledger.wrote_refused = True
-        progress = structs.replace(flight.progress, refused=self._ledger.wrote_refused)
+        accounted = min(flight.progress.half, self._ledger.accounted(self._in_flight))
+        refused = self._ledger.wrote_refused
+        progress = structs.replace(flight.progress, refused=refused, accounted=accounted)
         return Turn(tuple(promoted), tuple(parked), progress)
 
     def _progress(self, plan: Plan) -> Progress:

@@ -9,6 +9,7 @@ from msgspec import Struct
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
+from txbroker.core.states import UNDECIDED
 from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
@@ -95,9 +96,15 @@ async def recover(
     # Hashing all of it holds nobody up in a thread.
     wholes = await asyncio.to_thread(find_whole, found.snapshots)
     logs = _Logs(door, (half_start, half_end), (op_start, op_end))
+    kept_since_ms = found.timestamp_ms - half_retention_ms
     try:
-        await _check_same(logs, progress, wholes, found.timestamp_ms - half_retention_ms)
-        position = await _catch_up(logs, applier, copies, wholes)
+        await _check_same(logs, progress, wholes, kept_since_ms)
+        # Of one that is older than the operation topic nobody knows what was decided since.
+        whole = next((each for each in wholes if each.closing.op >= op_start), None)
+        if not _of_older_owner(progress, wholes):
+            known_to = _covered(0 if whole is None else whole.closing.half, copies)
+            _check_accounted(progress, known_to, half_start, kept_since_ms)
+        position = await _catch_up(logs, applier, copies, whole)
     except LogTruncated as error:
         if not await logs.begin_later():
             raise
@@ -176,14 +183,13 @@ async def _check_same(
     await _compare(door.half, "half", logs.half, _half_known(progress, wholes), kept_since_ms)
 
 
-async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, wholes: Sequence[Whole]) -> int:
+async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, whole: Whole | None) -> int:
     """Bring an empty ledger to the end of both logs; return the sum of the offsets from which on
     they were replayed."""
     ledger, door = applier.ledger, logs.door
     (half_start, half_end), (op_start, op_end) = logs.half, logs.op
-    # Of one that is older than the operation topic nobody knows what was decided since.
-    whole = next((each for each in wholes if each.closing.op >= op_start), None)
     h0, o0 = await _begin(ledger, whole, half_start, op_start)
+    await _find_again(ledger, half_start)
     await _restore(door, ledger, copies.whole, 0 if whole is None else whole.closing.half, h0)
     await _replay(_read(door.half, h0, half_end), _read(door.op, o0, op_end), applier)
     return h0 + o0
@@ -266,6 +272,49 @@ def _check_kept(known: Iterable[_Known], start: int, kept_since_ms: int) -> None
             )
 
 
+def _check_accounted(
+    progress: Progress | None, known_to: int, half_start: int, kept_since_ms: int
+) -> None:
+    """Check that it is known of every deleted half message what became of its transaction.
+
+    That an earlier owner has read it is not enough: what it knew is gone with it. The snapshot that
+    is loaded and the copies know all below `known_to`. Behind that, what retention took has to be
+    settled or copied, by the newest progress. Of younger ones that is not enough: a repeated
+    prepare of theirs would be taken for a new one.
+
+    Raises:
+        LogTruncated: nobody knows it.
+    """
+    if half_start <= known_to:
+        return
+    if progress is not None and progress.accounted is not None:
+        as_of_ms = _as_of_ms(progress.op_anchor, progress.half_anchor)
+        if half_start <= progress.accounted and as_of_ms <= kept_since_ms:
+            return
+    raise LogTruncated(
+        f"the half topic begins at offset {half_start}, but snapshot and copies tell only of what "
+        f"lies below {known_to}: records were deleted, and nothing tells of which transactions"
+    )
+
+
+def _covered(known_to: int, copies: Copies) -> int:
+    """Return how far copies tell of all half messages from an offset on."""
+    for copy in sorted(copies.whole, key=lambda copy: copy.half_offset):
+        if copy.half_offset <= known_to:
+            known_to = max(known_to, copy.half_offset + len(copy.half.messages))
+    return known_to
+
+
+def _of_older_owner(progress: Progress | None, wholes: Sequence[Whole]) -> bool:
+    """Say whether a proxy wrote last that let retention pass its snapshots, so that nothing can be
+    concluded from them."""
+    newest = wholes[0].closing if wholes else None
+    if newest is not None and not newest.at_ms:
+        return True
+    ahead = progress is not None and (newest is None or progress.half > newest.half)
+    return ahead and progress is not None and progress.accounted is None
+
+
 def _same(record: Record | None, anchor: Anchor) -> bool:
     return record is not None and record.timestamp_ms == anchor.timestamp_ms
 
@@ -288,6 +337,16 @@ async def _begin(
     half, op = max(whole.closing.half, half_start), whole.closing.op
     ledger.start_at(half, op)
     return half, op
+
+
+async def _find_again(ledger: Ledger, half_start: int) -> None:
+    """Somebody may have brought back what was lost: then it can be asked about and committed. What
+    is committed was refused for it, and is revived by hand."""
+    pace = Pace()
+    for transaction in ledger.transactions.values():
+        if transaction.lost and transaction.state in UNDECIDED:
+            transaction.lost = transaction.offset < half_start
+        await pace.step()
 
 
 async def _restore(

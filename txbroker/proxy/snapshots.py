@@ -40,6 +40,10 @@ writing snapshots costs less than a fixed share of what is written anyway."""
 FIRST_RECORDS = 1
 """Enough for the first one of a partition: without any, nobody could tell that records which the
 partition began with were deleted."""
+AGE_MAX_MS, AGE_SHARE = 3_600_000, 4
+"""Where anything has come since, a snapshot is due after so long, and after this share of half's
+retention: retention never deletes what no snapshot holds while a proxy runs, so what is missing
+behind the newest one was deleted by somebody."""
 
 log = get_logger(__name__)
 
@@ -65,6 +69,8 @@ class SnapshotWriter:
         events: told what becomes of them.
         records_min: records of half and operation topic after which one is due at least.
         record_version: the version of the records to write.
+        now_ms: the brokers' clock.
+        half_retention_ms: how long half messages are kept.
     """
 
     def __init__(
@@ -74,12 +80,21 @@ class SnapshotWriter:
         events: SnapshotEvents,
         records_min: int,
         record_version: Callable[[], int],
+        now_ms: Callable[[], int],
+        half_retention_ms: int,
     ) -> None:
         self._door = door
         self._ledger = ledger
         self._events = events
         self._records_min = records_min
         self._record_version = record_version
+        self._now_ms = now_ms
+        self._age_max_ms = min(AGE_MAX_MS, half_retention_ms // AGE_SHARE)
+        self._at_ms = 0
+        self._half = 0
+        """The half offset below which the newest whole one holds everything."""
+        self._half_start = 0
+        self._wanted = False
         self._slot = 0
         self._chunks = [0] * SLOTS
         self._segments: set[str] = set()
@@ -106,6 +121,16 @@ class SnapshotWriter:
         self._greatest = frozenset(segments)
         self._last = position
         self._any = greatest is not None
+        if greatest is not None:
+            self._half, self._at_ms = greatest.closing.half, greatest.closing.at_ms
+
+    def deleted_before(self, half_start: int) -> None:
+        """The half topic begins here by now: what lies below is to be in a snapshot."""
+        self._half_start = max(self._half_start, half_start)
+
+    def want(self) -> None:
+        """Something has changed that no log tells: write one as soon as possible."""
+        self._wanted = True
 
     def abandon(self) -> None:
         """Give up the one that is being written, if any: the ledger is to be changed otherwise
@@ -116,9 +141,14 @@ class SnapshotWriter:
 
     @property
     def due(self) -> bool:
-        """Whether so much has come since the last one that the next should be written."""
+        """Whether so much has come since the last one, or it is so old, that the next should be
+        written; or whether the logs do not tell any more what only the ledger knows."""
         ledger = self._ledger
+        if self._wanted or self._half < min(self._half_start, ledger.half_whole):
+            return True
         tail = ledger.half_whole + ledger.op_whole - self._last
+        if self._any and tail > 0 and self._now_ms() - self._at_ms >= self._age_max_ms:
+            return True
         enough = max(self._records_min, len(ledger.transactions) // ENTRIES_SHARE)
         return tail >= (enough if self._any else min(enough, FIRST_RECORDS))
 
@@ -132,8 +162,9 @@ class SnapshotWriter:
     async def write(self) -> bool:
         """Write a snapshot of the ledger as it is now; say whether it is stored whole."""
         ledger, slot = self._ledger, self._slot
-        position = ledger.half_whole + ledger.op_whole
-        began_s = time.monotonic()
+        half, position = ledger.half_whole, ledger.half_whole + ledger.op_whole
+        began_s, at_ms = time.monotonic(), self._now_ms()
+        wanted, self._wanted, whole = self._wanted, False, False
         capture = self._capture = Capture(
             ledger,
             uuid.uuid4().hex,
@@ -141,6 +172,7 @@ class SnapshotWriter:
             self._record_version(),
             self._chunks[slot],
             self._segments,
+            at_ms,
         )
         try:
             whole = await self._store(capture, slot)
@@ -149,11 +181,12 @@ class SnapshotWriter:
             self._events.snapshot_failed()
             return False
         finally:
+            self._wanted |= wanted and not whole
             capture.abandon()
             if self._capture is capture:
                 self._capture = None
         if whole:
-            self._last = position
+            self._last, self._half, self._at_ms = position, half, at_ms
             self._any = True
             self._slot = _other(slot)
             await self._tidy(capture, slot)

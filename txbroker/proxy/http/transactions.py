@@ -23,6 +23,7 @@ from txbroker.errors import (
     BadId,
     BadSchedule,
     BadTarget,
+    BodyLost,
     IdConflict,
     IdExpired,
     KafkaDown,
@@ -253,7 +254,8 @@ OPERATIONS = (
         {201: StandingBody, 200: StandingBody},
         body=PrepareBody,
         errors=(
-            BadId, IdConflict, IdExpired, UnknownTopic, BadTarget, BadSchedule, *_OUT_OF_REACH,
+            BadId, IdConflict, IdExpired, BodyLost, UnknownTopic, BadTarget, BadSchedule,
+            *_OUT_OF_REACH,
         ),
         roles=WHO_WRITES,
         prepares=True,
@@ -289,7 +291,7 @@ OPERATIONS = (
         body=CommitBody,
         body_optional=True,
         roles=WHO_WRITES,
-        errors=(WrongGroup, AlreadyDecided, UnknownTopic, BadTarget, *_BY_ID),
+        errors=(WrongGroup, AlreadyDecided, BodyLost, UnknownTopic, BadTarget, *_BY_ID),
     ),
     Operation(
         "rollback",
