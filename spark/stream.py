@@ -257,6 +257,7 @@ class AuditStream:
             terms.dedup_window_ms,
             terms.late_after_ms,
             terms.lost_after_ms,
+            terms.overdue_after_ms,
             round(self._settings.keep_s * 1000),
             home.slot_ms,
             home.targets,
