@@ -366,9 +366,7 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     return _judged(facts, parts, life, visible, state, carry)
 
 
-def _has_all_markers(
-    parts: IdParts, prepared_ms: int, terms: TermsLike, horizon: Horizon
-) -> bool:
+def _has_all_markers(parts: IdParts, prepared_ms: int, terms: TermsLike, horizon: Horizon) -> bool:
     """Say whether retention cannot have taken a marker of a transaction.
 
     Args:
@@ -445,7 +443,7 @@ def _without_half(
             life.found["visible_without_half"] = _shown(facts.visible)
         elif decision == "rollback" and (known or complete):
             life.found["rolled_back_visible"] = _shown(facts.visible)
-        elif decision is None and (known or complete):
+        elif decision is None and known:
             life.found["visible_without_commit"] = _shown(facts.visible)
     # Where nothing was taken and nothing is wrong, only tombstones are left in the parked topic.
     return ("void", open_still) if known and life.found else ("gone", False)

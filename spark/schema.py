@@ -115,14 +115,17 @@ KINDS = (
 """Every kind of drift of one transaction, the gravest first."""
 KIND_NAMES = tuple(kind.name for kind in KINDS)
 TOPIC_KINDS = (
+    # Not found by judging one transaction. `unreadable` counts records.
     Kind("unreadable", "Own record unreadable", "records of ours in own topics that do not read"),
     Kind("target_missing", "Target missing", "committed to a topic that does not exist"),
 )
-"""Kinds of drift that are found in topics, not by judging one transaction."""
+"""Kinds of drift that are found in topics."""
 BUSINESS_KINDS = (
     Kind("message_without_row", "Message without row", "visible, but the business has no row"),
     Kind("row_without_message", "Row without message", "a business row without a visible message"),
 )
+ALL_KINDS = (*KINDS, *TOPIC_KINDS, *BUSINESS_KINDS)
+"""Every kind of drift."""
 
 
 class Names(Struct, frozen=True):
