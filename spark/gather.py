@@ -164,8 +164,12 @@ def _struct(side: str, table: DataFrame) -> Column:
 # --- plain ones, by SQL ----------------------------------------------------------------------
 
 
-def _by_sql(gathered: DataFrame, terms: TermsLike) -> DataFrame:
-    """Return `plain`, the verdicts of those that are, and the facts of those that are not."""
+def _by_sql(gathered: DataFrame, terms: TermsLike = Limits(0)) -> DataFrame:
+    """Return `plain`, the verdicts of those that are, and the facts of those that are not.
+
+    Args:
+        terms: tell which pending ones may be overdue; none is by default.
+    """
     flagged = gathered.withColumn("plain", F.coalesce(_is_plain(terms), F.lit(False)))
     plain = F.col("plain")
     values, kinds = _plain_verdict(), _judged()

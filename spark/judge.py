@@ -443,6 +443,8 @@ def _without_half(
             life.found["visible_without_half"] = _shown(facts.visible)
         elif decision == "rollback" and (known or complete):
             life.found["rolled_back_visible"] = _shown(facts.visible)
+            if not known:
+                return "rolled_back", False
         elif decision is None and known:
             life.found["visible_without_commit"] = _shown(facts.visible)
     # Where nothing was taken and nothing is wrong, only tombstones are left in the parked topic.

@@ -208,9 +208,8 @@ def audit(
     """Audits of logs, each in a folder of its own."""
 
     def audited(logs: Any, name: str, mode: str = "incremental") -> RunSummary:
-        monkeypatch.setattr(
-            "txbroker.spark.stage._Stage._load", lambda stage, options: logs.load(stage, options)
-        )
+        load = "txbroker.spark.stage._Stage._load"
+        monkeypatch.setattr(load, lambda stage, options: logs.load(options))
         folder = tmp_path / name
         settings = AuditSettings(str(folder / "out"), folder, NAMES, mode=mode)  # type: ignore[arg-type]
         return run_audit(spark, logs, settings)

@@ -479,7 +479,7 @@ def test_what_needs_no_half_message_is_found_where_retention_took_it() -> None:
         return judged([], list(op), shown, horizon=horizon)
 
     back = found(rollback, shown=visible)
-    assert (back.verdict, back.state, back.carry) == ("rolled_back_visible", "gone", False)
+    assert (back.verdict, back.state, back.carry) == ("rolled_back_visible", "rolled_back", False)
     assert found(rollback, shown=twice).findings == ("rolled_back_visible", "visible_twice")
     assert found(COMMIT, shown=twice).findings == ("visible_twice",)
     assert found(shown=twice).findings == ("visible_twice",)
