@@ -43,6 +43,10 @@ _TOLD_MS = 86_400_000
 """Tombstones of the parked topic are there for so long at least (`delete.retention.ms`)."""
 
 
+_BEFORE_ALL = Limits(0)
+"""Terms by which nothing is old."""
+
+
 class StagedFacts(Protocol):
     """The tables of facts; columns as in `schema`."""
 
@@ -164,7 +168,7 @@ def _struct(side: str, table: DataFrame) -> Column:
 # --- plain ones, by SQL ----------------------------------------------------------------------
 
 
-def _by_sql(gathered: DataFrame, terms: TermsLike = Limits(0)) -> DataFrame:
+def _by_sql(gathered: DataFrame, terms: TermsLike = _BEFORE_ALL) -> DataFrame:
     """Return `plain`, the verdicts of those that are, and the facts of those that are not.
 
     Args:

@@ -160,6 +160,7 @@ class Logs:
 
     Attributes:
         ends_at: how many records of each topic there are now.
+        starts_at: how many of them retention has taken.
         options: how Spark would reach Kafka.
     """
 
@@ -167,6 +168,7 @@ class Logs:
         self, spark: SparkSession, topics: Mapping[str, Sequence[Record]], folder: Path
     ) -> None:
         self.ends_at = {topic: len(records) for topic, records in topics.items()}
+        self.starts_at = dict.fromkeys(topics, 0)
         self.options: dict[str, str] = {}
         for topic, records in topics.items():
             frame(spark, records, topic).write.parquet(str(folder / "logs" / topic))
@@ -177,7 +179,10 @@ class Logs:
         """Return the ends of those that there are."""
         known = self.ends_at.keys() & set(topics)
         zeros = (0,) * PARTITION
-        return {t: TopicEnds(t, (*zeros, 0), (*zeros, self.ends_at[t]), id=t) for t in known}
+        return {
+            t: TopicEnds(t, (*zeros, self.starts_at[t]), (*zeros, self.ends_at[t]), id=t)
+            for t in known
+        }
 
     def own_ends(self, topic: str) -> TopicEnds:
         """Return the ends of one."""
@@ -349,3 +354,39 @@ def test_a_target_that_does_not_exist_is_named_in_any_run(
     # What was committed a moment ago may be refused in the next one.
     logs.now_ms = lambda names: AT_MS + 60_000  # type: ignore[method-assign]
     assert audit(logs, "young", "full").drift == {}
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_what_needs_no_half_message_is_found_in_any_run(
+    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary], taken: int
+) -> None:
+    back, twice, good, never = whole(1), whole(2), whole(3), whole(4)
+    rollback = encode_marker(Marker(1, MarkerKind.ROLLBACK, back[0].id, group="g"))
+    # Where half was truncated, nobody can tell of which ids there was a half message.
+    unprepared = [] if taken else [never]
+    topics = {
+        NAMES.half: [back[1], twice[1], good[1]],
+        NAMES.op: [rollback, twice[2], good[2], *(each[2] for each in unprepared)],
+        NAMES.parked: [],
+        "orders": [twice[3], good[3], back[3], twice[3], *(each[3] for each in unprepared)],
+    }
+    logs = Logs(spark, topics, tmp_path)
+    logs.ends_at |= {NAMES.op: 3, "orders": 2}
+    first = audit(logs, "parts")
+    assert (first.states, first.drift) == ({"promoted": 2, "rolled_back": 1}, {})
+    logs.ends_at = {topic: len(records) for topic, records in topics.items()}
+    logs.starts_at[NAMES.half] = taken
+    parts, once = audit(logs, "parts"), audit(logs, "once", "full")
+    expected = {"rolled_back_visible": 1, "visible_twice": 1}
+    if unprepared:
+        expected |= {"visible_without_half": 1, "marker_without_half": 1}
+    assert parts.mode == "incremental"
+    assert parts.drift == once.drift == expected
+    told = [
+        verdicts(spark, tmp_path / "parts", [first, parts]),
+        verdicts(spark, tmp_path / "once", [once]),
+    ]
+    for each in (back, twice, *unprepared):
+        found = [(rows[each[0].id]["verdict"], rows[each[0].id]["findings"]) for rows in told]
+        assert found[0] == found[1]
+        assert found[0][1]
