@@ -63,7 +63,7 @@ def committed_to_missing(verdicts: DataFrame, cut: Cut, terms: Terms) -> Missing
         oldest = found.orderBy("decided_at_ms", "id").head(EXAMPLES_A_KIND)
         return Missing(
             found.count(),
-            {row["topic"]: row["count"] for row in most},
+            {row["topic"][:TEXT_MAX]: row["count"] for row in most},
             tuple(
                 Example(
                     row["id"],

@@ -183,8 +183,8 @@ def _runs(summary: RunSummary, history: Sequence[RunSummary]) -> list[RunSummary
 
 def _kinds_of(runs: Sequence[RunSummary]) -> list[Kind]:
     """Return all kinds that these runs know of, the gravest first."""
-    known = [*KINDS, *TOPIC_KINDS]
     found = {kind for run in runs for kind in run.drift}
+    known = [*KINDS, *(kind for kind in TOPIC_KINDS if kind.name in found)]
     if any(run.business for run in runs) or found & {kind.name for kind in BUSINESS_KINDS}:
         known += BUSINESS_KINDS
     names = {kind.name for kind in known}
