@@ -175,15 +175,13 @@ def test_targets_that_end_in_an_open_transaction_are_named() -> None:
     assert "open" not in drift_in_words(CLEAN)
 
 
-def test_records_set_aside_and_missing_targets_are_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_set_aside_or_missing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    others = (SetAside("orders", 0, number, "no id") for number in range(19))
     found = msgspec.structs.replace(
         CLEAN,
         drift={"unreadable": 1, "target_missing": 2},
         quarantined=30,
-        set_aside=(SetAside("half", 2, 77, "its check policy is none", own=True),)
-        + tuple(SetAside("orders", 0, number, "no id") for number in range(19)),
+        set_aside=(SetAside("half", 2, 77, "its check policy is none", own=True), *others),
         missing_targets={"bills": 2},
     )
     show_run(found, "table")

@@ -13,7 +13,7 @@ from kafka_world import KafkaWorld
 from service_world import Desk, Service, until
 
 from txbroker.cli.audit_run import _tell_until_it_ends
-from txbroker.core.audit import decode_news, encode_news
+from txbroker.core.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
 from txbroker.spark.publish import key_of, news_of, publish
 from txbroker.spark.schema import KIND_NAMES, RunSummary, SetAside
@@ -99,9 +99,7 @@ def test_what_was_set_aside_and_what_is_missing_is_told_and_found_again() -> Non
     aside = SetAside("orders", 1, 7, "why", own=True)
     found = drifted(set_aside=(aside,), missing_targets={"gone": 2}, drift={"target_missing": 2})
     told = decode_news(encode_news(news_of(found)))
-    assert [(each.topic, each.offset, each.why) for each in told.set_aside] == [
-        ("orders", 7, "why")
-    ]
+    assert told.set_aside == [UnreadRecord("orders", 1, 7, "why")]
     assert told.missing_targets == {"gone": 2}
     assert (told.drift["target_missing"], told.drift["unreadable"]) == (2, 0)
     untold = [drifted(1, drift={"target_missing": 3, "overdue": 1, "unreadable": 4})]
