@@ -1,17 +1,15 @@
 """Facts out of Kafka records: Spark SQL expressions that read what `txbroker.core.codec` writes.
 
-Every function takes a DataFrame of the Kafka source, with headers, batch or streaming, and returns
-one narrow row for each record. A record that does not read becomes a row whose `why` says so, and
-`own` whether it is one of ours; the facts of all others have a `why` of null. No body goes on, only
-64-bit hashes: the hashes of a half message and of the record that was promoted from it are equal
-where nothing was changed.
-
-No record may raise an error here: in ANSI mode that ends the whole run. So texts become numbers by
-`try_cast` only, and the parts of what is not an id are null.
+Every function takes a DataFrame of the Kafka source, batch or streaming, and returns one narrow
+row for each record. Where that does not read, `why` says so, and `own` whether it is one of ours;
+`why` is null for all others. No body goes on, only 64-bit hashes: those of a half message and of
+the record that was promoted from it are equal where nothing was changed. No record may raise an
+error here: in ANSI mode that ends the whole run. So texts become numbers by `try_cast` only.
 """
 
 from collections.abc import Sequence
 from functools import reduce
+from sys import float_info
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -33,6 +31,7 @@ _SEQUENCE = r"\A[0-9]{1,19}/[0-9]{1,19}\z"
 _SECONDS = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _POLICY = rf"\A{_SECONDS}/{_SECONDS}/[0-9]{{1,19}}/{_SECONDS}\z"
 _NEWER = "a newer version of txbroker wrote it"
+_INT_MAX = (1 << 31) - 1
 _NOWHERE = b"\x00txbroker: found in no header\x00"
 
 _USUAL = {
@@ -82,8 +81,7 @@ def _is_ours(id: Column) -> Column:
 
 
 def _own(why: Column, ours: Column) -> Column:
-    """Say whether a record that does not read is one of ours, by what it bears; a newer version's
-    is nobody's fault."""
+    """Say whether a record that does not read is one of ours; a newer version's does not count."""
     return F.coalesce((why != _NEWER) & ours, F.lit(False))
 
 
@@ -339,7 +337,7 @@ _TYPES = {_TEXT: ("STRING",), _INTEGER: ("BIGINT",), _OFFSET: ("BIGINT",)}
 _NUMBERS = ("BIGINT", "DOUBLE", "DECIMAL", "FLOAT")
 _MARKER = (
     "v bigint, kind string, id string, source string, `group` string, reason string, "
-    "round int, number int, later_s double, contents int"
+    "round bigint, number bigint, later_s double, contents bigint"
 )
 _JSON = {"allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
 
@@ -433,12 +431,19 @@ def op_facts(records: DataFrame) -> DataFrame:
     return _markers(read)
 
 
+def _int(number: Column) -> Column:
+    """Return a number of a marker, 0 where there is none; no larger than its column holds."""
+    known = F.coalesce(number, F.lit(0))
+    return F.greatest(F.least(known, F.lit(_INT_MAX)), F.lit(-_INT_MAX)).try_cast("int")
+
+
 def _markers(read: DataFrame) -> DataFrame:
     marker = F.col("marker")
-    id, contents = marker["id"], F.coalesce(marker["contents"], F.lit(0))
+    id, contents = marker["id"], _int(marker["contents"])
     why = _any_of(
         [
             (marker.isNull() | _not(marker["kind"].isin(*MarkerKind)), "it is not a marker"),
+            (F.abs(marker["later_s"]) > F.lit(float_info.max), "it is not a marker"),
             (_not(F.coalesce(marker["source"], F.lit(Source.PRODUCER)).isin(*Source)), "source"),
             (marker["v"] > RECORD_VERSION, _NEWER),
             (_not(F.col("key") == id), "its key is not its transaction's id"),
@@ -460,8 +465,8 @@ def _markers(read: DataFrame) -> DataFrame:
         marker["kind"].alias("kind"),
         F.when(is_marker, F.coalesce(marker["source"], F.lit(Source.PRODUCER))).alias("source"),
         F.when(is_marker, F.coalesce(marker["group"], F.lit(""))).alias("grp"),
-        F.when(is_marker, F.coalesce(marker["round"], F.lit(0))).alias("round"),
-        F.when(is_marker, F.coalesce(marker["number"], F.lit(0))).alias("number"),
+        F.when(is_marker, _int(marker["round"])).alias("round"),
+        F.when(is_marker, _int(marker["number"])).alias("number"),
         F.when(is_marker, F.coalesce(marker["reason"], F.lit(""))).alias("reason"),
         F.when(
             is_marker, F.coalesce(F.rint(marker["later_s"] * 1000).try_cast("bigint"), F.lit(0))
@@ -481,8 +486,8 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
     """Return the facts of those records of target topics that an installation has promoted.
 
     Their first header is `txb-id`, of other prefixes than the default one `txb-installation` and
-    the second `txb-id`. Columns: those of `schema.VISIBLE`, `why` and `own`: anybody may write to a
-    target, so what does not read there is never taken for ours.
+    the second `txb-id`. Columns: those of `schema.VISIBLE`, `why` and `own`, which is never true:
+    anybody may write to a target.
 
     Args:
         prefix: of the installation's own topics.

@@ -167,6 +167,11 @@ JSON = (
     b'{"v":1,"kind":"commit","id":"ID","by":"\\u00e4 \\" }{ ,"}',
     b'{"v":1,"kind":"commit","id":""}',
     b'{"v":1,"kind":"comm\\u0069t","id":"ID"}', b'{"v":1,"kind":"commit","id":"ID","half":01}',
+    b'{"v":1,"kind":"later","id":"ID","later_s":1e400}',
+    b'{"v":1,"kind":"check","id":"ID","round":99999999999}',
+    b'{"v":1,"kind":"commit","id":"ID","contents":2147483648}',
+    b'{"v":1,"kind":"commit","id":"ID","contents":2147483647}',
+    b'{"v":' + b"[" * 5000, b'{"a":' * 5000, 
 )  # fmt: skip
 
 
