@@ -171,7 +171,7 @@ JSON = (
     b'{"v":1,"kind":"check","id":"ID","round":99999999999}',
     b'{"v":1,"kind":"commit","id":"ID","contents":2147483648}',
     b'{"v":1,"kind":"commit","id":"ID","contents":2147483647}',
-    b'{"v":' + b"[" * 5000, b'{"a":' * 5000, 
+    b'{"v":' + b"[" * 5000, b'{"a":' * 5000,
 )  # fmt: skip
 
 
