@@ -129,7 +129,7 @@ def test_any_life_in_parts_gets_the_verdicts_of_one_run(
     assert differences(in_parts, expected) == {}
     kinds = {finding for row in expected.values() for finding in row["findings"]}
     assert kinds >= {"visible_twice", "contrary_markers", "out_of_order", "rolled_back_visible"}
-    assert kinds >= {"visible_without_half", "overdue"}
+    assert "overdue" in kinds
     # Nor is anything gone where others' records were taken before.
     assert {tuple(row["topics"]) for row in expected.values() if "lost" in row["findings"]} >= {
         ("rare",)
