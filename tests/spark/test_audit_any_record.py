@@ -135,7 +135,7 @@ def test_every_record_is_read_or_set_aside(spark: SparkSession, count: int) -> N
         ),
     }
     for name, (build, some, read, is_own) in cases.items():
-        assert len(some) > count // 20, name
+        assert len(some) > count // 40, name
         rows = built(build, spark, some)
         assert len(rows) == len(some), name
         whys = set()
