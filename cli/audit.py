@@ -79,7 +79,16 @@ def _age_options(function: F) -> F:
         metavar="SECONDS",
         help="And one that is older than this is lost. [env: TXBROKER_LOST_AFTER_S; default: 600]",
     )
-    return late(lost(function))
+    overdue = click.option(
+        "--overdue-after-s",
+        type=float,
+        default=86_400.0,
+        envvar="TXBROKER_OVERDUE_AFTER_S",
+        metavar="SECONDS",
+        help="A pending transaction is overdue if its first check was due for longer than this and "
+        "never made. [env: TXBROKER_OVERDUE_AFTER_S; default: 86400]",
+    )
+    return late(lost(overdue(function)))
 
 
 @command.command("run")

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from txbroker.cli.output import Column, Row, clock, duration, printable, show_data, show_rows
-from txbroker.spark.schema import BUSINESS_KINDS, KINDS, RunSummary
+from txbroker.spark.schema import ALL_KINDS, RunSummary
 
 STATES = {
     "settled": "visible as committed, or rolled back and not visible",
@@ -21,7 +21,7 @@ STATES = {
 }
 """What the states of transactions mean, in the order in which they are shown."""
 
-_KINDS = {kind.name: kind for kind in (*KINDS, *BUSINESS_KINDS)}
+_KINDS = {kind.name: kind for kind in ALL_KINDS}
 EXAMPLES_SHOWN = 10
 HELD_SHOWN = 5
 
@@ -51,6 +51,18 @@ EXAMPLES = (
     Column("WHY", lambda row: row["why"]),
 )
 
+SET_ASIDE = (
+    Column("TOPIC", lambda row: row["topic"]),
+    Column("PARTITION", lambda row: row["partition"]),
+    Column("OFFSET", lambda row: row["offset"]),
+    Column("OURS", lambda row: "yes" if row["own"] else ""),
+    Column("WHY", lambda row: row["why"]),
+)
+MISSING = (
+    Column("MISSING TARGET", lambda row: row["topic"]),
+    Column("COMMITTED", lambda row: row["transactions"]),
+)
+
 
 def show_runs(runs: Sequence[RunSummary], output: str, empty: str) -> None:
     """Write runs to stdout."""
@@ -73,6 +85,15 @@ def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
         shown = run.examples if output == "wide" else run.examples[:EXAMPLES_SHOWN]
         print()
         show_rows([msgspec.to_builtins(example) for example in shown], EXAMPLES, output, "")
+    if run.missing_targets:
+        print()
+        missing = run.missing_targets.items()
+        rows: list[Row] = [{"topic": topic, "transactions": n} for topic, n in missing]
+        show_rows(rows, MISSING, output, "")
+    if run.set_aside:
+        aside = run.set_aside if output == "wide" else run.set_aside[:EXAMPLES_SHOWN]
+        print()
+        show_rows([msgspec.to_builtins(each) for each in aside], SET_ASIDE, output, "")
 
 
 def as_row(run: RunSummary) -> dict[str, Any]:
@@ -120,10 +141,19 @@ def drift_in_words(run: RunSummary) -> str:
         )
     said += _begun_later(run) + _held(run)
     if run.quarantined:
-        said += f" {run.quarantined:,} records do not read and were set aside."
+        said += f" {run.quarantined:,} records do not read and were set aside{_own(run)}."
+    if run.missing_targets:
+        named = ", ".join(map(printable, run.missing_targets))
+        said += f" Targets that do not exist: {named}."
     if not run.has_drift:
         return f"{said} No drift."
     return f"{said} Drift! {kinds_in_words(run.drift)}."
+
+
+def _own(run: RunSummary) -> str:
+    """Return how many of the records that do not read are ours."""
+    own = run.drift.get("unreadable", 0)
+    return f", {own:,} of them ours" if own else ""
 
 
 def _begun_later(run: RunSummary) -> str:

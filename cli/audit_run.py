@@ -37,10 +37,11 @@ _SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
 
 
 class Ages(Struct, frozen=True):
-    """When a commit that is not visible is late, and when lost."""
+    """When a commit that is not visible is late, and when lost; when a first check is overdue."""
 
     late_after_ms: int
     lost_after_ms: int
+    overdue_after_ms: int
 
 
 class RunOptions(Struct, frozen=True):
@@ -96,7 +97,8 @@ def _ages(options: dict[str, Any]) -> Ages:
             f"--late-after-s {late_s:g} is more than --lost-after-s {lost_s:g}: what is lost has "
             "been late before"
         )
-    return Ages(round(late_s * 1000), round(lost_s * 1000))
+    overdue_s = _seconds(options, "overdue_after_s")
+    return Ages(*(round(seconds * 1000) for seconds in (late_s, lost_s, overdue_s)))
 
 
 def run_options(options: dict[str, Any]) -> RunOptions:
@@ -367,6 +369,7 @@ def terms_of(settings: Settings, ages: Ages) -> "Terms":
         dedup_window_ms=round(settings.dedup_window_s * 1000),
         late_after_ms=ages.late_after_ms,
         lost_after_ms=ages.lost_after_ms,
+        overdue_after_ms=ages.overdue_after_ms,
     )
 
 

@@ -115,7 +115,7 @@ def compare(
     from pyspark.sql import DataFrame
     from pyspark.sql import functions as F
 
-    from txbroker.spark.facts import id_time_ms, is_id
+    from txbroker.spark.id_columns import id_time_ms
 
     business.validate()
     rows = _rows(spark, business, half_partitions)
@@ -129,9 +129,7 @@ def compare(
         (F.size("places") > 0).alias("visible"),
         F.coalesce("decided_at_ms", "prepared_at_ms").alias("decided_ms"),
     )
-    joined = rows.join(known, "id", "full_outer").withColumn(
-        "id_ms", F.when(is_id(F.col("id")), id_time_ms(F.col("id")))
-    )
+    joined = rows.join(known, "id", "full_outer").withColumn("id_ms", id_time_ms(F.col("id")))
     kind = _kind(business, terms, known_from_ms)
     found = joined.select("id", kind.alias("kind"), F.coalesce("rows", F.lit(0)).alias("rows"))
     found = found.where("kind IS NOT NULL")

@@ -15,9 +15,9 @@ from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark.dedup import whole_with_key
-from txbroker.spark.facts import id_time_ms
 from txbroker.spark.folders import Folders, read_bytes, write_bytes
 from txbroker.spark.history import TABLES, Facts, PastRun, read_facts
+from txbroker.spark.id_columns import id_time_ms
 from txbroker.spark.rows import Horizon
 from txbroker.spark.schema import Cut, Names, TopicRead
 
@@ -168,8 +168,8 @@ def without_removed(horizon: Horizon, removed_ms: int | None, half_partitions: i
     if removed_ms is None:
         return horizon
     begin_ms = dict.fromkeys(range(half_partitions), removed_ms)
-    every = frozenset(begin_ms)
-    return horizon._replace(half_begin_ms=_later(horizon.half_begin_ms, begin_ms, every))
+    half_begin_ms = _later(horizon.half_begin_ms, begin_ms, frozenset(begin_ms))
+    return horizon._replace(half_begin_ms=half_begin_ms, removed_ms=removed_ms)
 
 
 class Gaps(Struct, frozen=True):

@@ -1,13 +1,15 @@
 """Facts out of Kafka records: Spark SQL expressions that read what `txbroker.core.codec` writes.
 
-Every function takes a DataFrame of the Kafka source, with headers, batch or streaming, and returns
-one narrow row for each record. A record that does not read becomes a row whose `why` says so; the
-facts of all others have a `why` of null. No body goes on, only 64-bit hashes: the hashes of a half
-message and of the record that was promoted from it are equal where nothing was changed.
+Every function takes a DataFrame of the Kafka source, batch or streaming, and returns one narrow
+row for each record. Where that does not read, `why` says so, and `own` whether it is one of ours;
+`why` is null for all others. No body goes on, only 64-bit hashes: those of a half message and of
+the record that was promoted from it are equal where nothing was changed. No record may raise an
+error here: in ANSI mode that ends the whole run. So texts become numbers by `try_cast` only.
 """
 
 from collections.abc import Sequence
 from functools import reduce
+from sys import float_info
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -20,17 +22,16 @@ from txbroker.core.codec import (
     SEQUENCE_HEADER,
     VERSION_HEADER,
 )
-from txbroker.core.ids import ALPHABET, TIME_MAX_MS
 from txbroker.core.records import RECORD_VERSION, CheckPolicy, MarkerKind, Source, State
+from txbroker.spark.id_columns import id_partition, id_time_ms, is_id
 
 _FIXED = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
-_ID = r"\A[0-7][0-9A-HJKMNP-TV-Z]{25}\z"  # 128 bits: the first character has but three
 _NATURAL = r"\A[0-9]{1,19}\z"
 _SEQUENCE = r"\A[0-9]{1,19}/[0-9]{1,19}\z"
 _SECONDS = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _POLICY = rf"\A{_SECONDS}/{_SECONDS}/[0-9]{{1,19}}/{_SECONDS}\z"
-_DIGITS32 = "0123456789ABCDEFGHIJKLMNOPQRSTUV"
 _NEWER = "a newer version of txbroker wrote it"
+_INT_MAX = (1 << 31) - 1
 _NOWHERE = b"\x00txbroker: found in no header\x00"
 
 _USUAL = {
@@ -71,29 +72,17 @@ def at_ms() -> Column:
     return F.unix_millis("timestamp")
 
 
-# --- ids -------------------------------------------------------------------------------------
+# --- whose a record is --------------------------------------------------------------------------
 
 
-def is_id(text: Column) -> Column:
-    """Say whether a text is a transaction id; null for null."""
-    return text.rlike(_ID)
+def _is_ours(id: Column) -> Column:
+    """Say whether a text is the id of a transaction of the record's own partition."""
+    return F.coalesce(id_partition(id) == F.col("partition"), F.lit(False))
 
 
-def id_partition(id: Column) -> Column:
-    """Return the half partition that is in a transaction id."""
-    # The first 4 characters are 20 bits: 2 that are always zero, 16, and 2 of the time.
-    return F.shiftright(_base32(id, 1, 4), 2).cast("int")
-
-
-def id_time_ms(id: Column) -> Column:
-    """Return the time that is in a transaction id, ms since 1970."""
-    # Bits 60 to 114 in 11 characters; the time's are 64 to 111.
-    return F.shiftright(_base32(id, 4, 11), 4).bitwiseAND(F.lit(TIME_MAX_MS))
-
-
-def _base32(id: Column, first: int, length: int) -> Column:
-    digits = F.translate(F.substring(id, first, length), ALPHABET, _DIGITS32)
-    return F.conv(digits, 32, 10).cast("bigint")
+def _own(why: Column, ours: Column) -> Column:
+    """Say whether a record that does not read is one of ours; a newer version's does not count."""
+    return F.coalesce((why != _NEWER) & ours, F.lit(False))
 
 
 # --- hashes ----------------------------------------------------------------------------------
@@ -172,6 +161,12 @@ class _Part:
     @property
     def _version(self) -> Column:
         return F.substring_index(self._first, " ", 1)
+
+    @property
+    def is_ours(self) -> Column:
+        """Whether the first header is ours, of a version that we know."""
+        known = self._version.try_cast("bigint") <= RECORD_VERSION
+        return F.coalesce(self._usual | (self._version.rlike(_NATURAL) & known), F.lit(False))
 
     def _text(self, number: int) -> Column:
         value = F.get("headers", F.lit(number)).getField("value").cast("string")
@@ -272,8 +267,8 @@ class _Part:
 def half_facts(records: DataFrame) -> DataFrame:
     """Return the facts of records of the half topic.
 
-    Columns: those of `schema.HALF` without `clock_ms` and `early`, and `why`. `void` is `id` where
-    the id is none, or belongs to another partition, else null.
+    Columns: those of `schema.HALF` without `clock_ms` and `early`, `why` and `own`. `void` is `id`
+    where the id is none, or belongs to another partition, else null.
     """
     part = _Part(records)
     first = part.seq == 0
@@ -299,11 +294,14 @@ def half_facts(records: DataFrame) -> DataFrame:
         part.timestamp_ms.alias("timestamp_ms"),
         *[F.when(first, column).alias(name) for name, column in of_first.items()],
         part.why().alias("why"),
+        part.is_ours.alias("_ours"),
     )
     id = F.col("id")
-    return facts.withColumn("id_ms", F.when(is_id(id), id_time_ms(id))).withColumn(
-        "void",
-        F.when(F.col("id_ms").isNull() | (id_partition(id) != F.col("partition")), F.lit("id")),
+    return (
+        facts.withColumn("id_ms", id_time_ms(id))
+        .withColumn("void", F.when(~_is_ours(id), F.lit("id")))
+        .withColumn("own", _own(F.col("why"), F.col("_ours")))
+        .drop("_ours")
     )
 
 
@@ -339,7 +337,7 @@ _TYPES = {_TEXT: ("STRING",), _INTEGER: ("BIGINT",), _OFFSET: ("BIGINT",)}
 _NUMBERS = ("BIGINT", "DOUBLE", "DECIMAL", "FLOAT")
 _MARKER = (
     "v bigint, kind string, id string, source string, `group` string, reason string, "
-    "round int, number int, later_s double, contents int"
+    "round bigint, number bigint, later_s double, contents bigint"
 )
 _JSON = {"allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
 
@@ -393,7 +391,7 @@ def op_facts(records: DataFrame) -> DataFrame:
 
     Columns: those of `schema.OP` without `clock_ms`, `early` and `contents`; `content`, a message
     that replaces one (of the marker that stands `content.seq + 1` offsets before it) and its
-    `content_count`, both null for markers; and `why`.
+    `content_count`, both null for markers; `why` and `own`.
     """
     is_content = F.get("headers", F.lit(0)).getField("key").eqNullSafe(F.lit(VERSION_HEADER))
     # Nearly all are markers: where there are no headers, a part costs nothing.
@@ -428,16 +426,24 @@ def op_facts(records: DataFrame) -> DataFrame:
         .when(newer, F.lit(_NEWER))
         .alias("unread"),
         F.col("key").cast("string").alias("key"),
+        part.is_ours.alias("is_ours"),
     )
     return _markers(read)
 
 
+def _int(number: Column) -> Column:
+    """Return a number of a marker, 0 where there is none; no larger than its column holds."""
+    known = F.coalesce(number, F.lit(0))
+    return F.greatest(F.least(known, F.lit(_INT_MAX)), F.lit(-_INT_MAX)).try_cast("int")
+
+
 def _markers(read: DataFrame) -> DataFrame:
     marker = F.col("marker")
-    id, contents = marker["id"], F.coalesce(marker["contents"], F.lit(0))
+    id, contents = marker["id"], _int(marker["contents"])
     why = _any_of(
         [
             (marker.isNull() | _not(marker["kind"].isin(*MarkerKind)), "it is not a marker"),
+            (F.abs(marker["later_s"]) > F.lit(float_info.max), "it is not a marker"),
             (_not(F.coalesce(marker["source"], F.lit(Source.PRODUCER)).isin(*Source)), "source"),
             (marker["v"] > RECORD_VERSION, _NEWER),
             (_not(F.col("key") == id), "its key is not its transaction's id"),
@@ -450,15 +456,17 @@ def _markers(read: DataFrame) -> DataFrame:
         ]
     )
     is_marker = F.col("content").isNull()
+    why = F.coalesce(F.col("unread"), F.when(is_marker, why))
+    ours = F.when(is_marker, _is_ours(F.col("key"))).otherwise(F.col("is_ours"))
     return read.select(
         F.coalesce(F.col("content_id"), id).alias("id"),
-        F.when(is_id(id), id_time_ms(id)).alias("id_ms"),
+        id_time_ms(id).alias("id_ms"),
         *_BASE,
         marker["kind"].alias("kind"),
         F.when(is_marker, F.coalesce(marker["source"], F.lit(Source.PRODUCER))).alias("source"),
         F.when(is_marker, F.coalesce(marker["group"], F.lit(""))).alias("grp"),
-        F.when(is_marker, F.coalesce(marker["round"], F.lit(0))).alias("round"),
-        F.when(is_marker, F.coalesce(marker["number"], F.lit(0))).alias("number"),
+        F.when(is_marker, _int(marker["round"])).alias("round"),
+        F.when(is_marker, _int(marker["number"])).alias("number"),
         F.when(is_marker, F.coalesce(marker["reason"], F.lit(""))).alias("reason"),
         F.when(
             is_marker, F.coalesce(F.rint(marker["later_s"] * 1000).try_cast("bigint"), F.lit(0))
@@ -466,7 +474,8 @@ def _markers(read: DataFrame) -> DataFrame:
         F.when(is_marker, contents).alias("contents_count"),
         "content",
         "content_count",
-        F.coalesce(F.col("unread"), F.when(is_marker, why)).alias("why"),
+        why.alias("why"),
+        _own(why, ours).alias("own"),
     )
 
 
@@ -477,7 +486,8 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
     """Return the facts of those records of target topics that an installation has promoted.
 
     Their first header is `txb-id`, of other prefixes than the default one `txb-installation` and
-    the second `txb-id`. Columns: those of `schema.VISIBLE`, and `why`.
+    the second `txb-id`. Columns: those of `schema.VISIBLE`, `why` and `own`, which is never true:
+    anybody may write to a target.
 
     Args:
         prefix: of the installation's own topics.
@@ -504,7 +514,8 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
         F.lit(False),
     )
     behind_id, behind_seq = (
-        F.slice(headers, begin, F.size(headers) - begin + 1) for begin in (before + 2, before + 3)
+        F.slice(headers, begin, F.greatest(F.size(headers) - begin + 1, F.lit(0)))
+        for begin in (before + 2, before + 3)
     )
     id = first.getField("value").cast("string")
     return records.where(its_own & (first.getField("key") == ID_HEADER)).select(
@@ -519,6 +530,7 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
         F.when(ours, headers_hash(behind_id)).alias("headers_if_alone"),
         (F.col("timestampType") == 1).alias("append_time"),
         F.when(_not(is_id(id)), F.lit("its txb-id is no transaction id")).alias("why"),
+        F.lit(False).alias("own"),
     )
 
 
@@ -530,7 +542,7 @@ _CAUSE = "cause struct<code: string, message: string, topic: string, partition: 
 def parked_facts(records: DataFrame) -> DataFrame:
     """Return the facts of records of the parked topic.
 
-    Columns: those of `schema.PARKED`, and `why`.
+    Columns: those of `schema.PARKED`, `why` and `own`.
     """
     part = _Part(records)
     key = F.col("key").cast("string")
@@ -567,16 +579,19 @@ def parked_facts(records: DataFrame) -> DataFrame:
             (~tombstone & _not(readable), "what it says of its transaction does not read"),
         ]
     )
+    why = F.when(why == "", part.why()).otherwise(why)
+    ours = part.is_ours | (_is_ours(id) & number.rlike(_NATURAL))
     return part.records.select(
         id.alias("id"),
-        F.when(is_id(id), id_time_ms(id)).alias("id_ms"),
+        id_time_ms(id).alias("id_ms"),
         *_base(),
         number.try_cast("int").alias("seq"),
         F.when(~tombstone, kept["state"]).alias("state"),
         F.when(~tombstone, kept["cause"]["code"]).alias("cause"),
         tombstone.alias("tombstone"),
         *[F.when(~tombstone, column).alias(name) for name, column in held.items()],
-        F.when(why == "", part.why()).otherwise(why).alias("why"),
+        why.alias("why"),
+        _own(why, ours).alias("own"),
     )
 
 

@@ -21,7 +21,7 @@ from txbroker.spark import judge as judge_module
 from txbroker.spark import life as life_module
 from txbroker.spark import rows as rows_module
 from txbroker.spark import schema
-from txbroker.spark.facts import id_partition, id_time_ms, is_id
+from txbroker.spark.id_columns import id_partition, id_time_ms
 from txbroker.spark.judge import judge_rows
 from txbroker.spark.rows import ALWAYS, Horizon, Limits, TermsLike
 from txbroker.spark.schema import Cut
@@ -41,6 +41,10 @@ _BROADCAST_ROWS_MAX = 500_000
 """Up to so many transactions out of order are sent to all tasks."""
 _TOLD_MS = 86_400_000
 """Tombstones of the parked topic are there for so long at least (`delete.retention.ms`)."""
+
+
+_BEFORE_ALL = Limits(0)
+"""Terms by which nothing is old."""
 
 
 class StagedFacts(Protocol):
@@ -102,7 +106,7 @@ def verdicts(
         horizon = horizon_of(cast(StagedCut, staged)) if hasattr(staged, "cut") else Horizon()
     release(spark)
     # Each is read twice, by the order's check too; to gather again would cost more.
-    gathered = _by_sql(_gathered(staged))
+    gathered = _by_sql(_gathered(staged), terms)
     # Aggregates that sort at once: Spark would try to collect arrays in a hash table first, and
     # give up after a few ids: half as much work again.
     with setting(spark, _HASH_FIRST, "false"):
@@ -164,9 +168,13 @@ def _struct(side: str, table: DataFrame) -> Column:
 # --- plain ones, by SQL ----------------------------------------------------------------------
 
 
-def _by_sql(gathered: DataFrame) -> DataFrame:
-    """Return `plain`, the verdicts of those that are, and the facts of those that are not."""
-    flagged = gathered.withColumn("plain", F.coalesce(_is_plain(), F.lit(False)))
+def _by_sql(gathered: DataFrame, terms: TermsLike = _BEFORE_ALL) -> DataFrame:
+    """Return `plain`, the verdicts of those that are, and the facts of those that are not.
+
+    Args:
+        terms: tell which pending ones may be overdue; none is by default.
+    """
+    flagged = gathered.withColumn("plain", F.coalesce(_is_plain(terms), F.lit(False)))
     plain = F.col("plain")
     values, kinds = _plain_verdict(), _judged()
     return flagged.select(
@@ -181,7 +189,7 @@ def _by_sql(gathered: DataFrame) -> DataFrame:
     )
 
 
-def _is_plain() -> Column:
+def _is_plain(terms: TermsLike) -> Column:
     """Say whether nothing but what should be there is there: see `judge` for every rule."""
     half, marker = F.get("half", F.lit(0)), F.get("op", F.lit(0))
     size = F.size("half")
@@ -191,7 +199,6 @@ def _is_plain() -> Column:
         & (half["count"] == size)
         & (half["seq"] == 0)
         & half["void"].isNull()
-        & is_id(F.col("id"))
         & (half["partition"] == id_partition(F.col("id")))
         & ((size == 1) | F.forall(numbers, _follows))
     )
@@ -207,7 +214,10 @@ def _is_plain() -> Column:
     )
     nothing = F.size("visible") == 0
     ended = decides & F.when(marker["kind"] == "commit", commit).otherwise(nothing)
-    pending = (F.size("op") == 0) & nothing
+    # A long message is prepared as soon as its first record at the earliest.
+    due_ms = half["clock_ms"] + half["after_ms"]
+    young = due_ms >= F.lit(terms.now_ms - terms.overdue_after_ms)
+    pending = (F.size("op") == 0) & nothing & young
     return F.when(~whole | (F.size("parked") > 0), F.lit(False)).otherwise(ended | pending)
 
 
@@ -311,7 +321,7 @@ def _judging(
     """Return what judges record batches of gathered rows on an executor."""
     for module in (judge_module, life_module, rows_module):
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-    limits = Limits(terms.now_ms, terms.dedup_window_ms, terms.late_after_ms, terms.lost_after_ms)
+    limits = Limits(*(getattr(terms, name) for name in Limits._fields))
     types = to_arrow_schema(kind)
 
     def judging(batches: Iterable[Any]) -> Iterable[Any]:

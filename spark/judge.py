@@ -5,7 +5,7 @@ in the other. Only the standard library, `life` and `rows` are used here: Spark 
 to its executors by value, and nothing of ours need be installed there.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from txbroker.spark.life import Kept, Life
@@ -28,6 +28,7 @@ from txbroker.spark.rows import (
 GRAVITY = (
     "rolled_back_visible",
     "visible_without_commit",
+    "visible_without_half",
     "visible_twice",
     "lost",
     "refused_visible",
@@ -43,6 +44,7 @@ GRAVITY = (
     "contrary_markers",
     "marker_without_half",
     "late",
+    "overdue",
 )
 """The kinds of findings, the gravest first."""
 
@@ -89,6 +91,12 @@ class _Halves(NamedTuple):
     """Retention has taken a part of it."""
 
 
+def _is_whole(numbers: Collection[int], count: int) -> bool:
+    """Say whether the numbers of messages are those of `count` messages. No list of them is made:
+    a record may say any count."""
+    return len(numbers) == count and all(0 <= number < count for number in numbers)
+
+
 def _halves(rows: Sequence[HalfRow], home: int, horizon: Horizon) -> _Halves:
     batches: dict[tuple[int, int], dict[int, HalfRow]] = {}
     for row in rows:
@@ -97,7 +105,7 @@ def _halves(rows: Sequence[HalfRow], home: int, horizon: Horizon) -> _Halves:
     for (partition, base), batch in sorted(batches.items()):
         first = next(iter(batch.values()))
         same = all((row.grp, row.count) == (first.grp, first.count) for row in batch.values())
-        if not same or batch.keys() != set(range(first.count)):
+        if not same or not _is_whole(batch.keys(), first.count):
             if base < horizon.half_start.get(partition, 0):
                 cut = True
             else:
@@ -112,19 +120,26 @@ def _halves(rows: Sequence[HalfRow], home: int, horizon: Horizon) -> _Halves:
 # --- what is visible -------------------------------------------------------------------------
 
 
+def _hold_twice(life: Life, visible: Sequence[VisibleRow]) -> None:
+    """Note where a message is visible twice: that is wrong whatever was prepared and decided."""
+    seen: dict[int, VisibleRow] = {}
+    for row in visible:
+        first = seen.setdefault(row.seq, row)
+        if first is not row:
+            life.found["visible_twice"] = (
+                f"message {row.seq}: {first.topic}-{first.partition} at {first.offset}, "
+                f"{row.topic}-{row.partition} at {row.offset}"
+            )
+            return
+
+
 def _compare(life: Life, visible: Sequence[VisibleRow]) -> None:
     """Compare what is visible of a committed transaction with what was prepared."""
     decided, expected = life.decided, life.contents or life.prepared
     assert expected is not None
     assert decided is not None
-    seen: dict[int, VisibleRow] = {}
     for row in visible:
         where = f"{row.topic}-{row.partition} at {row.offset}"
-        if row.seq in seen:
-            first = seen[row.seq]
-            twice = f"message {row.seq}: {first.topic}-{first.partition} at {first.offset}, {where}"
-            life.found.setdefault("visible_twice", twice)
-        seen.setdefault(row.seq, row)
         if row.seq >= len(expected) or row.count != len(expected):
             wrong = f"{where} is message {row.seq} of {row.count}, not of {len(expected)}"
             life.found.setdefault("wrong_target", wrong)
@@ -192,7 +207,7 @@ def _kept(rows: Sequence[ParkedRow]) -> Kept | None:
     """Return the newest copy, None where it is not whole or not known."""
     newest = {row.seq: row for row in rows if not row.tombstone}
     first = newest.get(0)
-    if first is None or first.grp is None or newest.keys() != set(range(first.count or 0)):
+    if first is None or first.grp is None or not _is_whole(newest.keys(), first.count or 0):
         return None
     messages = []
     for seq in range(len(newest)):
@@ -323,6 +338,7 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     for marker in facts.op:
         if marker.partition == parts.partition:
             life.apply(marker)
+    _hold_twice(life, visible)
     if life.half is None:
         state, carry = _without_half(facts, life, parts, halves, terms, horizon)
     elif life.decided is None:
@@ -330,13 +346,15 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
         parked = life.parked if state == "parked" else None
         if parked and parked.early and terms.now_ms - parked.at_ms > terms.lost_after_ms:
             _hold_copy(life, _copy(facts.parked))
+        prepared_ms = max(row.clock_ms for row in life.half)
         if visible:
-            begin_ms = horizon.op_begin_ms.get(parts.partition, -1)
-            if max(row.clock_ms for row in life.half) <= begin_ms + terms.dedup_window_ms:
+            if _has_all_markers(parts, prepared_ms, terms, horizon):
+                life.found["visible_without_commit"] = _shown(visible)
+            else:
                 life.found.pop("not_kept", None)
                 state, carry = "gone", False
-            else:
-                life.found["visible_without_commit"] = _shown(visible)
+        elif _has_all_markers(parts, prepared_ms, terms, horizon):
+            _hold_overdue(life, facts, terms)
     elif life.state == "rolled_back":
         state, carry = "rolled_back", False
         if visible:
@@ -346,6 +364,29 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
         state, carry = _end(life, facts, terms, horizon)
     _hold_contrary(life, visible)
     return _judged(facts, parts, life, visible, state, carry)
+
+
+def _has_all_markers(parts: IdParts, prepared_ms: int, terms: TermsLike, horizon: Horizon) -> bool:
+    """Say whether retention cannot have taken a marker of a transaction.
+
+    Args:
+        prepared_ms: when it was prepared, or the time in its id.
+    """
+    begin_ms = horizon.op_begin_ms.get(parts.partition)
+    return begin_ms is None or prepared_ms > begin_ms + terms.dedup_window_ms
+
+
+def _hold_overdue(life: Life, facts: TransactionFacts, terms: TermsLike) -> None:
+    """Note that nobody was ever asked, though that was due long ago, and nothing was copied.
+
+    The logs do not tell whether anybody of the group could be reached, so this waits for longer
+    than an outage is thought to last.
+    """
+    if life.state != "pending" or facts.parked or any(row.kind == "check" for row in facts.op):
+        return
+    since_ms = terms.now_ms - life.next_check_ms()
+    if since_ms > terms.overdue_after_ms:
+        life.found["overdue"] = f"the first check was due {since_ms // 1000} s ago"
 
 
 def _sorted(facts: TransactionFacts) -> TransactionFacts:
@@ -387,20 +428,34 @@ def _without_half(
     dropped = life.prepared is not None and decision == "commit" and (taken or halves.cut)
     if copy.state is not None or dropped:
         return _from_copy(facts, life, copy, terms, horizon)
-    if taken or halves.cut:
-        return "gone", False
-    if halves.parts:
+    known = not taken and not halves.cut
+    if known and halves.parts:
         life.found["half_incomplete"] = f"{halves.parts} are stored"
-    elif facts.op:
+    elif known and facts.op:
         life.found["marker_without_half"] = f"{facts.op[0].kind} at {facts.op[0].offset}"
-    if facts.visible and decision == "rollback":
-        life.found["rolled_back_visible"] = _shown(facts.visible)
-    elif facts.visible and decision is None:
-        life.found["visible_without_commit"] = _shown(facts.visible)
-    if not life.found:
-        # Only tombstones are left in the parked topic.
-        return "gone", False
-    return "void", open_still
+    if not known and _is_disputed(life):
+        life.others, life.contrary = [], ""
+    elif facts.visible:
+        complete = parts.time_ms > horizon.removed_ms and _has_all_markers(
+            parts, parts.time_ms, terms, horizon
+        )
+        if decision == "commit" and known:
+            life.found["visible_without_half"] = _shown(facts.visible)
+        elif decision == "rollback" and (known or complete):
+            life.found["rolled_back_visible"] = _shown(facts.visible)
+            if not known:
+                return "rolled_back", False
+        elif decision is None and known:
+            life.found["visible_without_commit"] = _shown(facts.visible)
+    # Where nothing was taken and nothing is wrong, only tombstones are left in the parked topic.
+    return ("void", open_still) if known and life.found else ("gone", False)
+
+
+def _is_disputed(life: Life) -> bool:
+    """Say whether somebody of another group has decided otherwise: without the half message nobody
+    knows whose transaction it was."""
+    first = "" if life.decided is None else life.decided.grp
+    return any(first and row.grp and row.grp != first for row in life.others)
 
 
 def _from_copy(

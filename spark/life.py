@@ -184,7 +184,8 @@ class Life:
 def _whole(marker: OpRow) -> bool:
     """Say whether the messages that a marker announces are all there."""
     given = [each.seq for each in in_sequence(marker.contents or ())]
-    return given == list(range(marker.contents_count))
+    # The record says how many they are, and it may say any number.
+    return len(given) == marker.contents_count and given == list(range(len(given)))
 
 
 def in_sequence(contents: Sequence[Content]) -> list[Content]:

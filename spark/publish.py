@@ -7,13 +7,16 @@ from txbroker.core.audit import (
     STREAM_KEY,
     TAKEN_TOPICS_MAX,
     AuditNews,
+    UnreadRecord,
     encode_news,
 )
 from txbroker.kafka.audit import KafkaAuditWriter
 from txbroker.kafka.settings import KafkaSettings
-from txbroker.spark.schema import BUSINESS_KINDS, KIND_NAMES, RunSummary
+from txbroker.spark.schema import BUSINESS_KINDS, KINDS, TOPIC_KINDS, RunSummary
 
-_FOUND_AGAIN = frozenset({"late", "lost", "not_kept", "refused_visible"})
+_FOUND_AGAIN = frozenset(
+    {"late", "lost", "not_kept", "refused_visible", "overdue", "target_missing"}
+)
 """Whoever is so still is so in the next run, too, unless it was mended."""
 
 
@@ -25,7 +28,7 @@ def news_of(summary: RunSummary, untold: Sequence[RunSummary] = ()) -> AuditNews
             wrongly, so their findings count with this one's; of each kind the greatest number,
             because some may be found again.
     """
-    kinds = dict.fromkeys(KIND_NAMES, 0)
+    kinds = dict.fromkeys((kind.name for kind in (*KINDS, *TOPIC_KINDS)), 0)
     if summary.business:
         kinds |= dict.fromkeys((kind.name for kind in BUSINESS_KINDS), 0)
     drift = {**kinds, **summary.drift}
@@ -47,6 +50,11 @@ def news_of(summary: RunSummary, untold: Sequence[RunSummary] = ()) -> AuditNews
         taken_topics=dict(most[:TAKEN_TOPICS_MAX]),
         business=dict(summary.business),
         strangers=summary.strangers,
+        set_aside=[
+            UnreadRecord(each.topic, each.partition, each.offset, each.why)
+            for each in summary.set_aside
+        ],
+        missing_targets=dict(summary.missing_targets),
     )
 
 

@@ -24,7 +24,16 @@ from txbroker.spark.plots import (
 )
 from txbroker.spark.report_read import how_judged, what_was_read
 from txbroker.spark.report_style import STYLE
-from txbroker.spark.schema import BUSINESS_KINDS, KINDS, Example, Histogram, Kind, RunSummary
+from txbroker.spark.schema import (
+    ALL_KINDS,
+    BUSINESS_KINDS,
+    KINDS,
+    TOPIC_KINDS,
+    Example,
+    Histogram,
+    Kind,
+    RunSummary,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -174,8 +183,8 @@ def _runs(summary: RunSummary, history: Sequence[RunSummary]) -> list[RunSummary
 
 def _kinds_of(runs: Sequence[RunSummary]) -> list[Kind]:
     """Return all kinds that these runs know of, the gravest first."""
-    known = [*KINDS]
     found = {kind for run in runs for kind in run.drift}
+    known = [*KINDS, *(kind for kind in TOPIC_KINDS if kind.name in found)]
     if any(run.business for run in runs) or found & {kind.name for kind in BUSINESS_KINDS}:
         known += BUSINESS_KINDS
     names = {kind.name for kind in known}
@@ -246,10 +255,21 @@ def _notes(summary: RunSummary) -> Iterator[Html]:
             class_="note",
         )
     if summary.quarantined:
+        own = summary.drift.get("unreadable", 0)
+        whose = f", {count(own)} of them ours" if own else ""
         yield tag(
             "p",
-            f"{plural(summary.quarantined, 'record does', 'records do')} not read. They were set "
-            "aside and not judged.",
+            f"{plural(summary.quarantined, 'record does', 'records do')} not read{whose}. They "
+            "were set aside and not judged.",
+            class_="note",
+        )
+    for topic, number in summary.missing_targets.items():
+        yield tag(
+            "p",
+            "The target ",
+            tag("code", topic),
+            f" does not exist, and {plural(number, 'transaction was', 'transactions were')} "
+            "committed to it.",
             class_="note",
         )
 
@@ -336,7 +356,7 @@ def _examples(examples: Sequence[Example], summary: RunSummary) -> Html:
 def _by_group(groups: Sequence[GroupDrift]) -> Html | None:
     if not groups:
         return None
-    titles = {kind.name: kind.title for kind in (*KINDS, *BUSINESS_KINDS)}
+    titles = {kind.name: kind.title for kind in ALL_KINDS}
     rows = [
         tag(
             "tr",

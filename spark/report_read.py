@@ -39,7 +39,29 @@ def what_was_read(summary: RunSummary) -> Html:
         tag("h2", "What was read"),
         tag("p", f"Read were {kinds}. {aside}" if kinds else aside, class_="lead"),
         *(() if summary.cut is None else _topics(summary.cut, summary.taken)),
+        _set_aside(summary),
         class_="long",
+    )
+
+
+def _set_aside(summary: RunSummary) -> Child:
+    if not summary.set_aside:
+        return None
+    rows = [
+        tag(
+            "tr",
+            tag("th", tag("code", each.topic), class_="any", scope="row"),
+            tag("td", count(each.partition), class_="n", data_name="Partition"),
+            tag("td", count(each.offset), class_="n", data_name="Offset"),
+            tag("td", "ours" if each.own else "another's", data_name="Whose"),
+            tag("td", each.why, class_="any why"),
+        )
+        for each in summary.set_aside
+    ]
+    return join(
+        tag("h3", "Records that do not read"),
+        table(("Topic", "Partition", "Offset", "Whose", "Why"), rows, (1, 2), "stack"),
+        _more(summary.quarantined - len(rows), "records"),
     )
 
 
@@ -133,6 +155,7 @@ def _terms(summary: RunSummary) -> Child:
         ("Judged as of", moment(terms.now_ms)),
         ("A commit that is not visible is late after", duration(terms.late_after_ms)),
         ("and lost after", duration(terms.lost_after_ms)),
+        ("A first check that is not made is overdue after", duration(terms.overdue_after_ms)),
         ("Half messages count only so near to their id's time", duration(terms.dedup_window_ms)),
     )
     return tag(

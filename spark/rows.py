@@ -23,6 +23,8 @@ class TermsLike(Protocol):
     def late_after_ms(self) -> int: ...
     @property
     def lost_after_ms(self) -> int: ...
+    @property
+    def overdue_after_ms(self) -> int: ...
 
 
 class Limits(NamedTuple):
@@ -32,6 +34,7 @@ class Limits(NamedTuple):
     dedup_window_ms: int = 120_000
     late_after_ms: int = 60_000
     lost_after_ms: int = 600_000
+    overdue_after_ms: int = 86_400_000
 
 
 class Horizon(NamedTuple):
@@ -53,6 +56,8 @@ class Horizon(NamedTuple):
             under way: what is missing there may be visible in a moment.
         hidden: those in which it is the same transaction since the run has begun to read: what is
             missing there may have been committed behind it.
+        removed_ms: facts of transactions whose ids are no later than this may have been removed
+            after earlier runs had read them; -1 where none were.
     """
 
     half_start: Mapping[int, int] = {}
@@ -63,6 +68,7 @@ class Horizon(NamedTuple):
     open: frozenset[tuple[str, int]] = frozenset()
     hidden: frozenset[tuple[str, int]] = frozenset()
     kept_from_ms: Mapping[str, int] = {}
+    removed_ms: int = -1
 
 
 NOTHING_TAKEN = Horizon()

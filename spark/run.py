@@ -35,13 +35,23 @@ from txbroker.spark.carry import (
 from txbroker.spark.cut import KafkaAccess
 from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.gather import horizon_of, parked_from_ms, release, verdicts
-from txbroker.spark.history import Counted, Facts, History, PastRun, counted, left_of, times_of
+from txbroker.spark.history import (
+    Counted,
+    Facts,
+    History,
+    Left,
+    PastRun,
+    counted,
+    left_of,
+    times_of,
+)
 from txbroker.spark.journal import JOURNAL_FILE, Journal
+from txbroker.spark.missing import committed_to_missing, missing_topics
 from txbroker.spark.rows import Horizon, kept_from_ms
 from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms
 from txbroker.spark.spread import spread
 from txbroker.spark.stage import Staged, stage
-from txbroker.spark.summary import EXAMPLES_A_KIND, Tally, add_up
+from txbroker.spark.summary import EXAMPLES_A_KIND, Tally, add_up, count_unread
 from txbroker.spark.verdict_files import current_verdicts, read_verdicts, write_verdicts
 
 _DAY_MS = 86_400_000
@@ -212,7 +222,7 @@ class _Audit:
         self._write_carried(chain, judging.facts, written, new, before)
         mode = "full" if before is None else "incremental"
         summary = summary_of(self._run, mode, staged, read, tally)
-        return self._compared(summary, chain)
+        return self._compared(self._with_missing(summary, chain), chain)
 
     def _stage(self, before: Carried | None) -> Staged:
         settings = self._settings
@@ -304,16 +314,36 @@ class _Audit:
         keys = keys_in_window(new.half, known, chain.cut.half_clock_ms, window_ms)
         write_carried(self._spark, self._folders, self._run, chain, facts, written, keys)
 
+    def _with_missing(self, summary: RunSummary, chain: Chain) -> RunSummary:
+        """Add which targets do not exist although something was committed to them."""
+        if not missing_topics(chain.cut):
+            return summary
+        found = committed_to_missing(self._current_verdicts(chain)[0], chain.cut, self._terms)
+        if not found.transactions:
+            return summary
+        return structs.replace(
+            summary,
+            drift={**summary.drift, "target_missing": found.transactions},
+            missing_targets=found.topics,
+            examples=(*summary.examples, *found.examples),
+        )
+
+    def _current_verdicts(self, chain: Chain) -> tuple[DataFrame, Left]:
+        """Return the verdicts that count of all that the chain has judged, and what is left."""
+        left = left_of(chain.runs, self._there(self._folders.verdicts))
+        runs = [run.run for run in left.runs]
+        return current_verdicts(self._spark, self._settings.out, runs), left
+
     def _compared(self, summary: RunSummary, chain: Chain) -> RunSummary:
         """Compare what is visible with the rows of the business, where asked for."""
         business = self._settings.business
         if business is None:
             return summary
         self._say("comparing with the business")
-        left = left_of(chain.runs, self._there(self._folders.verdicts))
+        current, left = self._current_verdicts(chain)
         found, counts = compare(
             self._spark,
-            current_verdicts(self._spark, self._settings.out, [run.run for run in left.runs]),
+            current,
             business,
             self._terms,
             keep=self._kept,
@@ -393,7 +423,7 @@ def summary_of(
     run: str, mode: str, staged: Staged, read: Mapping[str, Counted], tally: Tally
 ) -> RunSummary:
     """Return what a run has to say, but for when it was and what the business said."""
-    cut = staged.cut
+    cut, unread = staged.cut, count_unread(staged.broken)
     reads = (cut.half, cut.op, cut.parked, *cut.targets)
     return RunSummary(
         run=run,
@@ -404,9 +434,10 @@ def summary_of(
         records={name: each.rows for name, each in read.items()},
         transactions=tally.transactions,
         states=tally.states,
-        drift=tally.drift,
+        drift=tally.drift | ({"unreadable": unread.own} if unread.own else {}),
         carried=tally.carried,
-        quarantined=staged.broken.count(),
+        quarantined=unread.records,
+        set_aside=unread.shown,
         taken={each.topic: each.taken for each in reads if each.taken},
         examples=tally.examples,
         pending_age=tally.pending_age,

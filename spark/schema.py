@@ -55,9 +55,10 @@ PARKED = """
 holds, as in `HALF`; null in a tombstone."""
 
 BROKEN = """
-    topic string, partition int, offset bigint, at_ms bigint, why string
+    topic string, partition int, offset bigint, at_ms bigint, why string, own boolean
 """
-"""Records that do not read: set aside and counted."""
+"""Records that do not read: set aside and counted. `own`: by its headers or its key it is one of
+ours, in one of our own topics, and not a newer version's."""
 
 VERDICT = """
     run string, id string, day date, verdict string, findings array<string>, state string,
@@ -93,6 +94,7 @@ KINDS = (
     # The gravest first: a row's verdict is its first finding in this order.
     Kind("rolled_back_visible", "Rolled back but visible", "consumers see what was rolled back"),
     Kind("visible_without_commit", "Visible without a commit", "consumers see what nobody decided"),
+    Kind("visible_without_half", "Visible without a half message", "committed, never prepared"),
     Kind("visible_twice", "Visible twice", "a message was promoted more than once"),
     Kind("lost", "Committed, not visible: lost", "a committed message has not become visible"),
     Kind("refused_visible", "Refused but visible", "consumers see a part of what was refused"),
@@ -108,13 +110,22 @@ KINDS = (
     Kind("contrary_markers", "Contrary markers", "what is visible follows not the first of them"),
     Kind("marker_without_half", "Marker without half", "a marker's half message does not exist"),
     Kind("late", "Committed, not visible: late", "not visible though its decision is old"),
+    Kind("overdue", "Overdue, never checked", "undecided, and nobody was ever asked"),
 )
-"""Every kind of drift, the gravest first."""
+"""Every kind of drift of one transaction, the gravest first."""
 KIND_NAMES = tuple(kind.name for kind in KINDS)
+TOPIC_KINDS = (
+    # Not found by judging one transaction. `unreadable` counts records.
+    Kind("unreadable", "Own record unreadable", "records of ours in own topics that do not read"),
+    Kind("target_missing", "Target missing", "committed to a topic that does not exist"),
+)
+"""Kinds of drift that are found in topics."""
 BUSINESS_KINDS = (
     Kind("message_without_row", "Message without row", "visible, but the business has no row"),
     Kind("row_without_message", "Row without message", "a business row without a visible message"),
 )
+ALL_KINDS = (*KINDS, *TOPIC_KINDS, *BUSINESS_KINDS)
+"""Every kind of drift."""
 
 
 class Names(Struct, frozen=True):
@@ -140,12 +151,15 @@ class Terms(Struct, frozen=True):
         dedup_window_ms: how far a half message may be from its id's time.
         late_after_ms: a commit older than this, and not visible, is late.
         lost_after_ms: and one older than this is lost.
+        overdue_after_ms: a first check that was due for longer than this, and was never made, is
+            overdue.
     """
 
     now_ms: int
     dedup_window_ms: int = 120_000
     late_after_ms: int = 60_000
     lost_after_ms: int = 600_000
+    overdue_after_ms: int = 86_400_000
 
 
 class TopicRead(Struct, frozen=True):
@@ -207,6 +221,16 @@ class Example(Struct, frozen=True):
     why: str
 
 
+class SetAside(Struct, frozen=True):
+    """A record that does not read, for show; columns as in `BROKEN`."""
+
+    topic: str
+    partition: int
+    offset: int
+    why: str
+    own: bool = False
+
+
 class Histogram(Struct, frozen=True):
     """How often which value came up. `bounds`: upper bounds, ms; one count more than bounds."""
 
@@ -228,7 +252,11 @@ class RunSummary(Struct, frozen=True):
         states: how many transactions are in each state.
         drift: how many transactions have each kind of finding; only kinds that were found.
         carried: how many were not finished and go on to the next run.
-        quarantined: records that did not read.
+        quarantined: records that did not read, ours (`drift` counts them as `unreadable`) and
+            others'.
+        set_aside: some of them, ours first, a bounded number.
+        missing_targets: topics that do not exist, with how many transactions were committed to
+            each; a bounded number of topics.
         taken: records that retention took before they were read, by topic.
         examples: transactions with findings, a bounded number.
         pending_age: how long the pending ones are pending.
@@ -259,6 +287,8 @@ class RunSummary(Struct, frozen=True):
     business: dict[str, int] = {}
     terms: Terms | None = None
     strangers: int = 0
+    set_aside: tuple[SetAside, ...] = ()
+    missing_targets: dict[str, int] = {}
 
     @property
     def has_drift(self) -> bool:

@@ -386,6 +386,12 @@ _SENTENCES = (
         "retention of a topic is shorter than an audit takes",
     ),
     (
+        r"long overflow[\s\S]*millisToMicros",
+        "a target holds a record whose timestamp is beyond the year 294247, which Spark's Kafka "
+        "connector cannot read: delete it (kafka-delete-records.sh), or wait until retention has, "
+        "and lower message.timestamp.after.max.ms of the topic",
+    ),
+    (
         r"(?:UnknownTopicOrPartition|does not host this topic)",
         "a topic was deleted while it was read: run the audit again",
     ),

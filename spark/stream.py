@@ -193,6 +193,7 @@ class AuditStream:
             drift={kind: number for kind, number in progress.drift.items() if number > 0},
             carried=sum(number for state, number in states.items() if state not in over),
             quarantined=progress.quarantined,
+            set_aside=progress.set_aside,
             examples=progress.examples,
             strangers=progress.strangers,
         )
@@ -257,6 +258,7 @@ class AuditStream:
             terms.dedup_window_ms,
             terms.late_after_ms,
             terms.lost_after_ms,
+            terms.overdue_after_ms,
             round(self._settings.keep_s * 1000),
             home.slot_ms,
             home.targets,

@@ -69,9 +69,9 @@ def plan(spark: SparkSession, sources: Sources, terms: StreamTerms, buckets: int
     # a target's.
     targets = [*sorted(sources.targets), names.audit]
     tables = (
-        _table("half", half_facts(_read(spark, sources, [names.half]))),
-        _table("op", op_facts(_read(spark, sources, [names.op]))),
-        _table("parked", parked_facts(_read(spark, sources, [names.parked]))),
+        _table("half", half_facts(_read(spark, sources, [names.half])), names.half),
+        _table("op", op_facts(_read(spark, sources, [names.op])), names.op),
+        _table("parked", parked_facts(_read(spark, sources, [names.parked])), names.parked),
         _table(
             "visible",
             visible_facts(_read(spark, sources, targets, strict=not sources.lenient), names.prefix),
@@ -119,13 +119,16 @@ def _read(
     return spark.readStream.format("kafka").options(**options).load()
 
 
-def _table(name: str, facts: DataFrame) -> DataFrame:
-    columns = [column for column in facts.columns if column not in ("id", "why")]
+def _table(name: str, facts: DataFrame, topic: str | None = None) -> DataFrame:
+    """Return facts as the state takes them. `topic`: of all of them, where no column says it."""
+    columns = [column for column in facts.columns if column not in ("id", "why", "own")]
     reads = F.col("why").isNull()
+    place = F.col("topic") if topic is None else F.lit(topic).alias("topic")
+    aside = F.to_json(F.struct(place, "partition", "offset", "why", "own"))
     return facts.select(
         F.when(reads, F.lit(name)).otherwise(F.lit(BROKEN)).alias("table"),
         F.when(reads, F.col("id")).alias("id"),
-        F.when(reads, F.to_json(F.struct(*columns))).alias("facts"),
+        F.when(reads, F.to_json(F.struct(*columns))).otherwise(aside).alias("facts"),
         F.lit(None).cast("timestamp").alias("moment"),
     )
 

@@ -1,6 +1,6 @@
 """The stream's state in Spark: a bucket's texts in the state store, and its alarm clock."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
@@ -13,11 +13,12 @@ OUTPUT = (
     "first_seen_ms bigint, at_ms bigint"
 )
 """What comes out: new findings (`what` is `told`, `name` the kind), changes of counts (`what` and
-`name` as in `Heard.counts`), and names of targets that are not read (`what` is `target`)."""
+`name` as in `Heard.counts`), names of targets that are not read (`what` is `target`), and some of
+the records that do not read (`what` is `set_aside`, `why` a `schema.SetAside` as JSON)."""
 BROKEN, TICK = "broken", "tick"
 """Tables of rows that are no facts: records that do not read, and the stream's own clock."""
-
-
+SET_ASIDE_MAX = 20
+"""Records that do not read, of which more than the number is told."""
 _PIECE_CHARS = 8_192
 
 
@@ -72,18 +73,22 @@ class TransactionProcessor(StatefulProcessor):
         """Take new records in."""
         import json
 
-        facts, broken = [], 0
+        facts: list[Fact] = []
+        broken: list[dict[str, Any]] = []
         for some in rows:
             columns = (some[name].tolist() for name in ("table", "id", "facts"))
             for table, id, text in zip(*columns, strict=True):
                 if table == BROKEN:
-                    broken += 1
+                    broken.append(json.loads(text))
                 elif table != TICK:
                     facts.append(Fact(table, id, json.loads(text)))
         heard = self._look(facts, timerValues)
-        if broken:
-            heard.counts["quarantined", "records"] += broken
-        yield from _frames(heard)
+        own = [each for each in broken if each["own"]]
+        heard.counts["quarantined", "records"] += len(broken)
+        heard.counts["drift", "unreadable"] += len(own)
+        heard.drift.extend(_unreadable(each, self._moment_ms(timerValues)) for each in own)
+        ours_first = sorted(broken, key=lambda each: not each["own"])[:SET_ASIDE_MAX]
+        yield from _frames(heard, [json.dumps(each) for each in ours_first])
 
     def handleExpiredTimer(
         self, key: Any, timerValues: Any, expiredTimerInfo: Any
@@ -92,20 +97,30 @@ class TransactionProcessor(StatefulProcessor):
         yield from _frames(self._look([], timerValues))
 
     def _look(self, facts: list[Fact], timers: Any) -> Heard:
-        moment_ms = max(int(timers.getCurrentWatermarkInMs()), 0)
+        moment_ms = self._moment_ms(timers)
         heard = Bucket(Texts(self._texts), self._terms, moment_ms).look(facts)
         if heard.due_ms is not None:
             self._handle.registerTimer(heard.due_ms)
         return heard
 
+    def _moment_ms(self, timers: Any) -> int:
+        return max(int(timers.getCurrentWatermarkInMs()), 0)
+
     def close(self) -> None:
         """End work on a partition of the state."""
 
 
-def _frames(heard: Heard) -> Iterator[pd.DataFrame]:
+def _unreadable(record: dict[str, Any], moment_ms: int) -> Drift:
+    """Return the finding of a record of ours that does not read; its place stands for an id."""
+    place = f"{record['topic']}-{record['partition']}@{record['offset']}"
+    return Drift(place, "unreadable", "", record["why"], moment_ms, moment_ms)
+
+
+def _frames(heard: Heard, set_aside: Sequence[str] = ()) -> Iterator[pd.DataFrame]:
     rows = [("told", each.kind, 1, *_told(each)) for each in heard.drift]
     rows += [(what, name, by, *_NOTHING) for (what, name), by in heard.counts.items() if by]
     rows += [("target", topic, 1, *_NOTHING) for topic in sorted(heard.targets)]
+    rows += [("set_aside", "", 1, "", "", text, 0, 0) for text in set_aside]
     if rows:
         names = ["what", "name", "number", "id", "grp", "why", "first_seen_ms", "at_ms"]
         yield pd.DataFrame(rows, columns=names)

@@ -13,7 +13,8 @@ from pyspark.sql import functions as F
 
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.drift import KafkaDrift
-from txbroker.spark.schema import TEXT_MAX, Example
+from txbroker.spark.schema import TEXT_MAX, Example, SetAside
+from txbroker.spark.stream_processor import SET_ASIDE_MAX
 
 EXAMPLES_MAX = 20
 _WRITES_MAX = 5
@@ -52,6 +53,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         states, drift: how many transactions are in each state, and have each kind of finding.
         strangers: records of transactions that the stream knows nothing of any more.
         quarantined: records that did not read.
+        set_aside: some of them, ours first, then the newest.
         examples: the newest transactions with findings.
     """
 
@@ -62,6 +64,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     strangers: int = 0
     quarantined: int = 0
     examples: tuple[Example, ...] = ()
+    set_aside: tuple[SetAside, ...] = ()
 
 
 class Calls:
@@ -189,6 +192,7 @@ def _advanced(
     before: Progress, batch: int, changes: Iterable[Row], examples: Iterable[Row]
 ) -> Progress:
     states, drift = dict(before.states), dict(before.drift)
+    aside: list[SetAside] = []
     others = {"stranger": before.strangers, "quarantined": before.quarantined}
     for row in changes:
         what, name, number = row["what"], row["name"], row["number"]
@@ -198,6 +202,8 @@ def _advanced(
             drift[name] = drift.get(name, 0) + number
         elif what in others:
             others[what] += number
+        elif what == "set_aside":
+            aside.append(msgspec.json.decode(row["why"], type=SetAside))
     newest = [
         Example(row["id"], (row["name"],), row["grp"][:TEXT_MAX], row["why"][:TEXT_MAX])
         for row in examples
@@ -208,6 +214,9 @@ def _advanced(
         drift={name: number for name, number in drift.items() if number},
         strangers=others["stranger"],
         quarantined=others["quarantined"],
+        set_aside=tuple(
+            sorted([*aside, *before.set_aside], key=lambda each: not each.own)[:SET_ASIDE_MAX]
+        ),
         examples=tuple([*newest, *before.examples][:EXAMPLES_MAX]),
     )
 

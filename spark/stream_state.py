@@ -47,7 +47,7 @@ RISES = 3
 """How often the moment has to move on until what one log says can be held against another."""
 NOT_STREAMED = frozenset({"out_of_order"})
 """Findings about several transactions, which only a batch audit compares."""
-_BY_AGE = frozenset({"late", "lost"})
+_BY_AGE = frozenset({"late", "lost", "overdue"})
 _OVER = frozenset({"promoted", "rolled_back", "void", "gone"})
 _HALF_VOID, _HALF_DEDUP = HalfRow._fields.index("void"), HalfRow._fields.index("dedup")
 _OP_CONTENTS = OpRow._fields.index("contents")
@@ -57,7 +57,7 @@ class StreamTerms(NamedTuple):
     """What the stream judges by.
 
     Attributes:
-        dedup_window_ms, late_after_ms, lost_after_ms: as in `schema.Terms`.
+        dedup_window_ms, late_after_ms, lost_after_ms, overdue_after_ms: as in `schema.Terms`.
         keep_ms: how long what is over is remembered, from its last change on.
         slot_ms: how much of the ids' time one slot holds.
         targets: the target topics that are read.
@@ -67,6 +67,7 @@ class StreamTerms(NamedTuple):
     dedup_window_ms: int = 120_000
     late_after_ms: int = 60_000
     lost_after_ms: int = 600_000
+    overdue_after_ms: int = 86_400_000
     keep_ms: int = 300_000
     slot_ms: int = 10_000
     targets: frozenset[str] = frozenset()
@@ -336,7 +337,7 @@ class Bucket:
     def _visit(self, entry: _Entry, changed: bool) -> None:
         """Judge a transaction, tell what is certain, and note when to look again."""
         moment_ms, terms = self._moment_ms, self._terms
-        limits = Limits(moment_ms, terms.dedup_window_ms, terms.late_after_ms, terms.lost_after_ms)
+        limits = Limits(moment_ms, *(getattr(terms, name) for name in Limits._fields[1:]))
         judged = judge(entry.facts(), limits, terms.horizon)
         if changed:
             entry.rises, entry.row_ms = 0, moment_ms
@@ -416,6 +417,10 @@ class Bucket:
             since_ms = max([judged.decided_at_ms, *parked_ms])
             ages_ms = (since_ms + after for after in (terms.late_after_ms, terms.lost_after_ms))
             waits.extend(age_ms + 1 for age_ms in ages_ms if age_ms >= self._moment_ms)
+        elif judged.state == "pending" and judged.prepared_at_ms is not None:
+            after_ms = [HalfRow(*row).after_ms or 0 for row in entry.rows.get("half", ())]
+            age_ms = judged.prepared_at_ms + max(after_ms) + terms.overdue_after_ms
+            waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
         elif judged.state == "parked":
             # Its copy is to be there by then.
             since_ms = max(row.at_ms for row in entry.facts().op if row.kind == "park")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
-from txbroker.spark.schema import KIND_NAMES, TEXT_MAX, Example, Histogram
+from txbroker.spark.schema import KIND_NAMES, TEXT_MAX, Example, Histogram, SetAside
 
 LATENCY_BOUNDS_MS = (
     5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000, 300_000, 1_800_000,
@@ -24,6 +24,8 @@ LABELS_MAX = 20
 """Topics, and groups, whose latencies are shown: those with the most transactions."""
 EXAMPLES_A_KIND = 10
 """Transactions shown for each kind of finding."""
+SET_ASIDE_SHOWN = 20
+"""Records that are shown of those that do not read."""
 
 
 class Tally(NamedTuple):
@@ -144,6 +146,28 @@ def _histograms(rows: Iterable[Row], measure: str) -> Iterator[Histogram]:
 
 def _filled(bounds_ms: Sequence[int], counts: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(counts.get(number, 0) for number in range(len(bounds_ms) + 1))
+
+
+# --- records that do not read ------------------------------------------------------------------
+
+
+class Unread(NamedTuple):
+    """Records that do not read: how many, how many of them are ours, and some of them."""
+
+    records: int
+    own: int
+    shown: tuple[SetAside, ...]
+
+
+def count_unread(broken: DataFrame) -> Unread:
+    """Count the rows of the table of broken records, and return the first of them, ours before
+    others'."""
+    counts = broken.agg(F.count("*"), F.count_if("own")).first() or (0, 0)
+    if not counts[0]:
+        return Unread(0, 0, ())
+    ordered = broken.orderBy(F.col("own").desc(), "topic", "partition", "offset")
+    rows = ordered.select("topic", "partition", "offset", "why", "own").head(SET_ASIDE_SHOWN)
+    return Unread(counts[0], counts[1], tuple(SetAside(*row) for row in rows))
 
 
 # --- findings ----------------------------------------------------------------------------------

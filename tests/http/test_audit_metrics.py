@@ -7,7 +7,7 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from txbroker.core.audit import AuditNews, encode_news
+from txbroker.core.audit import AuditNews, UnreadRecord, decode_news, encode_news
 from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.metrics import Metrics
 
@@ -67,6 +67,29 @@ def test_of_a_batch_and_a_stream_the_worse_counts_and_each_has_its_success(
     assert shown(metrics) == {"lost": 0, "late": 0, BATCH: 7}
     audit.changed("batch", None)
     assert shown(metrics) == {}
+
+
+def test_records_set_aside_are_counted_for_each_sort(metrics: Metrics, audit: AuditMetrics) -> None:
+    def counts() -> dict[str, float]:
+        families = text_string_to_metric_families(metrics.text().decode())
+        samples = (sample for family in families for sample in family.samples)
+        name = "txbroker_audit_set_aside_records"
+        return {each.labels["mode"]: each.value for each in samples if each.name == name}
+
+    assert counts() == {}
+    read = decode_news(news())
+    found = UnreadRecord("orders", 3, 7, "its txb-id is no transaction id")
+    told = msgspec.structs.replace(
+        read, quarantined=5, set_aside=[found], missing_targets={"gone": 2}
+    )
+    assert decode_news(encode_news(told)) == told
+    audit.changed("batch", encode_news(told))
+    # A record of a version before this one does not say what was set aside.
+    old = msgspec.json.decode(news())
+    for field in ("set_aside", "missing_targets"):
+        del old[field]
+    audit.changed("stream", msgspec.json.encode(old))
+    assert counts() == {"batch": 5, "stream": 0}
 
 
 def test_a_newer_version_is_left_alone_with_a_log_line(

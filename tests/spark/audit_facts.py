@@ -8,9 +8,12 @@ from core_logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, new_ledger
 from txbroker.core.codec import Malformed, decode_half, decode_marker, is_content
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Marker, Message, Record
+from txbroker.spark.judge import judge
 from txbroker.spark.rows import (
     Content,
     HalfRow,
+    Horizon,
+    Judged,
     Limits,
     OpRow,
     ParkedRow,
@@ -128,6 +131,24 @@ def copy_rows(
         )
         for row in half
     ]
+
+
+COMMIT = op_row("commit", grp="g")
+HALF = half_rows()
+
+
+def judged(
+    half: list[HalfRow] = HALF,
+    op: list[OpRow] | None = None,
+    visible: list[VisibleRow] | None = None,
+    parked: list[ParkedRow] | None = None,
+    *,
+    now_ms: int = NOW_MS,
+    horizon: Horizon | None = None,
+) -> Judged:
+    """Return what is said of a transaction; all is old unless told otherwise."""
+    facts = TransactionFacts(ID, half, op or [], visible or [], parked or [])
+    return judge(facts, TERMS._replace(now_ms=now_ms), horizon or Horizon())
 
 
 # --- from logs -------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import pyspark
-from planting import Expected, Planting
+from planting import Planting
 
 from txbroker.cli import submit
 from txbroker.spark.java import java_home
@@ -131,15 +131,19 @@ def submitted(planting: Planting, data_dir: Path, *conf: str) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def drift_of(expected: Iterable[Expected]) -> dict[str, int]:
-    """Return how many transactions have each finding, where nothing is old enough to be late.
+def drift_of(planting: Planting) -> dict[str, int]:
+    """Return how many transactions have each finding, where nothing is old enough to be late, and
+    how many of our records do not read.
 
     Nor is a copy of a parked one, which follows its marker in a turn of its own.
     """
     found = Counter(
         name
-        for each in expected
+        for each in planting.expected.values()
         for name in each.findings
         if (each.state, name) != ("parked", "not_kept")
     )
-    return {name: count for name, count in found.items() if name not in ("late", "lost")}
+    by_age = ("late", "lost", "overdue")
+    drift = {name: count for name, count in found.items() if name not in by_age}
+    own = planting.own_broken.total()
+    return drift | ({"unreadable": own} if own else {})

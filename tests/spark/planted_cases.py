@@ -285,11 +285,12 @@ async def foreign(p: Planting) -> None:
         (("txb-id", another), *p.installation),
         (*p.installation, ("txb-id", None)),
         (*p.installation, ("txb-id", b"no id at all")),
+        (*p.installation, ("txb-id", b"012-456789ABCDEFGHJKMNPQRS")),
     )
     for headers in records:
         p.put(p.message(), headers, round(time.time() * 1000))
-    # The last two bear our header, and do not read.
-    p.broken[p.orders] += 2
+    # The last three bear our header, and do not read.
+    p.broken[p.orders] += 3
 
 
 # --- by age ----------------------------------------------------------------------------------
@@ -368,6 +369,8 @@ async def plant_all(p: Planting) -> Terms:
     """Plant everything. What is lost comes first, then what is late, in the end what is young;
     the terms say where one ends and the other begins."""
     await unseen(p, "committed", "lost")
+    overdue = await p.prepare(policy=AT_ONCE)
+    p.expect(overdue.id, "nobody was ever asked", "pending", "overdue")
     await planted_faults.parked_badly(p)
     await p.turn()
     lost_ms = await _later()
@@ -382,7 +385,7 @@ async def plant_all(p: Planting) -> Terms:
     await unseen(p, "committed")
     await p.turn()
     now_ms = await _later()
-    return Terms(now_ms, _MINUTES_MS, now_ms - late_ms, now_ms - lost_ms)
+    return Terms(now_ms, _MINUTES_MS, now_ms - late_ms, now_ms - lost_ms, now_ms - lost_ms)
 
 
 async def plant_clean(p: Planting) -> Terms:

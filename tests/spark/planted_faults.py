@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -230,6 +231,10 @@ async def without_half(p: Planting) -> None:
         half = p.make()
         await p.mark(half, kind, round=1, number=1, reason="due", group=half.group)
         p.expect(half.id, f"a {kind} of nothing", "void", "marker_without_half")
+    shown = p.make()
+    p.promote(shown, await p.commit(shown))
+    findings = ("visible_without_half", "marker_without_half")
+    p.expect(shown.id, "committed and visible, never prepared", "void", *findings)
 
 
 async def several(p: Planting) -> None:
@@ -254,7 +259,7 @@ async def several(p: Planting) -> None:
 
 async def broken(p: Planting) -> None:
     """Records that do not read, among those that do."""
-    half = p.make()
+    half = p.make(partition=0)
     good = encode_half(half)[0]
     rest = good.headers[1:]
     for headers in ((), (("txb-v", b"1"),), (("txb-v", b"99"), *rest), (("txb-v", None), *rest)):
@@ -270,7 +275,10 @@ async def broken(p: Planting) -> None:
     await p.append_op(0, [encode_marker(Marker(99, MarkerKind.COMMIT, half.id))])
     p.broken[p.names.op] += 2
     p.put_parked(0, [Record(key, b"v") for key in (b"no key of ours", b"a/b", b"\xff/0")])
-    p.broken[p.names.parked] += 3
+    p.put_parked(0, [Record(f"{half.id}/0".encode(), b"v")])
+    p.broken[p.names.parked] += 4
+    # Of a version that is known, or under the id of a transaction.
+    p.own_broken += Counter({p.names.half: 2, p.names.op: 6, p.names.parked: 1})
 
 
 def _without(record: Record, name: str) -> tuple[tuple[str, bytes | None], ...]:

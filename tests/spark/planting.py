@@ -104,6 +104,7 @@ class Planting:
         stamped: one with 2 partitions, where the broker's clock is the records' timestamp.
         expected: what is to be found, by id.
         broken: records that do not read, by topic.
+        own_broken: those of them that bear what only ours do.
 
     Args:
         prefix: of the topics; one of its own if empty.
@@ -127,6 +128,7 @@ class Planting:
         self.stamped = f"{self.prefix}-stamped"
         self.expected: dict[str, Expected] = {}
         self.broken: Counter[str] = Counter()
+        self.own_broken: Counter[str] = Counter()
         self._doors: list[PartitionDoor] = []
         self._turn: list[Placed] = []
         self._numbers = itertools.count()

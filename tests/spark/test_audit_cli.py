@@ -26,7 +26,7 @@ from txbroker.cli.run import run
 from txbroker.cli.setting_options import settings_from
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.schema import Cut, Example, RunSummary, TopicRead
+from txbroker.spark.schema import Cut, Example, RunSummary, SetAside, TopicRead
 
 
 @pytest.fixture
@@ -173,6 +173,28 @@ def test_targets_that_end_in_an_open_transaction_are_named() -> None:
         cut = Cut(read, read, read, (), (5,), (5,), held=some)
         assert words in drift_in_words(msgspec.structs.replace(CLEAN, cut=cut))
     assert "open" not in drift_in_words(CLEAN)
+
+
+def test_what_is_set_aside_or_missing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    others = (SetAside("orders", 0, number, "no id") for number in range(19))
+    found = msgspec.structs.replace(
+        CLEAN,
+        drift={"unreadable": 1, "target_missing": 2},
+        quarantined=30,
+        set_aside=(SetAside("half", 2, 77, "its check policy is none", own=True), *others),
+        missing_targets={"bills": 2},
+    )
+    show_run(found, "table")
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "half 2 77 yes its check policy is none" in printed
+    assert "bills 2" in printed
+    assert any(line.startswith("unreadable 1 yes ") for line in printed)
+    assert any(line.startswith("target_missing 2 yes ") for line in printed)
+    assert sum(line.endswith("no id") for line in printed) == 9
+    said = drift_in_words(found)
+    assert "30 records do not read and were set aside, 1 of them ours." in said
+    assert "Targets that do not exist: bills." in said
+    assert "Own record unreadable: 1, Target missing: 2" in said
 
 
 def test_the_table_in_the_guide_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

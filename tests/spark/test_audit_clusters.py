@@ -67,7 +67,7 @@ def test_executors_in_processes_of_their_own(
         planted, tmp_path, "--master", "local-cluster[2,1,2048]", *bare, SPARK_HOME=str(spark_home)
     )
     assert ended.code == 4, ended.err
-    assert ended.summary.drift == drift_of(planted.expected.values())
+    assert ended.summary.drift == drift_of(planted)
 
 
 @pytest.fixture
@@ -125,4 +125,4 @@ def test_a_standalone_master_and_worker(
         SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=sys.executable,
     )  # fmt: skip
     assert ended.code == 4, ended.err
-    assert ended.summary.drift == drift_of(planted.expected.values())
+    assert ended.summary.drift == drift_of(planted)

@@ -32,7 +32,7 @@ async def test_spark_submit_runs_the_same(kafka: EmbeddedKafka, tmp_path: Path) 
     assert ended.code == 4, ended.out
     summary = Journal(tmp_path / JOURNAL_FILE).last()
     assert summary is not None
-    assert summary.drift == drift_of(planting.expected.values())
+    assert summary.drift == drift_of(planting)
 
 
 @pytest.mark.timeout(300)

@@ -8,7 +8,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from audit_facts import TERMS, check_row, half_rows, op_row, parked_row, visible_rows
+from audit_facts import TERMS as USUAL_TERMS
+from audit_facts import check_row, half_rows, op_row, parked_row, visible_rows
 from core_logs import PARTITION, START_MS, id_of
 
 from txbroker.spark import schema
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 SEED = 20
 LIVES = 600
+TERMS = USUAL_TERMS._replace(overdue_after_ms=9_700_000)
+"""Half of the random lives that nobody was asked of are overdue."""
 
 
 class Tables(NamedTuple):

@@ -49,7 +49,9 @@ class Installation:
         """Audit what was there at a moment. `brokers`: who is asked what time it is."""
         self.world.reads = [moment]
         brokers: Any = fields.pop("brokers", None)  # the world is asked itself
-        given = {"terms": Terms(self.world.now_at(moment) if brokers is None else 0), **fields}
+        now_ms = self.world.now_at(moment) if brokers is None else 0
+        overdue_ms = 600_000 if brokers is None else Terms(0).overdue_after_ms
+        given = {"terms": Terms(now_ms, overdue_after_ms=overdue_ms), **fields}
         settings = msgspec.structs.replace(self.settings, **given)
         held = tables_held(self.spark)
         self.summaries.append(run_audit(self.spark, brokers, settings))
@@ -127,6 +129,7 @@ def test_any_life_in_parts_gets_the_verdicts_of_one_run(
     assert differences(in_parts, expected) == {}
     kinds = {finding for row in expected.values() for finding in row["findings"]}
     assert kinds >= {"visible_twice", "contrary_markers", "out_of_order", "rolled_back_visible"}
+    assert "overdue" in kinds
     # Nor is anything gone where others' records were taken before.
     assert {tuple(row["topics"]) for row in expected.values() if "lost" in row["findings"]} >= {
         ("rare",)

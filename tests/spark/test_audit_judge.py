@@ -6,6 +6,8 @@ import sys
 
 import pytest
 from audit_facts import (
+    COMMIT,
+    HALF,
     ID,
     NOW_MS,
     TERMS,
@@ -13,6 +15,7 @@ from audit_facts import (
     copy_rows,
     facts_from,
     half_rows,
+    judged,
     op_row,
     parked_row,
     visible_rows,
@@ -38,22 +41,7 @@ from txbroker.spark.rows import (
 )
 from txbroker.spark.schema import KIND_NAMES
 
-COMMIT = op_row("commit", grp="g")
-HALF = half_rows()
 DECIDED_MS = COMMIT.at_ms
-
-
-def judged(
-    half: list[HalfRow] = HALF,
-    op: list[OpRow] | None = None,
-    visible: list[VisibleRow] | None = None,
-    parked: list[ParkedRow] | None = None,
-    *,
-    now_ms: int = NOW_MS,
-    horizon: Horizon | None = None,
-) -> Judged:
-    facts = TransactionFacts(ID, half, op or [], visible or [], parked or [])
-    return judge(facts, TERMS._replace(now_ms=now_ms), horizon or Horizon())
 
 
 # --- the ledger's rules ----------------------------------------------------------------------
@@ -437,13 +425,19 @@ def test_a_not_yet_postpones_and_a_revival_begins_anew() -> None:
 def test_markers_and_parts_without_a_half_message() -> None:
     assert judged([], [COMMIT]).findings == ("marker_without_half",)
     visible = visible_rows(HALF)
-    assert judged([], [COMMIT], visible).findings == ("marker_without_half",)
+    assert judged([], [COMMIT], visible).findings == (
+        "visible_without_half",
+        "marker_without_half",
+    )
     assert judged([], [op_row("rollback")], visible).findings == (
         "rolled_back_visible",
         "marker_without_half",
     )
-    found = judged(half_rows(["t", "u", "v"])[1:], [COMMIT])
+    torn = half_rows(["t", "u", "v"])[1:]
+    found = judged(torn, [COMMIT])
     assert found.findings == ("half_incomplete",)
+    shown = judged(torn, [COMMIT], visible_rows(torn))
+    assert shown.findings == ("visible_without_half", "half_incomplete")
     assert "2 of 3" in (found.why or "")
     assert judged([HALF[0]._replace(seq=1, offset=5)]).findings == ("half_incomplete",)
     assert judged(half_rows(void="expired"), [COMMIT]).verdict == "void"

@@ -13,10 +13,10 @@ from kafka_world import KafkaWorld
 from service_world import Desk, Service, until
 
 from txbroker.cli.audit_run import _tell_until_it_ends
-from txbroker.core.audit import decode_news, encode_news
+from txbroker.core.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
 from txbroker.spark.publish import key_of, news_of, publish
-from txbroker.spark.schema import KIND_NAMES, RunSummary
+from txbroker.spark.schema import KIND_NAMES, RunSummary, SetAside
 from txbroker.spark.stream import AuditStream
 from txbroker.spark.stream_home import Home
 from txbroker.spark.stream_sink import Progress, Sink
@@ -93,6 +93,18 @@ def test_a_record_stays_small_whatever_a_run_saw() -> None:
     assert told.taken == sum(many.values())
     assert len(told.taken_topics) == 50
     assert max(many, key=many.__getitem__) in told.taken_topics
+
+
+def test_what_was_set_aside_and_what_is_missing_is_told_and_found_again() -> None:
+    aside = SetAside("orders", 1, 7, "why", own=True)
+    found = drifted(set_aside=(aside,), missing_targets={"gone": 2}, drift={"target_missing": 2})
+    told = decode_news(encode_news(news_of(found)))
+    assert told.set_aside == [UnreadRecord("orders", 1, 7, "why")]
+    assert told.missing_targets == {"gone": 2}
+    assert (told.drift["target_missing"], told.drift["unreadable"]) == (2, 0)
+    untold = [drifted(1, drift={"target_missing": 3, "overdue": 1, "unreadable": 4})]
+    later = news_of(summary(2), untold).drift
+    assert {kind: count for kind, count in later.items() if count} == {"unreadable": 4}
 
 
 def test_batch_and_stream_do_not_replace_one_another() -> None:

@@ -279,7 +279,7 @@ def test_nothing_before_a_removed_run_is_looked_up() -> None:
 def test_what_was_removed_is_behind_the_horizon() -> None:
     horizon = Horizon({0: 7}, {0: 900, 1: 100}, {1: 5}, {("t", 0): 3})
     assert without_removed(horizon, None, 3) == horizon
-    widened = Horizon({0: 7}, {0: 900, 1: 500, 2: 500}, {1: 5}, {("t", 0): 3})
+    widened = Horizon({0: 7}, {0: 900, 1: 500, 2: 500}, {1: 5}, {("t", 0): 3}, removed_ms=500)
     assert without_removed(horizon, 500, 3) == widened
 
 

@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from planting import Planting, partition_of
-from topic_reader import delete_topic
+from topic_reader import create_topic, delete_topic
 from world import until
 
 from txbroker.core.codec import encode_contents, encode_half, encode_marker
@@ -301,6 +301,20 @@ async def test_a_missing_topic_is_told_in_a_sentence(
     async with Planting(kafka.bootstrap) as planting:
         planting.names = msgspec.structs.replace(planting.names, op="nowhere.op")
         with pytest.raises(AuditError, match=r"no topic nowhere\.op"):
+            await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
+
+
+async def test_a_timestamp_that_spark_cannot_read_is_told_in_a_sentence(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+        far = f"{planting.prefix}-far"
+        at_most = {"message_timestamp_after_max_ms": str((1 << 63) - 1)}
+        await asyncio.to_thread(create_topic, kafka.bootstrap, far, 1, **at_most)
+        await planting.prepare(planting.message(far))
+        planting.put(planting.message(far), (), 9_300_000_000_000_000)
+        await planting.turn()
+        with pytest.raises(AuditError, match="timestamp is beyond the year 294247"):
             await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
 
 

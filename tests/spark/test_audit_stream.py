@@ -56,7 +56,8 @@ def expected(planting: Planting) -> set[tuple[str, str]]:
         (each.id, "late" if kind == "lost" else kind)
         for each in planting.expected.values()
         for kind in each.findings
-        if kind != "out_of_order" and (each.state, kind) != ("parked", "not_kept")
+        if kind not in ("out_of_order", "overdue")
+        if (each.state, kind) != ("parked", "not_kept")
     }
     young = {
         (each.id, "late")
@@ -125,12 +126,17 @@ async def test_what_was_planted_is_told_once_whatever_breaks_off(
 ) -> None:
     planting, world, stream = await followed(spark, kafka, tmp_path, Power(monkeypatch), ("after",))
     found = await world.kinds()
+    unread = {each for each in found if each[1] == "unreadable"}
+    assert len(unread) == planting.own_broken.total() == stream.summary().drift["unreadable"]
+    found -= unread
     assert named(found - expected(planting), planting) == []
     assert named(expected(planting) - found, planting) == []
     summary = stream.summary()
     assert summary.strangers == 0
     # A marker and contents that do not find each other read well, each by itself.
     assert summary.quarantined == planting.broken.total() - 2
+    assert {each.topic for each in summary.set_aside if each.own} == planting.own_broken.keys()
+    assert {each.own for each in summary.set_aside} == {True, False}
     records = await asyncio.to_thread(read_topics, world.bootstrap, [world.names.audit])
     news = [record for record in records if record.key == b"stream"]
     assert decode_news(news[-1].value or b"").mode == "stream"
@@ -144,11 +150,12 @@ async def test_a_batch_over_the_same_topics_comes_to_the_same(
     planting, world, stream = await followed(
         spark, kafka, tmp_path, Power(monkeypatch), ("after", "before")
     )
-    found = await world.kinds()
+    found = {each for each in await world.kinds() if each[1] != "unreadable"}
     batch = await asyncio.to_thread(world.batch, stream.judged_ms, tmp_path / "batch")
     comparable = {each for each in batch.findings if each[1] not in NOT_STREAMED}
     assert named(found ^ comparable, planting) == []
     assert stream.summary().states == batch.summary.states
+    assert stream.summary().drift["unreadable"] == batch.summary.drift["unreadable"]
 
 
 def named(found: set[tuple[str, str]], planting: Planting) -> list[str]:

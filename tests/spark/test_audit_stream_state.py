@@ -243,6 +243,28 @@ def test_a_second_copy_is_found_until_what_is_over_is_forgotten(stream: Stream) 
     assert len(stream.told) == 1
 
 
+def test_a_first_check_that_is_never_made_is_overdue_by_the_moment_and_heals(
+    stream: Stream,
+) -> None:
+    tx = Tx()
+    stream.read(tx.half())
+    overdue_ms = 6000 + TERMS.overdue_after_ms
+    assert stream.due_ms == T0 + overdue_ms + 1
+    stream.moment_ms = T0 + overdue_ms - 1000
+    stream.go(1000)
+    assert stream.told == []
+    stream.go(1)
+    assert stream.told == [(tx.id, "overdue")]
+    assert stream.drift == {"overdue": 1}
+    stream.read(tx.op("check", stream.moment_ms, round=1, number=1, reason="due"))
+    assert stream.drift == {"overdue": 0}
+    asked = Tx(randomness=2)
+    stream.moment_ms = T0
+    stream.read(asked.half(), asked.op("check", T0 + 6000, round=1, number=1, reason="due"))
+    stream.go(overdue_ms + 1, 3_600_000)
+    assert stream.told == [(tx.id, "overdue")]
+
+
 def test_what_is_pending_is_never_forgotten(stream: Stream) -> None:
     tx = Tx()
     stream.read(tx.half())

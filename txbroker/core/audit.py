@@ -21,6 +21,15 @@ _Kind = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,63}$")]
 _Kinds = Annotated[dict[_Kind, _Count], Meta(max_length=64)]
 
 
+class UnreadRecord(Struct, frozen=True):
+    """A record that an audit could not read and set aside: where it is, and why."""
+
+    topic: str
+    partition: int
+    offset: int
+    why: str
+
+
 class AuditNews(Struct, frozen=True, kw_only=True):
     """The end of one run, or how far a stream is.
 
@@ -39,6 +48,9 @@ class AuditNews(Struct, frozen=True, kw_only=True):
         taken_topics: the same by topic, the most first, a bounded number.
         business: rows of the business compared, where asked for.
         strangers: records that came when a stream had forgotten their transactions, not judged.
+        set_aside: some of the records that did not read, a bounded number.
+        missing_targets: topics that do not exist, with how many transactions were committed to
+            each; a bounded number of topics.
     """
 
     v: int = AUDIT_VERSION
@@ -55,6 +67,8 @@ class AuditNews(Struct, frozen=True, kw_only=True):
     taken_topics: dict[str, _Count] = {}
     business: dict[str, _Count] = {}
     strangers: _Count = 0
+    set_aside: list[UnreadRecord] = []
+    missing_targets: dict[str, _Count] = {}
 
 
 class _Version(Struct):

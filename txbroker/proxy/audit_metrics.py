@@ -44,4 +44,9 @@ class AuditMetrics:
                 drift[kind] = max(drift.get(kind, 0), count)
         # Each by itself: a stream that runs must not hide that no batch does any more.
         ended = {mode: news.ended_ms / 1000 for mode, news in self._news.items()}
-        return Gauges(audit_drift=drift, audit_last_success_timestamp_seconds=ended)
+        set_aside = {mode: news.quarantined for mode, news in self._news.items()}
+        return Gauges(
+            audit_drift=drift,
+            audit_last_success_timestamp_seconds=ended,
+            audit_set_aside_records=set_aside,
+        )

@@ -58,6 +58,7 @@ class Gauges:
     ready: bool | None = None
     audit_drift: Mapping[str, int] = field(default_factory=dict)
     audit_last_success_timestamp_seconds: Mapping[str, float] = field(default_factory=dict)
+    audit_set_aside_records: Mapping[str, int] = field(default_factory=dict)
 
 
 class Described(NamedTuple):
@@ -116,6 +117,13 @@ _FAMILIES = (
         "audit_last_success_timestamp_seconds",
         "When the newest `batch` audit ended, and up to when a `stream` has judged, seconds since "
         "1970. Nothing until one has run.",
+        "mode",
+        max,
+    ),
+    _Family(
+        "audit_set_aside_records",
+        "Records that do not read, which the newest `batch` audit, or a `stream` since it began, "
+        "has set aside. Nothing until one has run.",
         "mode",
         max,
     ),

@@ -1,0 +1,392 @@
+"""No record ends an audit: whatever it holds, it is read or set aside."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from any_records import AT_MS, KAFKA, PARTITION, any_records, frame, outcome
+
+from txbroker.cli.audit_output import as_row, drift_in_words
+from txbroker.core.codec import (
+    DEFAULT_PREFIX,
+    NewerVersion,
+    decode_half,
+    decode_kept,
+    decode_marker,
+    encode_half,
+    encode_kept,
+    encode_marker,
+    is_content,
+    promoted_headers,
+)
+from txbroker.core.ids import make_id, parse_id
+from txbroker.core.records import (
+    RECORD_VERSION,
+    Half,
+    Kept,
+    Marker,
+    MarkerKind,
+    Message,
+    Record,
+    State,
+)
+from txbroker.spark.cut import TopicEnds
+from txbroker.spark.publish import news_of
+from txbroker.spark.report import render
+from txbroker.spark.run import AuditSettings, run_audit
+from txbroker.spark.schema import Names, RunSummary
+from txbroker.spark.verdict_files import current_verdicts
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row, SparkSession
+
+NAMES = Names(*(f"txbroker.{name}" for name in ("half", "op", "parked", "audit", "audit.drift")))
+Build = Callable[["DataFrame"], "DataFrame"]
+
+
+def is_id(text: bytes | None) -> bool:
+    """Say whether a text is an id of a transaction of this partition."""
+    try:
+        return parse_id((text or b"").decode()).partition == PARTITION
+    except ValueError:
+        return False
+
+
+def has_our_version(record: Record) -> bool:
+    """Say whether the first header is ours, of a version that this txbroker writes."""
+    if not is_content(record):
+        return False
+    version = re.match(rb"[0-9]{1,18}(?= |\Z)", record.headers[0][1] or b"")
+    return version is not None and int(version[0]) <= RECORD_VERSION
+
+
+def is_copys_key(key: bytes | None) -> bool:
+    """Say whether a key is that of a copy, ID/NUMBER."""
+    id, _, number = (key or b"").partition(b"/")
+    return is_id(id) and re.fullmatch(rb"[0-9]{1,19}", number) is not None
+
+
+def read_op(record: Record) -> Any:
+    """Return what the codec reads in the operation topic."""
+    read = outcome(decode_half if is_content(record) else decode_marker, record)
+    if isinstance(read, type) or is_content(record):
+        return read
+    return read if is_id(record.key) else ValueError
+
+
+def read_promoted(record: Record) -> Any:
+    """Return what stands for an id in a target, of the installation of the default prefix."""
+    return record if is_any_id(record.headers[0][1]) else ValueError
+
+
+def is_any_id(text: bytes | None) -> bool:
+    """Say whether a text is an id."""
+    try:
+        parse_id((text or b"").decode())
+    except ValueError:
+        return False
+    return True
+
+
+def built(build: Build, spark: SparkSession, records: Sequence[Record]) -> dict[int, Row]:
+    """Return the rows by offset; where Spark gives up, say of which record."""
+    try:
+        return {row["offset"]: row for row in build(frame(spark, records)).collect()}
+    except Exception:
+        if len(records) == 1:
+            raise AssertionError(f"this record ends the run: {records[0]!r}") from None
+    middle = len(records) // 2
+    built(build, spark, records[:middle])
+    return built(build, spark, records[middle:])
+
+
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.timeout(900)
+def test_every_record_is_read_or_set_aside(spark: SparkSession, count: int) -> None:
+    from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts
+
+    assert spark.conf.get("spark.sql.ansi.enabled") == "true"
+    records = any_records(count // 4)  # each is a case of each of four topics
+    ours = [each for each in records if each.headers and each.headers[0][0] == "txb-id"]
+
+    def whose(record: Record) -> bool:
+        return is_id(record.key) if not is_content(record) else has_our_version(record)
+
+    cases: dict[str, tuple[Build, list[Record], Any, Any]] = {
+        "half": (half_facts, records, lambda r: outcome(decode_half, r), has_our_version),
+        "op": (op_facts, records, read_op, whose),
+        "parked": (
+            parked_facts,
+            records,
+            lambda r: outcome(decode_kept, r),
+            lambda r: has_our_version(r) or is_copys_key(r.key),
+        ),
+        "visible": (
+            lambda frame: visible_facts(frame, DEFAULT_PREFIX),
+            ours,
+            read_promoted,
+            lambda r: False,
+        ),
+    }
+    for name, (build, some, read, is_own) in cases.items():
+        assert len(some) > count // 40, name
+        rows = built(build, spark, some)
+        assert len(rows) == len(some), name
+        whys = set()
+        for offset, record in enumerate(some):
+            row, found = rows[offset], read(record)
+            unread = isinstance(found, type)
+            assert (row["why"] is not None) is unread, (name, row["why"], found, record)
+            expected = unread and found is not NewerVersion and is_own(record)
+            assert row["own"] is expected, (name, row["why"], record)
+            whys.add(row["why"])
+        assert len(whys) > 1, name
+    shop = [each for each in records if each.headers and each.headers[0][0] == "txb-installation"]
+    assert shop
+    built(lambda frame: visible_facts(frame, "shop"), spark, records)
+
+
+# --- whole audits, without Kafka -------------------------------------------------------------
+
+
+class Logs:
+    """Topics whose records Spark is given in place of a Kafka's; all are in partition 3.
+
+    Attributes:
+        ends_at: how many records of each topic there are now.
+        starts_at: how many of them retention has taken.
+        options: how Spark would reach Kafka.
+    """
+
+    def __init__(
+        self, spark: SparkSession, topics: Mapping[str, Sequence[Record]], folder: Path
+    ) -> None:
+        self.ends_at = {topic: len(records) for topic, records in topics.items()}
+        self.starts_at = dict.fromkeys(topics, 0)
+        self.options: dict[str, str] = {}
+        for topic, records in topics.items():
+            frame(spark, records, topic).write.parquet(str(folder / "logs" / topic))
+        self._read = spark.read.schema(KAFKA).parquet
+        self._folder = folder / "logs"
+
+    def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
+        """Return the ends of those that there are."""
+        known = self.ends_at.keys() & set(topics)
+        zeros = (0,) * PARTITION
+        return {
+            t: TopicEnds(t, (*zeros, self.starts_at[t]), (*zeros, self.ends_at[t]), id=t)
+            for t in known
+        }
+
+    def own_ends(self, topic: str) -> TopicEnds:
+        """Return the ends of one."""
+        return self.ends((topic,))[topic]
+
+    def now_ms(self, names: Names) -> int:
+        """Return a time at which everything is old."""
+        return AT_MS + 10 * 86_400_000
+
+    def load(self, options: Mapping[str, str]) -> DataFrame:
+        """Stand in for Spark's Kafka source."""
+        begins, ends = (json.loads(options[f"{which}Offsets"]) for which in ("starting", "ending"))
+        found = []
+        for topic, partitions in json.loads(options["assign"]).items():
+            assert PARTITION in partitions
+            rows = self._read(str(self._folder / topic))
+            place = str(PARTITION)
+            found.append(
+                rows.where(f"offset >= {begins[topic][place]} and offset < {ends[topic][place]}")
+            )
+        return reduce(lambda one, other: one.unionByName(other), found)
+
+
+@pytest.fixture
+def audit(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunSummary]:
+    """Audits of logs, each in a folder of its own."""
+
+    def audited(logs: Any, name: str, mode: str = "incremental") -> RunSummary:
+        load = "txbroker.spark.stage._Stage._load"
+        monkeypatch.setattr(load, lambda stage, options: logs.load(options))
+        folder = tmp_path / name
+        settings = AuditSettings(str(folder / "out"), folder, NAMES, mode=mode)  # type: ignore[arg-type]
+        return run_audit(spark, logs, settings)
+
+    return audited
+
+
+def verdicts(spark: SparkSession, folder: Path, runs: Sequence[RunSummary]) -> dict[str, Any]:
+    """Return the verdicts that count, by id; ids of the far future have days beyond Python's."""
+    rows = current_verdicts(spark, str(folder / "out"), [each.run for each in runs])
+    told = rows.drop("run", "day", "places").collect()
+    return {row["id"]: row.asDict() for row in told}
+
+
+@pytest.mark.timeout(600)
+def test_any_records_get_the_same_verdicts_in_one_run_and_in_two(
+    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
+) -> None:
+    records = any_records(1000)
+    topics = {NAMES.half: records, NAMES.op: records, NAMES.parked: records, "orders": records}
+    logs = Logs(spark, topics, tmp_path)
+    once = audit(logs, "once")
+    logs.ends_at = dict.fromkeys(topics, 500)
+    first = audit(logs, "twice")
+    logs.ends_at = dict.fromkeys(topics, 1000)
+    second = audit(logs, "twice")
+    assert second.mode == "incremental"
+    assert once.quarantined == first.quarantined + second.quarantined > 500
+    parts = [each.drift.get("unreadable", 0) for each in (once, first, second)]
+    assert parts[0] == parts[1] + parts[2] > 50
+    assert len(once.set_aside) == 20
+    assert all(each.own for each in once.set_aside)
+    assert once.missing_targets == second.missing_targets
+    in_one = verdicts(spark, tmp_path / "once", [once])
+    in_two = verdicts(spark, tmp_path / "twice", [first, second])
+    assert {id: row for id, row in in_two.items() if row != in_one[id]} == {}
+    assert in_one.keys() == in_two.keys()
+
+
+def whole(number: int) -> tuple[Half, Record, Record, Record]:
+    """Return a transaction that ends well: its half message, and all of its records."""
+    message = Message("orders", b"k", b"v", (), PARTITION)
+    half = Half(make_id(PARTITION, AT_MS, number), "g", (message,))
+    marker = encode_marker(Marker(1, MarkerKind.COMMIT, half.id, group="g"))
+    return (
+        half,
+        encode_half(half)[0],
+        marker,
+        Record(b"k", b"v", promoted_headers(half.id, 0, 1, message)),
+    )
+
+
+def test_records_of_others_are_named_and_no_drift(
+    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
+) -> None:
+    _, prepared, marker, promoted = whole(1)
+    wrong = [Record(b"k", b"v", (("txb-id", b"012-456789ABCDEFGHJKMNPQRS"),))]
+    wrong += [
+        Record(each.key, each.value, (("txb-id", b"no id"), *each.headers))
+        for each in any_records(200)
+    ]
+    topics = {
+        NAMES.half: [prepared, Record(b"k", b"v")],
+        NAMES.op: [marker, Record(b"k", b"v")],
+        NAMES.parked: [Record(b"k", b"v")],
+        "orders": [*wrong[:1], promoted, *wrong[1:]],
+    }
+    found = audit(Logs(spark, topics, tmp_path), "foreign")
+    assert (found.states, found.drift, found.has_drift) == ({"promoted": 1}, {}, False)
+    assert found.quarantined == 204
+    places = {(each.topic, each.partition, each.offset): each.why for each in found.set_aside}
+    assert places["orders", PARTITION, 0] == "its txb-id is no transaction id"
+    told = json.loads(json.dumps(as_row(found)))
+    first = next(each for each in told["set_aside"] if each["topic"] == "orders")
+    assert (first["partition"], first["offset"], first["own"]) == (PARTITION, 0, False)
+    page = render(found, [])
+    assert "its txb-id is no transaction id" in page
+    assert "204 records do not read" in page
+    assert "204 records do not read and were set aside." in drift_in_words(found)
+    assert news_of(found).set_aside[0].why in {each.why for each in found.set_aside}
+
+
+def test_an_own_record_that_does_not_read_is_drift(
+    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
+) -> None:
+    half, prepared, marker, promoted = whole(1)
+    own = Record(b"k", b"v", prepared.headers[:-1])
+    topics = {
+        NAMES.half: [prepared, own, Record(b"k", b"v")],
+        NAMES.op: [marker, Record(half.id.encode(), b"{")],
+        NAMES.parked: [Record(f"{half.id}/0".encode(), b"v")],
+        "orders": [promoted],
+    }
+    found = audit(Logs(spark, topics, tmp_path), "own")
+    assert (found.states, found.drift) == ({"promoted": 1}, {"unreadable": 3})
+    assert found.has_drift
+    assert found.quarantined == 4
+    assert [(each.topic, each.offset, each.own) for each in found.set_aside] == [
+        (NAMES.half, 1, True),
+        (NAMES.op, 1, True),
+        (NAMES.parked, 0, True),
+        (NAMES.half, 2, False),
+    ]
+    assert "3 of them ours" in drift_in_words(found)
+    assert "Own record unreadable" in render(found, [])
+
+
+def test_a_target_that_does_not_exist_is_named_in_any_run(
+    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
+) -> None:
+    _, prepared, marker, promoted = whole(1)
+    lost, back, kept = whole(2), whole(3), whole(4)
+    rollback = encode_marker(Marker(1, MarkerKind.ROLLBACK, back[0].id, group="g"))
+    copy = encode_kept(Kept(kept[0], 0, AT_MS, State.REFUSED, None, AT_MS))[0]
+    topics = {
+        NAMES.half: [prepared, lost[1], back[1], kept[1]],
+        NAMES.op: [marker, lost[2], rollback, kept[2]],
+        NAMES.parked: [copy],
+        "orders": [promoted],
+    }
+    logs = Logs(spark, topics, tmp_path)
+    logs.ends_at |= {NAMES.half: 1, NAMES.op: 1, NAMES.parked: 0}
+    first = audit(logs, "parts")
+    assert (first.states, first.drift) == ({"promoted": 1}, {})
+    # Somebody deletes the topic: what was visible there is gone, too.
+    logs.ends_at = {NAMES.half: 4, NAMES.op: 4, NAMES.parked: 1}
+    parts, again, once = (
+        audit(logs, "parts"), audit(logs, "parts"), audit(logs, "once", "full")
+    )  # fmt: skip
+    for found in (parts, again, once):
+        assert (found.drift, found.missing_targets) == ({"target_missing": 2}, {"orders": 2})
+        assert "Targets that do not exist: orders." in drift_in_words(found)
+        assert "<code>orders</code> does not exist" in render(found, [])
+        assert news_of(found).missing_targets == {"orders": 2}
+        assert {each.id for each in found.examples} == {whole(1)[0].id, lost[0].id}
+    assert {each.mode for each in (parts, again)} == {"incremental"}
+    # What was committed a moment ago may be refused in the next one.
+    logs.now_ms = lambda names: AT_MS + 60_000  # type: ignore[method-assign]
+    assert audit(logs, "young", "full").drift == {}
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_what_needs_no_half_message_is_found_in_any_run(
+    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary], taken: int
+) -> None:
+    back, twice, good, never = whole(1), whole(2), whole(3), whole(4)
+    rollback = encode_marker(Marker(1, MarkerKind.ROLLBACK, back[0].id, group="g"))
+    # Where half was truncated, nobody can tell of which ids there was a half message.
+    unprepared = [] if taken else [never]
+    topics = {
+        NAMES.half: [back[1], twice[1], good[1]],
+        NAMES.op: [rollback, twice[2], good[2], *(each[2] for each in unprepared)],
+        NAMES.parked: [],
+        "orders": [twice[3], good[3], back[3], twice[3], *(each[3] for each in unprepared)],
+    }
+    logs = Logs(spark, topics, tmp_path)
+    logs.ends_at |= {NAMES.op: 3, "orders": 2}
+    first = audit(logs, "parts")
+    assert (first.states, first.drift) == ({"promoted": 2, "rolled_back": 1}, {})
+    logs.ends_at = {topic: len(records) for topic, records in topics.items()}
+    logs.starts_at[NAMES.half] = taken
+    parts, once = audit(logs, "parts"), audit(logs, "once", "full")
+    expected = {"rolled_back_visible": 1, "visible_twice": 1}
+    if unprepared:
+        expected |= {"visible_without_half": 1, "marker_without_half": 1}
+    assert parts.mode == "incremental"
+    assert parts.drift == once.drift == expected
+    told = [
+        verdicts(spark, tmp_path / "parts", [first, parts]),
+        verdicts(spark, tmp_path / "once", [once]),
+    ]
+    for each in (back, twice, *unprepared):
+        found = [(rows[each[0].id]["verdict"], rows[each[0].id]["findings"]) for rows in told]
+        assert found[0] == found[1]
+        assert found[0][1]

@@ -1,0 +1,94 @@
+"""The judge where something is not there: the half message, any check, or what a record claims."""
+
+from __future__ import annotations
+
+from audit_facts import (
+    COMMIT,
+    HALF,
+    TERMS,
+    check_row,
+    copy_rows,
+    half_rows,
+    judged,
+    op_row,
+    visible_rows,
+)
+from core_logs import PARTITION, START_MS, WINDOW_MS
+
+from txbroker.spark.rows import Content, Horizon, Judged, OpRow, VisibleRow
+
+TAKEN = Horizon({PARTITION: 5}, {PARTITION: START_MS})
+
+
+def test_what_needs_no_half_message_is_found_where_retention_took_it() -> None:
+    rollback, visible = op_row("rollback", grp="g"), visible_rows(HALF)
+    twice = [*visible, visible[0]._replace(offset=70)]
+    taken = Horizon({PARTITION: 5}, {PARTITION: START_MS})
+
+    def found(*op: OpRow, shown: list[VisibleRow], horizon: Horizon = taken) -> Judged:
+        return judged([], list(op), shown, horizon=horizon)
+
+    back = found(rollback, shown=visible)
+    assert (back.verdict, back.state, back.carry) == ("rolled_back_visible", "rolled_back", False)
+    assert found(rollback, shown=twice).findings == ("rolled_back_visible", "visible_twice")
+    assert found(COMMIT, shown=twice).findings == ("visible_twice",)
+    assert found(shown=twice).findings == ("visible_twice",)
+    cut = judged(half_rows(["t", "u"], offset=4)[1:], [rollback], visible, horizon=taken)
+    assert cut.findings == ("rolled_back_visible",)
+    # An earlier marker may have been taken too, or been in files that somebody has removed.
+    no_markers = taken._replace(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
+    removed = taken._replace(removed_ms=START_MS)
+    for horizon in (no_markers, removed):
+        assert found(rollback, shown=visible, horizon=horizon).findings == ()
+        assert found(rollback, shown=twice, horizon=horizon).findings == ("visible_twice",)
+    # One of the two groups had no right to decide, and the half message told which.
+    other = op_row("commit", 1, grp="another")
+    assert (found(rollback, other, shown=visible).findings) == ()
+    same = op_row("commit", 1, grp="g")
+    assert found(rollback, same, shown=visible).findings == (
+        "rolled_back_visible",
+        "contrary_markers",
+    )
+
+
+def test_what_is_visible_twice_is_found_whatever_else_is_wrong() -> None:
+    twice = [*visible_rows(HALF), visible_rows(HALF, offset=70)[0]]
+    assert judged(visible=twice).findings == ("visible_without_commit", "visible_twice")
+    assert judged(op=[op_row("rollback")], visible=twice).findings == (
+        "rolled_back_visible",
+        "visible_twice",
+    )
+    assert "visible_twice" in judged(half_rows(void="expired"), visible=twice).findings
+
+
+def test_a_record_that_claims_any_number_of_messages_costs_nothing() -> None:
+    many = (1 << 31) - 1
+    claimed = [HALF[0]._replace(count=many)]
+    assert judged(claimed).findings == ("half_incomplete",)
+    copy = [copy_rows(HALF, "parked")[0]._replace(count=many)]
+    assert judged([], parked=copy, horizon=TAKEN).state == "parked"
+    contents = [Content(0, "t", 0, 55, 66, 77)]
+    marker = COMMIT._replace(contents=contents, contents_count=many)
+    assert judged(op=[marker]).state == "pending"
+
+
+OVERDUE_MS = START_MS + 6000 + TERMS.overdue_after_ms
+
+
+def test_overdue_is_what_was_due_long_ago_and_nobody_was_asked_of() -> None:
+    late = judged(now_ms=OVERDUE_MS + 1)
+    assert (late.verdict, late.state, late.carry) == ("overdue", "pending", True)
+    assert late.why == "overdue: the first check was due 86400 s ago"
+    assert judged(now_ms=OVERDUE_MS).findings == ()
+    asked = check_row(1, START_MS + 6000, 1)
+    given_back = op_row("returned", 2, asked.at_ms, round=1, number=1)
+    for op in ([asked], [asked, given_back], [asked._replace(number=7)], [COMMIT]):
+        visible = visible_rows(HALF) if op == [COMMIT] else []
+        assert judged(op=op, visible=visible, now_ms=OVERDUE_MS + 1).findings == ()
+    for state in ("pending", "parked"):
+        copy = copy_rows(HALF, state)
+        assert judged(parked=copy, now_ms=OVERDUE_MS + 1).findings == ()
+    # A first check may have been made, and its marker be gone.
+    horizon = Horizon(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
+    assert judged(now_ms=OVERDUE_MS + 1, horizon=horizon).findings == ()
+    assert judged(half_rows(void="expired"), now_ms=OVERDUE_MS + 1).findings == ()
