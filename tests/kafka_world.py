@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 from aiokafka.conn import create_conn
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import (
     AdminClient,
     AlterConfigOpType,
@@ -18,6 +18,7 @@ from confluent_kafka.admin import (
     ConfigResource,
     NewPartitions,
     NewTopic,
+    OffsetSpec,
 )
 
 from txbroker.core.records import Record
@@ -132,6 +133,42 @@ class KafkaWorld:
             != total
         ):
             assert time.monotonic() < deadline, f"{topic} does not get {total} partitions"
+
+    async def foreign(
+        self, topic: str, partition: int, *records: Record, committed: bool | None = None
+    ) -> None:
+        """Write to a topic (full name) as a client that is none of ours; in a transaction that is
+        committed or aborted, or, with None, without one."""
+        await asyncio.to_thread(self._foreign, topic, partition, records, committed)
+
+    def _foreign(
+        self, topic: str, partition: int, records: tuple[Record, ...], committed: bool | None
+    ) -> None:
+        config: dict[str, Any] = {"bootstrap.servers": self.bootstrap, "log_level": 0}
+        if committed is not None:
+            config["transactional.id"] = self.name(f"foreign-{next(_NUMBERS)}")
+        producer = Producer(config)
+        if committed is not None:
+            producer.init_transactions(ADMIN_TIMEOUT_S)
+            producer.begin_transaction()
+        for record in records:
+            producer.produce(
+                topic, record.value, record.key, partition, headers=list(record.headers)
+            )
+        assert producer.flush(ADMIN_TIMEOUT_S) == 0
+        if committed is not None:
+            end = producer.commit_transaction if committed else producer.abort_transaction
+            end(ADMIN_TIMEOUT_S)
+            # The coordinator answers before it has told the partition.
+            deadline = time.monotonic() + ADMIN_TIMEOUT_S
+            ends = (IsolationLevel.READ_COMMITTED, IsolationLevel.READ_UNCOMMITTED)
+            while len({self._end(topic, partition, level) for level in ends}) > 1:
+                assert time.monotonic() < deadline, f"{topic}: a transaction does not end"
+
+    def _end(self, topic: str, partition: int, level: IsolationLevel) -> int:
+        at = TopicPartition(topic, partition)
+        asked = self._admin.list_offsets({at: OffsetSpec.latest()}, isolation_level=level)
+        return int(asked[at].result(ADMIN_TIMEOUT_S).offset)
 
     async def hang(self, topic: str, partition: int) -> Callable[[], Awaitable[None]]:
         """Leave a transaction open on a partition; the result aborts it."""

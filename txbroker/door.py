@@ -107,6 +107,9 @@ class Log(Protocol):
     def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
         """Yield the records from offset `start` up to, not including, `end`, in order.
 
+        Offsets that hold none, as other clients' Kafka transactions leave them behind, are told
+        by the next record's `skipped`. What it does not tell is a hole.
+
         Raises:
             LogTruncated: `start` is not kept any more, or the log ends before `end`.
             KafkaUnavailable: Kafka does not answer.

@@ -23,6 +23,9 @@ class Record(Struct, frozen=True):
     headers: tuple[Header, ...] = ()
     timestamp_ms: int = -1
     offset: int = -1
+    skipped: int = 0
+    """How many offsets right before it were read and hold no record: the ends of Kafka
+    transactions, and records of aborted ones. Known only to who reads a log from an offset on."""
 
 
 class Message(Struct, frozen=True, gc=False):

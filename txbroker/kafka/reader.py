@@ -120,6 +120,7 @@ class Reader:
         # A new leader learns the high watermark only from its followers' next fetch.
         patience = self.patience()
         ahead = self._ahead(position, end)
+        skipped = 0
         try:
             while ahead is not None:
                 fetched = await ahead
@@ -131,12 +132,13 @@ class Reader:
                 patience = self.patience()
                 position = fetched.next_offset
                 ahead = self._ahead(position, end)
-                for records in fetched.pieces():
+                for records in fetched.pieces(skipped):
                     wanted = _below(records, end)
                     if wanted:
                         yield wanted
                     # Decoding takes its time; others have work too.
                     await asyncio.sleep(0)
+                skipped = fetched.skipped
         finally:
             if ahead is not None:
                 ahead.cancel()

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from msgspec import structs
+
 from txbroker.commits import again, begin, outcome
 from txbroker.core.codec import encode_claim, encode_progress
 from txbroker.core.records import Cause, Claim, Record
@@ -230,11 +232,13 @@ class MemoryLog:
             LogTruncated: they are not all there, or not any more.
             KafkaUnavailable: Kafka is down.
         """
+        position = start
         for first in range(start, end, _READ_MAX):
             await self._kafka.reach()
             records = self._partition.read(first, min(end, first + _READ_MAX))
             if records:
-                yield records
+                yield _placed(records, position)
+                position = records[-1].offset + 1
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return the records at these offsets; an offset that holds none is left out.
@@ -244,6 +248,15 @@ class MemoryLog:
         """
         await self._kafka.reach()
         return self._partition.pick(offsets)
+
+
+def _placed(records: Sequence[Record], position: int) -> list[Record]:
+    """Say on records how many offsets before each hold none, `position` being the first."""
+    before = [position, *(record.offset + 1 for record in records)]
+    return [
+        structs.replace(record, skipped=record.offset - at) if record.offset > at else record
+        for record, at in zip(records, before, strict=False)
+    ]
 
 
 class MemoryPartitionDoor:

@@ -2,7 +2,7 @@
 
 What it does not do: it keeps nothing on disk and compacts nothing; retention happens only when
 `truncate` says so; there is one broker, so no leader moves and no replica lags; a transaction's
-end takes no offset of its own, so offsets have no holes; nothing is sent over a network, so
+end takes no offset of its own, unless `transact` writes it; nothing is sent over a network, so
 nothing arrives late; rights are yes or no for a whole topic; transactional ids are forgotten only
 when `forget_transactional_ids` says so. It belongs to one event loop.
 """
@@ -71,6 +71,11 @@ class Transaction:
         self.committed = False
 
 
+_ENDED = Transaction()
+"""Of what was never a record: nobody sees it, and it is in nobody's way."""
+_ENDED.open = False
+
+
 class Refused(Exception):
     """A partition does not take a record."""
 
@@ -115,6 +120,11 @@ class Partition:
             for follower in list(self._followers):
                 follower(stored)
         return base
+
+    def mark(self, now_ms: int) -> None:
+        """Store the end of a transaction: it takes an offset and is no record."""
+        record = Record(None, None, timestamp_ms=now_ms, offset=self.end)
+        self._entries.append((record, _ENDED))
 
     def hold(self, transaction: Transaction) -> None:
         """Keep the last stable offset where the log ends now, for as long as it is open."""
@@ -440,6 +450,16 @@ class MemoryKafka:
                 sentence = f"{name}-{number} does not take the message's timestamp"
                 return Cause("bad_timestamp", sentence, name, number)
         return None
+
+    def transact(
+        self, name: str, partition: int, records: Sequence[Record], *, committed: bool = True
+    ) -> None:
+        """Write a whole transaction, as another client does; its end takes an offset."""
+        found = self.partition(name, partition)
+        transaction, now_ms = Transaction(), self.clock.now_ms()
+        found.append(records, now_ms, transaction)
+        self.end(transaction, committed=committed)
+        found.mark(now_ms)
 
     def commit(self, transaction: Transaction) -> None:
         """End a transaction so that it becomes visible.
