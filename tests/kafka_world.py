@@ -195,13 +195,16 @@ class KafkaWorld:
 
     async def set_max_message_bytes(self, topic: str, size: int) -> None:
         """Change the largest batch that a topic (full name) takes."""
+        await self._set(topic, "max.message.bytes", str(size))
+
+    async def _set(self, topic: str, name: str, value: str) -> None:
         change = ConfigResource(
             ConfigResource.Type.TOPIC,
             topic,
             incremental_configs=[
                 ConfigEntry(
-                    "max.message.bytes",
-                    str(size),
+                    name,
+                    value,
                     incremental_operation=AlterConfigOpType.SET,
                 )
             ],
@@ -215,6 +218,12 @@ class KafkaWorld:
         await asyncio.to_thread(
             lambda: self._admin.delete_records([at])[at].result(ADMIN_TIMEOUT_S)
         )
+
+    async def compact(self, topic: str, partition: int, before: int) -> None:
+        """Lose the records of a compacted topic (full name) below an offset."""
+        await self._set(topic, "cleanup.policy", "compact,delete")
+        await self.truncate(topic, partition, before)
+        await self._set(topic, "cleanup.policy", "compact")
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
         """What a `read_committed` consumer sees of a topic (full name), from begin to end."""

@@ -89,6 +89,10 @@ class MemoryWorld:
         """Delete the records of a topic (full name) below an offset."""
         self.kafka.truncate(topic, partition, before=before)
 
+    async def compact(self, topic: str, partition: int, before: int) -> None:
+        """Lose the records of a compacted topic (full name) below an offset."""
+        self.kafka.truncate(topic, partition, before=before)
+
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
         """What a `read_committed` consumer sees of a topic (full name)."""
         return self.kafka.visible(topic, partition)

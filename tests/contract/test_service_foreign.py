@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from service_world import Service
+from service_world import Service, until
 
-from txbroker.core.records import Message, Record
+from txbroker.core.codec import encode_progress, encode_skip
+from txbroker.core.records import RECORD_VERSION, Message, Progress, Record
 
 NOISE = (Record(b"key", b"value"), Record(None, None), Record(b"\xff", b"{", (("txb-v", b"?"),)))
 
@@ -47,3 +48,44 @@ async def test_records_of_other_clients_leave_no_gap(
     assert await service.state(pending) == "pending"
     await service.commit(pending)
     assert (await service.values(topic))[-1] == b"pending"
+
+
+async def test_a_partition_that_stopped_goes_on_once_a_record_is_passed_over(
+    service: Service,
+) -> None:
+    topic, world = await service.topic(), service.world
+    await goes_through(service, topic)
+    checkpoint, op = world.name("checkpoint"), world.name("op")
+    newer = encode_progress(Progress(RECORD_VERSION + 1, "theirs", 0, 0))
+    await world.foreign(checkpoint, 0, newer, committed=True)
+    await world.foreign(op, 1, Record(b"x", b'{"v": %d}' % (RECORD_VERSION + 1)))
+    await service.stop()
+    await service.start(ready=False)
+    await until(lambda: states(service, "newer", "newer"))
+    readyz = await service.get("/readyz")
+    assert "docs/operate/repair.md" in readyz["problems"][0]
+    for partition, (log, name) in enumerate((("checkpoint", checkpoint), ("op", op))):
+        record = (await world.visible(name, partition))[-(1 if log == "op" else 2)]
+        skip = encode_skip(log, record, "me", "a test")
+        await world.foreign(checkpoint, partition, skip)
+    await until(lambda: states(service, "owned", "owned"))
+    await goes_through(service, topic)
+    await service.restart()
+    await goes_through(service, topic)
+
+
+async def states(service: Service, *wanted: str) -> bool:
+    """Say whether the partitions are in these states."""
+    found = (await service.get("/readyz"))["partitions"]
+    return [found[str(n)].partition(":")[0] for n in range(len(wanted))] == list(wanted)
+
+
+async def test_noise_in_the_checkpoint_topic_is_counted(service: Service) -> None:
+    topic, world = await service.topic(), service.world
+    for partition in (0, 1):
+        await goes_through(service, topic)
+        for key in (b"progress", b"claim", b"skip/op/1", b"snapshot/0", b""):
+            await world.foreign(world.name("checkpoint"), partition, Record(key, b"{"))
+    await service.restart()
+    await goes_through(service, topic)
+    assert await service.metric("foreign_records_total", topic="checkpoint") >= 2

@@ -25,6 +25,10 @@ _BATCH_BYTES = 256
 class Fetched:
     """A fetch's answer for one partition. Its records are decoded when they are asked for.
 
+    Args:
+        append_time: raise where a record does not carry the broker's append time.
+        producers: say of each record which transactional producer wrote it.
+
     Attributes:
         high_watermark: where the log ends, as far as its leader knows.
         stable_end: where it ends for `read_committed` readers.
@@ -34,11 +38,18 @@ class Fetched:
     """
 
     def __init__(
-        self, name: str, position: int, answer: tuple[Any, ...], *, append_time: bool
+        self,
+        name: str,
+        position: int,
+        answer: tuple[Any, ...],
+        *,
+        append_time: bool,
+        producers: bool = False,
     ) -> None:
         self._name = name
         self._position = position
         self._append_time = append_time
+        self._producers = producers
         self._aborted = _aborted(answer)
         self._hidden: set[int] = set()
         self._seen = position
@@ -133,9 +144,10 @@ class Fetched:
                 f"{self._name}: the record at {batch.base_offset} does not carry the broker's "
                 "append time; set message.timestamp.type=LogAppendTime"
             )
+        by = batch.producer_id if self._producers and batch.is_transactional else -1
         try:
             piece.extend(
-                Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset)
+                Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset, producer=by)
                 for r in batch
                 if r.offset in wanted
             )

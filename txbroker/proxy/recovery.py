@@ -84,6 +84,7 @@ async def recover(
     await _check_claimed(door)
     found = await door.claim(claim)
     claimed()
+    applier.claimed(found)
     ledger, progress = applier.ledger, found.progress
     copies = await read_copies(door)
     await _check_parked(door, progress)

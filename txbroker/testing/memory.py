@@ -64,9 +64,14 @@ class Outcome(Enum):
 
 
 class Transaction:
-    """A Kafka transaction: its records are visible once it is committed."""
+    """A Kafka transaction: its records are visible once it is committed.
 
-    def __init__(self) -> None:
+    Args:
+        producer: the id of the producer that writes it.
+    """
+
+    def __init__(self, producer: int = -1) -> None:
+        self.producer = producer
         self.open = True
         self.committed = False
 
@@ -135,17 +140,21 @@ class Partition:
         self._followers.append(follower)
         return lambda: self._followers.remove(follower)
 
-    def read(self, start: int, end: int) -> list[Record]:
-        """Return the committed records from `start` up to, not including, `end`.
+    def read(self, start: int, end: int, *, producers: bool = False) -> list[Record]:
+        """Return the committed records from `start` up to, not including, `end`; with `producers`
+        they say who wrote them.
 
         Raises:
             LogTruncated: they are not all there, or not any more.
         """
         if start < end and (start < self.begin or end > self.end):
             raise LogTruncated(f"kept are offsets {self.begin} to {self.end}, not {start} to {end}")
+        entries = self._entries[start - self.begin : end - self.begin]
         return [
-            record
-            for record, transaction in self._entries[start - self.begin : end - self.begin]
+            structs.replace(record, producer=transaction.producer)
+            if producers and transaction is not None
+            else record
+            for record, transaction in entries
             if transaction is None or transaction.committed
         ]
 
@@ -194,6 +203,7 @@ class MemoryKafka:
         self._ids = itertools.count(1)
         self._members: dict[str, Coordinator] = {}
         self._transactions: dict[str, tuple[object, list[Transaction]]] = {}
+        self._producers: dict[str, int] = {}
         self._default_partitions = default_partitions
         self._down: Outcome | None = None
         self._lost_append: Outcome | None = None
@@ -379,8 +389,11 @@ class MemoryKafka:
         """Begin a transaction, for who holds the id."""
         running = self._transactions[transactional_id][1]
         running[:] = [each for each in running if each.open]
-        running.append(Transaction())
+        running.append(Transaction(self._producer(transactional_id)))
         return running[-1]
+
+    def _producer(self, transactional_id: str) -> int:
+        return self._producers.setdefault(transactional_id, next(self._ids))
 
     async def append(self, name: str, partition: int, records: Sequence[Record]) -> Appended:
         """Append one batch outside of transactions.
@@ -456,7 +469,7 @@ class MemoryKafka:
     ) -> None:
         """Write a whole transaction, as another client does; its end takes an offset."""
         found = self.partition(name, partition)
-        transaction, now_ms = Transaction(), self.clock.now_ms()
+        transaction, now_ms = Transaction(next(self._ids)), self.clock.now_ms()
         found.append(records, now_ms, transaction)
         self.end(transaction, committed=committed)
         found.mark(now_ms)
