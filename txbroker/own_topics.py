@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 
 from txbroker.core.codec import (
     CLAIM_KEY,
+    OWN_TOPICS,
     PROGRESS_KEY,
     SKIPS,
     Malformed,
@@ -20,7 +21,7 @@ from txbroker.core.codec import (
     decode_skip,
     passed_over,
 )
-from txbroker.core.records import Claim, Progress, Record, Skip
+from txbroker.core.records import Cause, Claim, Progress, Record, Skip
 from txbroker.door import Claimed, Fenced
 from txbroker.errors import ConfigurationError, InvariantBroken, NewerRecord
 
@@ -28,6 +29,7 @@ LAYOUT_KEY = b"\tlayout"
 """The key of the layout in the groups topic: no group's name, as it has a control character."""
 
 _LAYOUT_VERSION = 1
+_ENDS = tuple(f".{name}" for name in OWN_TOPICS)
 CHECKPOINT = "checkpoint"
 _LOSES_NEWEST = (
     "what it says of promotion: what was promoted since the progress before it is promoted again"
@@ -245,6 +247,37 @@ def find_layout(records: Sequence[Record]) -> Layout | None:
             f"the layout in the groups topic at offset {unread[0]} does not read: {unread[1]}"
         )
     return None
+
+
+def installation_of(topic: str) -> str:
+    """Return the prefix of the installation whose own topic this would be by its name, "" where
+    it is nobody's."""
+    return next((topic[: -len(end)] for end in _ENDS if topic.endswith(end)), "")
+
+
+def is_layout(record: Record) -> bool:
+    """Say whether only an installation writes such a record into its groups topic."""
+    try:
+        return find_layout([record]) is not None
+    except ConfigurationError:
+        return False
+
+
+def is_owners(record: Record) -> bool:
+    """Say whether only an installation's owners write such a record into its checkpoint topic."""
+    try:
+        decode_checkpoint(record)
+    except NewerVersion:
+        return True
+    except Malformed:
+        return False
+    return True
+
+
+def belongs_to(topic: str, prefix: str) -> Cause:
+    """Return why a topic of an installation is no target."""
+    why = f"topic {topic} belongs to the txbroker installation {prefix!r}: it is no target"
+    return Cause("reserved", why, topic, -1)
 
 
 def partition_problems(

@@ -35,6 +35,8 @@ SEQUENCE_HEADER = "txb-seq"
 INSTALLATION_HEADER = "txb-installation"
 DEFAULT_PREFIX = "txbroker"
 """What the names of an installation's own topics begin with, unless it is told another prefix."""
+OWN_TOPICS = ("half", "op", "checkpoint", "parked", "groups", "audit", "audit.drift")
+"""What the names of an installation's own topics end with, behind the prefix and a dot."""
 _FIXED = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
 DURATION_MAX_S = 1e9
 """The longest duration of a check policy, seconds: thirty years, far from any overflow."""

@@ -14,7 +14,7 @@ from txbroker.contract import PartitionState, Readiness
 from txbroker.core.codec import installation_headers
 from txbroker.core.records import RECORD_VERSION
 from txbroker.core.telling import sentence, telling, where_raised
-from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated
+from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
 from txbroker.errors import KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import hit
 from txbroker.proxy.checkback import Runner
@@ -95,6 +95,7 @@ class Ownership:
 
     Args:
         door: the way to Kafka, started.
+        targets: what is known of target topics.
         settings: the proxy's configuration.
         runner: carries out checks.
         events: told what happens on every partition.
@@ -106,6 +107,7 @@ class Ownership:
     def __init__(
         self,
         door: Door,
+        targets: Targets,
         settings: Settings,
         runner: Runner,
         events: OwnerEvents,
@@ -114,6 +116,7 @@ class Ownership:
     ) -> None:
         self.url = settings.advertise
         self._door = door
+        self._targets = targets
         self._settings = settings
         self._runner = runner
         self._events = events
@@ -365,7 +368,7 @@ class Ownership:
         settings = self._settings
         owner = Owner(
             self._door.partition(partition),
-            self._door.targets,
+            self._targets,
             self._runner,
             self._events,
             OwnerSettings(

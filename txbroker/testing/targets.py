@@ -1,9 +1,11 @@
 """What target topics in a `MemoryKafka` take."""
 
 import asyncio
+from collections.abc import Callable
 
-from txbroker.core.records import Cause
+from txbroker.core.records import Cause, Record
 from txbroker.door import TargetFacts
+from txbroker.own_topics import belongs_to, installation_of, is_layout, is_owners
 from txbroker.testing.memory import MemoryKafka, valid_name
 
 
@@ -27,11 +29,27 @@ class MemoryTargets:
             KafkaUnavailable: Kafka is down.
         """
         await self._kafka.reach()
+        prefix = installation_of(topic)
+        if prefix and (
+            self._holds(prefix, "groups", is_layout) or self._holds(prefix, "checkpoint", is_owners)
+        ):
+            refused = belongs_to(topic, prefix)
+            self._remember(topic, refused)
+            return refused
         if create and topic not in self._kafka.topics and valid_name(topic):
             self._kafka.create_topic(topic)
         facts = self._kafka.facts(topic)
         self._remember(topic, facts)
         return facts
+
+    def _holds(self, prefix: str, name: str, test: Callable[[Record], bool]) -> bool:
+        """Say whether a topic of that prefix holds such a record."""
+        found = self._kafka.topics.get(f"{prefix}.{name}")
+        return found is not None and any(
+            test(record)
+            for one in found.partitions
+            for record in one.read(one.begin, one.stable_end)
+        )
 
     def forget(self, topic: str) -> None:
         """Drop a topic from the cache."""
