@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from service_world import Service, until
 
 from txbroker.core.codec import encode_progress, encode_skip
 from txbroker.core.records import RECORD_VERSION, Message, Progress, Record
+from txbroker.errors import OwnerUnavailable
 
 NOISE = (Record(b"key", b"value"), Record(None, None), Record(b"\xff", b"{", (("txb-v", b"?"),)))
 
@@ -89,3 +92,22 @@ async def test_noise_in_the_checkpoint_topic_is_counted(service: Service) -> Non
     await service.restart()
     await goes_through(service, topic)
     assert await service.metric("foreign_records_total", topic="checkpoint") >= 2
+
+
+@pytest.mark.parametrize("name", ["half", "op"])
+async def test_behind_an_open_transaction_of_another_client_all_goes_on(
+    service: Service, name: str
+) -> None:
+    topic, world = await service.topic(), service.world
+    release = await world.hang(world.name(name), 0)
+    try:
+        # Whatever this answers: nobody can know what comes of the open one.
+        with contextlib.suppress(OwnerUnavailable):
+            await goes_through(service, topic, 2)
+    finally:
+        await release()
+    await until(lambda: states(service, "owned", "owned"))
+    fresh = await service.topic()
+    await goes_through(service, fresh)
+    await service.restart()
+    await goes_through(service, fresh)
