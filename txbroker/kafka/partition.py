@@ -174,8 +174,7 @@ class KafkaPartitionDoor(PartitionDoor):
             raise KafkaUnavailable(f"the claim of partition {self.partition}: {error}") from None
         await self._seen(stored.base_offset)
         hit("claim.seen")
-        # To its end, because only our own record proves when the claim was.
-        claimed = (await read_checkpoint(self._checkpoint)).claimed(claim)
+        claimed = await self._read_progress(claim)
         hit("claim.read")
         self._ended = ended
         self._writer = TwinWriter(self._client, self.partition, producers, self._bytes_max, ended)
@@ -221,6 +220,10 @@ class KafkaPartitionDoor(PartitionDoor):
                 f"offset {stable_end} on; see `kafka-transactions.sh find-hanging`, "
                 "and docs/operate/lost-end.md before anything is aborted"
             ) from None
+
+    async def _read_progress(self, claim: Claim) -> Claimed:
+        """Read to the end, because only our own record proves when the claim was."""
+        return (await read_checkpoint(self._checkpoint)).claimed(claim)
 
     # --- snapshots ---------------------------------------------------------------------------
 
