@@ -315,10 +315,12 @@ PROXIES = [
     ),
     lines(
         "Errors of Kafka",
-        "What Kafka did not carry out, and partitions that another owner took; per second.",
+        "What Kafka did not carry out, partitions that another owner took, and records of other "
+        "clients in txbroker's own topics; per second.",
         "ops",
         (rate("kafka_errors_total", "operation"), "{{operation}}"),
         (rate("fenced_total"), "fenced"),
+        (rate("foreign_records_total", "topic"), "foreign in {{topic}}"),
     ),
     lines(
         "Retention left",

@@ -10,6 +10,7 @@ COMMANDS = (
     Command("dev", "dev", "Run a proxy with a real Kafka of its own, for development."),
     Command("proxy", "proxy", "Run a proxy on your Kafka."),
     Command("topics", "topics", "Plan and make txbroker's own topics."),
+    Command("repair", "repair", "Find records that stop half partitions, and pass them over."),
     Command("tx", "tx", "Look at transactions and resolve them."),
     Command("groups", "groups", "Look at producer groups and register them."),
     Command("principals", "principals", "Say who may call a proxy, and for which groups."),

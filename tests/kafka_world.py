@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 from aiokafka.conn import create_conn
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import (
     AdminClient,
     AlterConfigOpType,
@@ -18,6 +18,7 @@ from confluent_kafka.admin import (
     ConfigResource,
     NewPartitions,
     NewTopic,
+    OffsetSpec,
 )
 
 from txbroker.core.records import Record
@@ -133,6 +134,42 @@ class KafkaWorld:
         ):
             assert time.monotonic() < deadline, f"{topic} does not get {total} partitions"
 
+    async def foreign(
+        self, topic: str, partition: int, *records: Record, committed: bool | None = None
+    ) -> None:
+        """Write to a topic (full name) as a client that is none of ours; in a transaction that is
+        committed or aborted, or, with None, without one."""
+        await asyncio.to_thread(self._foreign, topic, partition, records, committed)
+
+    def _foreign(
+        self, topic: str, partition: int, records: tuple[Record, ...], committed: bool | None
+    ) -> None:
+        config: dict[str, Any] = {"bootstrap.servers": self.bootstrap, "log_level": 0}
+        if committed is not None:
+            config["transactional.id"] = self.name(f"foreign-{next(_NUMBERS)}")
+        producer = Producer(config)
+        if committed is not None:
+            producer.init_transactions(ADMIN_TIMEOUT_S)
+            producer.begin_transaction()
+        for record in records:
+            producer.produce(
+                topic, record.value, record.key, partition, headers=list(record.headers)
+            )
+        assert producer.flush(ADMIN_TIMEOUT_S) == 0
+        if committed is not None:
+            end = producer.commit_transaction if committed else producer.abort_transaction
+            end(ADMIN_TIMEOUT_S)
+            # The coordinator answers before it has told the partition.
+            deadline = time.monotonic() + ADMIN_TIMEOUT_S
+            ends = (IsolationLevel.READ_COMMITTED, IsolationLevel.READ_UNCOMMITTED)
+            while len({self._end(topic, partition, level) for level in ends}) > 1:
+                assert time.monotonic() < deadline, f"{topic}: a transaction does not end"
+
+    def _end(self, topic: str, partition: int, level: IsolationLevel) -> int:
+        at = TopicPartition(topic, partition)
+        asked = self._admin.list_offsets({at: OffsetSpec.latest()}, isolation_level=level)
+        return int(asked[at].result(ADMIN_TIMEOUT_S).offset)
+
     async def hang(self, topic: str, partition: int) -> Callable[[], Awaitable[None]]:
         """Leave a transaction open on a partition; the result aborts it."""
         producer = Producer(
@@ -158,13 +195,16 @@ class KafkaWorld:
 
     async def set_max_message_bytes(self, topic: str, size: int) -> None:
         """Change the largest batch that a topic (full name) takes."""
+        await self._set(topic, "max.message.bytes", str(size))
+
+    async def _set(self, topic: str, name: str, value: str) -> None:
         change = ConfigResource(
             ConfigResource.Type.TOPIC,
             topic,
             incremental_configs=[
                 ConfigEntry(
-                    "max.message.bytes",
-                    str(size),
+                    name,
+                    value,
                     incremental_operation=AlterConfigOpType.SET,
                 )
             ],
@@ -178,6 +218,12 @@ class KafkaWorld:
         await asyncio.to_thread(
             lambda: self._admin.delete_records([at])[at].result(ADMIN_TIMEOUT_S)
         )
+
+    async def compact(self, topic: str, partition: int, before: int) -> None:
+        """Lose the records of a compacted topic (full name) below an offset."""
+        await self._set(topic, "cleanup.policy", "compact,delete")
+        await self.truncate(topic, partition, before)
+        await self._set(topic, "cleanup.policy", "compact")
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
         """What a `read_committed` consumer sees of a topic (full name), from begin to end."""

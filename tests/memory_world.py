@@ -58,6 +58,16 @@ class MemoryWorld:
         """Give a topic (full name) more partitions, `total` in all."""
         self.kafka.add_partitions(topic, total)
 
+    async def foreign(
+        self, topic: str, partition: int, *records: Record, committed: bool | None = None
+    ) -> None:
+        """Write to a topic (full name) as a client that is none of ours; in a transaction that is
+        committed or aborted, or, with None, without one."""
+        if committed is None:
+            await self.kafka.append(topic, partition, records)
+        else:
+            self.kafka.transact(topic, partition, records, committed=committed)
+
     async def hang(self, topic: str, partition: int) -> Callable[[], Awaitable[None]]:
         """Leave a transaction open on a partition; the result ends it."""
         release = self.kafka.hang(topic, partition)
@@ -77,6 +87,10 @@ class MemoryWorld:
 
     async def truncate(self, topic: str, partition: int, before: int) -> None:
         """Delete the records of a topic (full name) below an offset."""
+        self.kafka.truncate(topic, partition, before=before)
+
+    async def compact(self, topic: str, partition: int, before: int) -> None:
+        """Lose the records of a compacted topic (full name) below an offset."""
         self.kafka.truncate(topic, partition, before=before)
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:

@@ -112,8 +112,8 @@ class Service:
 
     # --- life ----------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Run a proxy on a new door."""
+    async def start(self, *, ready: bool = True) -> None:
+        """Run a proxy on a new door, and wait until it can take calls."""
         if isinstance(self.world, KafkaWorld):
             self.door = self.world.closed_door(
                 self.instance, partitions=self._partitions, facts_ttl_s=0.2
@@ -127,7 +127,8 @@ class Service:
         self.proxy = await self._stack.enter_async_context(run_proxy(self.door, settings))
         self._http = await self._stack.enter_async_context(aiohttp.ClientSession(self.proxy.url))
         self._listen = self.proxy.url.removeprefix("http://")
-        await until(self._ready)
+        if ready:
+            await until(self._ready)
 
     async def _ready(self) -> bool:
         return (await self.get("/readyz"))["ready"] is True

@@ -19,14 +19,12 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from txbroker.config_access import ListenerAccess
 from txbroker.config_kafka import KafkaAccess, secret_settings
-from txbroker.core.codec import DEFAULT_PREFIX
+from txbroker.core.codec import DEFAULT_PREFIX, OWN_TOPICS
 from txbroker.errors import ConfigurationError
 from txbroker.wire import FRAME_BYTES_MAX
 
 ENV_PREFIX = "TXBROKER_"
 CONFIG_VARIABLE = "TXBROKER_CONFIG"
-
-_OWN_TOPICS = ("half", "op", "checkpoint", "parked", "groups", "audit", "audit.drift")
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
@@ -100,6 +98,13 @@ class Settings(ListenerAccess, KafkaAccess):
         False,
         description="Create target topics that do not exist when a transaction for them is "
         "prepared. Otherwise such a prepare is refused (`unknown_topic`).",
+    )
+
+    reserved_topics: tuple[str, ...] = Field(
+        (),
+        description="Topics that are never targets: names, or patterns with `*` and `?`. A "
+        "prepare for one is refused (`bad_target`). Kafka's own topics, and those of every "
+        "txbroker installation on this Kafka, are refused without this.",
     )
 
     # --- checks ---
@@ -244,7 +249,7 @@ class Settings(ListenerAccess, KafkaAccess):
     @property
     def own_topics(self) -> frozenset[str]:
         """The full names of all of txbroker's own topics."""
-        return frozenset(map(self.topic, _OWN_TOPICS))
+        return frozenset(map(self.topic, OWN_TOPICS))
 
     def validate_whole(self) -> None:
         """Refuse what contradicts itself or cannot work.

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
-from txbroker.core.records import Cause, Claim, Progress, Record
+from txbroker.core.records import Cause, Claim, Progress, Record, Skip
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 
 
@@ -107,6 +107,9 @@ class Log(Protocol):
     def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
         """Yield the records from offset `start` up to, not including, `end`, in order.
 
+        Offsets that hold none, as other clients' Kafka transactions leave them behind, are told
+        by the next record's `skipped`. What it does not tell is a hole.
+
         Raises:
             LogTruncated: `start` is not kept any more, or the log ends before `end`.
             KafkaUnavailable: Kafka does not answer.
@@ -166,12 +169,15 @@ class TurnHandle(Protocol):
 
 
 class Claimed(NamedTuple):
-    """What a claim found: our claim record's append time, the last acknowledged progress, and the
-    newest record under each key of the checkpoint topic that belongs to a snapshot."""
+    """What a claim found: our claim record's append time, the last acknowledged progress, the
+    newest record under each key of the checkpoint topic that belongs to a snapshot, which records
+    operators have decided to pass over, and how many others wrote under our keys."""
 
     timestamp_ms: int
     progress: Progress | None
     snapshots: Sequence[Record] = ()
+    skips: Sequence[Skip] = ()
+    foreign: int = 0
 
 
 class PartitionDoor(Protocol):
@@ -184,6 +190,14 @@ class PartitionDoor(Protocol):
     async def claimed_before(self) -> bool:
         """Say whether the checkpoint topic has ever held a record, as it has since the first claim
         of all. Writes nothing.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        ...
+
+    async def checkpoint_end(self) -> int:
+        """Return the offset that the next record of the checkpoint topic will get.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -206,6 +220,8 @@ class PartitionDoor(Protocol):
         Raises:
             Fenced: another owner claimed at the same time; try again after a random pause.
             Hanging: a transaction that nobody ends hides the progress.
+            NewerRecord: a newer version wrote the progress.
+            InvariantBroken: the progress does not read, or is lost.
             KafkaUnavailable: Kafka does not answer.
         """
         ...

@@ -187,6 +187,7 @@ async def test_alerts_fire_on_trouble_and_end_when_it_is_mended(plant: Plant) ->
     assert await not_on_the_dashboard(plant.prometheus) == {
         ("Turned away", "{{operation}}"),
         ("Errors of Kafka", "{{operation}}"),
+        ("Errors of Kafka", "foreign in {{topic}}"),
         ("Groups", "sessions"),
         ("Sessions", "{{group}}"),
     }

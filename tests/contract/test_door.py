@@ -97,6 +97,25 @@ async def test_records_that_are_gone_are_never_skipped(world: Any, door: Door) -
     assert [r.key for r in await read(log, 2, 4)] == [b"2", b"3"]
 
 
+@pytest.mark.parametrize("noise", [1, 700])
+async def test_offsets_of_foreign_transactions_are_told(world: Any, door: Door, noise: int) -> None:
+    log, topic = door.partition(0).half, world.name("half")
+    await log.append([Record(b"0", b"")])
+    for committed in (False, True, False):
+        records = [Record(b"%d" % n, b"foreign") for n in range(1 if committed else noise)]
+        await world.foreign(topic, 0, *records, committed=committed)
+    await log.append([Record(b"last", b"")])
+    start, end = await log.bounds()
+    found = await read(log, start, end)
+    assert [(record.value, record.offset, record.skipped) for record in found] == [
+        (b"", 0, 0),
+        (b"foreign", noise + 2, noise + 1),
+        (b"", 2 * noise + 5, noise + 2),
+    ]
+    assert [r.skipped for r in await read(log, 2, end)] == [noise, noise + 2]
+    assert await read(log, noise + 3, end - 1) == []
+
+
 @pytest.mark.parametrize("start", [1, 2])
 async def test_a_log_that_ends_too_early_is_truncated(door: Door, start: int) -> None:
     log = door.partition(0).half

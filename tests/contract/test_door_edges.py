@@ -197,7 +197,8 @@ def test_a_later_claim_of_a_newer_version_fences() -> None:
     scan = CheckpointScan("x-0")
     mine = new_claim()
     later = structs.replace(new_claim(), v=RECORD_VERSION + 1)
-    scan.note([encode_claim(mine), encode_claim(later)])
+    records = [structs.replace(encode_claim(each), producer=7) for each in (mine, later)]
+    scan.note(records)
     with pytest.raises(Fenced, match="newer"):
         scan.claimed(mine)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from service_world import Service
+from service_world import Service, unique
 
-from txbroker.core.records import Message
+from txbroker.core.codec import encode_claim
+from txbroker.core.records import RECORD_VERSION, Claim, Message, Record
 from txbroker.errors import AlreadyDecided, BadTarget, NotPending
+from txbroker.own_topics import encode_layout
 
 ROOM = 3000
 
@@ -96,3 +98,45 @@ async def test_our_own_topics_and_kafkas_are_no_targets(service: Service, own: s
     id = await service.prepare(Message(topic, b"k", b"next"))
     await service.commit(id)
     assert await service.values(topic) == [b"next"]
+
+
+@pytest.mark.parametrize("name", ["half", "op", "checkpoint", "parked", "groups", "audit.drift"])
+async def test_topics_of_another_installation_are_no_targets(service: Service, name: str) -> None:
+    world, topic = service.world, await service.topic()
+    # By its own name, and so by its records, as if it were another's: the proxy is called txbroker.
+    theirs = world.name(name)
+    with pytest.raises(BadTarget, match="belongs to the txbroker installation"):
+        await service.prepare(Message(topic, b"k", b"v"), Message(theirs, b"k", b"v"))
+    id = await service.prepare(Message(topic, b"k", b"next"))
+    await service.commit(id)
+    assert await service.values(topic) == [b"next"]
+
+
+async def test_a_topic_that_is_only_called_like_ours_is_a_target(service: Service) -> None:
+    world = service.world
+    lookalike = unique("like")
+    for name in ("groups", "checkpoint", "half"):
+        await world.create_topic(f"{lookalike}.{name}")
+    await world.foreign(
+        world.name(f"{lookalike}.groups"), 0, Record(b"orders", b"{}"), Record(b"\tlayout", b"{")
+    )
+    await world.foreign(world.name(f"{lookalike}.checkpoint"), 0, Record(b"progress", b"7"))
+    id = await service.prepare(Message(world.name(f"{lookalike}.half"), b"k", b"v"))
+    assert (await service.commit(id))["state"] == "promoted"
+
+
+@pytest.mark.parametrize("evidence", ["groups", "checkpoint"])
+async def test_what_became_an_installations_topic_is_refused_when_it_is_promoted(
+    service: Service, evidence: str
+) -> None:
+    world, theirs = service.world, unique("theirs")
+    half = await world.create_topic(f"{theirs}.half")
+    id = await service.prepare(Message(half, b"k", b"v"))
+    topic = await world.create_topic(f"{theirs}.{evidence}")
+    claim = encode_claim(Claim(RECORD_VERSION, "c", "o", ""))
+    await world.foreign(topic, 0, encode_layout(4) if evidence == "groups" else claim)
+    await service.restart()
+    assert (await service.commit(id))["state"] == "refused"
+    shown = await service.show(id)
+    assert (shown["cause"]["code"], shown["cause"]["topic"]) == ("reserved", half)
+    assert await service.values(half) == []

@@ -17,10 +17,11 @@ from core_logs import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from txbroker.core.ledger import WAITING_SWEEP_MIN, Gap, Ledger
 from txbroker.core.outcome import Effect
-from txbroker.core.records import State
+from txbroker.core.records import Record, State
 
 
 def read_in_order(logs: Logs, ledger: Ledger, half_next: list[bool]) -> None:
@@ -120,6 +121,30 @@ def test_a_record_out_of_line_is_a_gap() -> None:
     with pytest.raises(Gap):
         ledger.apply_half(logs.half.records[0])
     assert (ledger.half_position, ledger.op_position) == (1, 0)
+
+
+@pytest.mark.parametrize(("position", "fits"), [(0, False), (1, True), (3, True), (4, False)])
+def test_offsets_that_hold_no_record_are_no_gap(position: int, fits: bool) -> None:
+    ledger = new_ledger()
+    ledger.start_at(position, position)
+    for apply in (ledger.apply_half, ledger.apply_op):
+        record = Record(b"k", b"v", (), START_MS, 3, skipped=2)
+        if fits:
+            assert apply(record).effect is Effect.VOID
+        else:
+            with pytest.raises(Gap):
+                apply(record)
+    assert (ledger.half_position, ledger.op_position) == ((4, 4) if fits else (position,) * 2)
+
+
+def test_a_half_message_with_foreign_offsets_in_between_is_none() -> None:
+    logs = Logs()
+    logs.prepare(half_of(id_of(1), message("a"), message("b")), START_MS)
+    ledger = new_ledger()
+    assert ledger.apply_half(logs.half.records[0]).effect is Effect.PARTIAL
+    second = structs.replace(logs.half.records[1], offset=2, skipped=1)
+    assert ledger.apply_half(second).effect is Effect.VOID
+    assert ledger.half_whole == 3
 
 
 def test_progress_never_points_into_a_batch() -> None:

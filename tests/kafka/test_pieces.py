@@ -16,6 +16,7 @@ from txbroker.kafka.batch import (
     split_by_bytes,
 )
 from txbroker.kafka.codes import RETRIABLE, Code, describe
+from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.producer import BatchRefused, BatchUnknown, ProducerFenced
 from txbroker.kafka.turns import translated
 
@@ -52,6 +53,17 @@ def test_the_bound_of_a_batch_is_never_too_small_and_exact_where_it_decides(
     exact = size(given_)
     assert exact <= HEADER_BYTES + sum(map(record_bytes, given_)) == batch_bytes(given_, 1 << 30)
     assert batch_bytes(given_, exact) == exact
+
+
+def test_offsets_that_came_in_no_batch_are_a_hole_and_not_skipped() -> None:
+    batch = encode_batch([Record(b"k", b"v")] * 2, producer_id=1, epoch=0, sequence=0)
+    data = b"".join(offset.to_bytes(8, "big") + batch[8:] for offset in (3, 5, 9))
+    fetched = Fetched("t-0", 3, (0, 0, 11, 11, [], data), append_time=False)
+    found = [record for piece in fetched.pieces(2) for record in piece]
+    assert [(record.offset, record.skipped) for record in found] == [
+        (3, 2), (4, 0), (5, 0), (6, 0), (9, 0), (10, 0)
+    ]  # fmt: skip
+    assert (fetched.next_offset, fetched.skipped) == (11, 0)
 
 
 @pytest.mark.parametrize("number", [74, 75, 78])

@@ -195,7 +195,9 @@ class Small:
         assert isinstance(inner, MemoryPartitionDoor)
         self.door = WatchedPartition(inner)
         await self.door.claim(Claim(RECORD_VERSION, "c", "one", "http://one"))
-        self.applier = Applier(self.ledger, self._changed, lambda _: None)
+        self.applier = Applier(
+            self.ledger, self._changed, lambda _: None, lambda _topic, _count: None
+        )
         self.half = Appender(
             self.door.half, self.applier.half, lambda: self.ledger.half_position, lambda: None
         )

@@ -125,6 +125,10 @@ class ScriptedPartition:
         self.claims: deque[Claims] = deque()
         self.stores: deque[Store] = deque()
 
+    async def checkpoint_end(self) -> int:
+        """Ask."""
+        return await self.inner.checkpoint_end()
+
     async def claimed_before(self) -> bool:
         """Answer as it is."""
         return await self.inner.claimed_before()
@@ -220,6 +224,7 @@ class Told:
         self.decisions: list[str] = []
         self.prepares: list[str] = []
         self.failures: list[str] = []
+        self.foreigners: list[str] = []
         self.losses: list[int] = []
         self.snapshots: list[int] = []
         self.snapshot_failures = 0
@@ -258,6 +263,10 @@ class Told:
 
     def recovered(self, seconds: float) -> None:
         """A partition was gained."""
+
+    def foreign(self, topic: str, count: int) -> None:
+        """Records of others were set aside."""
+        self.foreigners.extend([topic] * count)
 
     def fenced(self) -> None:
         """A partition was taken."""

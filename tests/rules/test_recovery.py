@@ -182,7 +182,7 @@ async def _not_ours() -> bool:
 async def recovered(world: World) -> tuple[Ledger, Recovered]:
     """Return the ledger of an owner that claims now and does nothing else."""
     ledger = Ledger(0, WINDOW_MS, 1000)
-    applier = Applier(ledger, lambda _: None, lambda _: None)
+    applier = Applier(ledger, lambda _: None, lambda _: None, lambda _topic, _count: None)
     claim = Claim(RECORD_VERSION, f"claim-{random.random()}", "test", "")
     door = world.door.partition(0)
     found = await recover(door, claim, applier, 14 * DAY_MS, lambda: None)

@@ -5,7 +5,8 @@ names look like ours: the first header, `txb-v`, holds the version and the names
 headers that are there (`1 ts order`), so a reader knows where ours end.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import cast
 
@@ -24,6 +25,7 @@ from txbroker.core.records import (
     Message,
     Progress,
     Record,
+    Skip,
     State,
 )
 
@@ -33,12 +35,16 @@ SEQUENCE_HEADER = "txb-seq"
 INSTALLATION_HEADER = "txb-installation"
 DEFAULT_PREFIX = "txbroker"
 """What the names of an installation's own topics begin with, unless it is told another prefix."""
+OWN_TOPICS = ("half", "op", "checkpoint", "parked", "groups", "audit", "audit.drift")
+"""What the names of an installation's own topics end with, behind the prefix and a dot."""
 _FIXED = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
 DURATION_MAX_S = 1e9
 """The longest duration of a check policy, seconds: thirty years, far from any overflow."""
 
 CLAIM_KEY = b"claim"
 PROGRESS_KEY = b"progress"
+SKIPS = b"skip/"
+"""What the keys of operators' decisions begin with."""
 
 _encode_json = msgspec.json.Encoder().encode
 _marker_decoder = msgspec.json.Decoder(Marker)
@@ -367,6 +373,38 @@ def decode_checkpoint(record: Record) -> Claim | Progress:
         raise
     except _UNREADABLE as error:
         raise Malformed(f"checkpoint record does not read: {error}") from None
+
+
+def encode_skip(log: str, record: Record, by: str, reason: str) -> Record:
+    """Return the record of an operator's decision to pass over a record of a log."""
+    skip = Skip(RECORD_VERSION, log, record.offset, _digest(record), by, reason)
+    return Record(SKIPS + f"{log}/{record.offset}".encode(), _encode_json(skip))
+
+
+def decode_skip(record: Record) -> Skip:
+    """Return an operator's decision.
+
+    Raises:
+        Malformed: it is none.
+    """
+    try:
+        return msgspec.json.decode(record.value or b"", type=Skip)
+    except _UNREADABLE as error:
+        raise Malformed(f"no decision: {error}") from None
+
+
+def passed_over(skips: Collection[Skip], log: str, record: Record) -> Skip | None:
+    """Return the decision by which a record is passed over, if there is one."""
+    for skip in skips:
+        if (skip.log, skip.offset) == (log, record.offset) and skip.digest == _digest(record):
+            return skip
+    return None
+
+
+def _digest(record: Record) -> str:
+    """Return what tells a record's key, value and headers from any other's."""
+    parts = msgspec.msgpack.encode((record.key, record.value, record.headers))
+    return hashlib.sha256(parts).hexdigest()
 
 
 # --- parked topic ----------------------------------------------------------------------------

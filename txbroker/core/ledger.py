@@ -45,7 +45,8 @@ ACCOUNTED_LOOK = 1000
 
 
 class Gap(Exception):
-    """A record is not the next one of its log."""
+    """A record is not the next one of its log, and not all offsets before it are known to hold
+    none."""
 
 
 class _Batch(Struct):
@@ -153,8 +154,12 @@ class Ledger(Holdings):
             Gap: it is not the next one.
         """
         if record.offset != self.half_position:
-            raise Gap(f"half {self.partition}: offset {record.offset}, not {self.half_position}")
-        self.half_position += 1
+            if not record.offset - record.skipped <= self.half_position < record.offset:
+                raise Gap(
+                    f"half {self.partition}: offset {record.offset}, not {self.half_position}"
+                )
+            self._parts = []  # what belongs together is one batch, without offsets in between
+        self.half_position = record.offset + 1
         if record.timestamp_ms > self.half_clock_ms:
             self.half_clock_ms = record.timestamp_ms
         before, self.half_anchor = self.half_anchor, anchor_of(record)
@@ -247,8 +252,10 @@ class Ledger(Holdings):
             Gap: it is not the next one.
         """
         if record.offset != self.op_position:
-            raise Gap(f"op {self.partition}: offset {record.offset}, not {self.op_position}")
-        self.op_position += 1
+            if not record.offset - record.skipped <= self.op_position < record.offset:
+                raise Gap(f"op {self.partition}: offset {record.offset}, not {self.op_position}")
+            self._batch = None  # what belongs together is one batch, without offsets in between
+        self.op_position = record.offset + 1
         self.op_clock_ms = max(self.op_clock_ms, record.timestamp_ms)
         before, self.op_anchor = self.op_anchor, anchor_of(record)
         if is_content(record):

@@ -23,6 +23,12 @@ class Record(Struct, frozen=True):
     headers: tuple[Header, ...] = ()
     timestamp_ms: int = -1
     offset: int = -1
+    skipped: int = 0
+    """How many offsets right before it were read and hold no record: the ends of Kafka
+    transactions, and records of aborted ones. Known only to who reads a log from an offset on."""
+    producer: int = -1
+    """The producer id of the Kafka transaction that wrote it; -1 outside of transactions. Known
+    only in the checkpoint topic."""
 
 
 class Message(Struct, frozen=True, gc=False):
@@ -230,3 +236,24 @@ class Kept(Struct, frozen=True):
     """Append time of the commit marker of a refused one; 0 while undecided."""
     at: tuple[int, ...] = ()
     """Where its records are in the parked topic, as far as known."""
+
+
+class Skip(Struct, frozen=True):
+    """An operator's decision that a record which stops a partition is passed over. It stands in
+    the checkpoint topic, in the partition that it is about.
+
+    Attributes:
+        v: the version of this record.
+        log: `half`, `op` or `checkpoint`.
+        offset: of the record.
+        digest: of its key, value and headers: another record at that offset is never passed over.
+        by: who decided.
+        reason: why.
+    """
+
+    v: int
+    log: str
+    offset: int
+    digest: str
+    by: str
+    reason: str

@@ -44,6 +44,8 @@ CHUNK_BYTES = 256 * 1024
 """Transactions and bytes in one chunk: a few milliseconds of work, and far below the topic's limit.
 A transaction of very many messages has a chunk of its own, which may be larger."""
 SLOTS = 2
+_CHUNK_DIGITS = 5
+"""100,000 chunks are 25 GB."""
 _PREFIX = b"snapshot/"
 _SEGMENTS = _PREFIX + b"settled/"
 _LOOK_AHEAD = 64
@@ -412,7 +414,10 @@ def find_whole(records: Iterable[Record]) -> list[Whole]:
 
 
 def chunks_in(slot: int, records: Iterable[Record]) -> int:
-    """Return how many chunks a slot may hold: one more than the greatest number."""
+    """Return how many chunks a slot may hold: one more than the greatest number.
+
+    Greater ones than a snapshot has are another client's: so many would be removed one by one.
+    """
     start = closing_key(slot) + b"/"
     numbers = [
         int(record.key[len(start) :])
@@ -420,6 +425,7 @@ def chunks_in(slot: int, records: Iterable[Record]) -> int:
         if record.key is not None
         and record.key.startswith(start)
         and record.key[len(start) :].isdigit()
+        and len(record.key) - len(start) <= _CHUNK_DIGITS
         and record.value is not None
     ]
     return max(numbers, default=-1) + 1

@@ -24,6 +24,7 @@ from txbroker.kafka.groups import KafkaGroupStore
 from txbroker.kafka.membership import KafkaMembership
 from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.reader import Reader
+from txbroker.kafka.repair import Repair
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.shared_writes import SharedWrites
 from txbroker.kafka.targets import KafkaTargets
@@ -147,6 +148,10 @@ class KafkaDoor(Door):
             KafkaUnavailable: Kafka does not answer, or refuses.
         """
         await topics.apply(self.admin, plan)
+
+    def repair(self) -> Repair:
+        """Return the way to find what stops partitions, and to have it passed over."""
+        return Repair(self._client, self._bytes_max)
 
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""

@@ -9,6 +9,7 @@ from typing import Any
 from aiokafka.errors import KafkaError
 from aiokafka.record.control_record import ABORT_MARKER, ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
+from msgspec import structs
 
 from txbroker.core.records import Record
 from txbroker.errors import InvariantBroken
@@ -24,20 +25,35 @@ _BATCH_BYTES = 256
 class Fetched:
     """A fetch's answer for one partition. Its records are decoded when they are asked for.
 
+    Args:
+        append_time: raise where a record does not carry the broker's append time.
+        producers: say of each record which transactional producer wrote it.
+
     Attributes:
         high_watermark: where the log ends, as far as its leader knows.
         stable_end: where it ends for `read_committed` readers.
         next_offset: from where to go on; the position asked for if nothing came.
+        skipped: how many offsets right before `next_offset` hold no record. Known once all
+            `pieces` were taken.
     """
 
     def __init__(
-        self, name: str, position: int, answer: tuple[Any, ...], *, append_time: bool
+        self,
+        name: str,
+        position: int,
+        answer: tuple[Any, ...],
+        *,
+        append_time: bool,
+        producers: bool = False,
     ) -> None:
         self._name = name
         self._position = position
         self._append_time = append_time
+        self._producers = producers
         self._aborted = _aborted(answer)
         self._hidden: set[int] = set()
+        self._seen = position
+        self.skipped = 0
         self.high_watermark: int = answer[2]
         self.stable_end: int = answer[3]
         data = answer[-1]
@@ -52,19 +68,30 @@ class Fetched:
         """All records."""
         return [record for piece in self.pieces() for record in piece]
 
-    def pieces(self) -> Iterator[list[Record]]:
+    def pieces(self, skipped: int = 0) -> Iterator[list[Record]]:
         """Yield the records in pieces of a few milliseconds' work, some of them empty. Once.
+
+        Args:
+            skipped: how many offsets right before the position hold no record.
 
         Raises:
             InvariantBroken: a batch is damaged, or does not carry the broker's append time.
         """
+        self.skipped = skipped
         piece: list[Record] = []
         size = 0
         wanted = range(self._position, self.next_offset)
         for batch in self._batches:
             before = len(piece)
-            if self._shown(batch):
+            shown = self._shown(batch)
+            if batch.base_offset > self._seen:
+                self.skipped = 0  # what lies between came in no batch
+            if shown:
                 self._take(batch, piece, wanted)
+                self._place(piece, before)
+            else:
+                self.skipped += batch.next_offset - max(batch.base_offset, self._seen)
+            self._seen = batch.next_offset
             new = piece[before:]
             size += sum(len(record.value or b"") for record in new) + _BATCH_BYTES
             if size >= _PIECE_BYTES or len(piece) >= _PIECE_RECORDS:
@@ -117,14 +144,22 @@ class Fetched:
                 f"{self._name}: the record at {batch.base_offset} does not carry the broker's "
                 "append time; set message.timestamp.type=LogAppendTime"
             )
+        by = batch.producer_id if self._producers and batch.is_transactional else -1
         try:
             piece.extend(
-                Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset)
+                Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset, producer=by)
                 for r in batch
                 if r.offset in wanted
             )
         except (KafkaError, UnicodeDecodeError) as error:
             raise self._damaged(str(batch.base_offset), error) from None
+
+    def _place(self, piece: list[Record], first: int) -> None:
+        """Say on the first of a batch's records how many offsets before it hold none."""
+        if self.skipped and len(piece) > first:
+            record = piece[first]
+            piece[first] = structs.replace(record, skipped=self.skipped)
+        self.skipped = 0
 
     def _damaged(self, where: str, error: object) -> InvariantBroken:
         return InvariantBroken(f"{self._name}: a batch at {where} is damaged: {error}")

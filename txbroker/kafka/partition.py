@@ -51,6 +51,27 @@ _NUMBERS = itertools.count()
 """So that closing an old door of a partition closes no connection of a new one."""
 
 
+async def read_checkpoint(reader: Reader) -> CheckpointScan:
+    """Read a partition of the checkpoint topic from its begin to its end.
+
+    Args:
+        reader: one that says which producers wrote the records.
+
+    Raises:
+        KafkaUnavailable: Kafka does not answer.
+    """
+    for _attempt in range(_TRUNCATED_RETRIES):
+        scan = CheckpointScan(reader.name)
+        start, end = await reader.start(), await reader.stable_end()
+        try:
+            async for records in reader.read(start, end):
+                scan.note(records)
+        except LogTruncated:
+            continue  # the cleaner moved the begin while we read
+        return scan
+    raise KafkaUnavailable(f"{reader.name} keeps changing while it is read")
+
+
 class KafkaPartitionDoor(PartitionDoor):
     """A `txbroker.door.PartitionDoor` on a real Kafka.
 
@@ -78,7 +99,9 @@ class KafkaPartitionDoor(PartitionDoor):
         self.half = self._log(settings.half_topic, "half", shared)
         self.op = self._log(settings.op_topic, "op", shared)
         self._checkpoint_at: Partition = (settings.checkpoint_topic, partition)
-        self._checkpoint = Reader(client, *self._checkpoint_at, f"{self._lane}checkpoint")
+        self._checkpoint = Reader(
+            client, *self._checkpoint_at, f"{self._lane}checkpoint", producers=True
+        )
         self._snapshots = self._log(settings.checkpoint_topic, "snapshots")
         self._parked = self._parked_reader("parked")
         self._parked_picker = Picker(self._parked_reader)
@@ -101,7 +124,15 @@ class KafkaPartitionDoor(PartitionDoor):
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
-        return await self._checkpoint.end(sure=True) > 0
+        return await self.checkpoint_end() > 0
+
+    async def checkpoint_end(self) -> int:
+        """Return the offset that the next record of the checkpoint topic will get.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        return await self._checkpoint.end(sure=True)
 
     async def parked_before(self) -> bool:
         """Say whether the parked topic has ever held a record.
@@ -123,6 +154,7 @@ class KafkaPartitionDoor(PartitionDoor):
             Hanging: a transaction that nobody ends hides the progress, or would be ended by the
                 commit of the claim record.
             NewerRecord: a newer version wrote the progress.
+            InvariantBroken: the progress does not read, or is lost.
             KafkaUnavailable: Kafka does not answer.
         """
         await self._retire()
@@ -190,20 +222,8 @@ class KafkaPartitionDoor(PartitionDoor):
             ) from None
 
     async def _read_progress(self, claim: Claim) -> Claimed:
-        """Return our claim record's append time, the newest progress and the snapshots' records.
-
-        Reads the partition to its end, because only its own record proves when the claim was.
-        """
-        for _attempt in range(_TRUNCATED_RETRIES):
-            scan = CheckpointScan(self._checkpoint.name)
-            start, end = await self._checkpoint.start(), await self._checkpoint.stable_end()
-            try:
-                async for records in self._checkpoint.read(start, end):
-                    scan.note(records)
-            except LogTruncated:
-                continue  # the cleaner moved the begin while we read
-            return scan.claimed(claim)
-        raise KafkaUnavailable(f"{self._checkpoint.name} keeps changing while it is read")
+        """Read to the end, because only our own record proves when the claim was."""
+        return (await read_checkpoint(self._checkpoint)).claimed(claim)
 
     # --- snapshots ---------------------------------------------------------------------------
 

@@ -32,13 +32,21 @@ class Reader:
     """Reads one partition over a lane of its own."""
 
     def __init__(
-        self, client: Client, topic: str, partition: int, lane: str, *, append_time: bool = True
+        self,
+        client: Client,
+        topic: str,
+        partition: int,
+        lane: str,
+        *,
+        append_time: bool = True,
+        producers: bool = False,
     ) -> None:
         self._client = client
         self._topic = topic
         self._partition = partition
         self._lane = lane
         self._append_time = append_time
+        self._producers = producers
         self._asked = -1
         """The broker that was asked last; one question is under way at a time."""
 
@@ -120,6 +128,7 @@ class Reader:
         # A new leader learns the high watermark only from its followers' next fetch.
         patience = self.patience()
         ahead = self._ahead(position, end)
+        skipped = 0
         try:
             while ahead is not None:
                 fetched = await ahead
@@ -131,12 +140,13 @@ class Reader:
                 patience = self.patience()
                 position = fetched.next_offset
                 ahead = self._ahead(position, end)
-                for records in fetched.pieces():
+                for records in fetched.pieces(skipped):
                     wanted = _below(records, end)
                     if wanted:
                         yield wanted
                     # Decoding takes its time; others have work too.
                     await asyncio.sleep(0)
+                skipped = fetched.skipped
         finally:
             if ahead is not None:
                 ahead.cancel()
@@ -197,7 +207,13 @@ class Reader:
             if error.code == Code.OFFSET_OUT_OF_RANGE:
                 raise LogTruncated(f"{self.name} has no offset {position} (any more)") from None
             raise
-        return Fetched(self.name, position, answer, append_time=self._append_time)
+        return Fetched(
+            self.name,
+            position,
+            answer,
+            append_time=self._append_time,
+            producers=self._producers,
+        )
 
 
 def _below(records: list[Record], end: int) -> list[Record]:

@@ -10,6 +10,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.admin import Admin, NewTopic
 from txbroker.kafka.client import Client, KafkaRefused, TopicFacts, may_pass
 from txbroker.kafka.codes import Code, describe
+from txbroker.kafka.installations import Installations
 
 _DEFAULT_MESSAGE_BYTES = 1048588
 """Kafka's own default, for topics whose settings may not be read."""
@@ -32,6 +33,7 @@ class KafkaTargets(Targets):
 
     def __init__(self, client: Client, admin: Admin) -> None:
         self._admin = admin
+        self._installations = Installations(client, admin)
         self._ttl_s = client.settings.facts_ttl_s
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
@@ -78,7 +80,7 @@ class KafkaTargets(Targets):
             task.exception()  # all who waited may have given up
 
     async def _examine(self, topic: str, *, create: bool) -> TargetFacts | Cause:
-        facts = await self._ask(topic)
+        facts = await self._installations.refused(topic) or await self._ask(topic)
         if create and isinstance(facts, Cause) and facts.code == "unknown_topic":
             facts = await self._create(topic) or await self._ask(topic)
         if self._asking.get((topic, create)) is asyncio.current_task():

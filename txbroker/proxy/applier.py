@@ -1,11 +1,13 @@
 """Every record of a partition goes through here: into the ledger, and on to who waits for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from txbroker.core.codec import passed_over
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
-from txbroker.core.records import Record
+from txbroker.core.records import Record, Skip
 from txbroker.core.transaction import Transaction
+from txbroker.door import Claimed
 from txbroker.errors import NewerRecord
 
 
@@ -16,6 +18,7 @@ class Applier:
         ledger: the partition's ledger.
         changed: told of every transaction that a record changed.
         noted: told of every other outcome, for counting.
+        foreign: told how many records of a topic are none of ours, and are set aside.
     """
 
     def __init__(
@@ -23,10 +26,19 @@ class Applier:
         ledger: Ledger,
         changed: Callable[[Transaction], None],
         noted: Callable[[Outcome], None],
+        foreign: Callable[[str, int], None],
     ) -> None:
         self.ledger = ledger
+        self._foreign = foreign
+        self._skips: Sequence[Skip] = ()
         self._changed = changed
         self._noted = noted
+
+    def claimed(self, found: Claimed) -> None:
+        """Take over what a claim has found besides progress."""
+        self._skips = found.skips
+        if found.foreign:
+            self._foreign("checkpoint", found.foreign)
 
     def half(self, record: Record) -> Outcome:
         """Apply a record of the half topic."""
@@ -39,13 +51,15 @@ class Applier:
     def _report(self, outcome: Outcome, topic: str, record: Record) -> Outcome:
         if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
             self._changed(outcome.transaction)
-        elif outcome.effect is Effect.NEWER:
+        elif outcome.effect is Effect.NEWER and not passed_over(self._skips, topic, record):
             # It may decide a transaction in a way that this build does not know: going on could
             # promote what was rolled back.
             raise NewerRecord(
                 f"{topic} record at offset {record.offset} was written by a newer txbroker "
-                f"({outcome.why}): upgrade this proxy"
+                f"({outcome.why}): upgrade this proxy. To pass it over see docs/operate/repair.md"
             )
         elif outcome.effect is not Effect.PARTIAL:
+            if outcome.effect is Effect.VOID:
+                self._foreign(topic, 1)
             self._noted(outcome)
         return outcome

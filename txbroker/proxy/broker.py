@@ -31,7 +31,6 @@ from txbroker.door import Door
 from txbroker.errors import (
     BadRequest,
     BadSchedule,
-    BadTarget,
     IdExpired,
     KafkaUnavailable,
     OwnerUnavailable,
@@ -51,7 +50,7 @@ from txbroker.proxy.logging import get_logger
 from txbroker.proxy.overview import Surroundings, local_overview
 from txbroker.proxy.owner import Owner, OwnerEvents, standing
 from txbroker.proxy.ownership import Ownership
-from txbroker.proxy.targets import Placing, examine_all, examine_final
+from txbroker.proxy.targets import FreeTargets, Placing, examine_all, examine_final
 from txbroker.proxy.tracing import deciding
 from txbroker.proxy.views import view
 from txbroker.sticky import Sticky
@@ -59,11 +58,6 @@ from txbroker.sticky import Sticky
 LAST_CALLS_S = 5.0
 """How long calls under way may take when the proxy stops, seconds. Kafka's answer to an append
 takes less; whoever waits for a target without a leader gives up."""
-
-KAFKA_TOPICS = frozenset(
-    {"__consumer_offsets", "__transaction_state", "__share_group_state", "__cluster_metadata"}
-)
-"""What Kafka keeps for itself."""
 
 log = get_logger(__name__)
 
@@ -127,11 +121,11 @@ class Broker:
         self.admin_url = ""
         """Where this proxy takes operators' calls, "" where that is its own URL, too."""
         self._clock = LogTime(round(time.time() * 1000))
-        self._ownership = Ownership(door, settings, runner, events)
+        self._targets = FreeTargets(door.targets, settings.own_topics, settings.reserved_topics)
+        self._ownership = Ownership(door, self._targets, settings, runner, events)
         self._ownership.on_change(self._keep_time)
         self._stopping = False
         self._calls = _Calls(self.check_open)
-        self._no_targets = settings.own_topics | KAFKA_TOPICS
 
     # --- life ------------------------------------------------------------------------------
 
@@ -242,7 +236,6 @@ class Broker:
     async def _prepare(self, request: PrepareRequest) -> Standing:
         if not request.messages:
             raise BadRequest("a transaction holds at least one message")
-        self._check_free(request.messages)
         owner = self._prepare_owner(request)
         known = owner.standing_prepare(
             request.id, request.group, request.dedup_key, request.messages
@@ -253,7 +246,7 @@ class Broker:
         id = request.id or new_id(request, owner.partition, owner.id_ms())
         try:
             facts = await examine_all(
-                self._door.targets,
+                self._targets,
                 dict.fromkeys(message.topic for message in request.messages),
                 create=self._settings.create_target_topics,
             )
@@ -326,17 +319,6 @@ class Broker:
 
     # --- decide, check, revive -------------------------------------------------------------
 
-    def _check_free(self, messages: Sequence[Message]) -> None:
-        """Refuse topics in which a client's message would be taken for one of our records.
-
-        Raises:
-            BadTarget: a target is one of txbroker's own topics, or of Kafka's.
-        """
-        for message in messages:
-            if message.topic in self._no_targets:
-                keeper = "Kafka" if message.topic in KAFKA_TOPICS else "txbroker"
-                raise BadTarget(f"topic {message.topic} is {keeper}'s own: it is no target")
-
     async def decide(self, request: DecideRequest) -> Standing:
         """Write a deciding marker; see `txbroker.contract.Service`."""
         with self._calls:
@@ -370,7 +352,7 @@ class Broker:
         if transaction.decision is not None:
             return placed
         try:
-            await examine_final(self._door.targets, placed, owner.now_ms(), self._beside)
+            await examine_final(self._targets, placed, owner.now_ms(), self._beside)
         except KafkaUnavailable as error:
             raise OwnerUnavailable(str(error), id=transaction.id) from None
         except TooLarge as error:

@@ -184,6 +184,13 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "See [the runbook](../runbooks/TxBrokerNotReady.md).",
         ),
         LogEvent(
+            "stopped partition begins again",
+            "info",
+            "partition",
+            "Something was written to its checkpoint topic since it stopped, as by "
+            "`txbroker repair skip`.",
+        ),
+        LogEvent(
             "partition not closed cleanly",
             "error",
             "error where",

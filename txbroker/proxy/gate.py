@@ -59,6 +59,10 @@ class GatedDoor:
         """As `PartitionDoor.claimed_before`: writes nothing."""
         return await self._inner.claimed_before()
 
+    async def checkpoint_end(self) -> int:
+        """As `PartitionDoor.checkpoint_end`: writes nothing."""
+        return await self._inner.checkpoint_end()
+
     async def parked_before(self) -> bool:
         """As `PartitionDoor.parked_before`: writes nothing."""
         return await self._inner.parked_before()

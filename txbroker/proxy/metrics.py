@@ -197,6 +197,12 @@ class Metrics:
         self._promoted = counter("promoted_total", "Messages promoted.", "topic")
         self._checks = counter("checks_total", "Checks by how they ended.", "group", "outcome")
         self._conflicts = counter("conflicts_total", "Decisions contrary to the standing one.")
+        self._foreign = counter(
+            "foreign_records_total",
+            "Records in txbroker's own topics that are none of ours and were set aside: other "
+            "clients write there.",
+            "topic",
+        )
         self._fenced = counter("fenced_total", "Times that another owner took a partition.")
         self._overloaded = counter("overloaded_total", "Calls turned away.", "operation")
         self._kafka_errors = counter("kafka_errors_total", "Errors of Kafka.", "operation")
@@ -273,6 +279,10 @@ class Metrics:
     def conflict(self, count: int = 1) -> None:
         """Count decisions contrary to the standing one."""
         self._conflicts.inc(count)
+
+    def foreign(self, topic: str, count: int) -> None:
+        """Count records of others in one of our topics, `half` say."""
+        self._count(self._foreign, count, topic)
 
     def fenced(self) -> None:
         """Count that another owner took a partition from us."""

@@ -145,6 +145,10 @@ class Observer:
         """A partition was gained and caught up on."""
         self._metrics.recovery_took(seconds)
 
+    def foreign(self, topic: str, count: int) -> None:
+        """Records of others were set aside."""
+        self._metrics.foreign(topic, count)
+
     def fenced(self) -> None:
         """Another owner has taken a partition."""
         self._metrics.fenced()

@@ -110,6 +110,10 @@ class OwnerEvents(Protocol):
         """A partition was gained and caught up on, in so many seconds."""
         ...
 
+    def foreign(self, topic: str, count: int) -> None:
+        """So many records of one of our topics (`half`, say) are none of ours."""
+        ...
+
     def fenced(self) -> None:
         """Another owner has taken a partition."""
         ...
@@ -178,7 +182,7 @@ class Owner:
         self, targets: Targets, runner: Runner, bodies_share: Callable[[], int], pace: TurnPace
     ) -> None:
         door, ledger, events = self._door, self.ledger, self._events
-        self._applier = Applier(ledger, self._changed, events.outcome)
+        self._applier = Applier(ledger, self._changed, events.outcome, events.foreign)
         self._half = Appender(
             door.half,
             self._applier.half,

@@ -14,7 +14,7 @@ from txbroker.contract import PartitionState, Readiness
 from txbroker.core.codec import installation_headers
 from txbroker.core.records import RECORD_VERSION
 from txbroker.core.telling import sentence, telling, where_raised
-from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated
+from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import hit
 from txbroker.proxy.checkback import Runner
@@ -36,6 +36,8 @@ LEAVE_AGAIN_MAX_S = 600.0
 their other partitions: so each time they wait twice as long, up to this."""
 TOPICS_LOOK_S = 60.0
 
+STOPPED = (PartitionState.TRUNCATED, PartitionState.NEWER, PartitionState.STOPPED)
+
 log = get_logger(__name__)
 
 
@@ -52,6 +54,8 @@ class Holding:
         """When opening began, or went on after the group was out of touch."""
         self.state = PartitionState.CLAIMING
         self.why = ""
+        self.checkpoint_end: int | None = None
+        """Where the checkpoint topic ended when the partition stopped."""
 
     def shown(self) -> tuple[PartitionState, str]:
         """Return what is going on, and what more there is to say."""
@@ -66,6 +70,11 @@ class Holding:
     def hanging(self) -> bool:
         """True while a transaction that nobody ends has hidden the progress at the last try."""
         return self.state is PartitionState.HANGING
+
+    @property
+    def stopped(self) -> bool:
+        """True while it stands still and nothing of ours will change that."""
+        return self.opening is None and self.owner is None and self.state in STOPPED
 
     def owners(self) -> list[Owner]:
         """Return the one that works or is being opened, if any."""
@@ -86,6 +95,7 @@ class Ownership:
 
     Args:
         door: the way to Kafka, started.
+        targets: what is known of target topics.
         settings: the proxy's configuration.
         runner: carries out checks.
         events: told what happens on every partition.
@@ -98,6 +108,7 @@ class Ownership:
     def __init__(
         self,
         door: Door,
+        targets: Targets,
         settings: Settings,
         runner: Runner,
         events: OwnerEvents,
@@ -107,6 +118,7 @@ class Ownership:
         self.url = settings.advertise
         self.own_peer_url = settings.peer_advertise
         self._door = door
+        self._targets = targets
         self._settings = settings
         self._runner = runner
         self._events = events
@@ -136,7 +148,7 @@ class Ownership:
             ConfigurationError: there are others, and this proxy cannot prove to be one of them.
         """
         await self._join()
-        watchers = (self._watch_stuck, self._watch_topics)
+        watchers = (self._watch_stuck, self._watch_stopped, self._watch_topics)
         self._watching = [asyncio.create_task(watch()) for watch in watchers]
 
     async def close(self) -> None:
@@ -196,8 +208,7 @@ class Ownership:
         if owner is not None and owner.phase is not PartitionState.SUSPENDED:
             return owner
         state, why = self._state(partition)
-        ends = (PartitionState.TRUNCATED, PartitionState.NEWER, PartitionState.STOPPED)
-        advice = "see /readyz and the proxy's log" if state in ends else "try again"
+        advice = "see /readyz and the proxy's log" if state in STOPPED else "try again"
         raise OwnerUnavailable(
             f"half partition {partition} has no owner here ({_words(state, why)}): {advice}", id=id
         )
@@ -364,6 +375,7 @@ class Ownership:
                 await asyncio.sleep(REOPEN_S * (0.5 + random.random()))
             except Exception as error:
                 await owner.close()
+                holding.checkpoint_end = await self._checkpoint_end(partition)
                 self._stopped(partition, holding, error)
                 return
             except BaseException:
@@ -386,7 +398,7 @@ class Ownership:
         settings = self._settings
         owner = Owner(
             self._door.partition(partition),
-            self._door.targets,
+            self._targets,
             self._runner,
             self._events,
             OwnerSettings(
@@ -508,6 +520,35 @@ class Ownership:
                 log.error("not joined again", error=telling(error), where=where_raised(error))
             else:
                 return
+
+    async def _watch_stopped(self) -> None:
+        """Begin again with what has stopped once an operator has decided to pass over what stopped
+        it: nobody else writes to its checkpoint topic."""
+        while True:
+            await asyncio.sleep(STUCK_LOOK_S)
+            for partition, holding in list(self._held.items()):
+                if holding.stopped and self._in_touch.is_set():
+                    await self._look_at_stopped(partition, holding)
+
+    async def _look_at_stopped(self, partition: int, holding: Holding) -> None:
+        end = await self._checkpoint_end(partition)
+        if end is None or self._held.get(partition) is not holding or not holding.stopped:
+            return
+        if holding.checkpoint_end is None:
+            holding.checkpoint_end = end
+        elif end != holding.checkpoint_end:
+            log.info("stopped partition begins again", partition=partition)
+            self._begin(partition)
+
+    async def _checkpoint_end(self, partition: int) -> int | None:
+        """Return where the checkpoint topic of a stopped partition ends; None if nobody answers."""
+        door = self._door.partition(partition)
+        try:
+            return await door.checkpoint_end()
+        except KafkaUnavailable:
+            return None
+        finally:
+            await door.close()
 
     async def _watch_topics(self) -> None:
         """See whether anybody changed txbroker's own topics under us."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from msgspec import Struct
 
+from txbroker.core.codec import Malformed, NewerVersion, decode_half, decode_marker
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
@@ -85,6 +86,7 @@ async def recover(
     await _check_claimed(door)
     found = await door.claim(claim)
     claimed()
+    applier.claimed(found)
     ledger, progress = applier.ledger, found.progress
     copies = await read_copies(door)
     await _check_parked(door, progress)
@@ -131,11 +133,33 @@ async def _check_claimed(door: PartitionDoor) -> None:
         return
     ends = (await door.half.bounds())[1], (await door.op.bounds())[1]
     # Asked again, as the first owner of all may have claimed and written in between.
-    if any(ends) and not await door.claimed_before():
+    if any(ends) and not await door.claimed_before() and not await _only_foreign(door):
         raise LogTruncated(
             "the checkpoint topic has no record, but half or op topic have had some: it was "
             "recreated, and nobody can tell any more what was promoted"
         )
+
+
+async def _only_foreign(door: PartitionDoor) -> bool:
+    """Say whether both logs are kept from their begin, and no record in them is one of ours."""
+    for log, decoders in ((door.half, (decode_half,)), (door.op, (decode_marker, decode_half))):
+        start, end = await log.bounds()
+        if start > 0:
+            return False  # what retention has taken may have been ours
+        async for records in _read(log, start, end):
+            if any(_reads(record, decode) for record in records for decode in decoders):
+                return False
+    return True
+
+
+def _reads(record: Record, decode: Callable[[Record], object]) -> bool:
+    try:
+        decode(record)
+    except Malformed:
+        return False
+    except NewerVersion:
+        pass
+    return True
 
 
 async def _check_parked(door: PartitionDoor, progress: Progress | None) -> None:

@@ -1,6 +1,7 @@
 """Whether a target topic takes a message, and which partition a message goes to."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
 
 from msgspec import structs
 
@@ -14,8 +15,55 @@ from txbroker.sticky import Sticky
 
 TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 """Brokers refuse records that are further ahead of their clock than this, by default."""
+KAFKA_TOPICS = frozenset(
+    {"__consumer_offsets", "__transaction_state", "__share_group_state", "__cluster_metadata"}
+)
+"""What Kafka keeps for itself."""
 _TOPICS_MAX = 10_000
 """Topics of which it is remembered where the last message without a key went."""
+
+
+class FreeTargets(Targets):
+    """A `txbroker.door.Targets` that knows by their names alone which topics are no targets, when a
+    transaction is prepared and when it is promoted.
+
+    Args:
+        inner: asked about all others.
+        own: the names of our own topics, where a client's message would be taken for our record.
+        reserved: names and patterns that an operator has reserved.
+    """
+
+    def __init__(self, inner: Targets, own: Collection[str], reserved: Sequence[str]) -> None:
+        self._inner = inner
+        self._own = own
+        self._reserved = reserved
+
+    def known(self, topic: str) -> TargetFacts | Cause | None:
+        """Return facts from the cache, or why there are none, or None where it must be asked."""
+        return self._refused(topic) or self._inner.known(topic)
+
+    async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
+        """Ask Kafka about a topic; see `txbroker.door.Targets`.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        return self._refused(topic) or await self._inner.examine(topic, create=create)
+
+    def forget(self, topic: str) -> None:
+        """Drop a topic from the cache."""
+        self._inner.forget(topic)
+
+    def _refused(self, topic: str) -> Cause | None:
+        if topic in KAFKA_TOPICS:
+            why = "is Kafka's own"
+        elif topic in self._own:
+            why = "is txbroker's own"
+        elif any(fnmatchcase(topic, pattern) for pattern in self._reserved):
+            why = "is reserved (reserved_topics)"
+        else:
+            return None
+        return Cause("reserved", f"topic {topic} {why}: it is no target", topic, -1)
 
 
 def verdict(message: Message, facts: TargetFacts | Cause, beside: int = 0) -> Verdict:

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from msgspec import structs
+
 from txbroker.commits import again, begin, outcome
 from txbroker.core.codec import encode_claim, encode_progress
 from txbroker.core.records import Cause, Claim, Record
@@ -26,7 +28,6 @@ from txbroker.door import (
     Membership,
     NotVisible,
     PartitionDoor,
-    TargetFacts,
     Targets,
     Turn,
     TurnHandle,
@@ -46,9 +47,9 @@ from txbroker.testing.memory import (
     Partition,
     Refused,
     Transaction,
-    valid_name,
 )
 from txbroker.testing.stores import MemoryAuditFeed, MemoryGroupStore
+from txbroker.testing.targets import MemoryTargets
 
 MESSAGE_BYTES_MAX = 8 << 20
 """The largest half batch by default, as on a real Kafka."""
@@ -230,11 +231,13 @@ class MemoryLog:
             LogTruncated: they are not all there, or not any more.
             KafkaUnavailable: Kafka is down.
         """
+        position = start
         for first in range(start, end, _READ_MAX):
             await self._kafka.reach()
             records = self._partition.read(first, min(end, first + _READ_MAX))
             if records:
-                yield records
+                yield _placed(records, position)
+                position = records[-1].offset + 1
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return the records at these offsets; an offset that holds none is left out.
@@ -244,6 +247,15 @@ class MemoryLog:
         """
         await self._kafka.reach()
         return self._partition.pick(offsets)
+
+
+def _placed(records: Sequence[Record], position: int) -> list[Record]:
+    """Say on records how many offsets before each hold none, `position` being the first."""
+    before = [position, *(record.offset + 1 for record in records)]
+    return [
+        structs.replace(record, skipped=record.offset - at) if record.offset > at else record
+        for record, at in zip(records, before, strict=False)
+    ]
 
 
 class MemoryPartitionDoor:
@@ -277,8 +289,16 @@ class MemoryPartitionDoor:
         Raises:
             KafkaUnavailable: Kafka is down.
         """
+        return await self.checkpoint_end() > 0
+
+    async def checkpoint_end(self) -> int:
+        """Return the offset that the next record of the checkpoint topic will get.
+
+        Raises:
+            KafkaUnavailable: Kafka is down.
+        """
         await self._kafka.reach()
-        return self._kafka.partition(self._checkpoint, self.partition).end > 0
+        return self._kafka.partition(self._checkpoint, self.partition).end
 
     async def parked_before(self) -> bool:
         """Say whether the parked topic has ever held a record.
@@ -311,7 +331,9 @@ class MemoryPartitionDoor:
         self._kafka.end(transaction, committed=True)
         await self._seen(at)
         scan = CheckpointScan(f"{self._checkpoint}-{self.partition}")
-        scan.note(self._kafka.visible(self._checkpoint, self.partition))
+        found = self._kafka.partition(self._checkpoint, self.partition)
+        records = found.read(found.begin, found.stable_end, producers=True)
+        scan.note(_placed(records, found.begin))
         claimed = scan.claimed(claim)
         self._writer = writer
         return claimed
@@ -547,41 +569,3 @@ def _translated() -> Iterator[None]:
         raise TurnRefused(error.cause) from None
     except KafkaUnavailable as error:
         raise TurnLost(str(error)) from None
-
-
-class MemoryTargets:
-    """A `txbroker.door.Targets` in memory."""
-
-    def __init__(self, kafka: MemoryKafka, ttl_s: float) -> None:
-        self._kafka = kafka
-        self._ttl_s = ttl_s
-        self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
-
-    def known(self, topic: str) -> TargetFacts | Cause | None:
-        """Return facts from the cache, or why there are none, or None where it must be asked."""
-        until, facts = self._known.get(topic, (0.0, None))
-        return facts if asyncio.get_running_loop().time() < until else None
-
-    async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
-        """Ask about a topic, and remember the answer; with `create`, create a missing one.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
-        await self._kafka.reach()
-        if create and topic not in self._kafka.topics and valid_name(topic):
-            self._kafka.create_topic(topic)
-        facts = self._kafka.facts(topic)
-        self._remember(topic, facts)
-        return facts
-
-    def forget(self, topic: str) -> None:
-        """Drop a topic from the cache."""
-        self._known.pop(topic, None)
-
-    def note(self, cause: Cause) -> None:
-        """Learn from a refusal: the facts that did not foresee it are out of date."""
-        self.forget(cause.topic)
-
-    def _remember(self, topic: str, facts: TargetFacts | Cause) -> None:
-        self._known[topic] = (asyncio.get_running_loop().time() + self._ttl_s, facts)

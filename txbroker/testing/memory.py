@@ -2,7 +2,7 @@
 
 What it does not do: it keeps nothing on disk and compacts nothing; retention happens only when
 `truncate` says so; there is one broker, so no leader moves and no replica lags; a transaction's
-end takes no offset of its own, so offsets have no holes; nothing is sent over a network, so
+end takes no offset of its own, unless `transact` writes it; nothing is sent over a network, so
 nothing arrives late; rights are yes or no for a whole topic; transactional ids are forgotten only
 when `forget_transactional_ids` says so. It belongs to one event loop.
 """
@@ -64,11 +64,21 @@ class Outcome(Enum):
 
 
 class Transaction:
-    """A Kafka transaction: its records are visible once it is committed."""
+    """A Kafka transaction: its records are visible once it is committed.
 
-    def __init__(self) -> None:
+    Args:
+        producer: the id of the producer that writes it.
+    """
+
+    def __init__(self, producer: int = -1) -> None:
+        self.producer = producer
         self.open = True
         self.committed = False
+
+
+_ENDED = Transaction()
+"""Of what was never a record: nobody sees it, and it is in nobody's way."""
+_ENDED.open = False
 
 
 class Refused(Exception):
@@ -116,6 +126,11 @@ class Partition:
                 follower(stored)
         return base
 
+    def mark(self, now_ms: int) -> None:
+        """Store the end of a transaction: it takes an offset and is no record."""
+        record = Record(None, None, timestamp_ms=now_ms, offset=self.end)
+        self._entries.append((record, _ENDED))
+
     def hold(self, transaction: Transaction) -> None:
         """Keep the last stable offset where the log ends now, for as long as it is open."""
         self._open.setdefault(transaction, self.end)
@@ -125,17 +140,21 @@ class Partition:
         self._followers.append(follower)
         return lambda: self._followers.remove(follower)
 
-    def read(self, start: int, end: int) -> list[Record]:
-        """Return the committed records from `start` up to, not including, `end`.
+    def read(self, start: int, end: int, *, producers: bool = False) -> list[Record]:
+        """Return the committed records from `start` up to, not including, `end`; with `producers`
+        they say who wrote them.
 
         Raises:
             LogTruncated: they are not all there, or not any more.
         """
         if start < end and (start < self.begin or end > self.end):
             raise LogTruncated(f"kept are offsets {self.begin} to {self.end}, not {start} to {end}")
+        entries = self._entries[start - self.begin : end - self.begin]
         return [
-            record
-            for record, transaction in self._entries[start - self.begin : end - self.begin]
+            structs.replace(record, producer=transaction.producer)
+            if producers and transaction is not None
+            else record
+            for record, transaction in entries
             if transaction is None or transaction.committed
         ]
 
@@ -184,6 +203,7 @@ class MemoryKafka:
         self._ids = itertools.count(1)
         self._members: dict[str, Coordinator] = {}
         self._transactions: dict[str, tuple[object, list[Transaction]]] = {}
+        self._producers: dict[str, int] = {}
         self._default_partitions = default_partitions
         self._down: Outcome | None = None
         self._lost_append: Outcome | None = None
@@ -369,8 +389,11 @@ class MemoryKafka:
         """Begin a transaction, for who holds the id."""
         running = self._transactions[transactional_id][1]
         running[:] = [each for each in running if each.open]
-        running.append(Transaction())
+        running.append(Transaction(self._producer(transactional_id)))
         return running[-1]
+
+    def _producer(self, transactional_id: str) -> int:
+        return self._producers.setdefault(transactional_id, next(self._ids))
 
     async def append(self, name: str, partition: int, records: Sequence[Record]) -> Appended:
         """Append one batch outside of transactions.
@@ -440,6 +463,16 @@ class MemoryKafka:
                 sentence = f"{name}-{number} does not take the message's timestamp"
                 return Cause("bad_timestamp", sentence, name, number)
         return None
+
+    def transact(
+        self, name: str, partition: int, records: Sequence[Record], *, committed: bool = True
+    ) -> None:
+        """Write a whole transaction, as another client does; its end takes an offset."""
+        found = self.partition(name, partition)
+        transaction, now_ms = Transaction(next(self._ids)), self.clock.now_ms()
+        found.append(records, now_ms, transaction)
+        self.end(transaction, committed=committed)
+        found.mark(now_ms)
 
     def commit(self, transaction: Transaction) -> None:
         """End a transaction so that it becomes visible.

@@ -1,7 +1,6 @@
 """The topics of groups and of audits in a `MemoryKafka`, as doors follow and write them."""
 
 from collections.abc import Callable
-from typing import cast
 
 from txbroker.core.records import Record
 from txbroker.door import AppendUnknown
@@ -27,9 +26,8 @@ class MemoryGroupStore:
         await self._kafka.reach()
 
         def tell(record: Record) -> None:
-            if record.key == LAYOUT_KEY:
-                return
-            changed(cast(bytes, record.key).decode(), record.value)
+            if record.key not in (None, LAYOUT_KEY):
+                changed(record.key.decode(errors="replace"), record.value)
 
         for record in self._kafka.visible(self._topic):
             tell(record)

@@ -1,0 +1,39 @@
+"""`txbroker repair` on a real Kafka."""
+
+from __future__ import annotations
+
+import json
+
+from cli_world import Call, Dev
+from confluent_kafka import Producer
+
+from txbroker.core.records import RECORD_VERSION
+
+
+def write(dev: Dev, topic: str, value: bytes) -> None:
+    producer = Producer({"bootstrap.servers": dev.kafka})
+    producer.produce(topic, value, b"\xffkey", 1)
+    assert producer.flush(60) == 0
+
+
+def test_a_record_that_stops_is_shown_and_passed_over(call: Call, dev: Dev) -> None:
+    where = ("--kafka", dev.kafka, "--topic-prefix", "repair")
+    missing = call("repair", "show", *where)
+    assert missing.code == 1
+    assert "topic_prefix" in missing.err
+    call("topics", "apply", *where, "--yes")
+    assert call("repair", "show", *where) == (0, "", "No record stops a partition.\n")
+    write(dev, "repair.op", b'{"v": %d, "x": "%s"}' % (RECORD_VERSION + 1, b"x" * 300))
+    (row,) = call("repair", "show", *where, "-o", "json").json
+    assert (row["record"], row["code"], row["key"]) == ("repair.op/1@0", "newer", "\\xffkey")
+    assert row["value"].endswith("… 117 bytes more")
+    skip = ("repair", "skip", *where, "--reason", "a test")
+    other = call(*skip, "repair.op/1@7", "--yes")
+    assert (other.code, "There are repair.op/1@0." in other.err) == (1, True)
+    dry = call(*skip, "repair.op/1@0", "--dry-run", "-o", "json")
+    assert (dry.code, dry.json["reason"], dry.err) == (0, "a test", "Nothing was changed.\n")
+    assert call(*skip, "repair.op/1@0").code == 2  # nobody is there to ask
+    assert len(call("repair", "show", *where, "-o", "json").json) == 1
+    done = call(*skip, "repair.op/1@0", "--yes", "-o", "json")
+    assert (done.code, json.loads(done.out)["record"]) == (0, "repair.op/1@0")
+    assert call("repair", "show", *where).err == "No record stops a partition.\n"

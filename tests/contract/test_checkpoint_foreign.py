@@ -1,0 +1,129 @@
+"""What others write into the checkpoint topic, what stops a partition there, and what passes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from door_records import commit, new_claim, progress, turn
+from msgspec import structs
+
+from txbroker.core.codec import CLAIM_KEY, PROGRESS_KEY, encode_progress, encode_skip
+from txbroker.core.records import RECORD_VERSION, Record
+from txbroker.door import Claimed, Door
+from txbroker.errors import InvariantBroken, NewerRecord
+
+NEWER = encode_progress(structs.replace(progress("theirs", 99), v=RECORD_VERSION + 1))
+JUNK = (
+    Record(PROGRESS_KEY, b"junk"),
+    Record(PROGRESS_KEY, None),
+    Record(PROGRESS_KEY, b'{"v": 1}'),
+    Record(PROGRESS_KEY, b"[" * 100_000),
+    Record(CLAIM_KEY, b"\x00\xff"),
+    Record(CLAIM_KEY, msgspec.json.encode({"v": RECORD_VERSION + 1, "claim": "theirs"})),
+)
+
+
+class Checkpoint:
+    """Partition 0 of the checkpoint topic, written by its owner and by others."""
+
+    def __init__(self, world: Any, door: Door) -> None:
+        self.partition = door.partition(0)
+        self._world = world
+        self._topic = world.name("checkpoint")
+
+    async def claim(self) -> Claimed:
+        """Claim as a new owner."""
+        return await self.partition.claim(new_claim())
+
+    async def promoted(self, op: int) -> None:
+        """Claim, and write progress."""
+        mine = new_claim()
+        await self.partition.claim(mine)
+        await commit(self.partition, turn(mine, op))
+
+    async def foreign(self, *records: Record, committed: bool | None = None) -> list[Record]:
+        """Write as another client; return the newest records as they are stored."""
+        await self._world.foreign(self._topic, 0, *records, committed=committed)
+        return list((await self._world.visible(self._topic))[-len(records) :])
+
+    async def skip(self, record: Record) -> None:
+        """Decide that a record is passed over."""
+        await self.foreign(encode_skip("checkpoint", record, "me", "a test"))
+
+    async def compacted(self, before: int) -> None:
+        """Lose what lies below an offset, as by compaction."""
+        await self._world.compact(self._topic, 0, before)
+
+
+@pytest.fixture
+def checkpoint(world: Any, door: Door) -> Checkpoint:
+    return Checkpoint(world, door)
+
+
+@pytest.mark.parametrize("committed", [None, True])
+async def test_what_others_write_under_our_keys_is_set_aside(
+    checkpoint: Checkpoint, committed: bool | None
+) -> None:
+    await checkpoint.promoted(7)
+    # Of a newer version only what is outside of transactions is surely none of ours.
+    noise = JUNK if committed is None else JUNK[:-1]
+    noise = (*noise, NEWER) if committed is None else noise
+    await checkpoint.foreign(*noise, committed=committed)
+    found = await checkpoint.claim()
+    assert (found.progress and found.progress.op) == 7
+    # Ours is the newest claim: what lies before it is nobody's concern.
+    assert found.foreign >= len([record for record in noise if record.key == PROGRESS_KEY])
+    await checkpoint.promoted(8)
+    again = await checkpoint.claim()
+    assert (again.progress and again.progress.op) == 8
+
+
+async def test_noise_before_anything_of_ours_hides_no_progress(checkpoint: Checkpoint) -> None:
+    await checkpoint.foreign(*JUNK)
+    assert (await checkpoint.claim()).progress is None
+
+
+@pytest.mark.parametrize("committed", [None, True])
+async def test_where_compaction_may_have_taken_our_progress_the_partition_stops(
+    checkpoint: Checkpoint, committed: bool | None
+) -> None:
+    await checkpoint.promoted(7)
+    (stored,) = await checkpoint.foreign(JUNK[0], committed=committed)
+    await checkpoint.compacted(stored.offset)
+    with pytest.raises(InvariantBroken, match=f"checkpoint-0 at offset {stored.offset} is another"):
+        await checkpoint.claim()
+    await checkpoint.skip(structs.replace(stored, value=b"another"))
+    with pytest.raises(InvariantBroken, match=r"docs/operate/repair\.md"):
+        await checkpoint.claim()
+    await checkpoint.skip(stored)
+    found = await checkpoint.claim()
+    assert found.progress is None
+    assert [(skip.by, skip.reason, skip.offset) for skip in found.skips] == [
+        ("me", "a test", stored.offset)
+    ]
+
+
+async def test_what_a_newer_version_may_have_written_stops_until_it_is_passed_over(
+    checkpoint: Checkpoint,
+) -> None:
+    await checkpoint.promoted(7)
+    first, second = await checkpoint.foreign(NEWER, NEWER, committed=True)
+    with pytest.raises(NewerRecord, match=f"checkpoint-0 at offset {second.offset}"):
+        await checkpoint.claim()
+    await checkpoint.skip(second)
+    with pytest.raises(NewerRecord, match=f"checkpoint-0 at offset {first.offset}"):
+        await checkpoint.claim()
+    await checkpoint.skip(first)
+    found = await checkpoint.claim()
+    assert (found.progress and found.progress.op) == 7
+
+
+async def test_progress_behind_a_newer_one_counts(checkpoint: Checkpoint) -> None:
+    mine = new_claim()
+    await checkpoint.partition.claim(mine)
+    await checkpoint.foreign(NEWER, committed=True)
+    await commit(checkpoint.partition, turn(mine, 8))
+    found = await checkpoint.claim()
+    assert (found.progress and found.progress.op) == 8

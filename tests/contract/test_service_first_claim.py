@@ -1,0 +1,33 @@
+"""Records of other clients that were there before any proxy was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from service_world import Desk, Service
+
+from txbroker.core.records import Message, Record
+
+NOISE = (Record(b"key", b"value"), Record(None, None), Record(b"\xff", b"{", (("txb-v", b"?"),)))
+
+
+@pytest.mark.parametrize("committed", [True, False, None])
+async def test_noise_before_the_first_claim_of_all_stops_nobody(
+    world: Any, desk: Desk, committed: bool | None
+) -> None:
+    await (await world.door(partitions=2)).close()
+    for name in ("half", "op"):
+        for partition in (0, 1):
+            await world.foreign(world.name(name), partition, *NOISE, committed=committed)
+    first = Service(world, desk)
+    await first.start()
+    try:
+        topic = await first.topic()
+        for number in range(6):
+            value = b"%d" % number
+            id = await first.prepare(Message(topic, value, value))
+            assert (await first.commit(id))["state"] == "promoted"
+        assert await first.owned() == {0, 1}
+    finally:
+        await first.stop()

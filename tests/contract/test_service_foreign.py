@@ -1,0 +1,113 @@
+"""Records that other clients put into txbroker's own topics stop nobody."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from service_world import Service, until
+
+from txbroker.core.codec import encode_progress, encode_skip
+from txbroker.core.records import RECORD_VERSION, Message, Progress, Record
+from txbroker.errors import OwnerUnavailable
+
+NOISE = (Record(b"key", b"value"), Record(None, None), Record(b"\xff", b"{", (("txb-v", b"?"),)))
+
+
+async def goes_through(service: Service, topic: str, count: int = 6) -> None:
+    """See transactions of all half partitions decided, and visible once."""
+    before = len(await service.values(topic))
+    for number in range(count):
+        id = await service.prepare(Message(topic, b"%d" % number, b"%d" % number))
+        assert (await service.commit(id))["state"] == "promoted"
+    assert await service.values(topic) == [
+        *(await service.values(topic))[:before],
+        *[b"%d" % number for number in range(count)],
+    ]
+
+
+@pytest.mark.parametrize("committed", [True, False, None])
+@pytest.mark.parametrize("name", ["half", "op"])
+async def test_records_of_other_clients_leave_no_gap(
+    service: Service, name: str, committed: bool | None
+) -> None:
+    topic = await service.topic()
+    await goes_through(service, topic)
+    for _ in range(2):
+        for partition in (0, 1):
+            await service.world.foreign(
+                service.world.name(name), partition, *NOISE, committed=committed
+            )
+        await goes_through(service, topic)
+    for partition in (0, 1):
+        await service.world.foreign(
+            service.world.name(name), partition, *NOISE, committed=committed
+        )
+    await service.restart()
+    await goes_through(service, topic)
+    assert await service.owned() == {0, 1}
+    pending = await service.prepare(Message(topic, b"k", b"pending"))
+    await service.restart()
+    assert await service.state(pending) == "pending"
+    await service.commit(pending)
+    assert (await service.values(topic))[-1] == b"pending"
+
+
+async def test_a_partition_that_stopped_goes_on_once_a_record_is_passed_over(
+    service: Service,
+) -> None:
+    topic, world = await service.topic(), service.world
+    await goes_through(service, topic)
+    checkpoint, op = world.name("checkpoint"), world.name("op")
+    newer = encode_progress(Progress(RECORD_VERSION + 1, "theirs", 0, 0))
+    await world.foreign(checkpoint, 0, newer, committed=True)
+    await world.foreign(op, 1, Record(b"x", b'{"v": %d}' % (RECORD_VERSION + 1)))
+    await service.stop()
+    await service.start(ready=False)
+    await until(lambda: states(service, "newer", "newer"))
+    readyz = await service.get("/readyz")
+    assert "docs/operate/repair.md" in readyz["problems"][0]
+    for partition, (log, name) in enumerate((("checkpoint", checkpoint), ("op", op))):
+        record = (await world.visible(name, partition))[-(1 if log == "op" else 2)]
+        skip = encode_skip(log, record, "me", "a test")
+        await world.foreign(checkpoint, partition, skip)
+    await until(lambda: states(service, "owned", "owned"))
+    await goes_through(service, topic)
+    await service.restart()
+    await goes_through(service, topic)
+
+
+async def states(service: Service, *wanted: str) -> bool:
+    """Say whether the partitions are in these states."""
+    found = (await service.get("/readyz"))["partitions"]
+    return [found[str(n)].partition(":")[0] for n in range(len(wanted))] == list(wanted)
+
+
+async def test_noise_in_the_checkpoint_topic_is_counted(service: Service) -> None:
+    topic, world = await service.topic(), service.world
+    for partition in (0, 1):
+        await goes_through(service, topic)
+        for key in (b"progress", b"claim", b"skip/op/1", b"snapshot/0", b""):
+            await world.foreign(world.name("checkpoint"), partition, Record(key, b"{"))
+    await service.restart()
+    await goes_through(service, topic)
+    assert await service.metric("foreign_records_total", topic="checkpoint") >= 2
+
+
+@pytest.mark.parametrize("name", ["half", "op"])
+async def test_behind_an_open_transaction_of_another_client_all_goes_on(
+    service: Service, name: str
+) -> None:
+    topic, world = await service.topic(), service.world
+    release = await world.hang(world.name(name), 0)
+    try:
+        # Whatever this answers: nobody can know what comes of the open one.
+        with contextlib.suppress(OwnerUnavailable):
+            await goes_through(service, topic, 2)
+    finally:
+        await release()
+    await until(lambda: states(service, "owned", "owned"))
+    fresh = await service.topic()
+    await goes_through(service, fresh)
+    await service.restart()
+    await goes_through(service, fresh)

@@ -1,0 +1,76 @@
+"""Finding what stops partitions in the topics of a real Kafka, and passing it over."""
+
+from __future__ import annotations
+
+import pytest
+from kafka_world import KafkaWorld
+from msgspec import structs
+
+from txbroker.core.codec import encode_claim, encode_half, encode_marker, encode_progress
+from txbroker.core.ids import make_id
+from txbroker.core.records import (
+    RECORD_VERSION,
+    Claim,
+    Half,
+    Marker,
+    MarkerKind,
+    Message,
+    Progress,
+    Record,
+)
+from txbroker.door import Turn
+from txbroker.errors import ConfigurationError, NewerRecord
+
+NEWER = RECORD_VERSION + 1
+ID = make_id(1, 0, 0)
+HALF = encode_half(Half(ID, "orders", (Message("t", b"k", b"v", partition=0),)), NEWER)[0]
+MARKER = encode_marker(Marker(NEWER, MarkerKind.COMMIT, ID))
+
+
+async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
+    door = await world.door()
+    repair = door.repair()
+    assert await repair.find() == []
+    partition = door.partition(1)
+    claim = Claim(RECORD_VERSION, "mine", "one", "")
+    await partition.claim(claim)
+    progress = Progress(RECORD_VERSION, "mine", 3, 3)
+    await (await partition.write(Turn((), (), progress))).visible()
+    newer = encode_progress(structs.replace(progress, v=NEWER))
+    await world.foreign(world.name("checkpoint"), 1, newer, committed=True)
+    await world.foreign(world.name("checkpoint"), 2, newer, Record(b"progress", b"junk"))
+    await world.foreign(world.name("half"), 1, Record(b"k", b"junk"), HALF)
+    await world.foreign(world.name("op"), 1, Record(b"k", b"{"), MARKER)
+    found = await repair.find()
+    at = [(each.topic, each.partition, each.stop.code) for each in found]
+    assert at == [(world.name(name), 1, "newer") for name in ("checkpoint", "half", "op")]
+    assert [each.stop.record.value for each in found] == [newer.value, b"v", MARKER.value]
+    assert found[1].at == f"{world.name('half')}/1@1"
+    with pytest.raises(NewerRecord):
+        await partition.claim(structs.replace(claim, claim="second"))
+    for each in found:
+        await repair.skip(each, "me", "a test")
+    assert await repair.find() == []
+    claimed = await partition.claim(structs.replace(claim, claim="third"))
+    assert claimed.progress == progress
+    assert {(skip.log, skip.by, skip.reason) for skip in claimed.skips} == {
+        (log, "me", "a test") for log in ("checkpoint", "half", "op")
+    }
+
+
+async def test_unreadable_progress_by_one_of_our_producers_is_found(world: KafkaWorld) -> None:
+    door = await world.door()
+    claim = encode_claim(Claim(RECORD_VERSION, "x", "one", ""))
+    junk = Record(b"progress", b"junk")
+    await world.foreign(world.name("checkpoint"), 0, claim, junk, committed=True)
+    await world.foreign(world.name("checkpoint"), 1, junk, committed=True)
+    (found,) = await door.repair().find()
+    assert (found.at, found.stop.code) == (f"{world.name('checkpoint')}/0@1", "unreadable")
+    assert "no progress is left" in found.stop.loses
+    await door.repair().skip(found, "me", "a test")
+    assert await door.repair().find() == []
+
+
+async def test_no_installation_is_an_error(world: KafkaWorld) -> None:
+    with pytest.raises(ConfigurationError, match="topic_prefix"):
+        await world.closed_door().repair().find()
