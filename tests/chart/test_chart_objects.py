@@ -98,7 +98,7 @@ def test_names_are_of_one_namespace_and_told_apart(render: Render, name: str) ->
 
 def test_a_long_name_of_a_release_is_cut(helm: Helm) -> None:
     code, said = helm(
-        "template", "a" * 53, str(CHART), "--kube-version", "1.31.0", values=EVERYTHING
+        "template", "a" * 53, str(CHART), "--kube-version", "1.31.0", values=SETS["everything"]
     )
     assert code == 0, said
     names = {found["metadata"]["name"] for found in yaml.safe_load_all(said) if found}
