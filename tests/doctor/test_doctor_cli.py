@@ -68,7 +68,7 @@ def call(
         async def __aexit__(self, *_: object) -> None:
             pass
 
-    def proxies(urls: list[str], headers: dict[str, str], _: ClientTls) -> Any:
+    def proxies(urls: list[str], headers: dict[str, str], *_: ClientTls) -> Any:
         given.urls, given.headers = tuple(urls), headers
         return world.proxies
 
