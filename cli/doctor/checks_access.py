@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -183,7 +183,7 @@ async def access_kafka(subject: Subject) -> Finding:
 )
 async def access_check_urls(subject: Subject) -> Finding:
     """Whether who registers a group can have a proxy call its own machine."""
-    given: Iterable[str] = dict(subject.settings).get("check_url_allow", ())
+    given = subject.settings.check_url_allow
     lines = [f"check_url_allow has {entry}" for entry in given if _leads_inside(entry)]
     if lines:
         return judged(Level.WARNING, "proxies call them for whoever may register a group", lines)

@@ -159,18 +159,11 @@ def test_tokens_and_peer_secret_are_among_the_secrets() -> None:
     assert set(SECRETS) >= wanted | {"kafka_ssl_key_file", "kafka_oauth_token_file"}
 
 
-class WithGroups(Settings):
-    """Settings that say where the secrets of groups are."""
-
-    secrets_dir: Path | None = None
-    secret_env_allow: tuple[str, ...] = ()
-
-
 def test_secrets_of_groups_are_struck_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "below").mkdir()
     (tmp_path / "shop").write_text("sh0p")
     monkeypatch.setenv("SHOP_SECRET", "fr0m the environment")
-    given = WithGroups(secrets_dir=tmp_path, secret_env_allow=("SHOP_SECRET", "NOT_THERE"))
+    given = settings(secrets_dir=tmp_path, secret_env_allow=("SHOP_SECRET", "NOT_THERE"))
     assert known_secrets(given, "") == ["sh0p", "fr0m the environment"]
     shown = settings_shown(given)
     assert shown["secrets_dir"] == str(tmp_path)

@@ -12,7 +12,6 @@ from msgspec import structs
 
 from txbroker.cli.doctor.findings import Level
 from txbroker.cli.doctor.proxies import NotAllowed, RegisteredGroup
-from txbroker.config import Settings
 from txbroker.principals import Role, format_principal
 
 OK, WARNING, UNKNOWN, FAILS = Level.OK, Level.WARNING, Level.UNKNOWN, Level.FAILS
@@ -213,12 +212,6 @@ async def test_a_login_at_kafka_in_the_clear(
     assert (found.level, found.details) == (WARNING if details else OK, details)
 
 
-class WithUrls(Settings):
-    """Settings that say where check URLs may lead."""
-
-    check_url_allow: tuple[str, ...] = ()
-
-
 @pytest.mark.parametrize(
     ("entry", "level"),
     [
@@ -239,7 +232,7 @@ class WithUrls(Settings):
     ],
 )
 async def test_check_urls_that_lead_inside(world: World, entry: str, level: Level) -> None:
-    world.settings = WithUrls(check_url_allow=("10.2.0.1", entry))
+    world.settings = settings(check_url_allow=("10.2.0.1", entry))
     found = await world.outcome("access-check-urls")
     assert found.level is level
     assert found.details == (() if level is OK else (f"check_url_allow has {entry}",))

@@ -354,6 +354,10 @@ securityContext:
 - name: TXBROKER_PEER_SECRET_FILE
   value: /etc/txbroker/peer-secret/{{ .Values.peerSecret.key }}
 {{- end }}
+{{- if .Values.groups.existingSecret }}
+- name: TXBROKER_SECRETS_DIR
+  value: /etc/txbroker/groups
+{{- end }}
 {{- with .Values.peerNames }}
 - name: TXBROKER_PEER_NAMES
   value: {{ join "," . | quote }}
