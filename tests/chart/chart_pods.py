@@ -128,6 +128,16 @@ def settings_of(pod: Pod, objects: list[Object], root: Path) -> Settings:
         for name, value in context.params.items()
         if name in Settings.model_fields and value not in (None, ())
     }
+    return _loaded(pod, root, given)
+
+
+def settings_of_commands(pod: Pod, objects: list[Object], root: Path) -> Settings:
+    """Return the settings that another command has that is called in the container."""
+    mounted(pod, objects, root)
+    return _loaded(pod, root, {})
+
+
+def _loaded(pod: Pod, root: Path, given: dict[str, Any]) -> Settings:
     environ = {
         name: value.replace(FOLDER, f"{root}{FOLDER}") for name, value in environment(pod).items()
     }

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_pods import POD, Object, environment, of_kind, one, pod_of, settings_of
+import yaml
+from chart_pods import (
+    POD,
+    Object,
+    environment,
+    of_kind,
+    one,
+    pod_of,
+    settings_of,
+    settings_of_commands,
+)
 from chart_values import PEER_NAMES, PRINCIPALS, SETS
 
+from txbroker.config import Settings
 from txbroker.principals import read_principals
 
 Render = Callable[..., list[Object]]
 Helm = Callable[..., tuple[int, str]]
 
 pytestmark = pytest.mark.needs_tool("helm")
+MANUAL = Path(__file__).parents[2] / "docs/operate/kubernetes.md"
 OWN = f"{POD}.shop-txbroker-peers.pay.svc.cluster.local"
 
 
@@ -144,11 +157,38 @@ def test_one_proxy_or_open_ones_need_no_peer_secret(
     assert not settings.peer_identity
 
 
-def test_the_doctor_in_a_pod_sees_how_the_proxy_is_called(render: Render) -> None:
+@pytest.mark.parametrize("name", SETS)
+def test_the_doctor_in_a_pod_sees_how_the_proxy_is_called(
+    render: Render, name: str, tmp_path: Path
+) -> None:
     """Options of the proxy's command line are not there for other commands, variables are."""
-    variables = environment(pod_of(render(PEER_NAMES), "StatefulSet"))
-    names = {name.removeprefix("TXBROKER_").lower() for name in variables}
-    assert names >= {
-        "listen", "advertise", "admin_listen", "principals_file", "peer_names", "peer_listen",
-        "peer_advertise", "tls_cert_file", "tls_key_file", "tls_client_ca_file", "peers_ca_file",
-    }  # fmt: skip
+    objects = render(SETS[name])
+    pod = pod_of(objects, "StatefulSet")
+    proxy = settings_of(pod, objects, tmp_path / "pod")
+    doctor = settings_of_commands(pod, objects, tmp_path / "other")
+    # Tokens are the commands' own, and the name has no meaning for them.
+    of_the_proxy = {"token_file", "admin_token_file", "instance"}
+    for setting in set(Settings.model_fields) - of_the_proxy:
+        seen = str(getattr(doctor, setting)).replace(str(tmp_path / "other"), "")
+        assert seen == str(getattr(proxy, setting)).replace(str(tmp_path / "pod"), ""), setting
+
+
+def test_the_worked_example_renders(render: Render, tmp_path: Path) -> None:
+    text = MANUAL.read_text().partition("## Principals and peers")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    objects = render(yaml.safe_load(block))
+    pod = pod_of(objects, "StatefulSet")
+    settings = settings_of(pod, objects, tmp_path)
+    assert (settings.token_file, settings.admin_token_file) == (None, None)
+    assert settings.principals_file is not None
+    assert settings.peer_secret_file is not None
+    policy = one(objects, "NetworkPolicy")["spec"]
+    assert [rule["ports"][0]["port"] for rule in policy["ingress"]] == ["https", "admin", "peers"]
+    # Every Secret that it names is made by a command above, or by what other sections say.
+    made = set(re.findall(r"create secret generic (\S+)", text)) | {"txbroker-tls"}
+    named = {v["secret"]["secretName"] for v in pod.spec["volumes"] if "secret" in v}
+    (endpoint,) = one(objects, "ServiceMonitor")["spec"]["endpoints"]
+    named.add(endpoint["authorization"]["credentials"]["name"])
+    assert named <= made
+    (path,) = re.findall(r"txbroker doctor --token-file (\S+)", text)
+    assert (tmp_path / path.removeprefix("/")).is_file()
