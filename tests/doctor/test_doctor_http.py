@@ -13,6 +13,7 @@ from doctor_world import World
 from http_api import running_api
 from secret_files import secret_file
 
+from txbroker.checkers.groups import GroupPolicy, encode_policy
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.proxies import HttpProxies, NotAllowed, NotSeen
 from txbroker.cli.doctor.runner import examine
@@ -97,6 +98,24 @@ async def test_what_each_role_sees(principals: Path) -> None:
             with pytest.raises(NotAllowed, match=r"403: .* \(not_permitted\); .* role viewer"):
                 await call
         await producer.ready(api.url)  # everybody may ask
+
+
+async def test_a_registration_that_settings_do_not_allow_any_more_is_named(world: World) -> None:
+    """Such as one from before `secrets_dir` and `secret_env_allow`: at rest in the topic."""
+    async with running_api() as api:
+        for group, ref in (("file", "file:/run/secrets/shop"), ("env", "env:SHOP")):
+            policy = GroupPolicy(check_url="http://127.0.0.1:9/check", secret_ref=ref)
+            await api.store.put(group, encode_policy(policy))
+        subject = Subject(world.settings, world.kafka, HttpProxies([api.url], {}))
+        check = next(one for one in CHECKS if one.name == "groups-usable")
+        found = (await examine(subject, [check])).outcomes[0]
+        await subject.close()
+    assert (found.level, len(found.details)) == ("fails", 2), found
+    env, file = found.details
+    assert env.startswith("env: ")
+    assert "secret_env_allow" in env
+    assert file.startswith("file: ")
+    assert "secrets_dir" in file
 
 
 async def test_a_call_without_a_credential_carries_none(principals: Path) -> None:
