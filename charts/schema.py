@@ -17,6 +17,7 @@ Json = dict[str, Any]
 MADE_HERE = frozenset(
     {
         "listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure",
+        "principals_file", "peer_secret_file", "peer_names", "peer_listen", "peer_advertise",
         "admin_listen", "admin_token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file",
         "peers_ca_file", "secrets_dir",
     }
@@ -28,6 +29,7 @@ NAME: Json = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9]
 NAME_OR_NONE: Json = {"type": "string", "pattern": r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"}
 KEY: Json = {"type": "string", "pattern": r"^[-._a-zA-Z0-9]{1,253}$"}
 KEY_OR_NONE: Json = {"type": "string", "pattern": r"^[-._a-zA-Z0-9]{0,253}$"}
+PATTERN_OF_NAMES: Json = {"type": "string", "pattern": r"^[^\s,]+$"}
 SIZE: Json = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|m)?$"}
 DURATION: Json = {"type": "string", "pattern": r"^([0-9]+(ms|[smhd]))+$"}
 TRUTH: Json = {"type": "boolean"}
@@ -42,6 +44,9 @@ SECONDS: Json = {"type": "number", "exclusiveMinimum": 0}
 def count(least: int, most: int | None = None) -> Json:
     """Return the schema of a whole number."""
     return {"type": "integer", "minimum": least} | ({} if most is None else {"maximum": most})
+
+
+PORT_OR_NONE: Json = {"anyOf": [{"const": 0}, count(1024, 65535)]}
 
 
 def closed(**properties: Json) -> Json:
@@ -160,6 +165,7 @@ def watching() -> dict[str, Json]:
             interval=DURATION,
             scrapeTimeout=DURATION,
             clientSecret=NAME_OR_NONE,
+            token=closed(existingSecret=NAME_OR_NONE, key=KEY),
         ),
         "prometheusRule": closed(
             enabled=TRUTH, labels=TEXTS, runbooksUrl={"type": "string", "pattern": "/$"}
@@ -197,6 +203,15 @@ def schema() -> Json:
     whole = closed(
         kafka=kafka(),
         token=closed(existingSecret=NAME_OR_NONE, key=KEY),
+        principals=closed(
+            existingSecret=NAME_OR_NONE,
+            existingConfigMap=NAME_OR_NONE,
+            key=KEY,
+            operatorToken=closed(existingSecret=NAME_OR_NONE, key=KEY),
+        ),
+        peerSecret=closed(existingSecret=NAME_OR_NONE, key=KEY),
+        peerNames={"type": "array", "items": PATTERN_OF_NAMES},
+        peerPort=PORT_OR_NONE,
         insecure=TRUTH,
         tls=closed(
             existingSecret=NAME_OR_NONE,
@@ -206,7 +221,7 @@ def schema() -> Json:
             clients=closed(caSecret=NAME_OR_NONE, caKey=KEY),
         ),
         admin=closed(
-            port={"anyOf": [{"const": 0}, count(1024, 65535)]},
+            port=PORT_OR_NONE,
             token=closed(existingSecret=NAME_OR_NONE, key=KEY),
         ),
         groups=closed(existingSecret=NAME_OR_NONE),

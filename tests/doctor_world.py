@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 NOW_S = 1_770_000_000.0
 NOW_MS = round(NOW_S * 1000)
-ONE, TWO = "http://one:8470", "http://two:8470"
+ONE, TWO = "https://one:8470", "https://two:8470"
 ALL = frozenset({"Read", "Write", "Describe", "DescribeConfigs"})
 PARTITIONS = 4
 METRICS = """\
@@ -177,6 +177,7 @@ class FakeProxies:
         }
         self.pages: dict[str, str | Exception] = {ONE: METRICS, TWO: METRICS}
         self.times_s: dict[str, float] = {}
+        self.open: set[tuple[str, str]] = set()
 
     async def ready(self, url: str) -> ReadyAnswer:
         return _or_raise(self.readiness[url])
@@ -186,6 +187,10 @@ class FakeProxies:
 
     async def metrics(self, url: str) -> str:
         return _or_raise(self.pages[url])
+
+    async def anonymous(self, url: str, path: str) -> int:
+        _or_raise(self.pages[url])
+        return 200 if (url, path) in self.open else 401
 
     async def groups(self) -> list[RegisteredGroup]:
         _or_raise(self.view)
@@ -228,7 +233,7 @@ class FakeProxies:
 
     def gone(self) -> None:
         """Let no proxy answer."""
-        self.view = NotSeen("nothing listens at http://one:8470")
+        self.view = NotSeen(f"nothing listens at {ONE}")
         self.readiness = dict.fromkeys(self.readiness, self.view)
         self.pages = dict.fromkeys(self.pages, self.view)
 

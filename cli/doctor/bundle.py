@@ -7,6 +7,7 @@ the secrets' files hold, and whatever URLs carry beside address and path, is str
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -35,7 +36,7 @@ STRUCK_OUT = "<struck-out>"
 PROXIES_MAX = 50
 _BOTH = (True, False)
 _OWNERS_EYES = 0o600
-_SECRET_NAME = re.compile("password|secret|token|jaas|credential|username|passphrase")
+_SECRET_NAME = re.compile("password|secret|token|jaas|credential|username|passphrase|key_file")
 _USER_IN_URL = re.compile(r"(?<=://)[^/\s\"'@]+@")
 _QUERY_IN_URL = re.compile(r"(\w://[^\s\"'?#]*)[?#][^\s\"',;)]*")
 _LIBRARIES = ("aiokafka", "aiohttp", "msgspec", "h11", "pydantic", "click", "uvloop")
@@ -71,10 +72,12 @@ def known_secrets(settings: Settings, token: str) -> list[str]:
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, Path) and _SECRET_NAME.search(name):
-            try:
-                found.append(read_secret(name, value))
-            except TxbrokerError:
-                continue  # what cannot be read cannot get into the file either
+            for path in sorted(value.iterdir()) if value.is_dir() else [value]:
+                # What cannot be read cannot get into the file either.
+                with contextlib.suppress(TxbrokerError):
+                    found.append(read_secret(name, path))
+        elif name == "secret_env_allow":
+            found += [os.environ.get(variable, "") for variable in value]
         elif _is_secret(name, value):
             found.append(_plain(value))
     return [secret for secret in found if secret]
@@ -94,7 +97,7 @@ def settings_shown(settings: Settings) -> dict[str, Any]:
 
 def _is_secret(name: str, value: Any) -> bool:
     """Say whether a setting's value is a secret by itself; where a token is fetched is none."""
-    if isinstance(value, bool | Path) or name.endswith("_url"):
+    if isinstance(value, bool | Path | tuple) or name.endswith("_url"):
         return False
     return _SECRET_NAME.search(name) is not None
 

@@ -1,6 +1,7 @@
 """All checks, in the order in which they are shown."""
 
 from txbroker.cli.doctor import (
+    checks_access,
     checks_audit,
     checks_kafka,
     checks_proxies,
@@ -16,4 +17,6 @@ CHECKS = (
     *checks_transactions.book.checks,
     *checks_transactions.kafka_book.checks,
     *checks_audit.book.checks,
+    *checks_access.settings_book.checks,
+    *checks_access.proxies_book.checks,
 )

@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 
 from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
-from txbroker.cli.doctor.proxies import NotSeen, RegisteredGroup, TestCall
+from txbroker.cli.doctor.proxies import NotAllowed, NotSeen, RegisteredGroup, TestCall
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
 from txbroker.contract import GroupOverview, PartitionState
@@ -128,10 +128,17 @@ async def groups_reachable(subject: Subject) -> Finding:
     tested = await _test_calls(subject, [one for one in groups.values() if one.check_url])
     fails: list[str] = []
     remarks: list[str] = []
+    untested: list[str] = []
     for name in sorted(groups.keys() | seen.keys()):
         connected = _sessions(groups.get(name), seen.get(name))
         call = tested.get(name)
-        if call is not None and not call.answered:
+        if isinstance(call, NotAllowed):
+            failing = seen.get(name)
+            if failing is not None and failing.unreachable_since_ms is not None:
+                since = _since(failing, subject.now_s())
+                remarks.append(f"{name}: its check URL fails{since}: {failing.unreachable_why}")
+            untested.append(f"{name}: its check URL was not tested: {call}")
+        elif call is not None and not call.answered:
             line = f"{name}: {call.endpoint or 'its check URL'}: {call.why}"
             (fails if not connected and _no_use(call) else remarks).append(line)
         elif call is None and not connected:
@@ -144,16 +151,18 @@ async def groups_reachable(subject: Subject) -> Finding:
             (fails if undecided else remarks).append(line)
     total = len(groups.keys() | seen.keys())
     if fails:
-        return judged(Level.FAILS, f"{len(fails)} of {total} cannot", fails + remarks)
+        return judged(Level.FAILS, f"{len(fails)} of {total} cannot", fails + remarks + untested)
     if remarks:
-        return judged(Level.WARNING, f"{len(remarks)} of {total} need a look", remarks)
-    return fine(f"{total} group{'s' * (total != 1)}")
+        return judged(Level.WARNING, f"{len(remarks)} of {total} need a look", remarks + untested)
+    return judged(Level.OK, f"{total} group{'s' * (total != 1)}", untested)
 
 
-async def _test_calls(subject: Subject, groups: list[RegisteredGroup]) -> dict[str, TestCall]:
+async def _test_calls(
+    subject: Subject, groups: list[RegisteredGroup]
+) -> dict[str, TestCall | NotAllowed]:
     """Have each check URL called, a few at a time; what takes too long is told as such."""
     slots = asyncio.Semaphore(TESTS_PARALLEL)
-    made: dict[str, TestCall] = {
+    made: dict[str, TestCall | NotAllowed] = {
         one.group: TestCall(one.group, False, why="was not tested in time") for one in groups
     }
 
@@ -162,6 +171,8 @@ async def _test_calls(subject: Subject, groups: list[RegisteredGroup]) -> dict[s
         async with slots:
             try:
                 made[group.group] = await subject.proxies.test_group(group.group, timeout_s)
+            except NotAllowed as error:
+                made[group.group] = error
             except NotSeen as error:
                 made[group.group] = TestCall(group.group, False, why=str(error))
 
@@ -171,6 +182,21 @@ async def _test_calls(subject: Subject, groups: list[RegisteredGroup]) -> dict[s
     except TimeoutError:
         pass
     return made
+
+
+@groups_book.check(
+    "the proxies can use what is registered of every group",
+    hint="Register the group again with what its details ask for, or allow it on every proxy: "
+    "`secrets_dir`, `secret_env_allow`, `check_url_allow`.",
+    doc="docs/how-to/write-a-check.md",
+)
+async def groups_usable(subject: Subject) -> Finding:
+    """Whether the settings allow each group's check URL and the place of its secret."""
+    groups = await subject.groups()
+    lines = [f"{one.group}: {one.problem}" for one in groups if one.problem]
+    if lines:
+        return judged(Level.FAILS, f"{len(lines)} of {len(groups)} cannot be used", lines)
+    return fine(f"{len(groups)} registered")
 
 
 def _no_use(call: TestCall) -> bool:

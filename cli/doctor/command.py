@@ -97,10 +97,12 @@ def command(
         _checked(url)
     papers = _papers(settings)
     token = _token(papers)
+    nobody = papers._replace(token_file=None, client_cert_file=None, client_key_file=None)
+    tls = tls_of(papers), tls_of(nobody)
     if bundle is not None and bundle.exists():
         raise click.UsageError(f"--bundle {bundle} is there already")
     report, packed = asyncio.run(
-        _run(settings, [client.url, *proxies], token, tls_of(papers), wait_s or 0.0, bundle)
+        _run(settings, [client.url, *proxies], token, tls, wait_s or 0.0, bundle)
     )
     _show(report, output)
     if packed:
@@ -113,7 +115,7 @@ async def _run(
     settings: Settings,
     urls: Sequence[str],
     token: str,
-    tls: ClientTls,
+    tls: tuple[ClientTls, ClientTls],
     wait_s: float,
     bundle: Path | None,
 ) -> tuple[Report, list[str]]:
@@ -121,7 +123,7 @@ async def _run(
     headers = {"authorization": f"Bearer {token}"} if token else {}
     while True:
         async with KafkaExamination(_kafka(settings)) as kafka:
-            proxies = HttpProxies(urls, headers, tls)
+            proxies = HttpProxies(urls, headers, *tls)
             subject = Subject(settings, kafka, proxies)
             try:
                 report = await examine(subject, CHECKS)

@@ -34,6 +34,7 @@ class Section(StrEnum):
     GROUPS = "Groups"
     TRANSACTIONS = "Transactions"
     AUDIT = "Audit"
+    ACCESS = "Access"
 
 
 class Finding(Struct, frozen=True):

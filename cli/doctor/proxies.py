@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from txbroker.contract import Overview
+from txbroker.errors import NotPermitted
 from txbroker.tls import ClientTls, tls_trouble
 
 T = TypeVar("T")
@@ -28,6 +29,10 @@ _CALLS_MAX = 24
 
 class NotSeen(Exception):
     """What was to be looked at does not show itself; the message says why."""
+
+
+class NotAllowed(NotSeen):
+    """The credential of this doctor does not allow the call."""
 
 
 class Reply(Struct, frozen=True):
@@ -56,6 +61,8 @@ class RegisteredGroup(Struct, frozen=True):
     check_interval_s: float | None = None
     attempts_max: int | None = None
     timeout_s: float | None = None
+    problem: str | None = None
+    """Why proxies cannot use what is registered."""
 
 
 class TestCall(Struct, frozen=True):
@@ -96,6 +103,10 @@ class ProxySide(Protocol):
         """Return one proxy's metrics, in Prometheus' text format."""
         ...
 
+    async def anonymous(self, url: str, path: str) -> int:
+        """Return the status with which one proxy answers a call without any credential."""
+        ...
+
     async def groups(self) -> list[RegisteredGroup]:
         """Return the registered groups."""
         ...
@@ -112,12 +123,18 @@ class HttpProxies:
         urls: those to begin with.
         headers: what every call carries, such as the token.
         tls: whom to trust, and what to show; None: the system's authorities, and nothing.
+        anonymous_tls: whom to trust when nothing is to be shown; None: the system's authorities.
     """
 
     def __init__(
-        self, urls: Sequence[str], headers: Mapping[str, str], tls: ClientTls | None = None
+        self,
+        urls: Sequence[str],
+        headers: Mapping[str, str],
+        tls: ClientTls | None = None,
+        anonymous_tls: ClientTls | None = None,
     ) -> None:
         self._tls = tls or ClientTls()
+        self._anonymous_tls = anonymous_tls or ClientTls()
         self.named = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
         self._headers = {"accept": "application/json", **headers}
         # Threads of our own: on a small machine the loop's few would all wait for dead groups.
@@ -143,8 +160,12 @@ class HttpProxies:
         """Return one proxy's metrics; see `ProxySide`."""
         reply = await self._ask(url, "GET", "/metrics")
         if reply.status != 200:
-            raise NotSeen(_refused(url, "/metrics", reply))
+            raise _refused(url, "/metrics", reply)
         return reply.body.decode(errors="replace")
+
+    async def anonymous(self, url: str, path: str) -> int:
+        """Call without any credential; see `ProxySide`."""
+        return (await self._ask(url, "GET", path, anonymous=True)).status
 
     async def groups(self) -> list[RegisteredGroup]:
         """Return the registered groups; see `ProxySide`."""
@@ -161,17 +182,17 @@ class HttpProxies:
         self, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S
     ) -> tuple[Reply, str]:
         """Return the answer of the first of the named proxies that carries the call out."""
-        why = "no proxy is named"
+        why = NotSeen("no proxy is named")
         for url in self.named:
             try:
                 reply = await self._ask(url, method, path, body, timeout_s)
             except NotSeen as error:
-                why = str(error)
+                why = error
                 continue
             if reply.status == 200:
                 return reply, url
             why = _refused(url, path, reply)
-        raise NotSeen(why)
+        raise why
 
     async def _ask(
         self,
@@ -180,12 +201,14 @@ class HttpProxies:
         path: str,
         body: bytes | None = None,
         timeout_s: float = TIMEOUT_S,
+        *,
+        anonymous: bool = False,
     ) -> Reply:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             status, raw = await loop.run_in_executor(
-                self._threads, self._exchange, url, method, path, body, timeout_s
+                self._threads, self._exchange, url, method, path, body, timeout_s, anonymous
             )
         except TimeoutError:
             raise NotSeen(f"{url} has not answered within {timeout_s:g} s") from None
@@ -198,18 +221,25 @@ class HttpProxies:
         return Reply(status, raw, loop.time() - began)
 
     def _exchange(
-        self, url: str, method: str, path: str, body: bytes | None, timeout_s: float
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        anonymous: bool,
     ) -> tuple[int, bytes]:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
+            tls = self._anonymous_tls if anonymous else self._tls
             connection = http.client.HTTPSConnection(
-                host, port, timeout=timeout_s, context=self._tls.context()
+                host, port, timeout=timeout_s, context=tls.context()
             )
         else:
             connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-        headers = dict(self._headers)
+        headers = {} if anonymous else dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/json"
         try:
@@ -234,12 +264,17 @@ def _decoded(url: str, reply: Reply, kind: type[T]) -> T:
         ) from None
 
 
-def _refused(url: str, path: str, reply: Reply) -> str:
+def _refused(url: str, path: str, reply: Reply) -> NotSeen:
+    kind = NotSeen
     try:
         error = msgspec.json.decode(reply.body)["error"]
         why = f"{error['message']} ({error['code']})"
+        if error["code"] == NotPermitted.code:
+            kind = NotAllowed
     except (msgspec.MsgspecError, KeyError, TypeError):
         why = "is it a txbroker proxy, and of this version?"
     if reply.status == http.HTTPStatus.UNAUTHORIZED:
         why += "; give the doctor its token with --token-file"
-    return f"{url} answered {path} with {reply.status}: {why}"
+    if kind is NotAllowed:
+        why += "; the doctor needs a token of the role viewer, and operator for test calls"
+    return kind(f"{url} answered {path} with {reply.status}: {why}")

@@ -17,6 +17,13 @@ Object = dict[str, Any]
 FOLDER = "/etc/txbroker"
 POD = "shop-txbroker-0"
 SECRET = "a secret of the cluster"
+PRINCIPALS = f"""\
+[principals.shop]
+role = "producer"
+token_sha256 = "{"0" * 64}"
+groups = ["shop"]
+topics = ["orders"]
+"""
 
 
 class Pod(NamedTuple):
@@ -88,7 +95,10 @@ def mounted(pod: Pod, objects: list[Object], root: Path) -> None:
             continue
         folder = root / mount["mountPath"].removeprefix("/")
         folder.mkdir(parents=True)
-        if "configMap" in volume:
+        if volume["name"] == "principals":
+            (item,) = volume.get("secret", volume.get("configMap"))["items"]
+            (folder / item["path"]).write_text(PRINCIPALS)
+        elif "configMap" in volume:
             name = volume["configMap"]["name"]
             (maps,) = (m for m in of_kind(objects, "ConfigMap") if m["metadata"]["name"] == name)
             for file, text in maps["data"].items():
@@ -118,6 +128,16 @@ def settings_of(pod: Pod, objects: list[Object], root: Path) -> Settings:
         for name, value in context.params.items()
         if name in Settings.model_fields and value not in (None, ())
     }
+    return _loaded(pod, root, given)
+
+
+def settings_of_commands(pod: Pod, objects: list[Object], root: Path) -> Settings:
+    """Return the settings that another command has that is called in the container."""
+    mounted(pod, objects, root)
+    return _loaded(pod, root, {})
+
+
+def _loaded(pod: Pod, root: Path, given: dict[str, Any]) -> Settings:
     environ = {
         name: value.replace(FOLDER, f"{root}{FOLDER}") for name, value in environment(pod).items()
     }

@@ -68,6 +68,7 @@ SPARE: Values = {
     "replicas": 1,
     "token": {"existingSecret": ""},
     "insecure": True,
+    "peerSecret": {"existingSecret": ""},
     "stop": {"delaySeconds": 0, "graceSeconds": 30},
     "listenHost": "[::]",
     "runAsUser": None,
@@ -124,7 +125,35 @@ SECURED: Values = {
     },
     "serviceMonitor": {"enabled": True, "clientSecret": "prometheus-tls"},
 }
-SETS: dict[str, Values] = {
+PRINCIPALS: Values = {
+    "token": {"existingSecret": ""},
+    "principals": {
+        "existingSecret": "our-principals",
+        "key": "who.toml",
+        "operatorToken": {"existingSecret": "operator-token", "key": "bearer"},
+    },
+    "peerSecret": {"existingSecret": "our-peers", "key": "shared"},
+    "peerPort": 8472,
+    "networkPolicy": {"enabled": True},
+    "serviceMonitor": {"enabled": True, "token": {"existingSecret": "viewer-token"}},
+}
+PEER_NAMES: Values = {
+    "token": {"existingSecret": ""},
+    "principals": {"existingConfigMap": "our-principals"},
+    "tls": {"existingSecret": "txbroker-tls", "clients": {"caSecret": "callers-ca"}},
+    "admin": {"port": 8471, "token": {"existingSecret": "operators-token"}},
+    "peerNames": ["*.shop-txbroker-peers.pay.svc.cluster.local", "proxy-?"],
+    "peerSecret": {"existingSecret": ""},
+    "peerPort": 8472,
+    "networkPolicy": {
+        "enabled": True,
+        "clients": [{"namespaceSelector": {"matchLabels": {"kind": "shop"}}}],
+        "egress": [{"ports": [{"port": 9093, "protocol": "TCP"}]}],
+    },
+}
+NEEDED: Values = {"peerSecret": {"existingSecret": "txbroker-peers"}}
+"""Without which the chart makes no more than one proxy."""
+_SETS: dict[str, Values] = {
     "defaults": {},
     "everything": EVERYTHING,
     "spare": SPARE,
@@ -134,4 +163,7 @@ SETS: dict[str, Values] = {
     "fetched tokens": {"kafka": FETCHED, "audit": {"enabled": True}},
     "renewed token": {"kafka": RENEWED},
     "projected token": {"kafka": PROJECTED, "audit": {"enabled": True}},
+    "principals": PRINCIPALS,
+    "peer names": PEER_NAMES,
 }
+SETS = {name: {**NEEDED, **values} for name, values in _SETS.items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chart_values import NEEDED
 
 CHART = Path(__file__).parents[2] / "charts/txbroker"
 KUBERNETES = "1.31.0"
@@ -51,6 +52,7 @@ def render(helm: Helm) -> Render:
     known: dict[str, list[Object]] = {}
 
     def rendered(values: Mapping[str, Any] | None = None) -> list[Object]:
+        values = {**NEEDED, **(values or {})}
         key = yaml.safe_dump(values)
         if key not in known:
             words = ("template", "shop", str(CHART), "--namespace", "pay")

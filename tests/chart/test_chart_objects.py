@@ -98,7 +98,7 @@ def test_names_are_of_one_namespace_and_told_apart(render: Render, name: str) ->
 
 def test_a_long_name_of_a_release_is_cut(helm: Helm) -> None:
     code, said = helm(
-        "template", "a" * 53, str(CHART), "--kube-version", "1.31.0", values=EVERYTHING
+        "template", "a" * 53, str(CHART), "--kube-version", "1.31.0", values=SETS["everything"]
     )
     assert code == 0, said
     names = {found["metadata"]["name"] for found in yaml.safe_load_all(said) if found}
@@ -169,21 +169,12 @@ def test_only_proxies_find_the_secrets_of_groups(everything: list[Object]) -> No
     ]
     ((kind, path),) = mounts
     assert kind == "StatefulSet"
+    variables = environment(pod_of(everything, "StatefulSet"))
     operators = (ROOT / "docs/operate/kubernetes.md").read_text()
     assert f"--secret-ref file:{path}/KEY" in operators
-    assert GroupSecrets(Path(secrets_dir(everything))).refuse(f"file:{path}/orders") is None
-
-
-def secrets_dir(everything: list[Object]) -> str:
-    """Return the folder that the proxies are told."""
-    told = [
-        word.partition("=")[2]
-        for pod in pods(everything)
-        for word in pod.container.get("args", ())
-        if word.startswith("--secrets-dir=")
-    ]
-    (folder,) = told
-    return folder
+    assert (
+        GroupSecrets(Path(variables["TXBROKER_SECRETS_DIR"])).refuse(f"file:{path}/orders") is None
+    )
 
 
 def test_everything_that_is_written_has_a_volume(everything: list[Object]) -> None:

@@ -48,6 +48,7 @@ def test_the_proxies_are_given_their_certificate(secured: list[Object], tmp_path
         "admin-token": ("operators-token", {"bearer"}),
         "tls": ("txbroker-tls", {"tls.crt", "tls.key", "ca.crt"}),
         "tls-clients": ("callers-ca", {"ca.pem"}),
+        "peer-secret": ("txbroker-peers", {"secret"}),
     }
 
 

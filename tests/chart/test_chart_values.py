@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_values import EVERYTHING, FETCHED, LOGIN, SECURED, SETS, TOKENS
+from chart_values import (
+    EVERYTHING,
+    FETCHED,
+    LOGIN,
+    NEEDED,
+    PRINCIPALS,
+    SECURED,
+    SETS,
+    TOKENS,
+)
 from command_lines import parsed
 
 from txbroker.config import SECRET_SETTINGS, Settings
@@ -25,6 +34,7 @@ SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 MADE_BY_TEMPLATES = {
     "listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure",
+    "principals_file", "peer_secret_file", "peer_names", "peer_listen", "peer_advertise",
     "admin_listen", "admin_token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file",
     "peers_ca_file", "secrets_dir",
 }  # fmt: skip
@@ -152,7 +162,40 @@ REFUSED: dict[str, tuple[Object, str]] = {
     ),
     "nobody asked": (
         {"token": {"existingSecret": ""}},
-        "set token.existingSecret or tls.clients.caSecret, or insecure if the network is closed",
+        "set token.existingSecret, principals or tls.clients.caSecret, or insecure if the network",
+    ),
+    "several proxies that nobody can tell from producers": (
+        {"peerSecret": {"existingSecret": ""}},
+        "3 proxies must prove to one another that they are proxies",
+    ),
+    "several proxies with principals": (
+        {**PRINCIPALS, "peerSecret": {"existingSecret": ""}, "peerPort": 0},
+        "name it with peerSecret.existingSecret, or set peerNames",
+    ),
+    "a port for proxies without peer identity": (
+        {"replicas": 1, "peerSecret": {"existingSecret": ""}, "peerPort": 8472},
+        "peerPort needs peerSecret.existingSecret or peerNames",
+    ),
+    "one port for producers and proxies": (
+        {"peerPort": 8470},
+        "peerPort must be another one than port and admin.port",
+    ),
+    "one port for operators and proxies": (
+        {"admin": {"port": 8471}, "peerPort": 8471},
+        "peerPort must be another one than port and admin.port",
+    ),
+    "peers' names without certificates": (
+        {"peerNames": ["proxy-*"]},
+        "peerNames needs tls.clients.caSecret",
+    ),
+    "a list in a name": ({"peerNames": ["a,b"]}, "peerNames.0: Does not match pattern"),
+    "two files of principals": (
+        {"principals": {"existingSecret": "a", "existingConfigMap": "b"}},
+        "principals.existingSecret and principals.existingConfigMap exclude one another",
+    ),
+    "a principal's token without principals": (
+        {"principals": {"operatorToken": {"existingSecret": "a"}}},
+        "principals.operatorToken needs principals.existingSecret or principals.existingConfigMap",
     ),
     "callers' certificates without TLS": (
         {"tls": {"clients": {"caSecret": "ca"}}},
@@ -227,9 +270,8 @@ REFUSED: dict[str, tuple[Object, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_in_a_sentence(helm: Helm, name: str) -> None:
     values, sentence = REFUSED[name]
-    code, said = helm(
-        "template", "shop", str(CHART), "--kube-version", "1.31.0", values=values
-    )  # fmt: skip
+    values = {**NEEDED, **values}
+    code, said = helm("template", "shop", str(CHART), "--kube-version", "1.31.0", values=values)
     assert code != 0
     assert sentence in said
     assert "kind: StatefulSet" not in said
@@ -272,14 +314,20 @@ def test_the_notes_name_commands_that_are_there(notes: Callable[[str], str], nam
     text = notes(name)
     service = "half" if name == "spare" else "shop-txbroker"
     assert f"rollout status statefulset/{service}\n" in text
-    admin = name == "secured"
+    admin = name in ("secured", "peer names")
     console = f"{service}-admin 8471" if admin else f"{service} 8470"
     assert f"port-forward service/{console}\n" in text
-    scheme = "https" if name in ("tls", "secured") else "http"
+    scheme = "https" if "tls" in SETS[name] else "http"
     assert f"console at {scheme}://127.0.0.1:{8471 if admin else 8470}/" in text
     assert f"{scheme}://{service}-0.{service}-peers.pay.svc.cluster.local:8470" in text
     calls = re.findall(r"exec (\S+) -- txbroker (.*)$", text, re.M)
-    assert [call for _, call in calls] == ["doctor", "tx list --state parked"]
+    # Only the token of callers is one that the proxy's own settings name, too.
+    token = {
+        "principals": " --token-file /etc/txbroker/operator-token/bearer",
+        "peer names": " --token-file /etc/txbroker/admin-token/token",
+    }.get(name, "")
+    wanted = [f"doctor{token}", f"tx list --state parked{token}"]
+    assert [call for _, call in calls] == wanted
     for pod, call in calls:
         assert pod == f"{service}-0"
         parsed(shlex.split(call))[1].close()

@@ -139,6 +139,51 @@ def test_settings_that_hide_their_value_are_found_too() -> None:
     assert settings_shown(settings())["kafka_sasl_username"] == ""
 
 
+SECRETS = [
+    name
+    for name, field in Settings.model_fields.items()
+    if field.annotation == Path | None
+    and not name.endswith(("_ca_file", "_cert_file", "principals_file", "_dir"))
+]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_what_a_secrets_file_holds_is_known(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "file"
+    path.write_text("wh4t it holds\n")
+    assert known_secrets(settings(**{name: path}), "") == ["wh4t it holds"]
+
+
+def test_tokens_and_peer_secret_are_among_the_secrets() -> None:
+    wanted = {"token_file", "admin_token_file", "peer_secret_file", "tls_key_file"}
+    assert set(SECRETS) >= wanted | {"kafka_ssl_key_file", "kafka_oauth_token_file"}
+
+
+def test_secrets_of_groups_are_struck_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "shop").write_text("sh0p")
+    monkeypatch.setenv("SHOP_SECRET", "fr0m the environment")
+    given = settings(secrets_dir=tmp_path, secret_env_allow=("SHOP_SECRET", "NOT_THERE"))
+    assert known_secrets(given, "") == ["sh0p", "fr0m the environment"]
+    shown = settings_shown(given)
+    assert shown["secrets_dir"] == str(tmp_path)
+    assert "SHOP_SECRET" in shown["secret_env_allow"]
+
+
+async def test_peer_secret_and_tokens_are_not_in_it(world: World, tmp_path: Path) -> None:
+    planted = {name: f"{name}-pl4nted" for name in ("admin_token_file", "peer_secret_file")}
+    for name, secret in planted.items():
+        (tmp_path / name).write_text(secret)
+    world.settings = settings(**{name: tmp_path / name for name in planted})
+    world.proxies.proxy(TWO, reached=False, why=" and ".join(planted.values()))
+    report = await world.examine()
+    secrets = known_secrets(world.settings, "")
+    await pack(tmp_path / "bundle", world.subject(), report, secrets)
+    everything = "\n".join(unpacked(tmp_path / "bundle").values())
+    assert "pl4nted" not in everything
+    assert f"{STRUCK_OUT} and {STRUCK_OUT}" in everything
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -243,7 +243,7 @@ async def test_no_proxy_answers(world: World) -> None:
     world.proxies.gone()
     report = await world.examine()
     by_name = {one.name: one for one in report.outcomes}
-    assert by_name["proxies-ready"].details == ("nothing listens at http://one:8470",)
+    assert by_name["proxies-ready"].details == (f"nothing listens at {ONE}",)
     failing = {name for name, one in by_name.items() if one.level is FAILS}
     assert failing == {"proxies-ready"}
     assert by_name["proxies-owners"].level is by_name["parked"].level is UNKNOWN

@@ -12,6 +12,7 @@ from cli_world import Result
 from doctor_world import ONE, TWO, World
 from secret_files import secret_file
 
+from txbroker.cli.contexts import Papers
 from txbroker.cli.doctor import checks_kafka, command
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.main import cli
@@ -68,7 +69,7 @@ def call(
         async def __aexit__(self, *_: object) -> None:
             pass
 
-    def proxies(urls: list[str], headers: dict[str, str], _: ClientTls) -> Any:
+    def proxies(urls: list[str], headers: dict[str, str], *_: ClientTls) -> Any:
         given.urls, given.headers = tuple(urls), headers
         return world.proxies
 
@@ -210,3 +211,25 @@ def test_the_token_of_the_settings_is_for_their_proxies_only(
     call("--config", config, "--context", "elsewhere")
     assert given.urls[0] == "http://elsewhere:8470"
     assert given.headers == {}
+
+
+def test_calls_without_a_credential_show_no_certificate(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.toml"
+    token = secret_file(tmp_path / "token", "t0ken-of-16-or-more")
+    config.write_text(
+        f'token_file = "{token}"\npeers_ca_file = "ca"\n'
+        'tls_cert_file = "certificate"\ntls_key_file = "key"\n'
+    )
+    shown: list[Papers] = []
+
+    def tls_of(papers: Papers) -> ClientTls:
+        shown.append(papers)
+        return ClientTls()
+
+    monkeypatch.setattr(command, "tls_of", tls_of)
+    call("--config", config)
+    ours, nobodys = shown
+    assert ours == Papers(token, Path("ca"), Path("certificate"), Path("key"))
+    assert nobodys == Papers(ca_file=Path("ca"))

@@ -6,13 +6,20 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
+from doctor_world import World
 from http_api import running_api
 from secret_files import secret_file
 
-from txbroker.cli.doctor.proxies import HttpProxies, NotSeen
+from txbroker.checkers.groups import GroupPolicy, encode_policy
+from txbroker.cli.doctor.checks import CHECKS
+from txbroker.cli.doctor.proxies import HttpProxies, NotAllowed, NotSeen
+from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.samples import read_samples
+from txbroker.cli.doctor.subject import Subject
+from txbroker.principals import Role, digest_of, format_principal
 
 
 async def test_every_call_is_answered_as_it_is_read() -> None:
@@ -42,6 +49,95 @@ async def test_the_token_goes_along(tmp_path_factory: pytest.TempPathFactory) ->
             [api.url], {"authorization": "Bearer t0ken-of-16-chars"}
         ).overview()
         assert overview == await api.service.overview()
+
+
+ROLES = ("producer", "viewer", "operator")
+
+
+def doctor_of(url: str, role: str) -> HttpProxies:
+    return HttpProxies([url], {"authorization": f"Bearer token of the {role}"})
+
+
+@pytest.fixture
+def principals(tmp_path: Path) -> Path:
+    """A file with one principal of each role."""
+    every = {"groups": ["*"], "topics": ["*"]}
+    path = tmp_path / "principals.toml"
+    path.write_text(
+        "".join(
+            format_principal(
+                role,
+                Role(role),
+                digest=digest_of(f"token of the {role}"),
+                certificates=(),
+                patterns=every,
+                expires=None,
+            )
+            for role in ROLES
+        )
+    )
+    return path
+
+
+async def test_what_each_role_sees(principals: Path) -> None:
+    async with running_api(principals_file=principals) as api:
+        operator = {"authorization": "Bearer token of the operator"}
+        body = {"check_url": "http://127.0.0.1:9/check", "timeout_s": 1}
+        status, _ = await api.call("PUT", "/v1/groups/shop", body, **operator)
+        assert status == 200
+        for role in ("viewer", "operator"):
+            doctor = doctor_of(api.url, role)
+            assert (await doctor.overview())[0] == await api.service.overview()
+            assert [one.group for one in await doctor.groups()] == ["shop"]
+            assert read_samples(await doctor.metrics(api.url)).values("ready") is not None
+        assert (await doctor_of(api.url, "operator").test_group("shop", 5.0)).group == "shop"
+        with pytest.raises(NotAllowed, match=r"\(not_permitted\); .* operator for test calls"):
+            await doctor_of(api.url, "viewer").test_group("shop", 5.0)
+        producer = doctor_of(api.url, "producer")
+        for call in (producer.overview(), producer.groups(), producer.metrics(api.url)):
+            with pytest.raises(NotAllowed, match=r"403: .* \(not_permitted\); .* role viewer"):
+                await call
+        await producer.ready(api.url)  # everybody may ask
+
+
+async def test_a_registration_that_settings_do_not_allow_any_more_is_named(world: World) -> None:
+    """Such as one from before `secrets_dir` and `secret_env_allow`: at rest in the topic."""
+    async with running_api() as api:
+        for group, ref in (("file", "file:/run/secrets/shop"), ("env", "env:SHOP")):
+            policy = GroupPolicy(check_url="http://127.0.0.1:9/check", secret_ref=ref)
+            await api.store.put(group, encode_policy(policy))
+        subject = Subject(world.settings, world.kafka, HttpProxies([api.url], {}))
+        check = next(one for one in CHECKS if one.name == "groups-usable")
+        found = (await examine(subject, [check])).outcomes[0]
+        await subject.close()
+    assert (found.level, len(found.details)) == ("fails", 2), found
+    env, file = found.details
+    assert env.startswith("env: ")
+    assert "secret_env_allow" in env
+    assert file.startswith("file: ")
+    assert "secrets_dir" in file
+
+
+async def test_a_call_without_a_credential_carries_none(principals: Path) -> None:
+    async with running_api(principals_file=principals) as api:
+        for path in ("/v1/overview", "/metrics"):
+            assert await doctor_of(api.url, "operator").anonymous(api.url, path) == 401
+    async with running_api() as api:
+        assert await doctor_of(api.url, "operator").anonymous(api.url, "/metrics") == 200
+
+
+async def test_a_producers_doctor_reports_what_it_could_not_see(
+    principals: Path, world: World
+) -> None:
+    async with running_api(principals_file=principals) as api:
+        subject = Subject(world.settings, world.kafka, doctor_of(api.url, "producer"))
+        report = await examine(subject, [one for one in CHECKS if one.section != "Kafka"])
+        await subject.close()
+    by_name = {one.name: one for one in report.outcomes}
+    for name in ("groups-reachable", "groups-usable", "parked", "access-peers", "access-tls"):
+        assert by_name[name].level == "unknown"
+    assert "'producer' is a producer" in by_name["parked"].found
+    assert not [one for one in report.outcomes if "broken" in one.found]
 
 
 @pytest.fixture

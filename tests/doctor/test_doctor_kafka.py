@@ -30,13 +30,17 @@ from txbroker.kafka.wiring import kafka_settings
 from txbroker.sdk import is_test_call, verify_webhook
 
 BODY, QUERY = "b0dy-of-a-message", "qu3ry-of-a-url"
+SECRETS = "secrets"
 TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
     """One `txbroker dev` with a transaction that was promoted, and one that is pending."""
-    running = Dev(tmp_path_factory.mktemp("doctor") / "data", "--check-after-s", "3600")
+    folder = tmp_path_factory.mktemp("doctor")
+    secrets = folder / SECRETS
+    secrets.mkdir()
+    running = Dev(folder / "data", "--check-after-s", "3600", "--secrets-dir", str(secrets))
     running.start()
     for decision in ("commit", "none"):
         done = cli(running, "send", "payments", BODY, "--decision", decision, "--group", "shop")
@@ -142,7 +146,7 @@ def test_a_dead_proxy(dev: Dev) -> None:
     assert found["parked"]["level"] == "ok"
 
 
-def test_a_dead_group_and_one_that_answers(dev: Dev, tmp_path: Path) -> None:
+def test_a_dead_group_and_one_that_answers(dev: Dev) -> None:
     calls: list[tuple[bool, str]] = []
 
     class Endpoint(BaseHTTPRequestHandler):
@@ -160,7 +164,7 @@ def test_a_dead_group_and_one_that_answers(dev: Dev, tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), Endpoint)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    secret = tmp_path / "secret"
+    secret = dev.data_dir.with_name(SECRETS) / "live"
     secret.write_text("s3cret")
     url = f"http://127.0.0.1:{server.server_port}/check?token={QUERY}"
     register = ("groups", "register", "--yes", "--secret-ref", f"file:{secret}", "--check-url")

@@ -54,7 +54,7 @@ async def test_signs_for_a_terminal(report: Report) -> None:
 
 
 async def test_what_others_wrote_moves_no_cursor(world: World) -> None:
-    world.proxies.proxy("http://two:8470", reached=False, why="\x1b[2J\rall is well")
+    world.proxies.proxy("https://two:8470", reached=False, why="\x1b[2J\rall is well")
     lines = list(table(await world.examine(), colours=False))
     assert not any("\x1b" in line or "\r" in line for line in lines)
 

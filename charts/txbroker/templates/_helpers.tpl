@@ -92,21 +92,37 @@ app.kubernetes.io/component: proxy
 $(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}
 {{- end -}}
 
-{{/* The token that operators need, as a dict of existingSecret and key. */}}
+{{/* The token that operators need, as a dict of existingSecret, key and the folder in the Pod. */}}
 {{- define "txbroker.adminToken" -}}
 {{- if .Values.admin.token.existingSecret -}}
-{{- toJson .Values.admin.token -}}
+{{- merge (dict "folder" "admin-token") .Values.admin.token | toJson -}}
+{{- else if .Values.principals.operatorToken.existingSecret -}}
+{{- merge (dict "folder" "operator-token") .Values.principals.operatorToken | toJson -}}
 {{- else -}}
-{{- toJson .Values.token -}}
+{{- merge (dict "folder" "token") .Values.token | toJson -}}
 {{- end -}}
+{{- end -}}
+
+{{/* The Secret or ConfigMap that holds the principals. */}}
+{{- define "txbroker.principals" -}}
+{{- .Values.principals.existingSecret | default .Values.principals.existingConfigMap -}}
+{{- end -}}
+
+{{/* Where callers need a credential. */}}
+{{- define "txbroker.guarded" -}}
+{{- if or .Values.token.existingSecret (include "txbroker.principals" .) .Values.tls.clients.caSecret }}yes{{ end -}}
+{{- end -}}
+
+{{- define "txbroker.peerIdentity" -}}
+{{- if or .Values.peerSecret.existingSecret .Values.peerNames }}yes{{ end -}}
 {{- end -}}
 
 {{/* What the schema cannot say: values that contradict one another. */}}
 {{- define "txbroker.validate" -}}
 {{- $kafka := .Values.kafka -}}
 {{- $sasl := $kafka.sasl -}}
-{{- if not (or .Values.token.existingSecret .Values.tls.clients.caSecret .Values.insecure) -}}
-{{- fail "every Pod of the cluster could decide transactions: set token.existingSecret or tls.clients.caSecret, or insecure if the network is closed" -}}
+{{- if not (or (include "txbroker.guarded" .) .Values.insecure) -}}
+{{- fail "every Pod of the cluster could decide transactions: set token.existingSecret, principals or tls.clients.caSecret, or insecure if the network is closed" -}}
 {{- end -}}
 {{- if and .Values.tls.clients.caSecret (not .Values.tls.existingSecret) -}}
 {{- fail "tls.clients.caSecret needs tls.existingSecret" -}}
@@ -120,6 +136,7 @@ $(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Va
 {{- if eq (int .Values.admin.port) (int .Values.port) -}}
 {{- fail "admin.port must be another one than port" -}}
 {{- end -}}
+{{- include "txbroker.validatePeers" . -}}
 {{- $oauth := $kafka.oauth -}}
 {{- if include "txbroker.usesTokens" . -}}
 {{- if or $sasl.username $sasl.usernameKey -}}
@@ -157,6 +174,31 @@ $(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Va
 {{- end -}}
 {{- if gt (float64 .Values.audit.lateAfterSeconds) (float64 .Values.audit.lostAfterSeconds) -}}
 {{- fail "audit.lateAfterSeconds must not be more than audit.lostAfterSeconds: what is lost has been late before" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A secret that the chart made would change at each `helm template`, which cannot look up the one
+in the cluster: Argo CD and Flux would replace it again and again. So it has to exist. */}}
+{{- define "txbroker.validatePeers" -}}
+{{- if and .Values.principals.existingSecret .Values.principals.existingConfigMap -}}
+{{- fail "principals.existingSecret and principals.existingConfigMap exclude one another" -}}
+{{- end -}}
+{{- if and .Values.principals.operatorToken.existingSecret (not (include "txbroker.principals" .)) -}}
+{{- fail "principals.operatorToken needs principals.existingSecret or principals.existingConfigMap" -}}
+{{- end -}}
+{{- if and .Values.peerNames (not .Values.tls.clients.caSecret) -}}
+{{- fail "peerNames needs tls.clients.caSecret: without it no client certificate is asked for" -}}
+{{- end -}}
+{{- if .Values.peerPort -}}
+{{- if has (int .Values.peerPort) (list (int .Values.port) (int .Values.admin.port)) -}}
+{{- fail "peerPort must be another one than port and admin.port" -}}
+{{- end -}}
+{{- if not (or (include "txbroker.peerIdentity" .) .Values.insecure) -}}
+{{- fail "peerPort needs peerSecret.existingSecret or peerNames" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (gt (int .Values.replicas) 1) (include "txbroker.guarded" .) (not (include "txbroker.peerIdentity" .)) -}}
+{{- fail (printf "%d proxies must prove to one another that they are proxies, as callers need a credential: make a Secret, for instance with `kubectl create secret generic txbroker-peers --from-literal=secret=\"$(openssl rand -hex 32)\"`, and name it with peerSecret.existingSecret, or set peerNames" (int .Values.replicas)) -}}
 {{- end -}}
 {{- end -}}
 
@@ -284,6 +326,57 @@ securityContext:
     secretKeyRef:
       name: {{ .Values.kafka.sasl.existingSecret }}
       key: {{ .Values.kafka.sasl.usernameKey }}
+{{- end }}
+{{- end -}}
+
+{{/* The settings by which a proxy is called, but for its tokens. */}}
+{{- define "txbroker.accessEnv" -}}
+{{- $scheme := include "txbroker.scheme" . -}}
+- name: TXBROKER_LISTEN
+  value: "{{ .Values.listenHost }}:{{ int .Values.port }}"
+- name: TXBROKER_ADVERTISE
+  value: {{ $scheme }}://{{ include "txbroker.ownHost" . }}:{{ int .Values.port }}
+{{- if .Values.admin.port }}
+- name: TXBROKER_ADMIN_LISTEN
+  value: "{{ .Values.listenHost }}:{{ int .Values.admin.port }}"
+{{- end }}
+{{- if .Values.peerPort }}
+- name: TXBROKER_PEER_LISTEN
+  value: "{{ .Values.listenHost }}:{{ int .Values.peerPort }}"
+- name: TXBROKER_PEER_ADVERTISE
+  value: {{ $scheme }}://{{ include "txbroker.ownHost" . }}:{{ int .Values.peerPort }}
+{{- end }}
+{{- if include "txbroker.principals" . }}
+- name: TXBROKER_PRINCIPALS_FILE
+  value: /etc/txbroker/principals/{{ .Values.principals.key }}
+{{- end }}
+{{- if .Values.peerSecret.existingSecret }}
+- name: TXBROKER_PEER_SECRET_FILE
+  value: /etc/txbroker/peer-secret/{{ .Values.peerSecret.key }}
+{{- end }}
+{{- if .Values.groups.existingSecret }}
+- name: TXBROKER_SECRETS_DIR
+  value: /etc/txbroker/groups
+{{- end }}
+{{- with .Values.peerNames }}
+- name: TXBROKER_PEER_NAMES
+  value: {{ join "," . | quote }}
+{{- end }}
+{{- with .Values.tls }}
+{{- if .existingSecret }}
+- name: TXBROKER_TLS_CERT_FILE
+  value: /etc/txbroker/tls/{{ .certKey }}
+- name: TXBROKER_TLS_KEY_FILE
+  value: /etc/txbroker/tls/{{ .keyKey }}
+{{- if .caKey }}
+- name: TXBROKER_PEERS_CA_FILE
+  value: /etc/txbroker/tls/{{ .caKey }}
+{{- end }}
+{{- end }}
+{{- if .clients.caSecret }}
+- name: TXBROKER_TLS_CLIENT_CA_FILE
+  value: /etc/txbroker/tls-clients/{{ .clients.caKey }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

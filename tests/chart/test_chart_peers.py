@@ -1,0 +1,194 @@
+"""Principals and peer identity, as the chart sets them up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart_pods import (
+    POD,
+    Object,
+    environment,
+    of_kind,
+    one,
+    pod_of,
+    settings_of,
+    settings_of_commands,
+)
+from chart_values import PEER_NAMES, PRINCIPALS, SETS
+
+from txbroker.config import Settings
+from txbroker.principals import read_principals
+
+Render = Callable[..., list[Object]]
+Helm = Callable[..., tuple[int, str]]
+
+pytestmark = pytest.mark.needs_tool("helm")
+MANUAL = Path(__file__).parents[2] / "docs/operate/kubernetes.md"
+OWN = f"{POD}.shop-txbroker-peers.pay.svc.cluster.local"
+
+
+def volume(objects: list[Object], name: str) -> dict[str, Any]:
+    """Return a volume of the proxies."""
+    (found,) = (v for v in pod_of(objects, "StatefulSet").spec["volumes"] if v["name"] == name)
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "field", "key"),
+    [
+        (PRINCIPALS, "secret", "secretName", "who.toml"),
+        (PEER_NAMES, "configMap", "name", "principals.toml"),
+    ],
+)
+def test_the_proxies_are_given_their_principals(
+    render: Render,
+    tmp_path: Path,
+    values: Mapping[str, Any],
+    kind: str,
+    field: str,
+    key: str,
+) -> None:
+    objects = render(values)
+    mounted = volume(objects, "principals")[kind]
+    assert mounted[field] == "our-principals"
+    assert mounted["items"] == [{"key": key, "path": key}]
+    assert mounted["defaultMode"] == 0o440
+    settings = settings_of(pod_of(objects, "StatefulSet"), objects, tmp_path)
+    assert settings.principals_file == tmp_path / "etc/txbroker/principals" / key
+    assert [each.name for each in read_principals(settings.principals_file)] == ["shop"]
+    mounts = pod_of(objects, "StatefulSet").container["volumeMounts"]
+    assert [m["readOnly"] for m in mounts if m["name"] == "principals"] == [True]
+
+
+def test_no_token_of_a_command_becomes_one_that_callers_share(
+    render: Render, tmp_path: Path
+) -> None:
+    """TXBROKER_TOKEN_FILE is the setting `token_file` and the commands' option."""
+    for number, values in enumerate((PRINCIPALS, PEER_NAMES)):
+        objects = render(values)
+        pod = pod_of(objects, "StatefulSet")
+        assert "TXBROKER_TOKEN_FILE" not in environment(pod)
+        assert settings_of(pod, objects, tmp_path / str(number)).token_file is None
+
+
+def test_proxies_recognize_each_other_at_a_port_of_their_own(
+    render: Render, tmp_path: Path
+) -> None:
+    objects = render(PRINCIPALS)
+    settings = settings_of(pod_of(objects, "StatefulSet"), objects, tmp_path)
+    assert settings.peer_secret_file == tmp_path / "etc/txbroker/peer-secret/shared"
+    assert volume(objects, "peer-secret")["secret"]["secretName"] == "our-peers"
+    assert settings.peer_listen == "0.0.0.0:8472"
+    assert settings.peer_advertise == f"http://{OWN}:8472"
+    ports = {
+        p["name"]: p["containerPort"] for p in pod_of(objects, "StatefulSet").container["ports"]
+    }
+    assert ports == {"http": 8470, "peers": 8472}
+    shown = {s["metadata"]["name"]: [p["name"] for p in s["spec"]["ports"]]
+             for s in of_kind(objects, "Service")}  # fmt: skip
+    assert shown == {"shop-txbroker": ["http"], "shop-txbroker-peers": ["http", "peers"]}
+
+
+def test_proxies_recognize_each_other_by_certificates(render: Render, tmp_path: Path) -> None:
+    objects = render(PEER_NAMES)
+    settings = settings_of(pod_of(objects, "StatefulSet"), objects, tmp_path)
+    assert settings.peer_names == tuple(PEER_NAMES["peerNames"])
+    assert settings.peer_secret_file is None
+    assert settings.peer_advertise == f"https://{OWN}:8472"
+
+
+@pytest.mark.parametrize("name", ["principals", "peer names"])
+def test_only_proxies_reach_the_port_of_proxies(render: Render, name: str) -> None:
+    policy = one(render(SETS[name]), "NetworkPolicy")["spec"]
+    by_port = {rule["ports"][0]["port"]: rule for rule in policy["ingress"]}
+    assert by_port["peers"] == {
+        "from": [{"podSelector": policy["podSelector"]}],
+        "ports": [{"protocol": "TCP", "port": "peers"}],
+    }
+    # The others are as the values say, and nothing is said about egress unless it is asked for.
+    scheme = "https" if name == "peer names" else "http"
+    clients = SETS[name]["networkPolicy"].get("clients", [{"podSelector": {}}])
+    assert by_port[scheme]["from"][1:] == clients
+    assert ("Egress" in policy["policyTypes"]) is (name == "peer names")
+    if name == "peer names":
+        _, peers, *_ = policy["egress"]
+        assert [port["port"] for port in peers["ports"]] == ["https", "admin", "peers"]
+
+
+def test_without_a_port_of_their_own_proxies_have_no_rule_of_their_own(render: Render) -> None:
+    policy = one(render({"networkPolicy": {"enabled": True}}), "NetworkPolicy")["spec"]
+    assert [rule["ports"][0]["port"] for rule in policy["ingress"]] == ["http"]
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        (PRINCIPALS, {"name": "viewer-token", "key": "token"}),
+        (
+            {**PRINCIPALS, "serviceMonitor": {"enabled": True}},
+            {"name": "operator-token", "key": "bearer"},
+        ),
+    ],
+)
+def test_prometheus_may_be_a_viewer(
+    render: Render, values: Mapping[str, Any], wanted: Mapping[str, str]
+) -> None:
+    (endpoint,) = one(render(values), "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"] == wanted
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"replicas": 1, "peerSecret": {"existingSecret": ""}},
+        {"insecure": True, "token": {"existingSecret": ""}, "peerSecret": {"existingSecret": ""}},
+    ],
+)
+def test_one_proxy_or_open_ones_need_no_peer_secret(
+    render: Render, tmp_path: Path, values: Mapping[str, Any]
+) -> None:
+    objects = render(values)
+    settings = settings_of(pod_of(objects, "StatefulSet"), objects, tmp_path)
+    assert not settings.peer_identity
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_doctor_in_a_pod_sees_how_the_proxy_is_called(
+    render: Render, name: str, tmp_path: Path
+) -> None:
+    """Options of the proxy's command line are not there for other commands, variables are."""
+    objects = render(SETS[name])
+    pod = pod_of(objects, "StatefulSet")
+    proxy = settings_of(pod, objects, tmp_path / "pod")
+    doctor = settings_of_commands(pod, objects, tmp_path / "other")
+    # Tokens are the commands' own, and the name has no meaning for them.
+    of_the_proxy = {"token_file", "admin_token_file", "instance"}
+    for setting in set(Settings.model_fields) - of_the_proxy:
+        seen = str(getattr(doctor, setting)).replace(str(tmp_path / "other"), "")
+        assert seen == str(getattr(proxy, setting)).replace(str(tmp_path / "pod"), ""), setting
+
+
+def test_the_worked_example_renders(render: Render, tmp_path: Path) -> None:
+    text = MANUAL.read_text().partition("## Principals and peers")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    objects = render(yaml.safe_load(block))
+    pod = pod_of(objects, "StatefulSet")
+    settings = settings_of(pod, objects, tmp_path)
+    assert (settings.token_file, settings.admin_token_file) == (None, None)
+    assert settings.principals_file is not None
+    assert settings.peer_secret_file is not None
+    policy = one(objects, "NetworkPolicy")["spec"]
+    assert [rule["ports"][0]["port"] for rule in policy["ingress"]] == ["https", "admin", "peers"]
+    # Every Secret that it names is made by a command above, or by what other sections say.
+    made = set(re.findall(r"create secret generic (\S+)", text)) | {"txbroker-tls"}
+    named = {v["secret"]["secretName"] for v in pod.spec["volumes"] if "secret" in v}
+    (endpoint,) = one(objects, "ServiceMonitor")["spec"]["endpoints"]
+    named.add(endpoint["authorization"]["credentials"]["name"])
+    assert named <= made
+    (path,) = re.findall(r"txbroker doctor --token-file (\S+)", text)
+    assert (tmp_path / path.removeprefix("/")).is_file()

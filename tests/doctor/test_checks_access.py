@@ -1,0 +1,357 @@
+"""The doctor names each unsafe default, and says of no safe setting that it is one."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_world import NOW_S, ONE, TWO, World, settings
+from msgspec import structs
+
+from txbroker.cli.doctor.findings import Level
+from txbroker.cli.doctor.proxies import NotAllowed, RegisteredGroup
+from txbroker.principals import Role, format_principal
+
+OK, WARNING, UNKNOWN, FAILS = Level.OK, Level.WARNING, Level.UNKNOWN, Level.FAILS
+PUBLIC: dict[str, Any] = {"listen": "0.0.0.0:8470", "advertise": "https://one:8470"}
+TOKEN = Path("token")
+PRINCIPALS = Path("principals.toml")
+CERTIFICATE: dict[str, Any] = {"tls_cert_file": Path("crt"), "tls_key_file": Path("key")}
+DAY_S = 86400
+
+
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        ({"insecure": True}, ["listen 0.0.0.0:8470"]),
+        (
+            {"insecure": True, "admin_listen": "[::]:8471", "peer_listen": "10.0.0.1:1"},
+            ["listen 0.0.0.0:8470", "admin_listen :::8471", "peer_listen 10.0.0.1:1"],
+        ),
+        ({"token_file": TOKEN}, []),
+        ({"principals_file": PRINCIPALS}, []),
+        ({"tls_client_ca_file": Path("ca")}, []),
+        ({"token_file": TOKEN, "peer_listen": "10.0.0.1:1"}, ["peer_listen 10.0.0.1:1"]),
+        ({"insecure": True, "listen": "127.0.0.1:8470"}, []),
+        (
+            {"listen": "127.0.0.1:1", "admin_listen": "0.0.0.0:2", "admin_token_file": TOKEN},
+            [],
+        ),
+    ],
+)
+async def test_listeners_without_a_credential(
+    world: World, given: dict[str, Any], lines: list[str]
+) -> None:
+    world.settings = settings(**PUBLIC | given)
+    found = await world.outcome("access-credentials")
+    assert found.level is (WARNING if lines else OK)
+    wanted = tuple(f"{line} takes calls without a credential" for line in lines)
+    assert found.details == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"token_file": TOKEN}, ["one token for all callers", "token_file without admin_listen"]),
+        ({"token_file": TOKEN, "admin_listen": "0.0.0.0:1"}, ["one token for all callers"]),
+        (
+            {"token_file": TOKEN, "principals_file": PRINCIPALS},
+            ["token_file without admin_listen"],
+        ),
+        (
+            {"token_file": TOKEN, "principals_file": PRINCIPALS, "admin_listen": "0.0.0.0:1"},
+            [],
+        ),
+        ({"principals_file": PRINCIPALS}, []),
+        ({"tls_client_ca_file": Path("ca")}, ["tls_client_ca_file without principals_file"]),
+        ({"tls_client_ca_file": Path("ca"), "principals_file": PRINCIPALS}, []),
+        ({"token_file": TOKEN, "listen": "127.0.0.1:8470"}, []),
+    ],
+)
+async def test_a_token_that_all_share(
+    world: World, given: dict[str, Any], words: list[str]
+) -> None:
+    world.settings = settings(**PUBLIC | given)
+    found = await world.outcome("access-shared-token")
+    assert found.level is (WARNING if words else OK)
+    assert len(found.details) == len(words)
+    for line, word in zip(found.details, words, strict=True):
+        assert word in line
+
+
+async def test_settings_of_another_machine_are_not_called_safe(world: World) -> None:
+    for name in ("access-credentials", "access-shared-token", "access-peers"):
+        found = await world.outcome(name)
+        assert (found.level, "give the doctor its settings" in found.found) == (OK, True)
+
+
+def principals(path: Path, *tables: tuple[str, Role, dict[str, list[str]], int | None]) -> Path:
+    """Write a principals file; the last of a table is when it expires, seconds from now."""
+    path.write_text(
+        "".join(
+            format_principal(
+                name,
+                role,
+                digest=f"{number:064x}",
+                certificates=(),
+                patterns=patterns,
+                expires=None if after_s is None else datetime.fromtimestamp(NOW_S + after_s, UTC),
+            )
+            for number, (name, role, patterns, after_s) in enumerate(tables)
+        )
+    )
+    return path
+
+
+async def test_principals_that_expire_or_may_too_much(world: World, tmp_path: Path) -> None:
+    some = {"groups": ["shop"], "topics": ["orders"]}
+    every = {"groups": ["*"], "topics": ["*"]}
+    world.settings = settings(
+        principals_file=principals(
+            tmp_path / "principals.toml",
+            ("gone", Role.PRODUCER, some, -2 * DAY_S),
+            ("soon", Role.VIEWER, {}, 13 * DAY_S),
+            ("later", Role.VIEWER, {}, 15 * DAY_S),
+            ("every", Role.PRODUCER, every, None),
+            ("one-topic", Role.PRODUCER, {**every, "topics": ["a"]}, None),
+            ("one-group", Role.PRODUCER, {**every, "groups": ["a"]}, None),
+            ("all-but-one", Role.PRODUCER, {**every, "deny_topics": ["a"]}, None),
+            ("boss", Role.OPERATOR, {}, None),
+        )
+    )
+    found = await world.outcome("access-principals")
+    assert found.level is WARNING
+    gone, soon, every_line = found.details
+    assert gone.startswith("gone expired ")
+    assert soon.startswith("soon expires in ")
+    assert every_line == "every is a producer of every group and topic"
+
+
+async def test_principals_that_are_in_order(world: World, tmp_path: Path) -> None:
+    some = {"groups": ["shop"], "topics": ["orders"]}
+    path = principals(tmp_path / "p", ("shop", Role.PRODUCER, some, 30 * DAY_S))
+    world.settings = settings(principals_file=path)
+    found = await world.outcome("access-principals")
+    assert (found.level, found.found) == (OK, "1 principal")
+
+
+async def test_principals_that_do_not_read_break_nothing_else(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    path.write_text("nonsense")
+    world.settings = settings(principals_file=path)
+    found = await world.outcome("access-principals")
+    assert found.level is FAILS
+    assert "is not TOML" in found.found
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "words"),
+    [
+        ("token_file", 0o600, ""),
+        ("token_file", 0o440, ""),
+        ("token_file", 0o604, "others can read or change it"),
+        ("admin_token_file", 0o644, "others can read or change it"),
+        ("peer_secret_file", 0o620, "others can read or change it"),
+        ("tls_key_file", 0o644, "others can read or change it"),
+        ("tls_cert_file", 0o666, ""),
+        ("peers_ca_file", 0o644, ""),
+        ("kafka_sasl_password_file", 0o644, "others can read or change it"),
+        ("kafka_ssl_key_file", 0o644, "others can read or change it"),
+        ("principals_file", 0o644, ""),
+        ("principals_file", 0o664, "others can change it"),
+    ],
+)
+async def test_files_that_others_can_read_or_change(
+    world: World, tmp_path: Path, name: str, mode: int, words: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    path.chmod(mode)
+    world.settings = settings(**{name: path})
+    found = await world.outcome("access-files")
+    assert found.level is (WARNING if words else OK)
+    wanted = (f"{name} {path} has mode {mode:04o}: {words}",) if words else ()
+    assert found.details == wanted
+
+
+@pytest.mark.parametrize(("mode", "level"), [(0o777, WARNING), (0o1777, OK), (0o755, OK)])
+async def test_files_that_others_can_replace(
+    world: World, tmp_path: Path, mode: int, level: Level
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = principals(folder / "p")
+    folder.chmod(mode)
+    world.settings = settings(principals_file=path)
+    assert (await world.outcome("access-files")).level is level
+
+
+async def test_a_file_that_is_not_there_is_told(world: World, tmp_path: Path) -> None:
+    world.settings = settings(tls_key_file=tmp_path / "none")
+    found = await world.outcome("access-files")
+    assert found.level is WARNING
+    assert "not seen: No such file" in found.details[0]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "kafka", "details"),
+    [
+        ("SASL_PLAINTEXT", "k1:9092, k2:9092", ("to k1:9092", "to k2:9092")),
+        ("SASL_PLAINTEXT", "localhost:9092", ()),
+        ("SASL_SSL", "k1:9092", ()),
+        ("PLAINTEXT", "k1:9092", ()),
+    ],
+)
+async def test_a_login_at_kafka_in_the_clear(
+    world: World, protocol: Any, kafka: str, details: tuple[str, ...]
+) -> None:
+    world.settings = settings(kafka=kafka, kafka_security_protocol=protocol)
+    found = await world.outcome("access-kafka")
+    assert (found.level, found.details) == (WARNING if details else OK, details)
+
+
+@pytest.mark.parametrize(
+    ("entry", "level"),
+    [
+        ("127.0.0.1", WARNING),
+        ("127.0.0.0/8", WARNING),
+        ("0.0.0.0/0", WARNING),
+        ("[::1]", WARNING),
+        ("::/0", WARNING),
+        ("169.254.169.254", WARNING),
+        ("fe80::/10", WARNING),
+        ("fd00:ec2::254", WARNING),
+        ("LOCALHOST", WARNING),
+        ("*.localhost", WARNING),
+        ("10.1.0.0/16", OK),
+        ("orders.example", OK),
+        ("*.example", OK),
+        ("localhost.example", OK),
+    ],
+)
+async def test_check_urls_that_lead_inside(world: World, entry: str, level: Level) -> None:
+    world.settings = settings(check_url_allow=("10.2.0.1", entry))
+    found = await world.outcome("access-check-urls")
+    assert found.level is level
+    assert found.details == (() if level is OK else (f"check_url_allow has {entry}",))
+
+
+# --- with the proxies ------------------------------------------------------------------------
+
+
+def moved(world: World, proxy: str, url: str) -> None:
+    """Let a proxy be called at another URL."""
+    view = world.proxies.seen
+    proxies = [structs.replace(one, url=url) if one.url == proxy else one for one in view.proxies]
+    world.proxies.view = structs.replace(view, proxies=tuple(proxies))
+    world.proxies.pages[url] = world.proxies.pages[proxy]
+
+
+async def test_pages_that_are_open_to_everybody(world: World) -> None:
+    world.proxies.open = {(ONE, "/metrics"), (TWO, "/v1/overview")}
+    found = await world.outcome("access-open")
+    assert found.level is WARNING
+    assert found.details == (
+        f"{ONE}/metrics answers without a credential",
+        f"{TWO}/v1/overview answers without a credential",
+    )
+
+
+async def test_pages_on_loopback_are_nobodys_business(world: World) -> None:
+    for url, own in ((ONE, "http://127.0.0.1:8470"), (TWO, "http://[::1]:8470")):
+        moved(world, url, own)
+        world.proxies.open |= {(own, "/metrics")}
+    assert (await world.outcome("access-open")).level is OK
+
+
+@pytest.mark.parametrize(
+    ("given", "url", "details"),
+    [
+        (PUBLIC | CERTIFICATE, TWO, ()),
+        ({}, "http://127.0.0.1:8470", ()),
+        ({}, "http://two:8470", ("http://two:8470 is called without TLS",)),
+        (PUBLIC, TWO, ("listen 0.0.0.0:8470 takes calls without TLS",)),
+        (
+            PUBLIC
+            | {"listen": "127.0.0.1:1", "peer_listen": "0.0.0.0:2"}
+            | {"peer_secret_file": TOKEN},
+            TWO,
+            (
+                "peer_listen 0.0.0.0:2 takes calls without TLS",
+                "peer_secret_file without tls_cert_file: the secret is sent in the clear",
+            ),
+        ),
+        ({"peer_secret_file": TOKEN}, TWO, ()),
+    ],
+)
+async def test_what_crosses_the_network_in_the_clear(
+    world: World, given: dict[str, Any], url: str, details: tuple[str, ...]
+) -> None:
+    world.settings = settings(**given)
+    moved(world, TWO, url)
+    found = await world.outcome("access-tls")
+    assert (found.level, found.details) == (WARNING if details else OK, details)
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "level"),
+    [
+        ({"token_file": TOKEN}, 2, WARNING),
+        ({"insecure": True}, 2, WARNING),
+        ({"token_file": TOKEN}, 1, OK),
+        ({"token_file": TOKEN, "peer_secret_file": Path("peers")}, 2, OK),
+        ({"tls_client_ca_file": TOKEN, "peer_names": ("proxy-*",)}, 2, OK),
+    ],
+)
+async def test_several_proxies_without_peer_identity(
+    world: World, given: dict[str, Any], count: int, level: Level
+) -> None:
+    world.settings = settings(**PUBLIC | given)
+    view = world.proxies.seen
+    world.proxies.view = structs.replace(view, proxies=view.proxies[:count])
+    assert (await world.outcome("access-peers")).level is level
+
+
+# --- what a credential does not allow --------------------------------------------------------
+
+
+async def test_what_may_not_be_seen_is_unknown_and_nothing_else_is_blamed(world: World) -> None:
+    denied = NotAllowed("https://one:8470 answered /v1/overview with 403: (not_permitted)")
+    world.proxies.view = denied
+    world.proxies.pages = dict.fromkeys(world.proxies.pages, denied)
+    report = await world.examine()
+    by_name = {one.name: one for one in report.outcomes}
+    assert {name for name, one in by_name.items() if one.level is FAILS} == set()
+    for name in ("proxies-ready", "groups-reachable", "parked", "undecided-lost", "access-open"):
+        assert by_name[name].level is UNKNOWN
+        assert by_name[name].found == f"not seen: {denied}"
+    assert by_name["kafka-reachable"].level is OK
+    assert not report.healthy
+
+
+async def test_a_viewer_makes_no_test_calls_and_says_so(world: World) -> None:
+    world.proxies.tests["web"] = NotAllowed("the role viewer (not_permitted)")
+    found = await world.outcome("groups-reachable")
+    assert (found.level, found.found) == (OK, "2 groups")
+    line = "web: its check URL was not tested: the role viewer (not_permitted)"
+    assert found.details == (line,)
+    world.proxies.group("web", unreachable_since_ms=0, unreachable_why="refused")
+    found = await world.outcome("groups-reachable")
+    assert found.level is WARNING
+    assert "web: its check URL fails, for " in found.details[0]
+    assert found.details[0].endswith(": refused")
+    assert found.details[1] == line
+
+
+async def test_policies_that_no_proxy_can_use(world: World) -> None:
+    world.proxies.registered = [
+        RegisteredGroup("web", 0, "http://web/check", problem="secrets_dir is not set"),
+        RegisteredGroup("orders"),
+    ]
+    found = await world.outcome("groups-usable")
+    assert (found.level, found.found) == (FAILS, "1 of 2 cannot be used")
+    assert found.details == ("web: secrets_dir is not set",)
+    world.proxies.registered = [RegisteredGroup("web", 0, "http://web/check")]
+    assert (await world.outcome("groups-usable")).level is OK
