@@ -99,6 +99,7 @@ BOMBS = {
 async def test_a_bomb_is_unclear_soon_and_costs_little(
     case: str, serve: Serve, call: CheckCall
 ) -> None:
+    """Unclear within the time of the check; memory stays bounded, other groups are asked."""
     head, pieces = BOMBS[case]
     checks = HttpChecks(guard=LOOPBACK, messages_max=1000)
 
@@ -169,6 +170,7 @@ AMBIGUOUS = {
 async def test_an_answer_that_says_two_things_is_unclear(
     case: str, serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
+    """Unclear: no decision."""
     assert call.id == ID
     server = await serve(answering(response(AMBIGUOUS[case].encode())))
     result = await ask(checks, server.url, call)
@@ -192,6 +194,7 @@ CLEAR = {
 
 @pytest.mark.parametrize("case", CLEAR)
 def test_an_answer_that_says_one_thing_is_taken(case: str) -> None:
+    """Taken as the decision that it names."""
     assert isinstance(read_answer(json.dumps(CLEAR[case]).encode(), ID), Answered)
 
 

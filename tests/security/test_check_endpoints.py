@@ -90,6 +90,7 @@ async def test_an_impostor_hears_nothing_and_decides_nothing(
     trusted: Authority,
     authorities: tuple[Authority, Authority],
 ) -> None:
+    """Unreached: nothing is sent, nothing decided."""
     certificate, words = ENDPOINTS[case]
     heard: list[bytes] = []
     server = await serve(impostor(heard), tls_of(certificate(*authorities)))
@@ -118,6 +119,7 @@ async def test_the_right_endpoint_decides(
 async def test_an_endpoint_without_tls_is_no_https_endpoint(
     serve: Serve, trusted: Authority
 ) -> None:
+    """Unreached: nothing is sent."""
     server = await serve(answering(response(b"")))
     async with running_api() as api:
         url = server.url.replace("http:", "https:")

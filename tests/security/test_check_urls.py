@@ -133,6 +133,7 @@ async def store(api: Api, url: str, group: str = "orders") -> None:
 async def test_a_forbidden_address_is_refused_at_registration(
     case: str, resolver: Resolver
 ) -> None:
+    """400 bad_request, naming check_url_allow."""
     async with running_api(public=True) as api:
         status, why = await register(api, f"http://{SPELLINGS[case]}:8080/check")
         assert (status, api.store.stored) == (400, {})
@@ -143,6 +144,7 @@ async def test_a_forbidden_address_is_refused_at_registration(
 async def test_a_forbidden_address_is_refused_at_the_call(
     case: str, resolver: Resolver, trap: Callable[[str], list[str]]
 ) -> None:
+    """Unreached: nothing is sent, no attempt is used up."""
     (port,) = trap("port")
     async with running_api(public=True) as api:
         await store(api, f"http://{SPELLINGS[case]}:{port}/check")
@@ -175,6 +177,7 @@ async def test_a_forbidden_address_is_refused_at_the_call(
     ],
 )
 async def test_a_url_that_readers_take_apart_differently_is_refused(url: str) -> None:
+    """400 bad_request."""
     async with running_api() as api:
         status, why = await register(api, url)
         assert (status, "check_url" in why) == (400, True)
@@ -223,6 +226,7 @@ async def test_a_name_that_is_registered_first_and_bound_later(resolver: Resolve
 
 
 async def test_a_kept_connection_is_tested_before_each_use(serve: Serve, call: CheckCall) -> None:
+    """Closed and not used once its address is refused."""
     own: list[Address] = []
     server = await serve(answering(response(COMMIT)))
     checks = HttpChecks(guard=LOOPBACK, own=lambda: own, idle_s=60.0)
@@ -256,6 +260,7 @@ def hanging(resolver: Resolver) -> Iterator[Callable[[int], str]]:
 async def test_names_that_hang_hold_up_neither_registration_nor_other_groups(
     hanging: Callable[[int], str], serve: Serve
 ) -> None:
+    """Given up after 3 s; others go on."""
     server = await serve(answering(response(b""), then_close=True))
     async with running_api() as api:
         assert await register(api, server.url, "good") == (200, "")
@@ -329,6 +334,7 @@ async def test_the_installation_itself_cannot_be_called(case: str, resolver: Res
 async def test_other_proxies_are_known_by_what_their_names_stand_for(
     own: Address, url: str, refused: bool
 ) -> None:
+    """Refused at their address and port, allowed at others."""
     known = {"proxy-2": ["10.0.0.2"], "alias": ["10.0.0.2"], "proxy-2.": ["10.0.0.2"]}
 
     def look_up(host: str) -> list[str]:
@@ -388,6 +394,7 @@ async def test_running_proxies_refuse_one_anothers_addresses() -> None:
 
 
 def test_this_machines_addresses_are_known_without_a_list() -> None:
+    """Refused at the ports of the proxy."""
     assert is_local(forms("127.0.0.3")[0])
     assert is_local(forms("::1")[0])
     assert not is_local(forms("203.0.113.7")[0])
@@ -432,6 +439,7 @@ def test_this_machines_addresses_are_known_without_a_list() -> None:
 def test_deny_wins_over_allow_and_allow_over_the_defaults(
     allow: tuple[str, ...], deny: tuple[str, ...], host: str, address: str, refused: bool
 ) -> None:
+    """Allowed or refused as the lists say, deny first."""
     guard = UrlGuard(
         allow=parse_host_rules("check_url_allow", allow),
         deny=parse_host_rules("check_url_deny", deny, private=True),
@@ -449,6 +457,7 @@ def test_the_installations_own_is_allowed_by_name_only() -> None:
 
 
 async def test_a_proxy_on_loopback_only_calls_loopback(serve: Serve) -> None:
+    """Called: nobody else reaches such a proxy."""
     server = await serve(answering(response(b""), then_close=True))
     async with running_api() as api:
         assert await register(api, server.url) == (200, "")
@@ -462,6 +471,7 @@ async def test_a_proxy_on_loopback_only_calls_loopback(serve: Serve) -> None:
 async def test_a_redirect_leads_nowhere(
     serve: Serve, checks: HttpChecks, call: CheckCall, trap: Callable[[str], list[str]]
 ) -> None:
+    """Unclear: redirects are not followed."""
     (port,) = trap("port")
     moved = f"location: http://127.0.0.1:{port}/\r\n"
     server = await serve(answering(response(b"", "307 Temporary Redirect", moved)))

@@ -96,7 +96,7 @@ async def test_sessions(installation: Installation, credential: str, record_prop
 
 
 async def test_a_session_of_a_principal_that_is_revoked(installation: Installation) -> None:
-    """The open session is cut off, what its socket sent is not carried out, a new one gets 401."""
+    """The open session is cut off, and a new one gets 401; sessions of others stay."""
     installation.allow(*TABLES)
     for url in installation.urls:
         async with (

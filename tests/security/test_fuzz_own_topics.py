@@ -171,6 +171,7 @@ DECODERS: tuple[Callable[[Record], object], ...] = (
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_decoders_know_typed_errors_only(seed: int) -> None:
+    """Typed errors alone."""
     random = Random(seed)
     for _ in range(CASES // len(SEEDS)):
         record = noise(random)
@@ -185,6 +186,7 @@ def test_decoders_know_typed_errors_only(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_ledger_goes_on_beside_any_noise(seed: int) -> None:
+    """Void or stepped over; the transactions beside it settle."""
     random = Random(seed)
     ledger = new_ledger()
     ids = [id_of(number) for number in range(1000, 1050)]
@@ -210,6 +212,7 @@ def test_a_ledger_goes_on_beside_any_noise(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_claim_reads_any_noise(seed: int) -> None:
+    """Set aside; the claim comes through."""
     random = Random(seed)
     for _ in range(CASES // 50 // len(SEEDS)):
         scan = CheckpointScan("x-0")
@@ -268,6 +271,7 @@ def forged(record: Record, topic: str) -> bool:
 async def test_a_proxy_goes_on_beside_noise_in_all_of_its_topics(
     seed: int, committed: bool | None
 ) -> None:
+    """Set aside; no partition stops, transactions settle."""
     random, world = Random(seed), MemoryWorld()
     rounds, together = (40, 50) if LONG else (8, 25)
     async with Desk().serve() as desk:

@@ -304,6 +304,7 @@ async def start(settings: Json) -> None:
 
 @pytest.mark.parametrize("case", unsafe())
 async def test_it_is_refused_in_a_sentence(case: Case, place: Place) -> None:
+    """Refused at start, in a sentence that names the setting."""
     with pytest.raises(ConfigurationError) as caught:
         await start(case.settings(place))
     said = str(caught.value)
@@ -341,6 +342,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_exits_before_it_does_anything(name: str, place: Place) -> None:
+    """The command exits at once, with the sentence."""
     case = CASES[name]
     words = [
         word
@@ -362,6 +364,7 @@ SECRETS = ("kafka_sasl_password", "kafka_oauth_client_secret", "kafka_ssl_key_pa
 @pytest.mark.parametrize("name", SECRETS)
 @pytest.mark.parametrize("where", ["config file", "option"])
 def test_a_secret_where_others_see_it_is_refused(name: str, where: str, tmp_path: Path) -> None:
+    """Refused at start."""
     if where == "option":
         ended = proxy(tmp_path, f"--{name.replace('_', '-')}", PASSWORD)
         assert "No such option" in ended.stderr
