@@ -27,6 +27,8 @@ async def do_login(ask: Ask) -> Page | Redirect:
     if principal is None:
         log.warning("console login refused", name=name, remote=ask.request.remote or "")
         return _form(onward, name, "This token is not valid here.")
+    if not principal.shared:
+        name = principal.name  # a credential that says who it is leaves nothing to claim
     log.info("console login", by=principal.name, name=name, remote=ask.request.remote or "")
 
     def log_in(response: web.Response) -> None:
