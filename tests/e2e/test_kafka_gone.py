@@ -157,7 +157,7 @@ async def test_kafka_is_killed_under_load_and_starts_again_on_its_data(
 
 
 async def test_a_proxy_without_kafka_says_so_and_ends() -> None:
-    world = World("127.0.0.1:1")
+    world = World("127.0.0.1:1", wait_for_kafka_s=0)
     await world.launch()
     code = await world.ended()
     said = "\n".join(world.stderr)
@@ -174,7 +174,7 @@ async def test_a_proxy_ends_in_bounded_time_while_kafka_hangs(
     """One that runs ends on SIGTERM; one that starts says what is wrong and ends by itself."""
     topic = await world.topic()
     id = await world.prepare({"topic": topic, "value": "x"})
-    starting = World(own_kafka.bootstrap)
+    starting = World(own_kafka.bootstrap, wait_for_kafka_s=1)
     with stopped(own_kafka):
         committing = asyncio.create_task(world.tell(id, "commit"))
         await starting.launch()

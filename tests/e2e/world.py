@@ -7,9 +7,12 @@ import contextlib
 import ctypes
 import itertools
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -75,10 +78,14 @@ class World:
         self.bootstrap = bootstrap
         self.prefix = str(settings.get("topic_prefix") or unique("e2e"))
         self.url = f"http://127.0.0.1:{_free_port()}"
+        # Proxies of different tests may have one name, as on different machines.
+        folder = tempfile.mkdtemp(prefix="txbroker-data-")
+        weakref.finalize(self, shutil.rmtree, folder, True)
         self._settings = {
             **({"kafka": bootstrap} if bootstrap else {}),
             "listen": self.url.removeprefix("http://"),
             "instance": "one",
+            "data_dir": folder,
             "topic_prefix": self.prefix,
             "check_timeout_s": 2.0,
             "log_format": "console",
