@@ -393,6 +393,14 @@ AUDIT = [
         f"max by (kind) ({own('audit_drift')})",
         width=16,
     ),
+    by(
+        "mode",
+        "Set aside by the newest audit",
+        "Records that could not be judged, those of other clients included.",
+        "short",
+        f"max by (mode) ({own('audit_set_aside_records')})",
+        width=8,
+    ),
     Panel(
         "stat",
         "Since the newest audit",

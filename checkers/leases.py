@@ -141,11 +141,14 @@ class PeerIdentity:
         self._secret = secret
         self.peer_url = peer_url
 
-    def headers(self) -> list[tuple[str, str]]:
-        """Return what each call carries."""
-        headers = [("content-type", CONTENT_TYPE), (PROXY_HEADER, self._own_url())]
+    def headers(self, url: str) -> list[tuple[str, str]]:
+        """Return what each call to a proxy at `url` carries. The secret goes to none without TLS
+        where this one has it: such a proxy is none of the installation."""
+        own_url = self._own_url()
+        headers = [("content-type", CONTENT_TYPE), (PROXY_HEADER, own_url)]
         secret = self._secret()
-        return headers if secret is None else [*headers, (PEER_HEADER, secret)]
+        readable = own_url.startswith("https:") and not url.startswith("https:")
+        return headers if secret is None or readable else [*headers, (PEER_HEADER, secret)]
 
 
 class Leases:
@@ -321,7 +324,7 @@ class PeerSessions:
         port = parts.port or (443 if tls else 80)
         connection = await connect(self._names, parts.hostname or "", port, tls, TAKE_S)
         try:
-            headers = self._headers(parts.netloc)
+            headers = self._headers(parts.netloc, self._identity.peer_url(url))
             answer = await post(connection, PATH, headers, encode(request), FRAME_BYTES_MAX)
             if answer.status == NOBODY:
                 raise NoAnswer("nobody of the group can be asked there now")
@@ -338,8 +341,8 @@ class PeerSessions:
         endpoint = f"{granted.endpoint} at {url}"
         return LeaseChannel(connection, target, headers, endpoint, granted.instance)
 
-    def _headers(self, host: str) -> Headers:
-        return [("host", host), *self._identity.headers()]
+    def _headers(self, host: str, url: str) -> Headers:
+        return [("host", host), *self._identity.headers(url)]
 
 
 class LeaseChannel:

@@ -1,8 +1,10 @@
 """`txbroker principals`: who may call a proxy, kept in a principals file."""
 
+import fcntl
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -104,12 +106,11 @@ def add_command(
         patterns={field: patterns[field] for field in _PATTERNS},
         expires=expires,
     )
+    path = path.resolve()  # a link stays one
     try:
-        if path.exists():
-            if read_principals(path).by_name(name, expired=True) is not None:
-                raise Failed(f"principal {name} is in {path} already: remove its table first")
-            table = f"{path.read_text(encoding='utf-8').rstrip()}\n\n{table}"
-        _replace(path, table)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(path.parent):
+            _add(path, name, table)
     except OSError as error:
         raise Failed(f"{path} cannot be written: {error.strerror}") from None
     if token is not None:
@@ -119,6 +120,32 @@ def add_command(
         click.echo(f"added {name} to {path}", err=True)
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other commands from changing a file in this folder meanwhile."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _add(path: Path, name: str, table: str) -> None:
+    """Add a principal's table to a file.
+
+    Raises:
+        Failed: the principal is there.
+        ConfigurationError: the file cannot be used, or not with this principal.
+        OSError: it cannot be written.
+    """
+    if path.exists():
+        if read_principals(path).by_name(name, expired=True) is not None:
+            raise Failed(f"principal {name} is in {path} already: remove its table first")
+        table = f"{path.read_text(encoding='utf-8').rstrip()}\n\n{table}"
+    _replace(path, table)
+
+
 def _replace(path: Path, content: str) -> None:
     """Replace the file as a whole, if the new one can be used.
 
@@ -126,7 +153,6 @@ def _replace(path: Path, content: str) -> None:
         ConfigurationError: it cannot.
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     made, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     new = Path(name)
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -93,6 +95,8 @@ def test_who_expires_is_nobody_from_then_on(tmp_path: Path) -> None:
         (["*"], ["a"], ["b"], ["a"]),
         ([], [], [], ["a", ""]),
         (["a.b"], [], ["a.b"], ["axb"]),
+        (["*"], ["pay[eu]"], ["paye", "pay"], ["pay[eu]"]),
+        (["pay[eu]*"], [], ["pay[eu]", "pay[eu]-1"], ["paye"]),
     ],
 )
 def test_patterns(allow: list[str], deny: list[str], inside: list[str], outside: list[str]) -> None:
@@ -162,6 +166,26 @@ def test_a_token_is_shown_once_and_its_digest_kept(
     code, out, _ = command(capsys, "list", "-o", "json", *file)
     assert code == 0
     assert ['"shop"' in out, '"b.c@d"' in out, token in out] == [True, True, False]
+
+
+def test_commands_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    target, link = tmp_path / "kept.toml", tmp_path / "link.toml"
+    link.symlink_to(target)
+    script = "from txbroker.cli.main import main; main()"
+    words = [sys.executable, "-c", script, "principals", "add"]
+    running = [
+        subprocess.Popen(
+            [*words, f"p{number}", "--role", "viewer", "--principals-file", str(link)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    tokens = [process.communicate(timeout=60)[0].strip() for process in running]
+    assert link.is_symlink()
+    found = read_principals(target)
+    assert all(found.by_digest(digest_of(token)) is not None for token in tokens)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from txbroker.addresses import (
     read_token,
 )
 from txbroker.errors import ConfigurationError
-from txbroker.principals import read_principals
+from txbroker.principals import digest_of, read_principals
 
 
 class ListenerAccess(BaseSettings):
@@ -188,6 +188,23 @@ class ListenerAccess(BaseSettings):
         admin = self.admin_address
         return not self.listen_address.public and not (admin is not None and admin.public)
 
+    def check_secrets(self) -> None:
+        """Refuse secrets that are the same for two roles: a producer could act as an operator or
+        as a proxy.
+
+        Raises:
+            ConfigurationError: a file cannot be used, or two hold the same secret.
+        """
+        holders: dict[str, str] = {}
+        for name in ("token_file", "admin_token_file", "peer_secret_file"):
+            path: Path | None = getattr(self, name)
+            if path is not None:
+                _hold(holders, digest_of(read_token(name, path)), name)
+        if self.principals_file is not None:
+            for principal in read_principals(self.principals_file):
+                for digest in principal.digests:
+                    _hold(holders, digest, f"principal {principal.name}")
+
     def check_access(self) -> None:
         """Refuse what contradicts itself or cannot work.
 
@@ -275,19 +292,16 @@ def _check_reachable(name: str, url: str, listen: Address, *, secure: bool) -> N
         )
 
 
-def _check_files(given: ListenerAccess) -> None:
-    secrets = {
-        name: read_token(name, path)
-        for name in ("token_file", "admin_token_file", "peer_secret_file")
-        if (path := getattr(given, name)) is not None
-    }
-    if len(set(secrets.values())) < len(secrets):
+def _hold(holders: dict[str, str], digest: str, name: str) -> None:
+    other = holders.setdefault(digest, name)
+    if other != name:
         raise ConfigurationError(
-            f"{' and '.join(secrets)} must hold different secrets: with the same one, a producer "
-            "could act as an operator or as a proxy"
+            f"{other} and {name} must hold different secrets: make another one"
         )
-    if given.principals_file is not None:
-        read_principals(given.principals_file)
+
+
+def _check_files(given: ListenerAccess) -> None:
+    given.check_secrets()
     if (given.tls_cert_file is None) != (given.tls_key_file is None):
         raise ConfigurationError("tls_cert_file and tls_key_file belong together")
     if given.tls_client_ca_file is not None and not given.secure:

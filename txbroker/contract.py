@@ -134,6 +134,8 @@ class ListRequest(Struct, frozen=True):
     """Which transactions to list; None means any. Oldest first, `cursor` from the last page.
 
     `partitions` limits the list to these half partitions, for proxies that ask one another.
+    `groups_allowed` and `groups_denied` are patterns of the groups that the caller may see; others
+    are left out where the list is made, so that no cursor names their transactions.
     """
 
     state: State | None = None
@@ -143,6 +145,8 @@ class ListRequest(Struct, frozen=True):
     limit: int = 100
     cursor: str | None = None
     partitions: tuple[int, ...] | None = None
+    groups_allowed: tuple[str, ...] | None = None
+    groups_denied: tuple[str, ...] = ()
 
 
 class Page(Struct, frozen=True):

@@ -13,7 +13,6 @@ It holds no token, only SHA-256 digests. A token has 256 bits of randomness, so 
 add nothing but the cost of each call.
 """
 
-import fnmatch
 import hashlib
 import re
 import secrets
@@ -53,7 +52,7 @@ class Patterns:
     """Names that are allowed by a pattern and denied by none; `*` and `?` are wildcards."""
 
     def __init__(self, allow: Iterable[str] = ("*",), deny: Iterable[str] = ()) -> None:
-        allow, deny = tuple(allow), tuple(deny)
+        self.allow, self.deny = allow, deny = tuple(allow), tuple(deny)
         self._text = ", ".join([*allow, *(f"not {pattern}" for pattern in deny)])
         self._allow = None if "*" in allow else _compiled(allow)
         self._deny = _compiled(deny) if deny else None
@@ -72,8 +71,13 @@ class Patterns:
         return self._allow is None or self._allow.match(name) is not None
 
 
-def _compiled(patterns: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what matches whole names. Other than for a shell, `[` is a letter like others."""
+    translated = (
+        "".join({"*": ".*", "?": "."}.get(letter) or re.escape(letter) for letter in pattern)
+        for pattern in patterns
+    )
+    return re.compile(rf"(?s:{'|'.join(translated)})\Z" if patterns else r"(?!)")
 
 
 class Principal(NamedTuple):
@@ -97,6 +101,11 @@ class Principal(NamedTuple):
     certificates: tuple[str, ...] = ()
 
     @property
+    def identified(self) -> bool:
+        """True where the credential says who of all callers this is."""
+        return bool(self.name) and not self.shared
+
+    @property
     def sees_bodies(self) -> bool:
         """True where it may read message bodies."""
         return self.role is not Role.VIEWER
@@ -109,7 +118,7 @@ class Principal(NamedTuple):
             claim: what the caller says to be; it counts where the credential does not say who
                 of several calls.
         """
-        if self.name and not self.shared:
+        if self.identified:
             return self.name
         who = f"{self.name} ({claim})" if self.name and claim else self.name or claim
         return f"{who} via {way}" if who else way

@@ -115,6 +115,21 @@ async def test_a_session_of_a_principal_that_is_revoked(installation: Installati
         installation.allow(*TABLES)
 
 
+async def test_a_hello_of_a_principal_that_was_revoked_since_the_upgrade(
+    installation: Installation,
+) -> None:
+    """The hello gets unauthorized; no session begins."""
+    installation.allow(*TABLES)
+    for url in installation.urls:
+        async with installation.socket("shop", url) as shop:
+            installation.allow(*(name for name in TABLES if name != "shop"))
+            refused = await shop.hello("shop")
+            assert isinstance(refused, wire.Failure)
+            assert refused.code == "unauthorized"
+            assert await shop.ended()
+        installation.allow(*TABLES)
+
+
 async def test_a_session_of_a_principal_that_loses_its_group(installation: Installation) -> None:
     """The open session is cut off; a new hello for the group gets not_permitted."""
     installation.allow(*TABLES)

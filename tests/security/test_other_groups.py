@@ -73,6 +73,32 @@ async def test_listing(installation: Installation) -> None:
             assert (own in ids) is (query in ("", "?state=pending"))
 
 
+async def test_cursors_of_lists(installation: Installation) -> None:
+    """No cursor of a list names another group's transaction, through any proxy."""
+    theirs = {await installation.prepared("bank") for _ in range(6)}
+    own = {await installation.prepared("shop") for _ in range(6)}
+    for url in installation.urls:
+        for query in ("", "&group=bank", "&topic=bank.payments"):
+            cursor: str | None = ""
+            seen = set()
+            while cursor is not None:
+                path = f"/v1/transactions?limit=1{query}{cursor and f'&cursor={cursor}'}"
+                page = (await installation.call("GET", path, by="shop", at=url)).body
+                seen |= {view["id"] for view in page["transactions"]}
+                cursor = page.get("next_cursor")
+                assert not any(id in (cursor or "") for id in theirs)
+            assert not seen if query else seen >= own
+
+
+async def test_who_decides_by_role(installation: Installation) -> None:
+    """An operator's decision is an operator's, also where its body names the group."""
+    for url in installation.urls:
+        id = await installation.prepared("shop")
+        path = f"/v1/transactions/{id}/rollback"
+        await installation.call("POST", path, {"group": "shop"}, by="operator", at=url)
+        assert (await installation.view(id))["source"] == "operator"
+
+
 async def test_operators_calls(installation: Installation, record_property: Any) -> None:
     for url in installation.urls:
         for method, path in (

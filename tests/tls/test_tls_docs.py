@@ -48,6 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for block in blocks("bash"):
         subprocess.run(["bash", "-ec", block], check=True, capture_output=True, timeout=60)
     secret_file(tmp_path / "admin-token", "of-operators-alone\n")
+    secret_file(tmp_path / "peer-secret", "of-proxies-alone\n")
     return tmp_path
 
 

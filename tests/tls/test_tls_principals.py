@@ -88,6 +88,24 @@ async def test_without_principals_each_certificate_is_one(world: MemoryWorld, fi
         assert (await curl(one, *words)).json["by"] == "orders.example.org"
 
 
+@pytest.mark.parametrize("kind", ["email:{}", "dirName:other", "otherName:1.2.3.4;UTF8:{}"])
+async def test_a_name_of_another_kind_is_no_proxys(
+    world: MemoryWorld, files: Files, kind: str
+) -> None:
+    hosts = f"DNS:harmless.example, {kind.format('proxy@example')}\n[other]\nCN = proxy@example"
+    shown = files.ours.sign(f"odd-{kind[:5]}", hosts)
+    async with running(world, **mutual(files, peer_names=("proxy*",))) as proxy:
+        words = ["-X", "POST", "-H", f"txb-proxy: {proxy.url}", *trusting(files, shown=shown)]
+        answer = await curl(f"{proxy.url}/internal/v1/overview", *words)
+        assert answer.error == "not_a_peer"
+        body = {**BODY, "messages": [{"topic": "test.payments", "value": "42"}]}
+        words = trusting(files, shown=shown)
+        prepared = await curl(f"{proxy.url}/v1/transactions", *words, body=body)
+        one = f"{proxy.url}/v1/transactions/{prepared.json['id']}"
+        assert (await curl(f"{one}/rollback", *words, body={"by": "ada"})).status == 200
+        assert (await curl(one, *words)).json["by"] == "harmless.example"
+
+
 async def test_a_client_certificate_is_no_proxys(world: MemoryWorld, files: Files) -> None:
     async with running(world, **mutual(files, peer_names=("proxy",))) as proxy:
         # Who passes learns that this path takes no POST.

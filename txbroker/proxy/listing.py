@@ -8,6 +8,7 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.settled import Brief, whole
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
+from txbroker.principals import Patterns
 from txbroker.proxy.forwarding import decode_cursor, encode_cursor
 from txbroker.proxy.views import summary
 
@@ -28,14 +29,17 @@ async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Page:
     before_ms = None
     if request.older_than_s is not None:
         before_ms = now_ms - round(request.older_than_s * 1000)
+    allowed = ("*",) if request.groups_allowed is None else request.groups_allowed
+    visible = Patterns(allowed, request.groups_denied)
     if request.state in SETTLED:
-        return await _settled(ledger, request, before_ms)
+        return await _settled(ledger, request, before_ms, visible)
     at_ms, id = decode_cursor(request.cursor)
     page = _Page(request.limit)
     while True:
         part = ledger.since(at_ms, SLICE, id)
         for transaction in part:
-            if _wanted(transaction, request, before_ms) and not page.take(transaction):
+            wanted = _wanted(transaction, request, before_ms, visible)
+            if wanted and not page.take(transaction):
                 return page.done(more=True)
         if len(part) < SLICE:
             return page.done(more=False)
@@ -66,7 +70,9 @@ class _Page:
         return Page(tuple(self._views), encode_cursor(self._views[-1]) if more else None)
 
 
-def _wanted(transaction: Transaction, request: ListRequest, before_ms: int | None) -> bool:
+def _wanted(
+    transaction: Transaction, request: ListRequest, before_ms: int | None, visible: Patterns
+) -> bool:
     if request.state is None:
         if transaction.state in SETTLED:
             return False
@@ -74,12 +80,16 @@ def _wanted(transaction: Transaction, request: ListRequest, before_ms: int | Non
         return False
     if request.group is not None and transaction.half.group != request.group:
         return False
+    if transaction.half.group not in visible:
+        return False
     if before_ms is not None and transaction.prepared_at_ms > before_ms:
         return False
     return request.topic is None or any(p.topic == request.topic for p in transaction.places)
 
 
-async def _settled(ledger: Ledger, request: ListRequest, before_ms: int | None) -> Page:
+async def _settled(
+    ledger: Ledger, request: ListRequest, before_ms: int | None, visible: Patterns
+) -> Page:
     """Return a page of what is settled and still remembered.
 
     It lies in the order in which it was settled, so each page looks at all of it.
@@ -92,7 +102,7 @@ async def _settled(ledger: Ledger, request: ListRequest, before_ms: int | None) 
         await asyncio.sleep(0)
         for brief in part:
             key = (brief.prepared_at_ms, brief.id)
-            if key > after and _wanted_brief(brief, request, before_ms):
+            if key > after and _wanted_brief(brief, request, before_ms, visible):
                 best.append(key)
                 briefs[brief.id] = brief
         if len(best) > 4 * request.limit + SLICE:
@@ -105,10 +115,13 @@ async def _settled(ledger: Ledger, request: ListRequest, before_ms: int | None) 
     return page.done(more=False)
 
 
-def _wanted_brief(brief: Brief, request: ListRequest, before_ms: int | None) -> bool:
+def _wanted_brief(
+    brief: Brief, request: ListRequest, before_ms: int | None, visible: Patterns
+) -> bool:
     return (
         brief.state is request.state
         and (request.group is None or brief.group == request.group)
+        and brief.group in visible
         and (before_ms is None or brief.prepared_at_ms <= before_ms)
         and (request.topic is None or any(topic == request.topic for topic, _ in brief.places))
     )

@@ -150,7 +150,7 @@ class Peers:
         async with self._talk(url, LOOK_S, None):
             answer = self._http.get(
                 self._identity.peer_url(url) + path,
-                headers=self._identity.headers(),
+                headers=self._identity.headers(self._identity.peer_url(url)),
                 allow_redirects=False,
                 ssl=self._secured(url),
             )
@@ -171,7 +171,7 @@ class Peers:
             answer = self._http.post(
                 f"{self._identity.peer_url(url)}{PREFIX}/{name}",
                 data=body,
-                headers=self._identity.headers(),
+                headers=self._identity.headers(self._identity.peer_url(url)),
                 allow_redirects=False,
                 ssl=self._secured(url),
             )

@@ -18,7 +18,7 @@ from txbroker.proxy.console.filters import Filter, Record, convert, read_listing
 from txbroker.proxy.console.shown import link
 from txbroker.proxy.console.site import Ask, Page, Redirect, Route
 from txbroker.proxy.http.operations import ONLY_OPERATORS
-from txbroker.proxy.http.shell import Shell
+from txbroker.proxy.http.shell import Shell, within_groups
 from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
@@ -145,7 +145,7 @@ async def _matching(ask: Ask, action: Action, chosen: Filter) -> AsyncIterator[T
         cursor = None
         while True:
             request = chosen.request(limit=_PAGE, cursor=cursor, state=state)
-            page = await shell.service.list(request)
+            page = await shell.service.list(within_groups(request, ask.principal))
             for view in page.transactions:
                 if view.group in ask.principal.groups:
                     yield view

@@ -15,7 +15,7 @@ from txbroker.proxy.console.concerns import concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS, read_listing
 from txbroker.proxy.console.shown import link, with_query
 from txbroker.proxy.console.site import Ask, Page, Redirect, Route
-from txbroker.proxy.http.shell import plain_id
+from txbroker.proxy.http.shell import plain_id, within_groups
 
 GROUPS_FIRST = 8
 """Groups that the overview shows."""
@@ -80,9 +80,8 @@ async def transactions(ask: Ask) -> Page | Redirect:
     if wanted:
         return Redirect(link(f"/transactions/{plain_id(wanted)}"))
     listing = read_listing({name: v for name, v in ask.query.items() if name != "id"})
-    found = await ask.shell.service.list(
-        listing.filter.request(limit=listing.limit, cursor=listing.cursor)
-    )
+    request = listing.filter.request(limit=listing.limit, cursor=listing.cursor)
+    found = await ask.shell.service.list(within_groups(request, ask.principal))
     query = {**listing.filter.query()}
     if listing.limit != PAGE_ROWS:
         query["limit"] = str(listing.limit)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ from txbroker.errors import (
 from txbroker.principals import ANYBODY
 from txbroker.proxy.forwarding import PREFIX
 from txbroker.proxy.http import registration, system, transactions
-from txbroker.proxy.http.guards import PRINCIPAL, Guard, PeerGuard, is_page
+from txbroker.proxy.http.guards import PRINCIPAL, Guard, PeerGuard, credential_of, is_page
 from txbroker.proxy.http.internal import Internal
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
@@ -49,6 +50,8 @@ from txbroker.proxy.metrics import Gauges, Metrics
 log = get_logger(__name__)
 
 SESSION_PATH = "/v1/session"
+SLOW_BODY_S = 1.0
+"""A caller whose body took longer is authenticated again: its rights may be gone by now."""
 OPENAPI_PATH = "/v1/openapi.json"
 _VARIABLE = re.compile(r"\{(\w+)\}")
 SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)
@@ -186,7 +189,7 @@ def _application(
     app = _web_application(parts, guard, open_paths, pages=admin, internal=internal)
     for operation in parts.declared:
         taken = admin or not operation.admin
-        handler = _endpoint(shell, operation) if taken else _at_admin_address
+        handler = _endpoint(shell, guard, operation) if taken else _at_admin_address
         methods = ("GET", "HEAD") if operation.method == "GET" else (operation.method,)
         for method in methods:
             app.router.add_route(method, _route(operation), handler, expect_handler=_expect)
@@ -205,7 +208,7 @@ async def _at_admin_address(_: web.Request) -> web.StreamResponse:
     raise AdminOnly
 
 
-def _endpoint(shell: Shell, operation: Operation) -> Handler:
+def _endpoint(shell: Shell, guard: Guard, operation: Operation) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         principal = request.get(PRINCIPAL, ANYBODY)
         if not operation.open:
@@ -217,7 +220,11 @@ def _endpoint(shell: Shell, operation: Operation) -> Handler:
         try:
             body = None
             if operation.body is not None:
+                began_s = time.monotonic()
                 raw = await content.read(request)
+                if time.monotonic() - began_s > SLOW_BODY_S and not operation.open:
+                    principal = guard.known(credential_of(request))
+                    principal.check_role(operation.roles)
                 body = decode_body(raw, operation.body, optional=operation.body_optional)
             call = Call(
                 shell,

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -59,6 +60,15 @@ def is_page(path: str) -> bool:
     return path == "/" or any(path == page or path.startswith(page + "/") for page in _PAGES)
 
 
+RETRY_S = 1.0
+"""A file that cannot be used is read again after this, seconds: not for each call."""
+_GONE = "gone"
+_NAMELESS = "nameless certificate"
+_KINDS = ("DNS", "URI", "IP Address")
+"""Kinds of names that an authority tests; e-mail addresses and the like are not."""
+_NAME_CHARS_MAX = 200
+
+
 class Reread(Generic[T]):
     """What a file holds, read again when the file changes.
 
@@ -78,29 +88,33 @@ class Reread(Generic[T]):
         self._path = path
         self._read = read
         self._stamp: tuple[int, ...] | None = None
-        self._unread = False
+        self._failed: object = None
+        self._again_s = 0.0
         self._content = read(path)
         self.content()
 
     def content(self) -> T:
         """Return the newest content that could be read."""
+        stamp: tuple[int, ...] | None = None
         try:
             status = self._path.stat()
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
             if stamp == self._stamp:
                 return self._content
+            if stamp == self._failed and time.monotonic() < self._again_s:
+                return self._content
             self._content = self._read(self._path)
         except (OSError, ConfigurationError) as error:
-            if not self._unread:
+            if self._failed != (stamp or _GONE):
                 log.warning(
                     "file not read", setting=self.name, path=str(self._path), why=telling(error)
                 )
-            self._unread = True
+            self._failed = stamp or _GONE
+            self._again_s = time.monotonic() + RETRY_S
             return self._content
         if self._stamp is not None:
             log.info("file read again", setting=self.name, path=str(self._path))
-        self._stamp = stamp
-        self._unread = False
+        self._stamp, self._failed = stamp, None
         return self._content
 
 
@@ -152,9 +166,14 @@ class Guard:
         # Where operators have no address of their own, who may call may do all.
         self._role = Role.PRODUCER if settings.admin_listen and not admin else Role.OPERATOR
         self._token = _token_of(settings, self._role, admin=admin)
+
+        def read(path: Path) -> Directory:
+            settings.check_secrets()
+            return read_principals(path)
+
         self._principals: Reread[Directory] | None = None
         if settings.principals_file is not None:
-            self._principals = Reread("principals_file", settings.principals_file, read_principals)
+            self._principals = Reread("principals_file", settings.principals_file, read)
         self._form_key = _form_key(settings)
 
     @property
@@ -216,7 +235,8 @@ class Guard:
         if self.asks:
             return None
         if credential.certificates:
-            return Principal(credential.certificates[0], self._role)
+            name = credential.certificates[0]
+            return Principal(name, self._role, shared=name == _NAMELESS)
         return ANYBODY._replace(role=self._role)
 
     def credentials(self) -> tuple[object, ...]:
@@ -233,8 +253,10 @@ class Guard:
 
     def form_key(self, principal: Principal) -> bytes:
         """Return the key that signs logins of a principal: another one when its tokens change."""
+        # The digest of a token that all share is in no file; that of a principal's is.
+        key = b"" if principal.shared else self._form_key()
         digests = "\0".join(principal.digests)
-        return hashlib.sha256(self._form_key() + digests.encode()).digest()
+        return hashlib.sha256(b"txbroker console\0" + key + digests.encode()).digest()
 
 
 class PeerGuard:
@@ -291,17 +313,21 @@ def credential_of(request: web.BaseRequest) -> Credential:
 
 def certificate_names(request: web.BaseRequest) -> tuple[str, ...]:
     """Return the names in the caller's certificate: DNS names, URIs, addresses, then the common
-    name. TLS has let no certificate pass that is not trusted."""
+    name; () where it showed none. TLS has let no certificate pass that is not trusted."""
     transport = request.transport
     shown = None if transport is None else transport.get_extra_info("peercert")
     if not shown:
         return ()
-    names = [name for _, name in shown.get("subjectAltName", ())]
-    common = [
+    found = [name for kind, name in shown.get("subjectAltName", ()) if kind in _KINDS]
+    found += [
         value for part in shown.get("subject", ()) for key, value in part if key == "commonName"
     ]
-    # A certificate without any name is a certificate all the same.
-    return tuple(dict.fromkeys([*names, *common])) or ("",)
+    names = [
+        name
+        for name in found
+        if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _NAME_CHARS_MAX
+    ]
+    return tuple(dict.fromkeys(names)) or (_NAMELESS,)
 
 
 def _token_of(settings: Settings, role: Role, *, admin: bool) -> Reread[Principal] | None:
@@ -313,6 +339,7 @@ def _token_of(settings: Settings, role: Role, *, admin: bool) -> Reread[Principa
         return None
 
     def read(path: Path) -> Principal:
+        settings.check_secrets()
         return Principal(name, role, shared=True, digests=(digest_of(read_token(name, path)),))
 
     return Reread(name, path, read)
@@ -324,13 +351,11 @@ def _form_key(settings: Settings) -> Callable[[], bytes]:
     The digests of a principals file are no secret, so a key from them alone could be made by
     anyone who has read it.
     """
-    for name in ("peer_secret_file", "admin_token_file", "token_file"):
-        path = getattr(settings, name)
-        if path is not None:
-            secret = reread_secret(name, path)
-            return lambda: b"txbroker console\0" + secret.content().encode()
-    own = secrets.token_bytes(32)
-    return lambda: own
+    if settings.peer_secret_file is None:
+        own = secrets.token_bytes(32)
+        return lambda: own
+    secret = reread_secret("peer_secret_file", settings.peer_secret_file)
+    return lambda: secret.content().encode()
 
 
 def _is_address(name: str) -> bool:

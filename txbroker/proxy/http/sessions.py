@@ -387,6 +387,9 @@ class SessionServer:
             return
         hello = _hello(operations)
         session = Session(self._shell, socket, request, hello)
+        # Since the upgrade the principal may have lost its rights; from here on it is watched.
+        session.principal = self._guard.known(session.credential)
+        session.principal.check_role(WHO_WRITES)
         session.principal.check_group(session.group)
         writer = asyncio.create_task(session.write())
         self._open.add(session)

@@ -4,15 +4,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from txbroker.checkers.groups import Groups, PolicyError, check_group_name
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import PREPARES_SHARE, RECEIVING_SHARE, Settings
-from txbroker.contract import DecideRequest, PrepareRequest, Service
+from txbroker.contract import DecideRequest, ListRequest, PrepareRequest, Service
 from txbroker.core.ids import ALPHABET, LENGTH, parse_id
 from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Message
 from txbroker.errors import BadId, BadRequest, TooLarge
+from txbroker.principals import Principal
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 from txbroker.proxy.http.frames import Receiving
 from txbroker.proxy.metrics import Metrics
@@ -174,6 +177,15 @@ def _check_seconds(name: str, seconds: float | None) -> None:
 def _check_key(name: str, key: str | None) -> None:
     if key is not None and not 1 <= len(key) <= TEXT_MAX:
         raise BadRequest(f"{name} must have 1 to {TEXT_MAX} characters", path=name)
+
+
+def within_groups(request: ListRequest, principal: Principal) -> ListRequest:
+    """Return a list's request for the groups of a principal alone."""
+    if principal.groups.everything:
+        return request
+    return structs.replace(
+        request, groups_allowed=principal.groups.allow, groups_denied=principal.groups.deny
+    )
 
 
 def check_id(id: str) -> None:

@@ -51,7 +51,7 @@ from txbroker.proxy.http.bodies import (
 )
 from txbroker.proxy.http.operations import ONLY_OPERATORS, WHO_WRITES, Call, Operation, Reply
 from txbroker.proxy.http.reading import decode_content
-from txbroker.proxy.http.shell import check_group, plain_id
+from txbroker.proxy.http.shell import check_group, plain_id, within_groups
 from txbroker.proxy.tracing import note_standing, preparing, within
 
 WAIT_MAX_S = 30.0
@@ -126,7 +126,9 @@ async def _decide(
         call.principal.check_group(group)
     else:
         await _check_own(call, id)
-    producer = group or call.principal.role is Role.PRODUCER
+    principal = call.principal
+    # A principal's role says it; a group that is named, where nobody knows who calls.
+    producer = principal.role is Role.PRODUCER or (group and not principal.identified)
     request = DecideRequest(
         id=id,
         decision=decision,
@@ -200,7 +202,8 @@ async def find(call: Call) -> Reply:
 async def list_all(call: Call) -> Reply:
     """List transactions, oldest first."""
     query = cast(ListQuery, call.query)
-    request = ListRequest(**{name: getattr(query, name) for name in query.__struct_fields__})
+    asked = ListRequest(**{name: getattr(query, name) for name in query.__struct_fields__})
+    request = within_groups(asked, call.principal)
     page = await call.shell.service.list(request)
     fitting = _fitting(page)
     if fitting < len(page.transactions):
@@ -208,7 +211,7 @@ async def list_all(call: Call) -> Reply:
     return Reply(
         200,
         PageBody(
-            # A page may be shorter than the limit, down to empty, and still not be the last.
+            # Owners of an older build leave other groups' in.
             transactions=[
                 _view(view, bodies=False)
                 for view in page.transactions
