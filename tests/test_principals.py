@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from secret_files import secret_file
 
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
-from txbroker.errors import ConfigurationError, NotPermitted
+from txbroker.config import load_settings
+from txbroker.errors import ConfigurationError, NotPermitted, Unauthorized
 from txbroker.principals import (
     ANYBODY,
     Patterns,
@@ -23,6 +25,7 @@ from txbroker.principals import (
     make_token,
     read_principals,
 )
+from txbroker.proxy.http.guards import Credential, Guard
 
 DIGEST = digest_of("x" * 20)
 PRODUCER = f'role = "producer"\ntoken_sha256 = "{DIGEST}"\ngroups = ["g"]\ntopics = ["t"]\n'
@@ -126,6 +129,29 @@ def test_what_is_not_allowed_is_refused_in_a_sentence() -> None:
     with pytest.raises(NotPermitted, match="another producer group") as refused:
         viewer.check_own("b")
     assert "'b'" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["token_file", "peer_secret_file"])
+def test_a_principals_token_is_no_other_secret(tmp_path: Path, name: str) -> None:
+    secret = secret_file(tmp_path / "secret", "x" * 20)
+    path = tmp_path / "principals.toml"
+    path.write_text(f"[principals.a]\n{PRODUCER}")
+    with pytest.raises(ConfigurationError, match=f"{name} and principal a must hold different"):
+        load_settings({"principals_file": path, name: secret}, environ={})
+
+
+def test_a_secret_that_becomes_another_roles_is_not_taken(tmp_path: Path) -> None:
+    files = {
+        name: secret_file(tmp_path / name, f"the secret of {name}")
+        for name in ("token_file", "admin_token_file")
+    }
+    settings = load_settings({"admin_listen": "127.0.0.1:0", **files}, environ={})
+    guard = Guard(settings, admin=True)
+    producers = Credential(digest_of("the secret of token_file"), ())
+    secret_file(files["admin_token_file"], "the secret of token_file")
+    with pytest.raises(Unauthorized):
+        guard.known(producers)
+    assert guard.known(Credential(digest_of("the secret of admin_token_file"), ()))
 
 
 # --- the command -----------------------------------------------------------------------------
