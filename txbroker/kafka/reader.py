@@ -224,7 +224,7 @@ class Reader:
         if self._topic not in self._client.unreadable:
             self._client.unreadable.add(self._topic)
             log.warning(
-                "another client's batch set aside",
+                "batch of another client set aside",
                 topic=self._topic,
                 partition=self._partition,
                 offset=offset,
