@@ -42,6 +42,7 @@ class MemoryWorld:
             settings["message_bytes_max"] = int(configs.pop("max_message_bytes"))
         if configs.pop("message_timestamp_type", "CreateTime") == "LogAppendTime":
             settings["log_append_time"] = True
+        configs.pop("cleanup_policy", None)  # it compacts when a test says so
         assert not configs, f"the Kafka in memory does not know {configs}"
         self.kafka.create_topic(self.name(topic), partitions, **settings)
         return self.name(topic)

@@ -31,6 +31,7 @@ LAYOUT_KEY = b"\tlayout"
 _LAYOUT_VERSION = 1
 _ENDS = tuple(f".{name}" for name in OWN_TOPICS)
 CHECKPOINT = "checkpoint"
+_PER_HALF = ("half", "op", CHECKPOINT)
 _LOSES_NEWEST = (
     "what it says of promotion: what was promoted since the progress before it is promoted again"
 )
@@ -255,12 +256,26 @@ def installation_of(topic: str) -> str:
     return next((topic[: -len(end)] for end in _ENDS if topic.endswith(end)), "")
 
 
-def is_layout(record: Record) -> bool:
-    """Say whether only an installation writes such a record into its groups topic."""
+def half_partitions(prefix: str, partitions: Mapping[str, int]) -> int:
+    """Return how many half partitions an installation has by its topics, 0 where these can be none.
+
+    Args:
+        prefix: of the installation.
+        partitions: the number of partitions of each topic that exists.
+    """
+    half, op, checkpoint = (partitions.get(f"{prefix}.{name}", 0) for name in _PER_HALF)
+    groups = partitions.get(f"{prefix}.groups", 0)
+    return half if half == op == checkpoint and groups else 0
+
+
+def is_layout(record: Record, partitions: int = 0) -> bool:
+    """Say whether only an installation writes such a record into its groups topic: one with so
+    many half partitions, 0 for any number."""
     try:
-        return find_layout([record]) is not None
+        layout = find_layout([record])
     except ConfigurationError:
         return False
+    return layout is not None and partitions in (0, layout.partitions)
 
 
 def is_owners(record: Record) -> bool:

@@ -125,16 +125,43 @@ async def test_a_topic_that_is_only_called_like_ours_is_a_target(service: Servic
     assert (await service.commit(id))["state"] == "promoted"
 
 
+CLAIM = encode_claim(Claim(RECORD_VERSION, "c", "o", ""))
+
+
+@pytest.mark.parametrize(
+    ("evidence", "partitions"),
+    [
+        ({"groups": encode_layout(2), "checkpoint": CLAIM}, {"half": 2, "checkpoint": 2}),
+        ({"groups": encode_layout(2), "checkpoint": CLAIM}, {"half": 2, "op": 2, "checkpoint": 1}),
+        ({"groups": encode_layout(3)}, {"half": 2, "op": 2, "checkpoint": 2}),
+        ({"checkpoint": CLAIM}, {"half": 2, "op": 2, "checkpoint": 2, "groups": 0}),
+    ],
+)
+async def test_a_single_record_makes_no_installation_of_a_namespace(
+    service: Service, evidence: dict[str, Record], partitions: dict[str, int]
+) -> None:
+    world, prefix = service.world, unique("business")
+    for name, count in ({"groups": 1} | partitions).items():
+        if count:
+            await world.create_topic(f"{prefix}.{name}", count, cleanup_policy="compact")
+    for name, record in evidence.items():
+        await world.foreign(world.name(f"{prefix}.{name}"), 0, record)
+    id = await service.prepare(Message(world.name(f"{prefix}.half"), b"k", b"v"))
+    assert (await service.commit(id))["state"] == "promoted"
+
+
 @pytest.mark.parametrize("evidence", ["groups", "checkpoint"])
 async def test_what_became_an_installations_topic_is_refused_when_it_is_promoted(
     service: Service, evidence: str
 ) -> None:
     world, theirs = service.world, unique("theirs")
-    half = await world.create_topic(f"{theirs}.half")
+    half = await world.create_topic(f"{theirs}.half", 2)
     id = await service.prepare(Message(half, b"k", b"v"))
-    topic = await world.create_topic(f"{theirs}.{evidence}")
-    claim = encode_claim(Claim(RECORD_VERSION, "c", "o", ""))
-    await world.foreign(topic, 0, encode_layout(4) if evidence == "groups" else claim)
+    await world.create_topic(f"{theirs}.op", 2)
+    for name, count in (("checkpoint", 2), ("groups", 1)):
+        await world.create_topic(f"{theirs}.{name}", count, cleanup_policy="compact")
+    record = encode_layout(2) if evidence == "groups" else CLAIM
+    await world.foreign(world.name(f"{theirs}.{evidence}"), 0, record)
     await service.restart()
     assert (await service.commit(id))["state"] == "refused"
     shown = await service.show(id)

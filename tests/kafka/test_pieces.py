@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Callable
+
 import pytest
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.record.util import calc_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.records import Record
+from txbroker.core.codec import PROGRESS_KEY, encode_claim
+from txbroker.core.records import RECORD_VERSION, Claim, Record
 from txbroker.door import Fenced, TurnLost, TurnRefused
+from txbroker.errors import InvariantBroken
 from txbroker.kafka.batch import (
     HEADER_BYTES,
     batch_bytes,
@@ -19,6 +28,7 @@ from txbroker.kafka.codes import RETRIABLE, Code, describe
 from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.producer import BatchRefused, BatchUnknown, ProducerFenced
 from txbroker.kafka.turns import translated
+from txbroker.own_topics import CheckpointScan
 
 records = st.lists(
     st.builds(
@@ -64,6 +74,150 @@ def test_offsets_that_came_in_no_batch_are_a_hole_and_not_skipped() -> None:
         (3, 2), (4, 0), (5, 0), (6, 0), (9, 0), (10, 0)
     ]  # fmt: skip
     assert (fetched.next_offset, fetched.skipped) == (11, 0)
+
+
+def sealed(batch: bytes, offset: int) -> bytes:
+    """Return a batch at an offset, its checksum made right."""
+    checksum = struct.pack(">I", calc_crc32c(batch[21:]))
+    return offset.to_bytes(8, "big") + batch[8:17] + checksum + batch[21:]
+
+
+def foreign(
+    count: int = 3, *, attributes: int = 0, gzip: bool = False, value: bytes = b"v"
+) -> bytes:
+    """Return another client's batch of which the attributes say what its body may not be."""
+    builder = DefaultRecordBatchBuilder(2, int(gzip), 0, -1, -1, -1, 1 << 30)
+    for number in range(count):
+        builder.append(number, 1, b"k", value, [("zq", b"x")])
+    batch = bytearray(builder.build())
+    batch[22] |= attributes
+    return bytes(batch)
+
+
+def broken_records() -> bytes:
+    """Return a batch whose first record is longer than it says."""
+    batch = bytearray(foreign())
+    batch[HEADER_BYTES] += 2
+    return bytes(batch)
+
+
+SNAPPY, LZ4, ZSTD, UNKNOWN = 2, 3, 4, 7
+UNREADABLE: dict[str, Callable[[], bytes]] = {
+    "snappy": lambda: foreign(attributes=SNAPPY),
+    "lz4": lambda: foreign(attributes=LZ4),
+    "zstd": lambda: foreign(attributes=ZSTD),
+    "codec 7": lambda: foreign(attributes=UNKNOWN),
+    "Not a gzipped file": lambda: foreign(attributes=1),
+    "16 MiB": lambda: foreign(gzip=True, value=bytes(6 << 20)),
+    "more than 16 MiB": lambda: foreign(70_000, gzip=True),
+    "nvalid record": broken_records,
+}
+
+
+@pytest.mark.parametrize("reason", UNREADABLE)
+@pytest.mark.parametrize("producers", [False, True])
+def test_a_batch_that_does_not_decode_is_one_record_and_skipped_offsets(
+    reason: str, producers: bool
+) -> None:
+    ours = encode_batch([Record(b"k", b"ours")], producer_id=1, epoch=0, sequence=0)
+    theirs = UNREADABLE[reason]()
+    count = int.from_bytes(theirs[57:61], "big")
+    next_ = 4 + count
+    data = sealed(ours, 3) + sealed(theirs, 4) + sealed(ours, next_)
+    told: list[tuple[int, str]] = []
+    fetched = Fetched(
+        "t-0",
+        3,
+        (0, 0, next_ + 1, next_ + 1, [], data),
+        append_time=False,
+        producers=producers,
+        unreadable=lambda offset, reason: told.append((offset, reason)),
+    )
+    found = [(each.offset, each.key, each.value, each.skipped) for each in fetched.records]
+    key, value = (PROGRESS_KEY, b"") if producers else (None, None)
+    assert found == [(3, b"k", b"ours", 0), (4, key, value, 0), (next_, b"k", b"ours", count - 1)]
+    assert fetched.skipped == 0
+    ((offset, why),) = told
+    assert offset == 4
+    assert reason in why
+
+
+def test_a_read_that_begins_or_ends_in_a_batch_that_does_not_decode_leaves_no_gap() -> None:
+    data = sealed(foreign(5, attributes=ZSTD), 10)
+    fetched = Fetched("t-0", 12, (0, 0, 15, 15, [], data), append_time=False)
+    assert [(each.offset, each.skipped) for each in fetched.records] == [(12, 0)]
+    assert (fetched.next_offset, fetched.skipped) == (15, 2)
+    picked = Fetched("t-0", 12, (0, 0, 15, 15, [], data), append_time=False)
+    assert picked.among([12, 13]) == []
+
+
+def test_a_wrong_checksum_stops_whatever_the_batch_says_of_itself() -> None:
+    for attributes in (0, 1, ZSTD):
+        batch = foreign(attributes=attributes)
+        damaged = batch[:-1] + bytes([batch[-1] ^ 1])
+        with pytest.raises(InvariantBroken, match="checksum"):
+            _ = Fetched("t-0", 0, (0, 0, 3, 3, [], damaged), append_time=False).records
+
+
+def test_header_names_that_are_not_utf8_decode_with_replacement() -> None:
+    batch = sealed(foreign().replace(b"zq", b"\xffq"), 7)
+    found = Fetched("t-0", 8, (0, 0, 10, 10, [], batch), append_time=False).records
+    expected = [Record(b"k", b"v", (("\ufffdq", b"x"),), 1, offset) for offset in (8, 9)]
+    assert found == expected
+
+
+@given(records, st.booleans())
+def test_what_others_compress_with_gzip_or_name_as_they_like_reads_like_a_plain_batch(
+    given_: list[Record], append_time: bool
+) -> None:
+    def read(batch: bytes) -> list[Record]:
+        if append_time:
+            batch = batch[:22] + bytes([batch[22] | 8]) + batch[23:]
+        answer = (0, 0, 99, 99, [], sealed(batch, 5))
+        return Fetched("t-0", 5, answer, append_time=append_time).records
+
+    plain = encode_batch(given_, producer_id=1, epoch=0, sequence=0)
+    compress = zlib.compressobj(wbits=31)
+    body = compress.compress(plain[HEADER_BYTES:]) + compress.flush()
+    size = (len(body) + HEADER_BYTES - 12).to_bytes(4, "big")
+    attributes = bytes([plain[22] | 1])
+    packed = plain[:8] + size + plain[12:22] + attributes + plain[23:HEADER_BYTES] + body
+    assert read(packed) == read(plain)
+    odd = [*given_, Record(b"", None, (("zzqzz", None),), 2)]
+    batch = encode_batch(odd, producer_id=1, epoch=0, sequence=0)
+    named = read(batch.replace(b"zzqzz", b"zz\xffzz"))
+    assert named[:-1] == read(batch)[:-1]
+    assert named[-1].headers == (("zz\ufffdzz", None),)
+
+
+def test_a_gzip_bomb_takes_little_memory() -> None:
+    batch = sealed(foreign(1, gzip=True, value=bytes(200 << 20)), 0)
+    assert len(batch) < 1 << 20
+    tracemalloc.start()
+    try:
+        fetched = Fetched("t-0", 0, (0, 0, 1, 1, [], batch), append_time=False)
+        assert [each.value for each in fetched.records] == [None]
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_does_not_decode_in_a_checkpoint_stops_only_if_our_producer_wrote_it(
+    ours: bool,
+) -> None:
+    claim = encode_claim(Claim(RECORD_VERSION, "c", "o", ""))
+    batch = encode_batch([claim], producer_id=7, epoch=0, sequence=0, transactional=True)
+    builder = DefaultRecordBatchBuilder(2, 0, 1, 7 if ours else 8, 0, 1, 1 << 20)
+    builder.append(0, 1, b"progress", b"{}", [])
+    packed = bytearray(builder.build())
+    packed[22] |= ZSTD
+    data = sealed(batch, 0) + sealed(bytes(packed), 1)
+    scan = CheckpointScan("checkpoint-0")
+    answer = (0, 0, 2, 2, [], data)
+    scan.note(Fetched("checkpoint-0", 0, answer, append_time=False, producers=True).records)
+    assert [stop.code for stop in scan.stops()] == (["unreadable"] if ours else [])
+    assert scan.foreign == (0 if ours else 1)
 
 
 @pytest.mark.parametrize("number", [74, 75, 78])

@@ -77,6 +77,7 @@ def test_the_plan_names_what_is_missing_what_differs_and_what_it_cannot_change()
         (HALF, {"message_timestamp_type": "CreateTime"}, "LogAppendTime"),
         (CHECKPOINT, {"message_timestamp_type": "CreateTime"}, "LogAppendTime"),
         (OP, {"unclean_leader_election_enable": "true"}, "unclean"),
+        (HALF, {"compression_type": "zstd"}, "compression.type=uncompressed"),
         (HALF, {"min_insync_replicas": "4"}, "nothing could be written"),
         (HALF, {"retention_bytes": "1000000"}, "retention.bytes=-1"),
         (HALF, {"cleanup_policy": "compact"}, "cleanup.policy=delete"),
@@ -176,11 +177,13 @@ async def test_a_door_creates_its_topics_as_they_should_be(world: KafkaWorld) ->
 
 
 async def test_apply_mends_what_differs_and_then_finds_nothing_to_do(world: KafkaWorld) -> None:
-    await world.create_topic("half", 4, retention_bytes="1000", flush_ms="12345")
+    await world.create_topic(
+        "half", 4, retention_bytes="1000", flush_ms="12345", compression_type="producer"
+    )
     door = world.closed_door()
     made = await door.plan()
     assert len(made.create) == 6
-    assert "retention.bytes" in {change.name for change in made.change}
+    assert {"retention.bytes", "compression.type"} <= {change.name for change in made.change}
     await door.apply(made)
     assert (await door.plan()).empty
     kept = (await door.admin.configs([world.name("half")]))[world.name("half")]

@@ -86,9 +86,9 @@ class KafkaAuditFeed(AuditFeed):
             except InvariantBroken:
                 tell()
                 raise
-            for record in fetched.records:
-                if record.key is not None:
-                    newest[record.key] = record.value
+            for records in fetched.pieces():
+                newest |= {each.key: each.value for each in records if each.key is not None}
+                await asyncio.sleep(0)
             position = fetched.next_offset
 
 

@@ -110,6 +110,8 @@ class Client:
         self._replicas: dict[tuple[str, int], tuple[int, ...]] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
         self._closed = False
+        self.unreadable: set[str] = set()
+        """Topics of which it is logged that another client writes what does not decode."""
 
     # --- asking ------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from aiokafka.errors import KafkaError
@@ -11,23 +11,38 @@ from aiokafka.record.control_record import ABORT_MARKER, ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
 from msgspec import structs
 
+from txbroker.core.codec import PROGRESS_KEY
 from txbroker.core.records import Record
 from txbroker.errors import InvariantBroken
+from txbroker.kafka.batch import Unreadable, decode_batch
 
 _LOG_APPEND_TIME = 1
 # As many as are decoded in some milliseconds.
 _PIECE_BYTES = 1 << 20
 _PIECE_RECORDS = 1000
+_LENGTH_AT, _FRAME_BYTES = 8, 12
+"""A batch begins with its first offset and the length of what follows."""
 _BATCH_BYTES = 256
 """Counted for a batch that is looked at but holds nothing for us."""
+
+
+def _ignore(_offset: int, _reason: str) -> None:
+    pass
 
 
 class Fetched:
     """A fetch's answer for one partition. Its records are decoded when they are asked for.
 
+    A batch whose checksum is right but that does not decode was not written by txbroker, which
+    writes plain batches. It shows as one record without key and value at the batch's first offset;
+    its other offsets are skipped.
+
     Args:
         append_time: raise where a record does not carry the broker's append time.
-        producers: say of each record which transactional producer wrote it.
+        producers: of a checkpoint topic: say of each record which transactional producer wrote it,
+            and show a batch that does not decode as progress that does not read. The batch may
+            hold any key, and compaction may have removed our progress for it.
+        unreadable: called with the offset of each batch that does not decode, and why.
 
     Attributes:
         high_watermark: where the log ends, as far as its leader knows.
@@ -45,11 +60,13 @@ class Fetched:
         *,
         append_time: bool,
         producers: bool = False,
+        unreadable: Callable[[int, str], None] = _ignore,
     ) -> None:
         self._name = name
         self._position = position
         self._append_time = append_time
         self._producers = producers
+        self._unreadable = unreadable
         self._aborted = _aborted(answer)
         self._hidden: set[int] = set()
         self._seen = position
@@ -60,7 +77,7 @@ class Fetched:
         self.size_bytes = len(data) if data else 0
         self._batches = self._split(data) if data else []
         # The last batch's own end: compaction takes records away, but leaves that.
-        ends = [position, *(batch.next_offset for batch in self._batches[-1:])]
+        ends = [position, *(batch.next_offset for batch, _data in self._batches[-1:])]
         self.next_offset = max(ends)
 
     @property
@@ -81,16 +98,20 @@ class Fetched:
         piece: list[Record] = []
         size = 0
         wanted = range(self._position, self.next_offset)
-        for batch in self._batches:
+        for batch, data in self._batches:
             before = len(piece)
             shown = self._shown(batch)
             if batch.base_offset > self._seen:
                 self.skipped = 0  # what lies between came in no batch
-            if shown:
-                self._take(batch, piece, wanted)
+            first = max(batch.base_offset, self._seen)
+            if shown and self._take(batch, data, piece, wanted):
                 self._place(piece, before)
+            elif shown:
+                piece.append(self._in_place_of(batch, first))
+                self._place(piece, before)
+                self.skipped = batch.next_offset - first - 1
             else:
-                self.skipped += batch.next_offset - max(batch.base_offset, self._seen)
+                self.skipped += batch.next_offset - first
             self._seen = batch.next_offset
             new = piece[before:]
             size += sum(len(record.value or b"") for record in new) + _BATCH_BYTES
@@ -107,20 +128,23 @@ class Fetched:
             InvariantBroken: as for `pieces`.
         """
         found: list[Record] = []
-        for batch in self._batches:
+        for batch, data in self._batches:
             first = bisect_left(offsets, batch.base_offset)
             last = bisect_left(offsets, batch.next_offset)
             if self._shown(batch) and first < last:
-                self._take(batch, found, frozenset(offsets[first:last]))
+                self._take(batch, data, found, frozenset(offsets[first:last]))
         self._batches = []
         return found
 
-    def _split(self, data: bytes) -> list[Any]:
+    def _split(self, data: bytes) -> list[tuple[Any, memoryview]]:
         memory = MemoryRecords(data)
-        batches: list[Any] = []
+        batches: list[tuple[Any, memoryview]] = []
+        rest = memoryview(data)
         try:
             while memory.has_next():
-                batches.append(memory.next_batch())
+                size = _FRAME_BYTES + int.from_bytes(rest[_LENGTH_AT:_FRAME_BYTES], "big")
+                batches.append((memory.next_batch(), rest[:size]))
+                rest = rest[size:]
         except KafkaError as error:
             raise self._damaged(f"behind {len(batches)} batches", error) from None
         return batches
@@ -138,21 +162,29 @@ class Fetched:
             return False
         return not (batch.is_transactional and batch.producer_id in self._hidden)
 
-    def _take(self, batch: Any, piece: list[Record], wanted: Container[int]) -> None:
+    def _take(
+        self, batch: Any, data: memoryview, piece: list[Record], wanted: Container[int]
+    ) -> bool:
+        """Append the wanted records of a batch, and return True; False if it does not decode."""
         if self._append_time and batch.timestamp_type != _LOG_APPEND_TIME:
             raise InvariantBroken(
                 f"{self._name}: the record at {batch.base_offset} does not carry the broker's "
                 "append time; set message.timestamp.type=LogAppendTime"
             )
-        by = batch.producer_id if self._producers and batch.is_transactional else -1
         try:
-            piece.extend(
-                Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset, producer=by)
-                for r in batch
-                if r.offset in wanted
-            )
-        except (KafkaError, UnicodeDecodeError) as error:
-            raise self._damaged(str(batch.base_offset), error) from None
+            piece += decode_batch(batch, data, wanted, self._producer(batch))
+        except Unreadable as error:
+            self._unreadable(batch.base_offset, str(error))
+            return False
+        return True
+
+    def _producer(self, batch: Any) -> int:
+        return int(batch.producer_id) if self._producers and batch.is_transactional else -1
+
+    def _in_place_of(self, batch: Any, offset: int) -> Record:
+        key, value = (PROGRESS_KEY, b"") if self._producers else (None, None)
+        by = self._producer(batch)
+        return Record(key, value, (), int(batch.max_timestamp), offset, producer=by)
 
     def _place(self, piece: list[Record], first: int) -> None:
         """Say on the first of a batch's records how many offsets before it hold none."""

@@ -119,9 +119,11 @@ class KafkaGroupStore(GroupStore):
     async def _step(self) -> None:
         assert self._changed is not None
         fetched = await self._reader.fetch(self._position)
-        for record in fetched.records:
-            if record.key not in (None, LAYOUT_KEY):
-                self._changed(record.key.decode(errors="replace"), record.value)
+        for records in fetched.pieces():
+            for record in records:
+                if record.key not in (None, LAYOUT_KEY):
+                    self._changed(record.key.decode(errors="replace"), record.value)
+            await asyncio.sleep(0)
         async with self._moved:
             self._position = fetched.next_offset
             self._moved.notify_all()

@@ -1,29 +1,36 @@
 """Whether a topic belongs to an installation of txbroker, this one or another on the same Kafka.
 
-There a promoted message would be taken for a record. Installations are known by what only they
-write: the layout in their groups topic, claims and progress in their checkpoint topic.
+There a promoted message would be taken for a record. One record or name proves nothing, as anybody
+may write it: an installation has all of its topics, with partitions that go together, compacted
+where they must be, and a record that only installations write: the layout with that number of
+partitions in the groups topic, or claims or progress in the checkpoint topic.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from txbroker.core.records import Cause, Record
 from txbroker.door import LogTruncated
-from txbroker.errors import InvariantBroken
+from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.admin import Admin
 from txbroker.kafka.client import Client, KafkaRefused
 from txbroker.kafka.codes import Code
 from txbroker.kafka.reader import Reader
-from txbroker.own_topics import belongs_to, installation_of, is_layout, is_owners
+from txbroker.own_topics import belongs_to, half_partitions, installation_of, is_layout, is_owners
 
 _FOUND_S, _NOT_FOUND_S = 600.0, 30.0
 """How long it is remembered, seconds, that a prefix is an installation's, and that it is none."""
 _KNOWN_MAX = 1000
 """Prefixes remembered before those out of date are dropped; clients may name any topic."""
-_READ_BYTES_MAX = 32 << 20
-"""Read of one topic before it counts as nobody's."""
+_READ_BYTES_MAX = 512 << 10
+"""Read of each topic at most, give or take a batch: a prepare waits for it."""
+_FETCH_BYTES = 64 << 10
+_NEWEST = 100
+"""Offsets at the end of a checkpoint partition among which progress is looked for."""
+_READ_S = 2.0
 _LANE = "installations"
 
 
@@ -58,38 +65,54 @@ class Installations:
         return belongs_to(topic, prefix) if found else None
 
     async def _exists(self, prefix: str) -> bool:
-        tests = {f"{prefix}.groups": is_layout, f"{prefix}.checkpoint": is_owners}
-        facts = await self._admin.topics(list(tests))
-        for topic, test in tests.items():
-            found = facts.get(topic)
-            if found is None or found.error:
-                continue
-            share = _READ_BYTES_MAX // max(1, len(found.partitions))
-            for partition in sorted(found.partitions):
-                if await self._holds(topic, partition, test, share):
-                    return True
-        return False
+        groups, checkpoint = f"{prefix}.groups", f"{prefix}.checkpoint"
+        names = [f"{prefix}.half", f"{prefix}.op", checkpoint, groups]
+        facts = await self._admin.topics(names)
+        count = half_partitions(
+            prefix, {name: len(one.partitions) for name, one in facts.items() if not one.error}
+        )
+        if not count:
+            return False
+        configs = await self._admin.configs([checkpoint, groups])
+        if any("compact" not in one.get("cleanup.policy", "") for one in configs.values()):
+            return False
+        try:
+            async with asyncio.timeout(_READ_S):
+                # The first proxy to start writes the layout before there are groups.
+                test = partial(is_layout, partitions=count)
+                return await self._holds(groups, 1, test) or await self._holds(
+                    checkpoint, count, is_owners, newest=_NEWEST
+                )
+        except TimeoutError:
+            raise KafkaUnavailable(
+                f"whether topics {prefix}.* are an installation's was not read in {_READ_S:g} s"
+            ) from None
 
     async def _holds(
-        self, topic: str, partition: int, test: Callable[[Record], bool], bytes_max: int
+        self, topic: str, partitions: int, test: Callable[[Record], bool], newest: int = 0
     ) -> bool:
-        """Say whether a partition holds such a record among its first ones."""
-        reader = Reader(self._client, topic, partition, _LANE, append_time=False)
-        try:
-            position, end = await reader.start(), await reader.stable_end()
-            read = 0
-            while position < end and read < bytes_max:
-                fetched = await reader.fetch(position, bytes_max)
-                for records in fetched.pieces():
-                    if any(test(record) for record in records):
-                        return True
-                    await asyncio.sleep(0)
-                if fetched.next_offset == position:
-                    return False
-                position, read = fetched.next_offset, read + fetched.size_bytes
-        except KafkaRefused as error:
-            if error.code != Code.TOPIC_AUTHORIZATION_FAILED:
-                raise
-        except (LogTruncated, InvariantBroken):
-            pass  # what moves or does not read proves nothing
+        """Say whether a topic holds such a record among the first of its partitions, or among
+        their `newest` offsets."""
+        left = _READ_BYTES_MAX
+        for number in range(partitions):
+            reader = Reader(self._client, topic, number, _LANE, append_time=False)
+            try:
+                position, end = await reader.start(), await reader.stable_end()
+                if newest:
+                    position = max(position, end - newest)
+                while position < end and left > 0:
+                    fetched = await reader.fetch(position, _FETCH_BYTES)
+                    for records in fetched.pieces():
+                        if any(test(record) for record in records):
+                            return True
+                        await asyncio.sleep(0)
+                    if fetched.next_offset == position:
+                        break
+                    position, left = fetched.next_offset, left - fetched.size_bytes
+            except KafkaRefused as error:
+                if error.code != Code.TOPIC_AUTHORIZATION_FAILED:
+                    raise
+                return False
+            except (LogTruncated, InvariantBroken):
+                pass  # what moves or does not read proves nothing
         return False

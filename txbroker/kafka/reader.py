@@ -6,9 +6,11 @@ A read knows where it ends, so it needs no subscription, no position store and n
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import structlog
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.offset import OffsetRequest
 
@@ -19,6 +21,8 @@ from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unans
 from txbroker.kafka.codes import LEADER_MOVED, Code
 from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.leaders import confirm_leader
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _EARLIEST, _LATEST = -2, -1
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
@@ -213,7 +217,19 @@ class Reader:
             answer,
             append_time=self._append_time,
             producers=self._producers,
+            unreadable=self._unreadable,
         )
+
+    def _unreadable(self, offset: int, reason: str) -> None:
+        if self._topic not in self._client.unreadable:
+            self._client.unreadable.add(self._topic)
+            log.warning(
+                "batch of another client set aside",
+                topic=self._topic,
+                partition=self._partition,
+                offset=offset,
+                reason=reason,
+            )
 
 
 def _below(records: list[Record], end: int) -> list[Record]:

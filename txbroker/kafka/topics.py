@@ -29,6 +29,8 @@ _DRIFT_MS = 7 * _DAY_MS
 _SHOWN_S, _PAUSE_S = 10.0, 0.01
 # An operator may keep half messages longer or allow larger ones; that is no drift.
 _AT_LEAST = frozenset({"retention.ms", "max.message.bytes"})
+_CODECS = frozenset({"snappy", "lz4", "zstd"})
+"""Of brokers that compress by themselves; under `producer` ours stay plain, and gzip decodes."""
 
 
 class WantedTopic(Struct, frozen=True):
@@ -106,7 +108,8 @@ def wanted_topics(
         "message.timestamp.type": "LogAppendTime",
         "min.insync.replicas": str(max(1, copies - 1)),
         "unclean.leader.election.enable": "false",
-        "compression.type": "producer",
+        # Brokers then inflate what other clients compress, which our readers may not decode.
+        "compression.type": "uncompressed",
     }
     larger = str(size + _ROOM_BYTES)
     log = {**common, "cleanup.policy": "delete", "retention.bytes": "-1"}
@@ -251,6 +254,11 @@ def _topic_contradictions(settings: KafkaSettings, topic: FoundTopic) -> list[st
         lines.append(
             f"{topic.name} needs unclean.leader.election.enable=false, or acknowledged records "
             "can disappear"
+        )
+    if configs.get("compression.type") in _CODECS:
+        lines.append(
+            f"{topic.name} needs compression.type=uncompressed: txbroker does not decode "
+            f"{configs['compression.type']}, and would not find its own records again"
         )
     in_sync = int(configs.get("min.insync.replicas", "1"))
     if in_sync > topic.replication:

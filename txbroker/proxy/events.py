@@ -213,6 +213,13 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "`txbroker doctor` and `txbroker topics plan` say what to change.",
         ),
         LogEvent("topics well", "info", "", "They are as they must be again."),
+        LogEvent(
+            "batch of another client set aside",
+            "warning",
+            "topic partition offset reason",
+            "A batch in one of txbroker's own topics does not decode. Logged once per topic.",
+            "Take the client's rights away: see [repair](../operate/repair.md).",
+        ),
         LogEvent("topics not looked at", "warning", "why", "Kafka did not answer.", _PASSES),
         LogEvent("log not read", "warning", "partition why", "Kafka did not answer.", _KAFKA),
         LogEvent(

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from txbroker.core.records import Cause, Record
 from txbroker.door import TargetFacts
-from txbroker.own_topics import belongs_to, installation_of, is_layout, is_owners
+from txbroker.own_topics import belongs_to, half_partitions, installation_of, is_layout, is_owners
 from txbroker.testing.memory import MemoryKafka, valid_name
 
 
@@ -30,9 +31,7 @@ class MemoryTargets:
         """
         await self._kafka.reach()
         prefix = installation_of(topic)
-        if prefix and (
-            self._holds(prefix, "groups", is_layout) or self._holds(prefix, "checkpoint", is_owners)
-        ):
+        if prefix and self._exists(prefix):
             refused = belongs_to(topic, prefix)
             self._remember(topic, refused)
             return refused
@@ -41,6 +40,15 @@ class MemoryTargets:
         facts = self._kafka.facts(topic)
         self._remember(topic, facts)
         return facts
+
+    def _exists(self, prefix: str) -> bool:
+        count = half_partitions(
+            prefix, {name: len(one.partitions) for name, one in self._kafka.topics.items()}
+        )
+        return count > 0 and (
+            self._holds(prefix, "groups", partial(is_layout, partitions=count))
+            or self._holds(prefix, "checkpoint", is_owners)
+        )
 
     def _holds(self, prefix: str, name: str, test: Callable[[Record], bool]) -> bool:
         """Say whether a topic of that prefix holds such a record."""
