@@ -183,6 +183,13 @@ def check_url(name: str, url: str) -> None:
         raise ConfigurationError(f"{name} {url!r} must end after host and port")
 
 
+def parse_secret_variable(entry: str) -> tuple[str, str]:
+    """Return the group, "" for every group, and the variable of an entry of `secret_env_allow`:
+    `NAME` or `GROUP:NAME`."""
+    group, _, variable = entry.rpartition(":")
+    return group, variable
+
+
 def read_secret(name: str, path: Path) -> str:
     """Return the secret in a file, without the line's end.
 
