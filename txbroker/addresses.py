@@ -107,6 +107,10 @@ class HostRules(NamedTuple):
         name = plain_host(host)
         return name in self.hosts or name.endswith(self.suffixes)
 
+    def lists(self, host: str) -> bool:
+        """True where an entry is this very host name."""
+        return plain_host(host) in self.hosts
+
     def contains(self, address: IpAddress) -> bool:
         """True where an entry is this address or a network that it belongs to."""
         return any(address in network for network in self.networks)

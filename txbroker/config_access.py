@@ -121,14 +121,17 @@ class ListenerAccess(BaseSettings):
         (),
         description="Addresses, networks (`10.1.0.0/16`) and hosts (`orders.example`, `*.example`) "
         "that check URLs may lead to although they are refused by default: loopback, link-local, "
-        "multicast and reserved addresses, those of cloud metadata services, and, for hosts listed "
-        "by name, the installation's own. A proxy that listens on loopback only allows loopback.",
+        "multicast and reserved addresses, those of cloud metadata services, and, for whole host "
+        "names, the installation's own. `*.example` allows neither link-local and metadata "
+        "addresses nor the installation's own: whoever controls a name below it chooses where it "
+        "leads. A proxy that listens on loopback only allows loopback.",
     )
     check_url_deny: tuple[str, ...] = Field(
         (),
         description="Addresses, networks and hosts that check URLs must not lead to; wins over "
         "`check_url_allow`. `private` stands for all private networks (RFC 1918, carrier-grade "
-        "NAT, IPv6 unique local), which are allowed by default.",
+        "NAT, IPv6 unique local), which are allowed by default. A host name denies this name "
+        "alone: list the addresses, too, so that neither they nor other names for them get there.",
     )
     secrets_dir: Path | None = Field(
         None,

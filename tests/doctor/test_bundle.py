@@ -165,7 +165,9 @@ def test_secrets_of_groups_are_struck_out(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "shop").write_text("sh0p")
     monkeypatch.setenv("BANK_SECRET", "0f one group")
     monkeypatch.setenv("SHOP_SECRET", "fr0m the environment")
-    given = settings(secrets_dir=tmp_path, secret_env_allow=("SHOP_SECRET", "bank:BANK_SECRET", "NO"))
+    given = settings(
+        secrets_dir=tmp_path, secret_env_allow=("SHOP_SECRET", "bank:BANK_SECRET", "NO")
+    )
     held = ["b4nk", "sh0p", "fr0m the environment", "0f one group"]
     assert known_secrets(given, "") == held
     shown = settings_shown(given)

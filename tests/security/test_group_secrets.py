@@ -136,9 +136,7 @@ async def test_a_groups_files_are_its_own(tmp_path: Path, group: str) -> None:
         ("team", "TEAM_SECRET", False),
     ],
 )
-def test_a_variable_is_every_groups_or_one_groups(
-    group: str, variable: str, allowed: bool
-) -> None:
+def test_a_variable_is_every_groups_or_one_groups(group: str, variable: str, allowed: bool) -> None:
     refused = GroupSecrets(None, VARIABLES).refuse(group, f"env:{variable}")
     assert (refused is None) == allowed
 
