@@ -11,8 +11,11 @@ from typing import TypeAlias, cast
 from txbroker.addresses import plain_host
 from txbroker.checkers.daemon_threads import DaemonThreads
 
-LOOKUPS_MAX = 32
-"""Names looked up at a time. A look-up cannot be cut short, it only ends by itself."""
+LOOKUPS_MAX = 24
+"""Names looked up at a time, apart from those that hang. A look-up cannot be cut short, it only
+ends by itself."""
+LOOKUP_LATE_S = 1.0
+"""A look-up that lasts longer hangs, seconds."""
 LOOKUPS_ASKER_MAX = 2
 """The same for one group: the name that it has, and the one that it had before."""
 UNREAD_BYTES_MAX = 256 * 1024
@@ -52,11 +55,13 @@ def literal(host: str) -> str | None:
 
 
 class Names:
-    """Looks names up without ever waiting for another group's name, each at most once at a time."""
+    """Looks names up, each at most once at a time; names that hang do not hold up others."""
 
     def __init__(self, look_up: LookUp = look_up) -> None:
         self._look_up = look_up
-        self._threads = DaemonThreads[Sequence[str]]("look-up", LOOKUPS_MAX, LOOKUPS_ASKER_MAX)
+        self._threads = DaemonThreads[Sequence[str]](
+            "look-up", LOOKUPS_MAX, LOOKUPS_ASKER_MAX, late_s=LOOKUP_LATE_S
+        )
 
     async def addresses(self, host: str, asker: str = "") -> Sequence[str]:
         """Return the addresses of a name or, as it is, an address.

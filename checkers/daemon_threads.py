@@ -11,6 +11,14 @@ T = TypeVar("T")
 
 WAITING_MAX = 1024
 """Calls that wait for a thread; further ones are refused."""
+LATE_MAX = 8
+"""Calls under way at a time whose key was late before."""
+ASIDE_MAX = 64
+"""Calls that have turned out late and hold none of the threads that others wait for."""
+LATE_FOR_S = 60.0
+"""How long a key counts as late, seconds. All are late while a name server is down, say."""
+LATE_KEYS_MAX = 4096
+"""Late keys that are remembered; the oldest is forgotten first."""
 
 
 class TooManyCalls(OSError):
@@ -24,16 +32,28 @@ class DaemonThreads(Generic[T]):
     are joined when the process ends, so recovery and shutdown would wait for it. Here each call
     has a daemon thread, and of each key at most one runs: others wait for its result.
 
+    With `late_s`, calls that hang do not starve others, whoever asks for them: a call that lasts
+    longer no longer counts against `threads_max`, up to `ASIDE_MAX` of them, and for `LATE_FOR_S`
+    calls with its key share `LATE_MAX` threads.
+
     Args:
         name: of the threads.
-        threads_max: calls under way at a time.
+        threads_max: calls under way at a time, apart from late ones.
         asker_max: calls that one asker may have under way or waiting.
+        late_s: how long a call may last until it is late, seconds; None: for ever.
     """
 
-    def __init__(self, name: str, threads_max: int, asker_max: int) -> None:
+    def __init__(
+        self, name: str, threads_max: int, asker_max: int, *, late_s: float | None = None
+    ) -> None:
         self._name = name
         self._asker_max = asker_max
+        self._late_s = late_s
         self._slots = asyncio.Semaphore(threads_max)
+        self._late_slots = asyncio.Semaphore(LATE_MAX)
+        self._late: dict[str, float] = {}
+        """Since when a key is late, the oldest first."""
+        self._aside = 0
         self._open: dict[str, asyncio.Task[T]] = {}
         self._askers: Counter[str] = Counter()
 
@@ -53,7 +73,7 @@ class DaemonThreads(Generic[T]):
         if task is None:
             if (asker and self._askers[asker] >= self._asker_max) or len(self._open) >= WAITING_MAX:
                 raise TooManyCalls("too many such calls are under way")
-            task = asyncio.get_running_loop().create_task(self._limited(call))
+            task = asyncio.get_running_loop().create_task(self._limited(key, call))
             self._open[key] = task
             self._askers[asker] += 1
             task.add_done_callback(lambda done: self._ended(key, asker, done))
@@ -66,9 +86,37 @@ class DaemonThreads(Generic[T]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _limited(self, call: Callable[[], T]) -> T:
-        async with self._slots:
-            return await _in_thread(self._name, call)
+    async def _limited(self, key: str, call: Callable[[], T]) -> T:
+        slots = self._late_slots if self._is_late(key) else self._slots
+        await slots.acquire()
+        aside = False
+        result = _in_thread(self._name, call)
+        try:
+            await asyncio.wait([result], timeout=self._late_s)
+            self._late.pop(key, None)
+            if not result.done():
+                self._remember_late(key)
+                aside = slots is self._slots and self._aside < ASIDE_MAX
+            if aside:
+                self._aside += 1
+                slots.release()
+            return await result
+        finally:
+            result.cancel()
+            if aside:
+                self._aside -= 1
+            else:
+                slots.release()
+
+    def _is_late(self, key: str) -> bool:
+        since_s = self._late.get(key)
+        now_s = asyncio.get_running_loop().time()
+        return since_s is not None and now_s < since_s + LATE_FOR_S
+
+    def _remember_late(self, key: str) -> None:
+        self._late[key] = asyncio.get_running_loop().time()
+        if len(self._late) > LATE_KEYS_MAX:
+            del self._late[next(iter(self._late))]
 
     def _ended(self, key: str, asker: str, done: "asyncio.Task[T]") -> None:
         self._open.pop(key, None)
@@ -79,7 +127,7 @@ class DaemonThreads(Generic[T]):
             done.exception()  # every waiter has it; perhaps none is left
 
 
-async def _in_thread(name: str, call: Callable[[], T]) -> T:
+def _in_thread(name: str, call: Callable[[], T]) -> asyncio.Future[T]:
     """Run a call in a daemon thread, which does not keep the process alive."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
@@ -100,4 +148,4 @@ async def _in_thread(name: str, call: Callable[[], T]) -> T:
                 loop.call_soon_threadsafe(finish, lambda: result.set_result(found))
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await result
+    return result

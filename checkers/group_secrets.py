@@ -5,7 +5,9 @@ import os
 import stat
 from collections.abc import Collection
 from pathlib import Path
+from urllib.parse import quote
 
+from txbroker.addresses import parse_secret_variable
 from txbroker.checkers.daemon_threads import DaemonThreads, TooManyCalls
 from txbroker.core.signing import secret_key
 
@@ -26,15 +28,28 @@ class SecretUnavailable(Exception):
 
 
 class SecretRefused(SecretUnavailable):
-    """The secret is at a place that groups may not name."""
+    """The secret is at a place that the group may not name."""
+
+
+def file_name(group: str) -> str:
+    """Return what a group's secret file, or its folder of them, is called in `secrets_dir`.
+
+    It is the group's name as it stands in URL paths. A leading dot is encoded, too: such names
+    belong to the file system (`..`) and to Kubernetes (`..data`).
+    """
+    name = quote(group, safe="")
+    return f"%2E{name[1:]}" if name.startswith(".") else name
 
 
 class GroupSecrets:
     """Reads the secrets that groups refer to, at the places that the settings allow.
 
+    A group may name its own files only: with those of another group, its checks would carry that
+    group's signature.
+
     Args:
-        folder: files below it may be named; None: no files.
-        variables: environment variables that may be named.
+        folder: a group's files are in it, by the name that `file_name` gives; None: no files.
+        variables: entries of `secret_env_allow`.
         own: files of the proxy, which may not be named wherever they are.
         read_s: how long reading a file may take, seconds.
     """
@@ -47,7 +62,7 @@ class GroupSecrets:
         *,
         read_s: float = READ_S,
     ) -> None:
-        self._variables = frozenset(variables)
+        self._variables = frozenset(map(parse_secret_variable, variables))
         self._own = tuple(own)
         self._read_s = read_s
         self._folder = None if folder is None else os.path.realpath(folder)
@@ -55,35 +70,42 @@ class GroupSecrets:
         self._spellings = () if folder is None else (os.path.abspath(folder), self._folder or "")
         self._threads = DaemonThreads[bytes]("secret", READS_MAX, READS_MAX)
 
-    def refuse(self, ref: str) -> str | None:
-        """Return why groups may not name this place, or None. Looks at nothing but the text."""
+    def refuse(self, group: str, ref: str) -> str | None:
+        """Return why a group may not name this place, or None. Looks at nothing but the text."""
         kind, _, place = ref.partition(":")
         if kind == "env":
             if place.upper().startswith(OWN_VARIABLES):
                 return f"secret_ref names the environment variable {place}: {_OWN}"
-            if place not in self._variables:
+            if not self._variables & {("", place), (group, place)}:
                 return (
                     "secret_ref must name an environment variable that the proxy's setting "
-                    f"secret_env_allow lists, not {place}"
+                    f"secret_env_allow lists for group {group}, not {place}"
                 )
             return None
         if self._folder is None:
             return "secret_ref names a file, but the proxy's setting secrets_dir is not set"
-        if self._below(place) is None:
+        below = self._below(place)
+        if below is None:
             return f"{_BELOW}, not {place}"
+        own = file_name(group)
+        if below.partition("/")[0] != own:
+            return (
+                f"secret_ref must name a file of group {group}: {self._folder}/{own} or one in "
+                f"that folder, not {place}"
+            )
         return None
 
-    async def read(self, ref: str) -> bytes:
-        """Return the key that the secret at `ref` stands for.
+    async def read(self, group: str, ref: str) -> bytes:
+        """Return the key that the secret of a group at `ref` stands for.
 
         It is read each time, so a changed secret is used at once. A file's trailing line break is
         not part of the secret. What begins with `whsec_` is base64.
 
         Raises:
-            SecretRefused: groups may not name this place.
+            SecretRefused: the group may not name this place.
             SecretUnavailable: it is not there, empty, unreadable, too large or no base64.
         """
-        refused = self.refuse(ref)
+        refused = self.refuse(group, ref)
         if refused is not None:
             raise SecretRefused(refused)
         kind, _, place = ref.partition(":")

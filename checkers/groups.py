@@ -268,10 +268,12 @@ class Groups:
     """The registered groups, following the store's changes."""
 
     def __init__(
-        self, store: GroupStore, unusable: Callable[[GroupPolicy], str | None] = lambda _: None
+        self,
+        store: GroupStore,
+        unusable: Callable[[str, GroupPolicy], str | None] = lambda _, __: None,
     ) -> None:
         """Args:
-        unusable: returns why a policy cannot be used by this proxy, for the log, or None.
+        unusable: returns why this proxy cannot use a group's policy, for the log, or None.
         """
         self._store = store
         self._unusable = unusable
@@ -327,7 +329,7 @@ class Groups:
         if stored is not None:
             try:
                 policy = self._policies[group] = decode_policy(stored)
-                why = self._unusable(policy)
+                why = self._unusable(group, policy)
             except PolicyError as error:
                 why = self._problems[group] = str(error)
             if why is not None:

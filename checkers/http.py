@@ -108,10 +108,10 @@ class HttpChecks:
 
     # --- what may be registered --------------------------------------------------------------
 
-    def unusable(self, policy: GroupPolicy) -> str | None:
-        """Return why a policy cannot be used as it stands, or None. Looks nothing up."""
+    def unusable(self, group: str, policy: GroupPolicy) -> str | None:
+        """Return why a group cannot use a policy as it stands, or None. Looks nothing up."""
         if policy.secret_ref is not None:
-            refused = self._secrets.refuse(policy.secret_ref)
+            refused = self._secrets.refuse(group, policy.secret_ref)
             if refused is not None:
                 return refused
         if policy.check_url is None:
@@ -128,12 +128,12 @@ class HttpChecks:
         What is not there yet, a file or a name, is not refused: it is tested at each call. Takes a
         few seconds at most.
         """
-        refused = self.unusable(policy)
+        refused = self.unusable(group, policy)
         if refused is not None:
             return refused
         if policy.secret_ref is not None:
             try:
-                await self._secrets.read(policy.secret_ref)
+                await self._secrets.read(group, policy.secret_ref)
             except SecretRefused as error:
                 return str(error)
             except SecretUnavailable:
@@ -171,7 +171,7 @@ class HttpChecks:
         secret: bytes | None = None
         if policy.secret_ref is not None:
             try:
-                secret = await self._secrets.read(policy.secret_ref)
+                secret = await self._secrets.read(group, policy.secret_ref)
             except SecretUnavailable as error:
                 return Unreached(shortened(str(error)))
         return await self.acquire(

@@ -20,11 +20,16 @@ def _networks(*texts: str) -> tuple[IpNetwork, ...]:
 
 
 _LIST_IT = "the proxy's setting check_url_allow can allow it"
-_NAME_IT = "only a host name in the proxy's setting check_url_allow can allow it"
+_NAME_IT = "only a whole host name in the proxy's setting check_url_allow can allow it"
+_NOT_BY_SUFFIX = "only an address or a whole host name in check_url_allow can allow it"
+_METADATA = "the address of a cloud metadata service"
 _LOOPBACK = "a loopback address"
+_LINK_LOCAL = "a link-local address"
+_MACHINE = (_METADATA, _LINK_LOCAL)
+"""What gives credentials of the machine: not for whoever controls a name below an allowed one."""
 _REFUSED: _Kinds = (
     (
-        "the address of a cloud metadata service",
+        _METADATA,
         _networks(
             "169.254.169.254/32",  # AWS, Azure, Google, Oracle, OpenStack and others
             "169.254.170.2/32",  # AWS ECS
@@ -38,7 +43,7 @@ _REFUSED: _Kinds = (
     ),
     (_LOOPBACK, _networks("127.0.0.0/8", "::1/128")),
     ("an unspecified address", _networks("0.0.0.0/8", "::/128")),
-    ("a link-local address", _networks("169.254.0.0/16", "fe80::/10")),
+    (_LINK_LOCAL, _networks("169.254.0.0/16", "fe80::/10")),
     ("a multicast address", _networks("224.0.0.0/4", "ff00::/8")),
     ("a reserved address", _networks("240.0.0.0/4")),
 )
@@ -51,7 +56,8 @@ class UrlGuard(Struct, frozen=True):
     """The rules of one proxy.
 
     Attributes:
-        allow: what may be called although it is refused by default.
+        allow: what may be called although it is refused by default. An entry `*.suffix` allows
+            less than a whole host name: no metadata or link-local address, nothing of its own.
         deny: what must not be called, whatever else is said.
         loopback: True allows loopback addresses, where the proxy itself is there only.
     """
@@ -77,14 +83,19 @@ class UrlGuard(Struct, frozen=True):
             return denied
         if any(map(self.deny.contains, forms(address))):
             return f"{address} is in check_url_deny"
-        if self.allow.names(host):
+        if self.allow.lists(host):
             return None
         if own:
             return f"{address} is an address of txbroker or its Kafka; {_NAME_IT}"
+        by_suffix = self.allow.names(host)
         for form in forms(address):
             kind = self._kind(form)
-            if kind is not None and not self.allow.contains(form):
+            if kind is None or self.allow.contains(form):
+                continue
+            if not by_suffix:
                 return f"{address} is {kind}; {_LIST_IT}"
+            if kind in _MACHINE:
+                return f"{address} is {kind}; {_NOT_BY_SUFFIX}"
         return None
 
     def _kind(self, address: IpAddress) -> str | None:

@@ -70,7 +70,7 @@ def show_command(client: Client, output: str, name: str) -> None:
 @click.option(
     "--secret-ref",
     metavar="REF",
-    help="Where the proxy finds the secret that signs them: env:NAME or file:/PATH.",
+    help="Where the proxy finds the secret that signs them: env:NAME or file:SECRETS_DIR/GROUP.",
 )
 @click.option("--check-after-s", type=float, metavar="SECONDS", help="Until the first check.")
 @click.option("--check-interval-s", type=float, metavar="SECONDS", help="Between two checks.")

@@ -67,6 +67,8 @@ def test_environment_holds_lists_and_switches() -> None:
         ({"listen": "10.0.0.1:0"}, False),
         ({"listen": "proxy-1:0"}, False),
         ({"admin_listen": "[::]:0"}, False),
+        ({"peer_listen": "0.0.0.0:0"}, False),
+        ({"peer_listen": "127.0.0.1:0"}, True),
     ],
 )
 def test_a_proxy_that_is_on_loopback_only(given: dict[str, Any], loopback: bool) -> None:
@@ -193,7 +195,11 @@ def test_unknown_names_elsewhere() -> None:
         ({"check_url_allow": ("private", "127.1")}, "check_url_allow '127.1' is not"),
         ({"secret_env_allow": ("TXBROKER_TOKEN",)}, "a variable of the proxy itself"),
         ({"secret_env_allow": ("txbroker_token",)}, "a variable of the proxy itself"),
-        ({"secret_env_allow": ("A=B",)}, "is no name of an environment variable"),
+        ({"secret_env_allow": ("shop:TXBROKER_TOKEN",)}, "a variable of the proxy itself"),
+        *(
+            ({"secret_env_allow": (entry,)}, "is no name of an environment variable")
+            for entry in ("A=B", "shop:", ":SECRET", "sh\0p:SECRET")
+        ),
         ({"secrets_dir": "/nonexistent"}, "secrets_dir /nonexistent is not a folder"),
         ({"secrets_dir": "/etc/passwd"}, "is not a folder"),
         ({"secrets_dir": "/"}, "holds more than secrets of groups"),

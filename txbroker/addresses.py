@@ -107,6 +107,10 @@ class HostRules(NamedTuple):
         name = plain_host(host)
         return name in self.hosts or name.endswith(self.suffixes)
 
+    def lists(self, host: str) -> bool:
+        """True where an entry is this very host name."""
+        return plain_host(host) in self.hosts
+
     def contains(self, address: IpAddress) -> bool:
         """True where an entry is this address or a network that it belongs to."""
         return any(address in network for network in self.networks)
@@ -181,6 +185,13 @@ def check_url(name: str, url: str) -> None:
         raise ConfigurationError(f"{name} {url!r} is not a URL like http://proxy-1:8470")
     if parts.path not in ("", "/") or parts.query or parts.fragment or not port_sound:
         raise ConfigurationError(f"{name} {url!r} must end after host and port")
+
+
+def parse_secret_variable(entry: str) -> tuple[str, str]:
+    """Return the group, "" for every group, and the variable of an entry of `secret_env_allow`:
+    `NAME` or `GROUP:NAME`."""
+    group, _, variable = entry.rpartition(":")
+    return group, variable
 
 
 def read_secret(name: str, path: Path) -> str:

@@ -14,6 +14,7 @@ from txbroker.addresses import (
     check_url,
     parse_address,
     parse_host_rules,
+    parse_secret_variable,
     read_token,
 )
 from txbroker.errors import ConfigurationError
@@ -120,24 +121,29 @@ class ListenerAccess(BaseSettings):
         (),
         description="Addresses, networks (`10.1.0.0/16`) and hosts (`orders.example`, `*.example`) "
         "that check URLs may lead to although they are refused by default: loopback, link-local, "
-        "multicast and reserved addresses, those of cloud metadata services, and, for hosts listed "
-        "by name, the installation's own. A proxy that listens on loopback only allows loopback.",
+        "multicast and reserved addresses, those of cloud metadata services, and, for whole host "
+        "names, the installation's own. `*.example` allows neither link-local and metadata "
+        "addresses nor the installation's own: whoever controls a name below it chooses where it "
+        "leads. A proxy that listens on loopback only allows loopback.",
     )
     check_url_deny: tuple[str, ...] = Field(
         (),
         description="Addresses, networks and hosts that check URLs must not lead to; wins over "
         "`check_url_allow`. `private` stands for all private networks (RFC 1918, carrier-grade "
-        "NAT, IPv6 unique local), which are allowed by default.",
+        "NAT, IPv6 unique local), which are allowed by default. A host name denies this name "
+        "alone: list the addresses, too, so that neither they nor other names for them get there.",
     )
     secrets_dir: Path | None = Field(
         None,
-        description="The folder that groups' `secret_ref` may name files in (`file:/path`), with "
-        "all folders below it. Not given: no files.",
+        description="The folder of groups' secrets. A group's `secret_ref` (`file:/path`) may name "
+        "the file in it that has the group's name, or a file in the folder of that name. The name "
+        "is written as in URL paths, with a leading dot as `%2E`. Not given: no files.",
     )
     secret_env_allow: tuple[str, ...] = Field(
         (),
-        description="The environment variables that groups' `secret_ref` may name (`env:NAME`). "
-        "The proxy's own (`TXBROKER_…`) can never be among them.",
+        description="The environment variables that groups' `secret_ref` may name (`env:NAME`): "
+        "`GROUP:NAME` for one group, `NAME` for every group. The proxy's own (`TXBROKER_…`) can "
+        "never be among them.",
     )
 
     @field_validator("advertise", "peer_advertise")
@@ -185,8 +191,8 @@ class ListenerAccess(BaseSettings):
     @property
     def loopback_only(self) -> bool:
         """True where no other machine can connect to the proxy."""
-        admin = self.admin_address
-        return not self.listen_address.public and not (admin is not None and admin.public)
+        addresses = (self.listen_address, self.admin_address, self.peer_address)
+        return not any(address is not None and address.public for address in addresses)
 
     def check_secrets(self) -> None:
         """Refuse secrets that are the same for two roles: a producer could act as an operator or
@@ -319,10 +325,12 @@ _NOT_FOR_SECRETS = ("/proc", "/sys", "/dev")
 def _check_groups(given: ListenerAccess) -> None:
     parse_host_rules("check_url_allow", given.check_url_allow)
     parse_host_rules("check_url_deny", given.check_url_deny, private=True)
-    for variable in given.secret_env_allow:
-        if not variable.isprintable() or not variable or "=" in variable:
+    for entry in given.secret_env_allow:
+        _, variable = parse_secret_variable(entry)
+        if not entry.isprintable() or not variable or "=" in variable or entry.startswith(":"):
             raise ConfigurationError(
-                f"secret_env_allow {variable!r} is no name of an environment variable"
+                f"secret_env_allow {entry!r} is no name of an environment variable, alone or as "
+                "GROUP:NAME"
             )
         if variable.upper().startswith(_OWN_VARIABLES):
             raise ConfigurationError(

@@ -346,6 +346,7 @@ class Assignment(Struct, frozen=True):
         record_version: the newest record version that all of them understand; nobody may write a
             newer one.
         peer_urls: by the URL of a proxy, where it takes other proxies' calls if not there.
+        admin_urls: by the URL of a proxy, where it takes operators' calls if not there.
     """
 
     mine: frozenset[int]
@@ -353,6 +354,7 @@ class Assignment(Struct, frozen=True):
     proxies: tuple[str, ...]
     record_version: int
     peer_urls: dict[str, str] = {}
+    admin_urls: dict[str, str] = {}
 
 
 TAKEN = "another process has joined with our instance id"
@@ -383,9 +385,10 @@ class Membership(Protocol):
         lost: Callable[[str], None],
         *,
         peer_url: str = "",
+        admin_url: str = "",
     ) -> None:
-        """Join as the proxy at `url`, which takes other proxies' calls at `peer_url`, "" for
-        there too; return when the first assignment is there.
+        """Join as the proxy at `url`, which takes other proxies' calls at `peer_url` and
+        operators' at `admin_url`, "" for there too; return when the first assignment is there.
 
         Both are called from the event loop and must return at once: `assigned` in each generation,
         also where nothing moved; `lost`, with why, when touch with the group is lost: then nobody
@@ -444,6 +447,10 @@ class Door(Protocol):
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
+        ...
+
+    def brokers(self) -> Sequence[tuple[str, int]]:
+        """Return host and port of each broker, as the newest metadata say; sends nothing."""
         ...
 
     def partition(self, partition: int) -> PartitionDoor:

@@ -24,7 +24,7 @@ import click
 import msgspec
 
 from txbroker import __version__
-from txbroker.addresses import read_secret
+from txbroker.addresses import parse_secret_variable, read_secret
 from txbroker.cli.doctor.proxies import NotSeen, ProxySide
 from txbroker.cli.doctor.report import as_json
 from txbroker.cli.doctor.runner import Report
@@ -72,12 +72,13 @@ def known_secrets(settings: Settings, token: str) -> list[str]:
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, Path) and _SECRET_NAME.search(name):
-            for path in sorted(value.iterdir()) if value.is_dir() else [value]:
+            for path in sorted(value.rglob("*")) if value.is_dir() else [value]:
                 # What cannot be read cannot get into the file either.
                 with contextlib.suppress(TxbrokerError):
                     found.append(read_secret(name, path))
         elif name == "secret_env_allow":
-            found += [os.environ.get(variable, "") for variable in value]
+            variables = [parse_secret_variable(entry)[1] for entry in value]
+            found += [os.environ.get(variable, "") for variable in variables]
         elif _is_secret(name, value):
             found.append(_plain(value))
     return [secret for secret in found if secret]

@@ -171,10 +171,9 @@ def test_only_proxies_find_the_secrets_of_groups(everything: list[Object]) -> No
     assert kind == "StatefulSet"
     variables = environment(pod_of(everything, "StatefulSet"))
     operators = (ROOT / "docs/operate/kubernetes.md").read_text()
-    assert f"--secret-ref file:{path}/KEY" in operators
-    assert (
-        GroupSecrets(Path(variables["TXBROKER_SECRETS_DIR"])).refuse(f"file:{path}/orders") is None
-    )
+    assert f"--secret-ref file:{path}/NAME" in operators
+    secrets = GroupSecrets(Path(variables["TXBROKER_SECRETS_DIR"]))
+    assert secrets.refuse("orders", f"file:{path}/orders") is None
 
 
 def test_everything_that_is_written_has_a_volume(everything: list[Object]) -> None:

@@ -6,10 +6,12 @@ import asyncio
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
-from txbroker.checkers.daemon_threads import DaemonThreads, TooManyCalls
+from txbroker.checkers import daemon_threads
+from txbroker.checkers.daemon_threads import LATE_MAX, DaemonThreads, TooManyCalls
 
 HANGING = """
 import asyncio, threading
@@ -83,3 +85,69 @@ async def test_an_exception_is_raised_where_the_result_is_waited_for() -> None:
     for _ in range(3):
         with pytest.raises(OSError, match="no such thing"):
             await threads.run("key", call, "one")
+
+
+class Hanging:
+    """Calls that hang until they are let go."""
+
+    def __init__(self, threads: DaemonThreads[bool]) -> None:
+        self.running: list[str] = []
+        self._threads = threads
+        self._go_on = threading.Event()
+
+    def begin(self, count: int) -> list[asyncio.Task[bool]]:
+        """Make calls with the keys 0, 1, …, each for another asker."""
+        self.running.clear()
+        self._go_on.clear()
+        keys = [f"{n}" for n in range(count)]
+        return [
+            asyncio.create_task(self._threads.run(key, partial(self._hang, key), f"asker {key}"))
+            for key in keys
+        ]
+
+    async def under_way(self, count: int) -> None:
+        """Wait until so many run."""
+        async with asyncio.timeout(30):
+            while len(self.running) < count:
+                await asyncio.sleep(0)
+
+    async def end(self, calls: list[asyncio.Task[bool]]) -> None:
+        """Let them go on."""
+        self._go_on.set()
+        assert await asyncio.gather(*calls) == [True] * len(calls)
+
+    def _hang(self, key: str) -> bool:
+        self.running.append(key)
+        return self._go_on.wait(60)
+
+
+async def test_late_calls_leave_the_threads_to_others() -> None:
+    """At the first time once they are late, later from the start."""
+    threads = DaemonThreads[bool]("late", 1, 1, late_s=0.01)
+    hanging = Hanging(threads)
+    for at_once in (LATE_MAX + 2, LATE_MAX):
+        late = hanging.begin(LATE_MAX + 2)
+        await hanging.under_way(at_once)
+        async with asyncio.timeout(30):
+            assert await threads.run("good", lambda: True)
+        assert len(hanging.running) == at_once
+        await hanging.end(late)
+    await threads.close()
+
+
+async def test_a_key_is_late_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure of all of them, none waits for ever behind those that still hang."""
+    threads = DaemonThreads[bool]("late", 1, 1, late_s=0.01)
+    hanging = Hanging(threads)
+    all_of_them = hanging.begin(LATE_MAX + 1)
+    await hanging.under_way(LATE_MAX + 1)
+    async with asyncio.timeout(30):
+        assert await threads.run("good", lambda: True)  # behind the last of them
+    await hanging.end(all_of_them)
+    late = hanging.begin(LATE_MAX)
+    await hanging.under_way(LATE_MAX)
+    monkeypatch.setattr(daemon_threads, "LATE_FOR_S", 0.0)
+    async with asyncio.timeout(30):
+        assert await threads.run(f"{LATE_MAX}", lambda: True)
+    await hanging.end(late)
+    await threads.close()

@@ -14,18 +14,19 @@ async def test_a_secret_is_read_when_it_is_used(
 ) -> None:
     monkeypatch.setenv("ORDERS_SECRET", "geheim ü")
     secrets = GroupSecrets(tmp_path, ["ORDERS_SECRET"])
-    assert await secrets.read("env:ORDERS_SECRET") == "geheim ü".encode()
-    path = tmp_path / "secret"
+    assert await secrets.read("orders", "env:ORDERS_SECRET") == "geheim ü".encode()
+    path = tmp_path / "orders"
     for content, key in ((b"one\r\n", b"one"), (b"two", b"two"), (b"whsec_dHdv\n", b"two")):
         path.write_bytes(content)
-        assert await secrets.read(f"file:{path}") == key
+        assert await secrets.read("orders", f"file:{path}") == key
 
 
 async def test_a_secret_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SECRET", raising=False)
     secrets = GroupSecrets(tmp_path, ["NO_SECRET"])
     with pytest.raises(SecretUnavailable, match="variable NO_SECRET is not set or empty"):
-        await secrets.read("env:NO_SECRET")
+        await secrets.read("orders", "env:NO_SECRET")
+    (tmp_path / "orders").mkdir()
     for name, content, words in (
         ("none", None, "cannot be read: No such file"),
         ("empty", b"\n", "not set or empty"),
@@ -34,9 +35,9 @@ async def test_a_secret_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Mo
         ("nothing", b"whsec_", "nothing does not hold a secret: "),
     ):
         if content is not None:
-            (tmp_path / name).write_bytes(content)
+            (tmp_path / "orders" / name).write_bytes(content)
         with pytest.raises(SecretUnavailable, match=words):
-            await secrets.read(f"file:{tmp_path / name}")
+            await secrets.read("orders", f"file:{tmp_path}/orders/{name}")
 
 
 async def test_a_folder_as_kubernetes_mounts_it(tmp_path: Path) -> None:
@@ -47,8 +48,8 @@ async def test_a_folder_as_kubernetes_mounts_it(tmp_path: Path) -> None:
     (mount / "..data").symlink_to("..2026_11_23")
     (mount / "orders").symlink_to("..data/orders")
     secrets = GroupSecrets(mount)
-    assert await secrets.read(f"file:{mount}/orders") == b"one"
+    assert await secrets.read("orders", f"file:{mount}/orders") == b"one"
     linked = tmp_path / "link"
     linked.symlink_to(mount)
     for spelled in (linked, mount):
-        assert await GroupSecrets(linked).read(f"file:{spelled}/orders") == b"one"
+        assert await GroupSecrets(linked).read("orders", f"file:{spelled}/orders") == b"one"

@@ -24,7 +24,7 @@ SECRET = b"open sesame"
 
 @pytest.fixture
 def secret_ref(tmp_path: Path) -> str:
-    path = tmp_path / "secret"
+    path = tmp_path / "orders"
     path.write_bytes(SECRET)
     return f"file:{path}"
 
@@ -128,7 +128,7 @@ async def test_nobody_is_there(checks: HttpChecks, tmp_path: Path) -> None:
     assert "connection refused" in tried.why
     none = await try_group(checks, "orders", GroupPolicy(), 5.0)
     assert none == Tried(why="no check URL is registered")
-    gone = GroupPolicy(check_url="http://127.0.0.1:9/", secret_ref=f"file:{tmp_path}/none")
+    gone = GroupPolicy(check_url="http://127.0.0.1:9/", secret_ref=f"file:{tmp_path}/orders")
     assert "cannot be read" in (await try_group(checks, "orders", gone, 5.0)).why
 
 

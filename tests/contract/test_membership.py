@@ -18,8 +18,9 @@ URL = "http://127.0.0.1:{}".format
 class Member:
     """A proxy as the group sees it."""
 
-    def __init__(self, world: Any, name: str, url: str) -> None:
+    def __init__(self, world: Any, name: str, url: str, **urls: str) -> None:
         self._world = world
+        self._urls = urls
         self.name = name
         self.url = url
         self.heard = Heard()
@@ -35,7 +36,9 @@ class Member:
 
     async def join(self) -> None:
         """Join, also once more after leaving."""
-        await self.door.membership.join(self.url, self.heard.assigned, self.heard.lost)
+        await self.door.membership.join(
+            self.url, self.heard.assigned, self.heard.lost, **self._urls
+        )
 
     async def leave(self) -> None:
         """Leave the group."""
@@ -92,6 +95,25 @@ async def test_a_second_member_takes_half_and_both_know_the_urls(world: Any) -> 
     assert one.mine | two.mine == ALL
     for member in (one, two):
         assert [await member.still_ours(p) for p in range(4)] == [p in member.mine for p in ALL]
+
+
+async def test_all_know_where_the_others_take_calls_of_proxies_and_of_operators(
+    world: Any,
+) -> None:
+    one = Member(world, "one", URL(1), peer_url=URL(11), admin_url=URL(21))
+    two = Member(world, "two", URL(2), admin_url=URL(22))
+    three = Member(world, "three", URL(3))
+    for member in (one, two, three):
+        await member.start()
+    await settled(one, two, three)
+    for member in (one, two, three):
+        told = member.heard.now
+        for known, wanted in (
+            (told.peer_urls, {URL(1): URL(11)}),
+            (told.admin_urls, {URL(1): URL(21), URL(2): URL(22)}),
+        ):
+            # What a member is told of itself does not matter.
+            assert {**known, member.url: ""} == {**wanted, member.url: ""}
 
 
 async def test_members_without_a_partition_know_everybody(world: Any) -> None:

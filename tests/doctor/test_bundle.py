@@ -160,11 +160,16 @@ def test_tokens_and_peer_secret_are_among_the_secrets() -> None:
 
 
 def test_secrets_of_groups_are_struck_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "below").mkdir()
+    (tmp_path / "bank").mkdir()
+    (tmp_path / "bank" / "new").write_text("b4nk")
     (tmp_path / "shop").write_text("sh0p")
+    monkeypatch.setenv("BANK_SECRET", "0f one group")
     monkeypatch.setenv("SHOP_SECRET", "fr0m the environment")
-    given = settings(secrets_dir=tmp_path, secret_env_allow=("SHOP_SECRET", "NOT_THERE"))
-    assert known_secrets(given, "") == ["sh0p", "fr0m the environment"]
+    given = settings(
+        secrets_dir=tmp_path, secret_env_allow=("SHOP_SECRET", "bank:BANK_SECRET", "NO")
+    )
+    held = ["b4nk", "sh0p", "fr0m the environment", "0f one group"]
+    assert known_secrets(given, "") == held
     shown = settings_shown(given)
     assert shown["secrets_dir"] == str(tmp_path)
     assert "SHOP_SECRET" in shown["secret_env_allow"]

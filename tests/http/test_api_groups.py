@@ -125,8 +125,10 @@ async def test_policy_that_cannot_work_is_refused(
 
 
 async def test_a_secret_of_the_proxys_own_signs_no_groups_calls(tmp_path: Path) -> None:
-    names = ("token", "password", "orders", "link")
-    token, password, orders, link = (tmp_path / name for name in names)
+    own_folder = tmp_path / "orders"
+    own_folder.mkdir()
+    names = ("token", "password", "secret", "link")
+    token, password, orders, link = (own_folder / name for name in names)
     for file in (token, password, orders):
         secret_file(file, f"the secret in {file.name}")
     link.symlink_to(password)
@@ -152,7 +154,7 @@ async def test_a_secret_of_the_proxys_own_signs_no_groups_calls(tmp_path: Path) 
             status, why = await register(ref)
             assert (status, "the proxy itself" in why) == (400, True), ref
         assert api.store.stored == {}
-        for ref in ("env:ORDERS_SECRET", f"file:{orders}", f"file:{tmp_path}/not-yet"):
+        for ref in ("env:ORDERS_SECRET", f"file:{orders}", f"file:{own_folder}/not-yet"):
             assert await register(ref) == (200, "")
 
 

@@ -95,7 +95,7 @@ def test_a_run_without_end_is_cut() -> None:
 
 
 def test_what_is_said_is_read_back() -> None:
-    said = Said(FIRST_URL, 3, [(0, 2), (5, 1)], 7)
+    said = Said(FIRST_URL, 3, [(0, 2), (5, 1)], 7, peer_url="http://peer", admin_url="http://admin")
     assert decode_said(encode_said(said)) == said
 
 
@@ -166,6 +166,8 @@ def test_it_is_outdated_what_others_know_otherwise_of_us() -> None:
     assert not is_outdated(told, Me("a", "ua", 3))
     assert is_outdated(told, Me("a", "ub", 3))
     assert is_outdated(told, Me("a", "ua", 2))
+    assert is_outdated(told, Me("a", "ua", 3, peer_url="pa"))
+    assert is_outdated(told, Me("a", "ua", 3, admin_url="oa"))
     assert is_outdated(told, Me("b", "ua", 3))
     assert not is_outdated(None, Me("a", "ua", 3)), "an old leader tells nobody in any generation"
 

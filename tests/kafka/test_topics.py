@@ -169,6 +169,7 @@ def test_markers_outlive_half_messages() -> None:
 async def test_a_door_creates_its_topics_as_they_should_be(world: KafkaWorld) -> None:
     door = await world.door()
     assert door.partitions == 4
+    assert [f"{host}:{port}" for host, port in door.brokers()] == world.bootstrap.split(",")
     made = await door.plan()
     assert made.empty
     assert made.remarks == ()

@@ -35,10 +35,10 @@ async def test_a_proxy_that_left_joins_again_whatever_kept_it_out(
     broker, door, _ = await at_work(world)
     join, errors = door.membership.join, [error]
 
-    async def full(*args: object, peer_url: str) -> None:
+    async def full(*args: object, **urls: str) -> None:
         if errors:
             raise errors.pop()
-        await join(*args, peer_url=peer_url)  # type: ignore[arg-type]
+        await join(*args, **urls)  # type: ignore[arg-type]
 
     monkeypatch.setattr(door.membership, "join", full)
     monkeypatch.setattr(broker._ownership, "_rejoin_s", 0.001)

@@ -391,9 +391,9 @@ async def test_a_partition_that_was_lost_while_it_was_claimed_is_opened_when_it_
     told: list[Any] = []
     join = door.membership.join
 
-    async def joined(url: str, assigned: Any, lost: Any, *, peer_url: str) -> None:
+    async def joined(url: str, assigned: Any, lost: Any, **urls: str) -> None:
         told.append(assigned)
-        await join(url, assigned, lost, peer_url=peer_url)
+        await join(url, assigned, lost, **urls)
 
     async def still_ours(_partition: int) -> bool:
         # As on Kafka: the group has forgotten us, which is told before the answer is no.

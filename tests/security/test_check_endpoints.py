@@ -171,7 +171,7 @@ async def test_nobody_is_asked_without_a_signature_when_the_secret_is_gone(
     heard: list[bytes] = []
     server = await serve(impostor(heard))
     id = await pending(
-        service, {"check_url": server.url, "secret_ref": f"file:{tmp_path}/not-there"}
+        service, {"check_url": server.url, "secret_ref": f"file:{tmp_path}/orders/gone"}
     )
 
     async def told() -> bool:

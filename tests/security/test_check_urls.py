@@ -24,6 +24,7 @@ from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.own_endpoints import is_local
 from txbroker.checkers.url_guard import UrlGuard, forms
 from txbroker.errors import BadRequest
+from txbroker.testing.door import MemoryDoor
 
 CLASS = 7
 call, checks, serve = checks_world.call, checks_world.checks, checks_world.serve
@@ -286,6 +287,29 @@ async def test_one_group_cannot_take_all_look_ups(hanging: Callable[[int], str])
     await checks.close()
 
 
+async def test_groups_whose_names_hang_cannot_take_all_look_ups(
+    resolver: Resolver, hanging: Callable[[int], str], serve: Serve
+) -> None:
+    """However many they are: the first look-ups of all of them, and those after."""
+    server = await serve(answering(response(COMMIT), then_close=True))
+    checks = HttpChecks(guard=LOOPBACK, connect_timeout_s=20.0)
+    for turn in range(2):
+        resolver[f"good-{turn}.example"] = ["127.0.0.1"]
+        tries = [
+            asyncio.create_task(checks.acquire(f"bad-{n}", f"http://{hanging(n)}/"))
+            for n in range(60)
+        ]
+        await asyncio.sleep(0)
+        reached = await checks.acquire("good", f"http://good-{turn}.example:{server.port}/check")
+        assert not isinstance(reached, Unreached), reached
+        reached.release()
+        assert not any(task.done() for task in tries)
+        for task in tries:
+            task.cancel()
+        await asyncio.gather(*tries, return_exceptions=True)
+    await checks.close()
+
+
 # --- the installation's own addresses --------------------------------------------------------
 
 OWN = {
@@ -375,7 +399,7 @@ async def test_running_proxies_refuse_one_anothers_addresses() -> None:
     async with desk.serve(), AsyncExitStack() as stack:
         stack.push_async_callback(world.close)
         one = Service(world, desk, "one", admin_listen="127.0.0.1:0")
-        two = Service(world, desk, "two")
+        two = Service(world, desk, "two", admin_listen="127.0.0.1:0", peer_listen="127.0.0.1:0")
         for service in (one, two):
             stack.push_async_callback(service.stop)
             await service.start()
@@ -384,13 +408,34 @@ async def test_running_proxies_refuse_one_anothers_addresses() -> None:
             return all(len(service.proxy.broker.proxies()) == 2 for service in (one, two))
 
         await until(both_known)
-        both = (one.proxy.url, two.proxy.url)
-        for service, urls in ((one, (*both, one.proxy.admin_url)), (two, both)):
+        urls = {url for each in (one, two) for url in (each.proxy.url, each.proxy.admin_url)}
+        urls.add(one.proxy.broker.peer_url(two.proxy.url))
+        assert len(urls) == 5
+        for service in (one, two):
             for url in urls:
                 with pytest.raises(BadRequest, match="an address of txbroker"):
                     await service.call("PUT", "/v1/groups/orders", {"check_url": f"{url}/v1"})
             fine = {"check_url": f"{desk.url}/check/orders"}
             assert (await service.call("PUT", "/v1/groups/orders", fine))[0] == 200
+
+
+async def test_brokers_beyond_the_settings_are_the_installations_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that Kafka's metadata name, as soon as they do."""
+    brokers: list[tuple[str, int]] = []
+    monkeypatch.setattr(MemoryDoor, "brokers", lambda _: brokers)
+    world, desk = MemoryWorld(), Desk()
+    async with desk.serve(), AsyncExitStack() as stack:
+        stack.push_async_callback(world.close)
+        service = Service(world, desk)
+        stack.push_async_callback(service.stop)
+        await service.start()
+        policy = {"check_url": "http://127.0.0.1:9094/check"}
+        assert (await service.call("PUT", "/v1/groups/orders", policy))[0] == 200
+        brokers.append(("localhost", 9094))
+        with pytest.raises(BadRequest, match="an address of txbroker or its Kafka"):
+            await service.call("PUT", "/v1/groups/orders", policy)
 
 
 def test_this_machines_addresses_are_known_without_a_list() -> None:
@@ -430,6 +475,13 @@ def test_this_machines_addresses_are_known_without_a_list() -> None:
         (("[::1]",), (), "localhost", "::1", False),
         (("localhost",), (), "localhost.", "127.0.0.1", False),
         (("*.example",), (), "sidecar.example", "127.0.0.1", False),
+        (("*.example",), (), "evil.example", "169.254.169.254", True),
+        (("*.example",), (), "evil.example", "::ffff:169.254.169.254", True),
+        (("*.example",), (), "evil.example", "fd00:ec2::254", True),
+        (("*.example",), (), "evil.example", "169.254.1.1", True),
+        (("*.example",), (), "evil.example", "fe80::1", True),
+        (("*.example", "169.254.1.1"), (), "printer.example", "169.254.1.1", False),
+        (("*.example", "printer.example"), (), "printer.example", "169.254.1.1", False),
         (("169.254.0.0/16",), (), "x", "169.254.169.254", False),
         (("127.0.0.1",), ("127.0.0.0/8",), "localhost", "127.0.0.1", True),
         (("localhost",), ("localhost",), "localhost", "127.0.0.1", True),
@@ -452,7 +504,9 @@ def test_the_installations_own_is_allowed_by_name_only() -> None:
     network = UrlGuard(allow=parse_host_rules("check_url_allow", ["10.0.0.0/8"]))
     name = UrlGuard(allow=parse_host_rules("check_url_allow", ["orders.example"]))
     assert network.refuse("orders.example", "10.0.0.2", own=True)
+    suffix = UrlGuard(allow=parse_host_rules("check_url_allow", ["*.example"]))
     assert name.refuse("other.example", "10.0.0.2", own=True)
+    assert suffix.refuse("orders.example", "10.0.0.2", own=True)
     assert name.refuse("orders.example", "10.0.0.2", own=True) is None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from http_answers import LOOPBACK
+from installation import Installation
 from memory_world import MemoryWorld
 from service_world import Desk, Service, until
 
@@ -26,39 +27,51 @@ PLACES = {
     "the process's environment": ("file:/proc/self/environ", "below the proxy's"),
     "a file elsewhere": ("file:/etc/passwd", "below the proxy's"),
     "the folder itself": ("file:{folder}", "below the proxy's"),
-    "the folder's neighbour": ("file:{folder}-2/key", "below the proxy's"),
-    "a way up": ("file:{folder}/../outside", "below the proxy's"),
-    "a way up and down": ("file:{folder}/../{name}/key", "below the proxy's"),
-    "a link to a file outside": ("file:{folder}/to-outside", "link out of it"),
-    "a link to a device": ("file:{folder}/to-ptmx", "link out of it"),
-    "a file in a linked folder": ("file:{folder}/to-parent/outside", "link out of it"),
-    "a folder": ("file:{folder}/inner", "not a regular file"),
-    "a named pipe": ("file:{folder}/pipe", "not a regular file"),
-    "a socket": ("file:{folder}/socket", "not a regular file"),
-    "the proxy's token": ("file:{folder}/token", "the proxy itself"),
-    "a hard link to the token": ("file:{folder}/token-2", "the proxy itself"),
+    "the folder's neighbour": ("file:{folder}-2/orders", "below the proxy's"),
+    "a way up": ("file:{folder}/orders/../../outside", "below the proxy's"),
+    "a way up and down": ("file:{folder}/orders/../orders/key", "below the proxy's"),
+    "a link to a file outside": ("file:{folder}/orders/to-outside", "link out of it"),
+    "a link to a device": ("file:{folder}/orders/to-ptmx", "link out of it"),
+    "a file in a linked folder": ("file:{folder}/orders/to-parent/outside", "link out of it"),
+    "a folder": ("file:{folder}/orders", "not a regular file"),
+    "a named pipe": ("file:{folder}/orders/pipe", "not a regular file"),
+    "a socket": ("file:{folder}/orders/socket", "not a regular file"),
+    "the proxy's token": ("file:{folder}/orders/token", "the proxy itself"),
+    "a hard link to the token": ("file:{folder}/orders/token-2", "the proxy itself"),
+    "another group's file": ("file:{folder}/bank", "a file of group orders"),
+    "another group's file, with more slashes": ("file:{folder}//./bank", "a file of group orders"),
+    "a file in another group's folder": ("file:{folder}/bank-2/key", "a file of group orders"),
+    "the file of a group of a longer name": ("file:{folder}/orders.key", "a file of group orders"),
+    "another group's file as Kubernetes has it": (
+        "file:{folder}/..data/bank",
+        "a file of group orders",
+    ),
     "a variable not listed": ("env:HOME", "secret_env_allow"),
+    "another group's variable": ("env:BANK_SECRET", "secret_env_allow"),
     "a variable of the proxy": ("env:TXBROKER_KAFKA_SASL_PASSWORD", "the proxy itself"),
     "such a variable in lower case": ("env:txbroker_token", "the proxy itself"),
 }
+VARIABLES = ("ORDERS_SECRET", "bank:BANK_SECRET", "of:a:team:TEAM_SECRET")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A secrets_dir with everything in it that should not be there."""
     folder = tmp_path / "secrets"
-    (folder / "inner").mkdir(parents=True)
-    (tmp_path / "secrets-2").mkdir()
-    (tmp_path / "secrets-2" / "key").write_text("neighbour")
+    own = folder / "orders"
+    for made in (own / "inner", folder / "bank-2", folder / "..data", tmp_path / "secrets-2"):
+        made.mkdir(parents=True)
     (tmp_path / "outside").write_text("outside")
+    for name in ("bank", "orders.key", "bank-2/key", "..data/bank", "../secrets-2/orders"):
+        (folder / name).write_text("of somebody else")
     for name in ("token", "key", "inner/key"):
-        (folder / name).write_text("whsec_dHdv")
-    os.link(folder / "token", folder / "token-2")
-    (folder / "to-outside").symlink_to(tmp_path / "outside")
-    (folder / "to-ptmx").symlink_to("/dev/ptmx")
-    (folder / "to-parent").symlink_to("..")
-    os.mkfifo(folder / "pipe")
-    os.mknod(folder / "socket", 0o140600)
+        (own / name).write_text("whsec_dHdv")
+    os.link(own / "token", own / "token-2")
+    (own / "to-outside").symlink_to(tmp_path / "outside")
+    (own / "to-ptmx").symlink_to("/dev/ptmx")
+    (own / "to-parent").symlink_to("../..")
+    os.mkfifo(own / "pipe")
+    os.mknod(own / "socket", 0o140600)
     return folder
 
 
@@ -66,8 +79,8 @@ def folder(tmp_path: Path) -> Path:
 async def test_a_place_that_may_not_be_named_is_refused_everywhere(case: str, folder: Path) -> None:
     """At registration and, as the groups topic may hold it all the same, at the call."""
     ref, words = PLACES[case]
-    ref = ref.format(folder=folder, name=folder.name)
-    secrets = GroupSecrets(folder, ["ORDERS_SECRET"], [folder / "token"])
+    ref = ref.format(folder=folder)
+    secrets = GroupSecrets(folder, VARIABLES, [folder / "orders" / "token"])
     checks = HttpChecks(guard=LOOPBACK, secrets=secrets)
     policy = GroupPolicy(check_url="http://127.0.0.1:9/", secret_ref=ref)
 
@@ -78,13 +91,60 @@ async def test_a_place_that_may_not_be_named_is_refused_everywhere(case: str, fo
     assert words in refused
     assert called == Unreached(shortened(refused))
     with pytest.raises(SecretRefused):
-        await secrets.read(ref)
+        await secrets.read("orders", ref)
+
+
+OWN_FILES = {
+    "orders": "orders",
+    "orders.eu": "orders.eu",
+    "shop/orders": "shop%2Forders",
+    "orders of shop": "orders%20of%20shop",
+    "100%2F": "100%252F",
+    "größe": "gr%C3%B6%C3%9Fe",
+    ".": "%2E",
+    "..": "%2E.",
+    "..data": "%2E.data",
+    "%2E": "%252E",
+}
+
+
+@pytest.mark.parametrize("group", OWN_FILES)
+async def test_a_groups_files_are_its_own(tmp_path: Path, group: str) -> None:
+    """Whatever it is called, its file has a name of its own, and so has its folder."""
+    secrets = GroupSecrets(tmp_path)
+    below = OWN_FILES[group]
+    (tmp_path / below).write_text("of the group")
+    for other in OWN_FILES:
+        ref = f"file:{tmp_path}/{below}"
+        if other == group:
+            assert await secrets.read(other, ref) == b"of the group"
+            assert secrets.refuse(other, f"{ref}/new") is None
+        else:
+            assert f"a file of group {other}" in str(secrets.refuse(other, ref))
+            assert f"a file of group {other}" in str(secrets.refuse(other, f"{ref}/new"))
+
+
+@pytest.mark.parametrize(
+    ("group", "variable", "allowed"),
+    [
+        ("orders", "ORDERS_SECRET", True),
+        ("bank", "ORDERS_SECRET", True),
+        ("bank", "BANK_SECRET", True),
+        ("bank-2", "BANK_SECRET", False),
+        ("orders", "bank:BANK_SECRET", False),
+        ("of:a:team", "TEAM_SECRET", True),
+        ("team", "TEAM_SECRET", False),
+    ],
+)
+def test_a_variable_is_every_groups_or_one_groups(group: str, variable: str, allowed: bool) -> None:
+    refused = GroupSecrets(None, VARIABLES).refuse(group, f"env:{variable}")
+    assert (refused is None) == allowed
 
 
 @pytest.mark.parametrize("ref", ["file:/etc/passwd", "env:ORDERS_SECRET"])
 async def test_nothing_may_be_named_by_default(ref: str) -> None:
     with pytest.raises(SecretRefused, match=r"secrets_dir|secret_env_allow"):
-        await GroupSecrets().read(ref)
+        await GroupSecrets().read("orders", ref)
 
 
 async def test_a_link_that_is_put_there_after_the_look_leads_nowhere(
@@ -92,21 +152,21 @@ async def test_a_link_that_is_put_there_after_the_look_leads_nowhere(
 ) -> None:
     """Between the look at a path and its opening somebody exchanges the file for a link."""
     secrets = GroupSecrets(folder)
-    inner = folder / "inner" / "key"
+    inner = folder / "orders" / "inner" / "key"
     real = os.path.realpath
 
     def exchange(path: str) -> str:
         found = real(path)
         if found == str(inner) and not inner.is_symlink():
             inner.unlink()
-            inner.symlink_to("../../outside")
+            inner.symlink_to("../../../outside")
             # What was looked at a moment ago was still the file.
-            monkeypatch.setattr(os, "stat", lambda *_, **__: os.lstat(folder / "key"))
+            monkeypatch.setattr(os, "stat", lambda *_, **__: os.lstat(folder / "orders" / "key"))
         return found
 
     monkeypatch.setattr(os.path, "realpath", exchange)
     with pytest.raises(SecretUnavailable, match="cannot be read"):
-        await secrets.read(f"file:{inner}")
+        await secrets.read("orders", f"file:{inner}")
 
 
 async def test_reads_that_hang_hold_up_neither_others_nor_the_loop(
@@ -125,7 +185,8 @@ async def test_reads_that_hang_hold_up_neither_others_nor_the_loop(
     secrets = GroupSecrets(folder, read_s=0.2)
     try:
         results = await asyncio.gather(
-            *(secrets.read(f"file:{folder}/hung-{n}") for n in range(40)), return_exceptions=True
+            *(secrets.read(f"hung-{n}", f"file:{folder}/hung-{n}") for n in range(40)),
+            return_exceptions=True,
         )
         assert all(isinstance(result, SecretUnavailable) for result in results)
         # The event loop's own threads, which recovery uses, are as free as before.
@@ -148,12 +209,18 @@ async def world() -> AsyncIterator[MemoryWorld]:
     await world.close()
 
 
-async def test_ten_groups_with_a_device_stop_no_proxy(world: MemoryWorld, folder: Path) -> None:
+async def test_ten_groups_with_a_device_stop_no_proxy(
+    world: MemoryWorld, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also those that an older version registered: the proxy starts, is ready, takes calls, tells
     what is wrong, and ends."""
     desk = Desk()
     async with desk.serve():
-        service = Service(world, desk, secrets_dir=folder, check_after_s=0.01)
+        monkeypatch.setenv("ANY_GROUPS_SECRET", "known")
+        variables = ("ANY_GROUPS_SECRET",)
+        service = Service(
+            world, desk, secrets_dir=folder, secret_env_allow=variables, check_after_s=0.01
+        )
         await service.start()
         topic = await service.topic()
         names = [f"bad-{n}" for n in range(10)]
@@ -180,9 +247,26 @@ async def test_ten_groups_with_a_device_stop_no_proxy(world: MemoryWorld, folder
         await until(told)
         # No attempt was used up, and a group whose secret is fine goes on.
         assert [(await service.show(id))["attempts"] for id in ids] == [0] * len(ids)
-        good = await service.group({"decision": "commit"}, secret_ref=f"file:{folder}/key")
+        good = await service.group({"decision": "commit"}, secret_ref="env:ANY_GROUPS_SECRET")
         await service.reaches(
             await service.prepare(Message(topic, None, b"v"), group=good), "promoted"
         )
         async with asyncio.timeout(30):
             await service.stop()
+
+
+@pytest.mark.parametrize(("group", "status"), [("shop", 400), ("bank", 200)])
+async def test_no_team_signs_with_another_teams_secret(
+    world: MemoryWorld, tmp_path: Path, folder: Path, group: str, status: int
+) -> None:
+    """Only the group whose name the file has can register it."""
+    installation = Installation(world, tmp_path)
+    try:
+        await installation.start(2, secrets_dir=folder)
+        for url in installation.urls:
+            policy = {"secret_ref": f"file:{folder}/bank"}
+            path = f"/v1/groups/{group}"
+            answer = await installation.call("PUT", path, policy, by=group, at=url)
+            assert answer.status == status, answer.body
+    finally:
+        await installation.close()

@@ -72,8 +72,9 @@ class Planted:
         self.folder = folder
         self.files = {
             name: secret_file(folder / name.replace(" ", "-"), PLANTED[name])
-            for name in ("token", "admin token", "peer secret", "group secret")
+            for name in ("token", "admin token", "peer secret")
         }
+        self.files["group secret"] = secret_file(folder / GROUP, PLANTED["group secret"])
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.admin = f"127.0.0.1:{free.getsockname()[1]}"
         login = kafka.options("CLEAR")

@@ -107,6 +107,7 @@ class SimMembership(Membership):
         lost: Callable[[str], None],
         *,
         peer_url: str = "",
+        admin_url: str = "",
     ) -> None:
         """Join; see `txbroker.door.Membership`."""
         self._url = url

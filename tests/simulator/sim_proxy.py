@@ -4,7 +4,7 @@ partition, over simulated connections."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,10 @@ class SimDoor(Door):
     async def check_topics(self) -> list[str]:
         """Nobody changes the topics here."""
         return []
+
+    def brokers(self) -> Sequence[tuple[str, int]]:
+        """Return host and port of each broker: there is no network here."""
+        return ()
 
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from aiokafka.conn import CloseReason
@@ -320,6 +320,11 @@ class Client:
     def brokers(self) -> int:
         """How many brokers the last metadata named."""
         return len(self._brokers)
+
+    @property
+    def addresses(self) -> Sequence[tuple[str, int]]:
+        """Host and port of each broker that the last metadata named."""
+        return list(self._brokers.values())
 
     @property
     def controller(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from txbroker.core.records import Record
 from txbroker.door import (
@@ -152,6 +153,10 @@ class KafkaDoor(Door):
     def repair(self) -> Repair:
         """Return the way to find what stops partitions, and to have it passed over."""
         return Repair(self._client, self._bytes_max)
+
+    def brokers(self) -> Sequence[tuple[str, int]]:
+        """Return host and port of each broker, as the newest metadata say; sends nothing."""
+        return self._client.addresses
 
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""

@@ -39,6 +39,7 @@ class Said(Struct, frozen=True):
         asks: counts its wishes for a new generation. The coordinator makes one when a member's
             words change, and otherwise answers a restarted member with the old one.
         v: of this format.
+        admin_url: where it takes operators' calls, `NOBODY` where that is `url`.
     """
 
     url: str = NOBODY
@@ -48,6 +49,7 @@ class Said(Struct, frozen=True):
     asks: int = 0
     v: int = _FORMAT
     peer_url: str = NOBODY
+    admin_url: str = NOBODY
 
 
 class Seat(Struct, frozen=True):
@@ -58,6 +60,7 @@ class Seat(Struct, frozen=True):
     record_version: int
     owned: Runs
     peer_url: str = NOBODY
+    admin_url: str = NOBODY
 
 
 class Told(Struct, frozen=True):
@@ -92,6 +95,7 @@ def decode_said(data: bytes | None) -> Said:
         _take(found.get("owned"), Runs, []),
         _take(found.get("generation"), int, -1),
         peer_url=_url(found.get("peer_url")),
+        admin_url=_url(found.get("admin_url")),
     )
 
 
@@ -131,7 +135,7 @@ def make_told(
         held[name] = Held(numbers(owned, partitions), since)
     shares = share_out(partitions, settle(held))
     seats = [
-        Seat(name, one.url, one.record_version, runs(shares[name]), one.peer_url)
+        Seat(name, one.url, one.record_version, runs(shares[name]), one.peer_url, one.admin_url)
         for name, one in sorted(said.items())
     ]
     lowest = min((one.record_version for one in said.values()), default=_FIRST_RECORD_VERSION)
@@ -158,6 +162,7 @@ class Me(Struct, frozen=True):
     url: str
     record_version: int
     peer_url: str = NOBODY
+    admin_url: str = NOBODY
 
 
 def is_outdated(told: Told | None, me: Me) -> bool:
@@ -166,8 +171,8 @@ def is_outdated(told: Told | None, me: Me) -> bool:
     if told is None:
         return False
     return not any(
-        (seat.name, seat.url, seat.record_version, seat.peer_url)
-        == (me.name, me.url, me.record_version, me.peer_url)
+        (seat.name, seat.url, seat.record_version, seat.peer_url, seat.admin_url)
+        == (me.name, me.url, me.record_version, me.peer_url, me.admin_url)
         for seat in told.members
     )
 
@@ -185,6 +190,7 @@ def assignment(partitions: int, mine: Iterable[int], told: Told | None, me: Me) 
         tuple(urls[name] for name in sorted(urls) if urls[name] != NOBODY),
         min(lowest, me.record_version),
         {seat.url: seat.peer_url for seat in seats if seat.peer_url != NOBODY},
+        {seat.url: seat.admin_url for seat in seats if seat.admin_url != NOBODY},
     )
 
 

@@ -262,6 +262,7 @@ class Member:
             self._held.generation,
             self._asks,
             peer_url=self._me.peer_url,
+            admin_url=self._me.admin_url,
         )
         encoded: bytes = ConsumerProtocol.METADATA(0, [self._topic], encode_said(said)).encode()
         return encoded

@@ -84,6 +84,7 @@ class KafkaMembership(Membership):
         lost: Callable[[str], None],
         *,
         peer_url: str = "",
+        admin_url: str = "",
     ) -> None:
         """Join as the proxy at `url`; return when the first assignment is there.
 
@@ -97,7 +98,8 @@ class KafkaMembership(Membership):
         self._assigned, self._lost = assigned, lost
         self._why, self._replaced_by, self._asked, self._pause_s = "", None, False, _PAUSE_S
         self._heard_at = asyncio.get_running_loop().time()
-        me = Me(self._client.settings.instance_id, url, self.record_version, peer_url)
+        name = self._client.settings.instance_id
+        me = Me(name, url, self.record_version, peer_url, admin_url)
         self._member = Member(self._client, self._partitions, me)
         first = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(self._member, first), name="txbroker membership")

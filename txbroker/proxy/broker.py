@@ -118,8 +118,6 @@ class Broker:
         self._keyless: Sticky[int] = Sticky()
         self._groups = groups
         self._around = around
-        self.admin_url = ""
-        """Where this proxy takes operators' calls, "" where that is its own URL, too."""
         self._clock = LogTime(round(time.time() * 1000))
         self._targets = FreeTargets(door.targets, settings.own_topics, settings.reserved_topics)
         self._ownership = Ownership(door, self._targets, settings, runner, events)
@@ -141,6 +139,10 @@ class Broker:
     def called_by_peers_at(self, url: str) -> None:
         """Set where this proxy takes other proxies' calls, if not at `url`; before `start`."""
         self._ownership.own_peer_url = url
+
+    def called_by_operators_at(self, url: str) -> None:
+        """Set where this proxy takes operators' calls, if not at `url`; before `start`."""
+        self._ownership.own_admin_url = url
 
     async def start(self) -> None:
         """Join the other proxies; partitions are opened as they are assigned.
@@ -186,6 +188,10 @@ class Broker:
     def peer_url(self, url: str) -> str:
         """Return where the proxy at `url` takes other proxies' calls."""
         return self._ownership.peer_url(url)
+
+    def admin_url(self, url: str) -> str:
+        """Return where the proxy at `url` takes operators' calls."""
+        return self._ownership.admin_url(url)
 
     def mine(self) -> frozenset[int]:
         """Return the half partitions that are this proxy's and can take calls."""
@@ -429,7 +435,7 @@ class Broker:
             self.ledgers(),
             self._around,
             self.now_ms(),
-            self.admin_url,
+            self._ownership.own_admin_url,
         )
 
     def unsettled(self) -> Iterator[tuple[Owner, Transaction]]:

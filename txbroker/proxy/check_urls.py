@@ -11,16 +11,22 @@ from txbroker.checkers.url_guard import UrlGuard
 from txbroker.config import Settings
 
 
-def make_checks(settings: Settings, urls: Callable[[], Iterable[str]]) -> HttpChecks:
+def make_checks(
+    settings: Settings,
+    urls: Callable[[], Iterable[str]],
+    brokers: Callable[[], Iterable[tuple[str, int]]] = tuple,
+) -> HttpChecks:
     """Return what calls check URLs.
 
     Args:
         urls: where this proxy and the others listen, which no check URL may lead to.
+        brokers: host and port of each broker of Kafka, beside the servers in the settings.
     """
     kafka = [parse_address(server.strip()) for server in settings.kafka.split(",")]
 
     def own() -> Iterable[Address]:
-        return (*kafka, *map(_address, filter(None, urls())))
+        members = (Address(*broker) for broker in brokers())
+        return (*kafka, *members, *map(_address, filter(None, urls())))
 
     guard = UrlGuard(
         allow=parse_host_rules("check_url_allow", settings.check_url_allow),

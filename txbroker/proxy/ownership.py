@@ -101,8 +101,8 @@ class Ownership:
         events: told what happens on every partition.
         rejoin_s: how long a stuck proxy stays out of the group, seconds.
 
-    `url` is this proxy's own URL, as others are told it, and `own_peer_url` where it takes their
-    calls, "" for there too; both are set before `join`.
+    `url` is this proxy's own URL, as others are told it, `own_peer_url` where it takes their calls
+    and `own_admin_url` operators', "" for there too; all are set before `join`.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Ownership:
     ) -> None:
         self.url = settings.advertise
         self.own_peer_url = settings.peer_advertise
+        self.own_admin_url = ""
         self._door = door
         self._targets = targets
         self._settings = settings
@@ -162,7 +163,11 @@ class Ownership:
         self._member = True
         self._strangers.clear()
         await self._door.membership.join(
-            self.url, self._assigned, self._lost, peer_url=self.own_peer_url
+            self.url,
+            self._assigned,
+            self._lost,
+            peer_url=self.own_peer_url,
+            admin_url=self.own_admin_url,
         )
         if self._strangers:
             others = ", ".join(self._strangers)
@@ -239,6 +244,10 @@ class Ownership:
     def peer_url(self, url: str) -> str:
         """Return where the proxy at `url` takes other proxies' calls."""
         return self._assignment.peer_urls.get(url, url)
+
+    def admin_url(self, url: str) -> str:
+        """Return where the proxy at `url` takes operators' calls."""
+        return self._assignment.admin_urls.get(url, url)
 
     def owners(self) -> tuple[str, ...]:
         """Return the URL of each half partition's owner, "" where none is known, or where it is

@@ -75,7 +75,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         await _reach_kafka(door, settings, wait_s)
         metrics = Metrics(settings.group_labels_max)
         listening: list[str] = []
-        checks = make_checks(settings, lambda: (*listening, *_known(broker)))
+        checks = make_checks(settings, lambda: (*listening, *_known(broker)), door.brokers)
         stack.push_async_callback(checks.close)
         groups = Groups(door.groups, checks.unusable)
         sessions = SessionRegistry()
@@ -218,8 +218,9 @@ async def _listen(
         return ""
     admin = serve(make_admin_app(app), settings.admin_listen, tls, public=False)
     admin_url = await stack.enter_async_context(admin)
-    broker.admin_url = _callable(admin_url, broker.url)
-    listening += [admin_url, broker.admin_url]
+    callable_url = _callable(admin_url, broker.url)
+    broker.called_by_operators_at(callable_url)
+    listening += [admin_url, callable_url]
     return admin_url
 
 
@@ -228,9 +229,9 @@ def _identity(broker: Callable[[], Broker], guard: PeerGuard) -> PeerIdentity:
 
 
 def _known(broker: Broker) -> Iterator[str]:
-    """Yield the URLs at which the proxies of the group take calls."""
+    """Yield the URLs at which the proxies of the group take calls, proxies' and operators' too."""
     for url in broker.proxies():
-        yield from {url, broker.peer_url(url)}
+        yield from {url, broker.peer_url(url), broker.admin_url(url)}
 
 
 def _others(broker: Broker) -> list[str]:

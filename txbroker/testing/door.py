@@ -180,6 +180,10 @@ class MemoryDoor:
             if not topics[name].log_append_time
         ]
 
+    def brokers(self) -> Sequence[tuple[str, int]]:
+        """Return nothing: no broker listens anywhere."""
+        return ()
+
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""
         return MemoryPartitionDoor(

@@ -29,6 +29,7 @@ class Place:
         url: where it is reached.
         record_version: the newest that it understands.
         peer_url: where it takes other proxies' calls, "" where that is `url`.
+        admin_url: where it takes operators' calls, "" where that is `url`.
         assigned: is told of each generation.
         lost: is told when touch is lost.
     """
@@ -41,8 +42,10 @@ class Place:
         assigned: Assigned,
         lost: Lost,
         peer_url: str = "",
+        admin_url: str = "",
     ) -> None:
         self.peer_url = peer_url
+        self.admin_url = admin_url
         self.name = name
         self.url = url
         self.record_version = record_version
@@ -145,10 +148,11 @@ class Coordinator:
         proxies = tuple(urls[name] for name in sorted(urls))
         version = min((place.record_version for place in members.values()), default=RECORD_VERSION)
         peers = {place.url: place.peer_url for place in members.values() if place.peer_url}
+        admins = {place.url: place.admin_url for place in members.values() if place.admin_url}
         for name, share in shares.items():
             members[name].owned = share
         for name in sorted(shares, key=lambda name: (bool(shares[name] - before[name]), name)):
-            members[name].assign(Assignment(shares[name], found, proxies, version, peers))
+            members[name].assign(Assignment(shares[name], found, proxies, version, peers, admins))
 
 
 class MemoryMembership(Membership):
@@ -175,7 +179,15 @@ class MemoryMembership(Membership):
         """Say how many partitions there are to share."""
         self._partitions = partitions
 
-    async def join(self, url: str, assigned: Assigned, lost: Lost, *, peer_url: str = "") -> None:
+    async def join(
+        self,
+        url: str,
+        assigned: Assigned,
+        lost: Lost,
+        *,
+        peer_url: str = "",
+        admin_url: str = "",
+    ) -> None:
         """Join as the proxy at `url`; see `txbroker.door.Membership`.
 
         Raises:
@@ -183,7 +195,9 @@ class MemoryMembership(Membership):
         """
         await self._reach()
         self.close()
-        self._place = Place(self._name, url, self.record_version, assigned, lost, peer_url)
+        self._place = Place(
+            self._name, url, self.record_version, assigned, lost, peer_url, admin_url
+        )
         self._coordinator.join(self._place, self._partitions)
 
     async def still_ours(self, partition: int) -> bool:

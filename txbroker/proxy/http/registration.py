@@ -94,7 +94,7 @@ def _shown(call: Call, group: str, policy: GroupPolicy) -> GroupAnswer:
     fields = structs.asdict(policy)
     if policy.check_url is not None:
         fields["check_url"] = without_query(policy.check_url, QUERY_MASK)
-    problem = call.shell.checks.unusable(policy)
+    problem = call.shell.checks.unusable(group, policy)
     return GroupAnswer(group=group, sessions=sessions, problem=problem, **fields)
 
 
