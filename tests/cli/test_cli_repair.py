@@ -10,7 +10,6 @@ from confluent_kafka import Producer
 from txbroker.core.ids import make_id
 from txbroker.core.records import RECORD_VERSION
 
-
 ID = make_id(1, 0, 0)
 
 
