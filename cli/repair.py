@@ -14,7 +14,7 @@ from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
 from txbroker.cli.run import Failed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config import Settings
-from txbroker.kafka.repair import Found, Repair
+from txbroker.kafka.repair import SET_ASIDE, Found, Repair
 from txbroker.kafka.wiring import door_from
 
 T = TypeVar("T")
@@ -47,10 +47,14 @@ def command() -> None:
 def show_command(config: Path | None, output: str, **options: Any) -> None:
     """Show each record that stops a partition, who wrote it, and what passing it over loses.
 
-    Changes nothing.
+    Also the newest records that other clients wrote into the checkpoint and parked topics, with the
+    code `set_aside`: these stop nothing. Changes nothing.
     """
-    found = asyncio.run(_with_repair(settings_from(config, options), lambda it: it.find()))
+    settings = settings_from(config, options)
+    found = asyncio.run(_with_repair(settings, lambda it: it.find(set_aside=True)))
     show_rows([_row(one) for one in found], COLUMNS, output, _NONE)
+    if found and all(one.stop.code == SET_ASIDE for one in found):
+        click.echo(_NONE, err=True)
 
 
 @command.command("skip")

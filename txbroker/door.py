@@ -168,16 +168,25 @@ class TurnHandle(Protocol):
         ...
 
 
+class SetAside(NamedTuple):
+    """A record of another client in one of our topics, and how that shows."""
+
+    record: Record
+    why: str
+
+
 class Claimed(NamedTuple):
     """What a claim found: our claim record's append time, the last acknowledged progress, the
     newest record under each key of the checkpoint topic that belongs to a snapshot, which records
-    operators have decided to pass over, and how many others wrote under our keys."""
+    operators have decided to pass over, and how many others wrote under our keys, with the newest
+    of these."""
 
     timestamp_ms: int
     progress: Progress | None
     snapshots: Sequence[Record] = ()
     skips: Sequence[Skip] = ()
     foreign: int = 0
+    set_aside: Sequence[SetAside] = ()
 
 
 class PartitionDoor(Protocol):

@@ -5,6 +5,7 @@ the groups, one record with the number of half partitions, for which ids and ord
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -12,17 +13,23 @@ from msgspec import Struct, structs
 
 from txbroker.core.codec import (
     CLAIM_KEY,
+    ID_HEADER,
     OWN_TOPICS,
     PROGRESS_KEY,
     SKIPS,
+    KeptPart,
     Malformed,
     NewerVersion,
     decode_checkpoint,
+    decode_kept,
     decode_skip,
+    is_content,
     passed_over,
 )
+from txbroker.core.ids import parse_id
 from txbroker.core.records import Cause, Claim, Progress, Record, Skip
-from txbroker.door import Claimed, Fenced
+from txbroker.core.snapshot import closing_key, find_whole
+from txbroker.door import Claimed, Fenced, SetAside
 from txbroker.errors import ConfigurationError, InvariantBroken, NewerRecord
 
 LAYOUT_KEY = b"\tlayout"
@@ -32,6 +39,9 @@ _LAYOUT_VERSION = 1
 _ENDS = tuple(f".{name}" for name in OWN_TOPICS)
 CHECKPOINT = "checkpoint"
 _PER_HALF = ("half", "op", CHECKPOINT)
+OUTSIDE = "it was written outside of a Kafka transaction"
+SHOWN_MAX = 10
+"""Records of others that are shown of each kind; the rest is counted."""
 _LOSES_NEWEST = (
     "what it says of promotion: what was promoted since the progress before it is promoted again"
 )
@@ -45,7 +55,7 @@ class Stop(Struct, frozen=True):
     """A record that stops its partition at the next claim.
 
     Attributes:
-        log: `half`, `op` or `checkpoint`.
+        log: `half`, `op`, `checkpoint` or `parked`.
         code: `newer`, `unreadable`, or `progress_lost`.
         why: in a sentence.
         loses: what passing it over loses, in a sentence.
@@ -78,7 +88,7 @@ class CheckpointScan:
         self._newest: dict[bytes | None, Record] = {}
         self._values: dict[bytes, Claim | Progress] = {}
         self._doubtful: dict[bytes, list[_Doubtful]] = {CLAIM_KEY: [], PROGRESS_KEY: []}
-        self._foreign: list[_Doubtful] = []
+        self._outside = {key: _Outside() for key in self._doubtful}
         self._skips: dict[bytes, Skip] = {}
         self._next = 0
         self._whole = True
@@ -92,38 +102,51 @@ class CheckpointScan:
             if record.key in self._doubtful:
                 self._note_ours(record.key, record)
             elif record.key is not None and record.key.startswith(SKIPS):
-                with contextlib.suppress(Malformed):
-                    self._skips[record.key] = decode_skip(record)
+                self._note_skip(record.key, record)
             else:
                 self._newest[record.key] = record
 
+    def _note_skip(self, key: bytes, record: Record) -> None:
+        if record.value is None:
+            self._skips.pop(key, None)  # taken back
+        with contextlib.suppress(Malformed):
+            self._skips[key] = decode_skip(record)
+
     def _note_ours(self, key: bytes, record: Record) -> None:
+        value, newer, why = None, False, OUTSIDE
         try:
             value = decode_checkpoint(record)
         except (NewerVersion, Malformed) as error:
-            newer = isinstance(error, NewerVersion)
-            found = _Doubtful(structs.replace(record, skipped=0), newer, str(error))
-            if record.producer < 0:
-                self._set_aside(found)
-            else:
-                self._doubtful[key].append(found)
-            return
-        self._newest[key], self._values[key] = record, value
-        self._doubtful[key].clear()
-        if record.producer >= 0:
+            newer, why = isinstance(error, NewerVersion), str(error)
+        if record.producer < 0:
+            self._outside[key].note(SetAside(record, OUTSIDE), copy=value is not None)
+        elif value is None:
+            found = _Doubtful(structs.replace(record, skipped=0), newer, why)
+            self._doubtful[key].append(found)
+        else:
+            self._newest[key], self._values[key] = record, value
+            self._doubtful[key].clear()
             self._ours.add(record.producer)
-
-    def _set_aside(self, found: "_Doubtful") -> None:
-        # Of many only the newest is ever shown; the others are counted.
-        if self._foreign and self._foreign[-1].record.key == found.record.key:
-            found = structs.replace(found, count=self._foreign.pop().count + 1)
-        self._foreign.append(found)
 
     @property
     def foreign(self) -> int:
         """How many records are set aside that others wrote under our keys."""
-        unread = [each for key in self._doubtful for each in self._doubtful[key] if self._is(each)]
-        return len(unread) + sum(each.count for each in self._foreign)
+        return sum(
+            self._outside[key].count + len(self._unread(key)) for key in (CLAIM_KEY, PROGRESS_KEY)
+        )
+
+    def set_aside(self) -> list[SetAside]:
+        """Return the newest records that are set aside, a few of each key, by their offsets."""
+        found = [
+            each
+            for key in (CLAIM_KEY, PROGRESS_KEY)
+            for each in (*self._outside[key].newest, *self._unread(key)[-SHOWN_MAX:])
+        ]
+        return sorted(found, key=lambda each: each.record.offset)
+
+    def _unread(self, key: bytes) -> list[SetAside]:
+        """Return what other clients wrote in Kafka transactions."""
+        return [SetAside(each.record, each.why) for each in self._doubtful[key] if self._is(each)]
 
     def _is(self, found: "_Doubtful") -> bool:
         """Say whether another client wrote a record."""
@@ -139,32 +162,52 @@ class CheckpointScan:
         left = [each for each in reversed(self._doubtful[PROGRESS_KEY]) if not self._is(each)]
         found = [self._stop(each) for each in left]
         standing = [each for each in found if not passed_over(skips, CHECKPOINT, each.record)]
-        if standing or PROGRESS_KEY in self._values or self._whole or len(found) > len(standing):
+        if standing or PROGRESS_KEY in self._values or len(found) > len(standing):
             return standing
-        # Nothing is left of ours. Compaction keeps the newest record of a key, whoever wrote it.
-        unknown = [
-            each
-            for each in (*self._foreign, *self._doubtful[PROGRESS_KEY])
-            if each.record.key == PROGRESS_KEY
-        ]
-        if not unknown or any(passed_over(skips, CHECKPOINT, each.record) for each in unknown):
+        lost = self._lost()
+        if not lost or any(passed_over(skips, CHECKPOINT, each.record) for each in lost):
             return []
-        why = (
-            f"{self._at(unknown[-1])} is another client's record under the key of the progress, "
-            "and compaction may have removed ours for it: nobody can tell what was promoted"
+        return lost[-1:]
+
+    def _lost(self) -> list[Stop]:
+        """Return what tells that there was progress of ours, nothing of it being left."""
+        outside = self._outside[PROGRESS_KEY]
+        if self._whole:
+            # There never was any here, and a copy of some can only come from another topic.
+            copies = [] if outside.copy is None else [outside.copy]
+            what = "a copy of progress: the topic was restored from one, or somebody put it there"
+            return [self._lost_by(each.record, what) for each in copies]
+        # Compaction keeps the newest record of a key, whoever wrote it, and no tombstone for ever.
+        newest = self._newest
+        closings = [
+            newest[closing_key(each.slot)]
+            for each in find_whole(self.snapshots())
+            if each.closing.progress
+        ]
+        what = "a snapshot that tells of progress, and there is none any more"
+        found = [self._lost_by(each, what) for each in closings]
+        what = (
+            "another client's record under the key of the progress, and compaction may have "
+            "removed ours for it"
         )
-        return [Stop(CHECKPOINT, unknown[-1].record, "progress_lost", why, _LOSES_PROGRESS)]
+        others = [*outside.newest, *self._unread(PROGRESS_KEY)]
+        return found + [self._lost_by(each.record, what) for each in others]
+
+    def _lost_by(self, record: Record, what: str) -> Stop:
+        why = f"{self._at(record)} is {what}: nobody can tell what was promoted"
+        record = structs.replace(record, skipped=0)
+        return Stop(CHECKPOINT, record, "progress_lost", why, _LOSES_PROGRESS)
 
     def _stop(self, found: "_Doubtful") -> Stop:
         loses = _LOSES_NEWEST if PROGRESS_KEY in self._values else _LOSES_PROGRESS
         if found.newer:
-            why = f"{self._at(found)}: {found.why}: upgrade this proxy"
+            why = f"{self._at(found.record)}: {found.why}: upgrade this proxy"
             return Stop(CHECKPOINT, found.record, "newer", why, loses)
-        why = f"{self._at(found)} was written by one of our producers: {found.why}"
+        why = f"{self._at(found.record)} was written by one of our producers: {found.why}"
         return Stop(CHECKPOINT, found.record, "unreadable", why, loses)
 
-    def _at(self, found: "_Doubtful") -> str:
-        return f"{self._name} at offset {found.record.offset}"
+    def _at(self, record: Record) -> str:
+        return f"{self._name} at offset {record.offset}"
 
     def claimed(self, claim: Claim) -> Claimed:
         """Return what `claim` has found, all records noted.
@@ -180,11 +223,15 @@ class CheckpointScan:
         for stop in self.stops():
             text = f"{stop.why}. To pass the record over see docs/operate/repair.md"
             raise NewerRecord(text) if stop.code == "newer" else InvariantBroken(text)
-        timestamp_ms = self._newest[CLAIM_KEY].timestamp_ms
         progress = self._values.get(PROGRESS_KEY)
-        if not isinstance(progress, Progress):
-            progress = None
-        return Claimed(timestamp_ms, progress, self.snapshots(), self.skips(), self.foreign)
+        return Claimed(
+            self._newest[CLAIM_KEY].timestamp_ms,
+            progress if isinstance(progress, Progress) else None,
+            self.snapshots(),
+            self.skips(),
+            self.foreign,
+            self.set_aside(),
+        )
 
     def snapshots(self) -> list[Record]:
         """Return the newest record under each key that is neither a claim's nor progress's."""
@@ -203,12 +250,111 @@ class CheckpointScan:
 
 
 class _Doubtful(Struct, frozen=True):
-    """A record under one of our keys that does not read, and why; with how many before it."""
+    """A record of a Kafka transaction under one of our keys that does not read, and why."""
 
     record: Record
     newer: bool
     why: str
-    count: int = 1
+
+
+class _Outside:
+    """Records under one of our keys that were written outside of Kafka transactions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.newest: deque[SetAside] = deque(maxlen=SHOWN_MAX)
+        self.copy: SetAside | None = None
+        """The newest that reads as if it were ours."""
+
+    def note(self, found: SetAside, *, copy: bool) -> None:
+        self.count += 1
+        self.newest.append(found)
+        if copy:
+            self.copy = found
+
+
+class ParkedScan:
+    """What counts in a parked partition, as records are read in order.
+
+    Copies are written in Kafka transactions. What was written without one is another client's and
+    set aside; but a tombstone takes away what a newer version may have written under its key.
+
+    Args:
+        partition: the half partition.
+        skips: what operators have decided to pass over.
+        bodies: keep the values of what stops the partition, too.
+    """
+
+    def __init__(self, partition: int, skips: Sequence[Skip] = (), *, bodies: bool = False) -> None:
+        self._partition = partition
+        self._skips = skips
+        self._bodies = bodies
+        self._newer: dict[bytes | None, tuple[Record, str]] = {}
+        self.foreign = 0
+        self.set_aside: deque[SetAside] = deque(maxlen=SHOWN_MAX)
+
+    def take(self, record: Record) -> KeptPart | None:
+        """Return what a record says, None where it does not count."""
+        try:
+            part = decode_kept(record)
+        except NewerVersion as error:
+            why = foreign_why("parked", record, self._partition)
+            if why:
+                self._set_aside(record, why)
+            elif not passed_over(self._skips, "parked", record):
+                kept = record if self._bodies else structs.replace(record, value=None)
+                self._newer[record.key] = (kept, str(error))
+            return None
+        except Malformed as error:
+            self._set_aside(record, str(error))
+            return None
+        if record.value is None or record.producer >= 0:
+            self._newer.pop(record.key, None)
+        if record.producer < 0:
+            self._set_aside(record, OUTSIDE)
+            return None
+        return part
+
+    def _set_aside(self, record: Record, why: str) -> None:
+        self.foreign += 1
+        self.set_aside.append(SetAside(record, why))
+
+    def stops(self) -> list[tuple[Record, str]]:
+        """Return, all records taken, those that stop the partition, and how each shows that a
+        newer version wrote it."""
+        return list(self._newer.values())
+
+
+def foreign_why(log: str, record: Record, partition: int) -> str:
+    """Return how it shows that another client wrote a record that claims a newer version.
+
+    All versions write copies in Kafka transactions, half messages and markers outside of them, and
+    name the transaction in the same place.
+
+    Args:
+        log: `half`, `op` or `parked`.
+        record: one that says which transactional producer wrote it.
+        partition: the half partition.
+
+    Returns:
+        "" where it may be a newer version's.
+    """
+    if log == "parked" and record.producer < 0:
+        return OUTSIDE
+    if log != "parked" and record.producer >= 0:
+        return "it was written inside of a Kafka transaction"
+    id: bytes | None
+    if log == "half" or (log == "op" and is_content(record)):
+        id = next((value for name, value in record.headers if name == ID_HEADER), None)
+    else:
+        id = (record.key or b"").partition(b"/")[0] if log == "parked" else record.key
+    try:
+        parts = parse_id((id or b"").decode())
+    except ValueError:
+        return "it names no transaction"
+    if parts.partition != partition:
+        return f"it names a transaction of partition {parts.partition}"
+    return ""
 
 
 class Layout(Struct, frozen=True):

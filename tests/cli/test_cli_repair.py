@@ -7,12 +7,15 @@ import json
 from cli_world import Call, Dev
 from confluent_kafka import Producer
 
+from txbroker.core.ids import make_id
 from txbroker.core.records import RECORD_VERSION
 
+ID = make_id(1, 0, 0)
 
-def write(dev: Dev, topic: str, value: bytes) -> None:
+
+def write(dev: Dev, topic: str, key: str, value: bytes) -> None:
     producer = Producer({"bootstrap.servers": dev.kafka})
-    producer.produce(topic, value, b"\xffkey", 1)
+    producer.produce(topic, value, key, 1)
     assert producer.flush(60) == 0
 
 
@@ -23,9 +26,10 @@ def test_a_record_that_stops_is_shown_and_passed_over(call: Call, dev: Dev) -> N
     assert "topic_prefix" in missing.err
     call("topics", "apply", *where, "--yes")
     assert call("repair", "show", *where) == (0, "", "No record stops a partition.\n")
-    write(dev, "repair.op", b'{"v": %d, "x": "%s"}' % (RECORD_VERSION + 1, b"x" * 300))
+    write(dev, "repair.op", ID, b'{"v": %d, "x": "%s"}' % (RECORD_VERSION + 1, b"\xff" * 300))
     (row,) = call("repair", "show", *where, "-o", "json").json
-    assert (row["record"], row["code"], row["key"]) == ("repair.op/1@0", "newer", "\\xffkey")
+    assert (row["record"], row["code"], row["key"]) == ("repair.op/1@0", "newer", ID)
+    assert "\\xff" in row["value"]
     assert row["value"].endswith("… 117 bytes more")
     skip = ("repair", "skip", *where, "--reason", "a test")
     other = call(*skip, "repair.op/1@7", "--yes")
@@ -37,3 +41,10 @@ def test_a_record_that_stops_is_shown_and_passed_over(call: Call, dev: Dev) -> N
     done = call(*skip, "repair.op/1@0", "--yes", "-o", "json")
     assert (done.code, json.loads(done.out)["record"]) == (0, "repair.op/1@0")
     assert call("repair", "show", *where).err == "No record stops a partition.\n"
+    write(dev, "repair.checkpoint", "progress", b"junk")
+    shown = call("repair", "show", *where, "-o", "json")
+    (row,) = shown.json
+    assert (row["record"], row["code"]) == ("repair.checkpoint/1@1", "set_aside")
+    assert "set aside, stops nothing" in row["why"]
+    assert shown.err == "No record stops a partition.\n"
+    assert call(*skip, row["record"], "--yes").code == 1

@@ -9,10 +9,19 @@ import pytest
 from door_records import commit, new_claim, progress, turn
 from msgspec import structs
 
-from txbroker.core.codec import CLAIM_KEY, PROGRESS_KEY, encode_progress, encode_skip
+from txbroker.core.codec import (
+    CLAIM_KEY,
+    PROGRESS_KEY,
+    encode_claim,
+    encode_progress,
+    encode_skip,
+)
+from txbroker.core.ledger import Ledger
 from txbroker.core.records import RECORD_VERSION, Record
+from txbroker.core.snapshot import Capture
 from txbroker.door import Claimed, Door
 from txbroker.errors import InvariantBroken, NewerRecord
+from txbroker.own_topics import OUTSIDE, SHOWN_MAX, CheckpointScan
 
 NEWER = encode_progress(structs.replace(progress("theirs", 99), v=RECORD_VERSION + 1))
 JUNK = (
@@ -78,6 +87,70 @@ async def test_what_others_write_under_our_keys_is_set_aside(
     await checkpoint.promoted(8)
     again = await checkpoint.claim()
     assert (again.progress and again.progress.op) == 8
+
+
+async def test_a_copy_of_our_progress_outside_a_transaction_is_set_aside(
+    checkpoint: Checkpoint,
+) -> None:
+    await checkpoint.promoted(7)
+    stale = encode_progress(progress("mine", 3))
+    forged = encode_claim(new_claim())
+    _, first = await checkpoint.foreign(forged, stale)
+    await checkpoint.foreign(*[stale] * (SHOWN_MAX + 2))
+    found = await checkpoint.claim()
+    assert (found.progress and found.progress.op) == 7
+    assert found.foreign == SHOWN_MAX + 4
+    # Those of each key that are newest are shown, with where they are.
+    shown = [each.record.offset for each in found.set_aside]
+    assert shown == [first.offset - 1, *range(first.offset + 3, first.offset + 3 + SHOWN_MAX)]
+    assert {each.why for each in found.set_aside} == {OUTSIDE}
+
+
+async def test_a_topic_filled_from_a_copy_holds_no_progress_and_stops(
+    checkpoint: Checkpoint,
+) -> None:
+    claim, copy = encode_claim(new_claim()), encode_progress(progress("mine", 3))
+    _, stored = await checkpoint.foreign(claim, copy)
+    with pytest.raises(InvariantBroken, match="restored"):
+        await checkpoint.claim()
+    await checkpoint.skip(stored)
+    assert (await checkpoint.claim()).progress is None
+
+
+@pytest.mark.parametrize("turn_op", [0, 5])
+def test_a_snapshot_tells_whether_there_was_progress(turn_op: int) -> None:
+    """A tombstone of another client and compaction have left nothing under the key."""
+    ledger = Ledger(0, 1000)
+    ledger.op_progress = turn_op
+    mine = new_claim()
+    written = [*Capture(ledger, "s", 0, RECORD_VERSION).records()]
+    records = [
+        *[structs.replace(record, offset=40 + n) for n, record in enumerate(written)],
+        structs.replace(encode_claim(mine), offset=50, producer=1),
+    ]
+    scan = CheckpointScan("c-0")
+    scan.note(records)
+    assert [(stop.code, stop.record.key) for stop in scan.stops()] == (
+        [("progress_lost", b"snapshot/0")] if turn_op else []
+    )
+    if turn_op:
+        with pytest.raises(InvariantBroken, match="c-0 at offset 40 is a snapshot that tells"):
+            scan.claimed(mine)
+        (stop,) = scan.stops()
+        skip = encode_skip("checkpoint", stop.record, "me", "a test")
+        scan.note([structs.replace(skip, offset=51)])
+    assert scan.claimed(mine).progress is None
+
+
+async def test_a_tombstone_takes_a_decision_back(checkpoint: Checkpoint) -> None:
+    await checkpoint.promoted(7)
+    (stored,) = await checkpoint.foreign(NEWER, committed=True)
+    await checkpoint.skip(stored)
+    assert len((await checkpoint.claim()).skips) == 1
+    key = encode_skip("checkpoint", stored, "me", "a test").key
+    await checkpoint.foreign(Record(key, None))
+    with pytest.raises(NewerRecord, match=f"checkpoint-0 at offset {stored.offset}"):
+        await checkpoint.claim()
 
 
 async def test_noise_before_anything_of_ours_hides_no_progress(checkpoint: Checkpoint) -> None:

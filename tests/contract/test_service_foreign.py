@@ -8,6 +8,7 @@ import pytest
 from service_world import Service, until
 
 from txbroker.core.codec import encode_progress, encode_skip
+from txbroker.core.ids import make_id
 from txbroker.core.records import RECORD_VERSION, Message, Progress, Record
 from txbroker.errors import OwnerUnavailable
 
@@ -61,7 +62,8 @@ async def test_a_partition_that_stopped_goes_on_once_a_record_is_passed_over(
     checkpoint, op = world.name("checkpoint"), world.name("op")
     newer = encode_progress(Progress(RECORD_VERSION + 1, "theirs", 0, 0))
     await world.foreign(checkpoint, 0, newer, committed=True)
-    await world.foreign(op, 1, Record(b"x", b'{"v": %d}' % (RECORD_VERSION + 1)))
+    id = make_id(1, 1, 1).encode()
+    await world.foreign(op, 1, Record(id, b'{"v": %d}' % (RECORD_VERSION + 1)))
     await service.stop()
     await service.start(ready=False)
     await until(lambda: states(service, "newer", "newer"))

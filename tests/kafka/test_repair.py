@@ -6,25 +6,37 @@ import pytest
 from kafka_world import KafkaWorld
 from msgspec import structs
 
-from txbroker.core.codec import encode_claim, encode_half, encode_marker, encode_progress
+from txbroker.core.codec import (
+    encode_claim,
+    encode_half,
+    encode_kept,
+    encode_marker,
+    encode_progress,
+)
 from txbroker.core.ids import make_id
 from txbroker.core.records import (
     RECORD_VERSION,
     Claim,
     Half,
+    Kept,
     Marker,
     MarkerKind,
     Message,
     Progress,
     Record,
+    State,
 )
 from txbroker.door import Turn
 from txbroker.errors import ConfigurationError, NewerRecord
 
 NEWER = RECORD_VERSION + 1
-ID = make_id(1, 0, 0)
+LOGS = ("checkpoint", "half", "op", "parked")
+ID = make_id(1, 0, 0)  # of partition 1
 HALF = encode_half(Half(ID, "orders", (Message("t", b"k", b"v", partition=0),)), NEWER)[0]
 MARKER = encode_marker(Marker(NEWER, MarkerKind.COMMIT, ID))
+(COPY,) = encode_kept(
+    Kept(Half(ID, "orders", (Message("t", b"k", b"v", partition=0),)), 0, 1, State.PARKED), NEWER
+)
 
 
 async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
@@ -41,10 +53,22 @@ async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
     await world.foreign(world.name("checkpoint"), 2, newer, Record(b"progress", b"junk"))
     await world.foreign(world.name("half"), 1, Record(b"k", b"junk"), HALF)
     await world.foreign(world.name("op"), 1, Record(b"k", b"{"), MARKER)
+    await world.foreign(world.name("parked"), 1, COPY, committed=True)
+    # Certainly none of ours: of another partition, inside of a Kafka transaction, or outside.
+    await world.foreign(world.name("half"), 2, HALF)
+    await world.foreign(world.name("op"), 2, MARKER)
+    await world.foreign(world.name("half"), 1, HALF, committed=True)
+    await world.foreign(world.name("op"), 1, MARKER, committed=True)
+    await world.foreign(world.name("parked"), 2, structs.replace(COPY, key=b"x/0"), COPY)
     found = await repair.find()
     at = [(each.topic, each.partition, each.stop.code) for each in found]
-    assert at == [(world.name(name), 1, "newer") for name in ("checkpoint", "half", "op")]
-    assert [each.stop.record.value for each in found] == [newer.value, b"v", MARKER.value]
+    assert at == [(world.name(name), 1, "newer") for name in LOGS]
+    values = [each.stop.record.value for each in found]
+    assert values == [newer.value, b"v", MARKER.value, COPY.value]
+    aside = [each.at for each in await repair.find(set_aside=True) if each not in found]
+    assert aside == [
+        f"{world.name(name)}/2@{offset}" for name in ("checkpoint", "parked") for offset in (0, 1)
+    ]
     assert found[1].at == f"{world.name('half')}/1@1"
     with pytest.raises(NewerRecord):
         await partition.claim(structs.replace(claim, claim="second"))
@@ -54,7 +78,7 @@ async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
     claimed = await partition.claim(structs.replace(claim, claim="third"))
     assert claimed.progress == progress
     assert {(skip.log, skip.by, skip.reason) for skip in claimed.skips} == {
-        (log, "me", "a test") for log in ("checkpoint", "half", "op")
+        (log, "me", "a test") for log in LOGS
     }
 
 

@@ -110,6 +110,6 @@ def _committed(line: Written | Ended) -> bool:
 def _ended(transaction: Transaction | None, done: set[Transaction | None]) -> Transaction | None:
     if transaction is None:
         return None
-    ended = Transaction()
+    ended = Transaction(transaction.producer)
     ended.open, ended.committed = False, transaction in done
     return ended

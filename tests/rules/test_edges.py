@@ -147,7 +147,7 @@ async def test_a_copy_that_was_left_over_does_not_come_back_to_life(world: World
     assert await snapshot(owner)
     await owner.close()
     copy = encode_kept(Kept(half, 0, 0, State.PENDING))
-    world.kafka.topics["txbroker.parked"].partitions[0].append(copy, world.clock.now_ms())
+    world.kafka.transact("txbroker.parked", 0, copy)
     world.kafka.truncate("txbroker.half", before=1)
     again = await world.owner()
     assert id not in again.ledger.transactions
@@ -426,7 +426,7 @@ async def test_a_newer_copy_is_kept_and_stops_the_partition(world: World) -> Non
     await (await world.owner()).close()
     (record,) = encode_kept(Kept(world.half(), 0, 0, State.PARKED))
     newer = structs.replace(record, headers=(("txb-v", b"9 check kept"), *record.headers[1:]))
-    world.kafka.topics["txbroker.parked"].partitions[0].append([newer], world.clock.now_ms())
+    world.kafka.transact("txbroker.parked", 0, [newer])
     with pytest.raises(NewerRecord, match="upgrade"):
         await world.owner()
     assert len(world.kafka.visible("txbroker.parked")) == 1

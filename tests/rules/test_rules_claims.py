@@ -530,6 +530,4 @@ async def through(broker: Broker, world: World, partition: int) -> None:
 
 
 def _commit_progress(world: World, progress: Progress) -> None:
-    world.kafka.topics["txbroker.checkpoint"].partitions[0].append(
-        [encode_progress(progress)], world.clock.now_ms()
-    )
+    world.kafka.transact("txbroker.checkpoint", 0, [encode_progress(progress)])

@@ -374,7 +374,7 @@ async def test_what_an_older_proxy_let_retention_pass_stops_nothing(world: World
     await until(lambda: world.visible() == [first])
     await owner.close()
     newest = structs.replace(world.progress(), accounted=None)
-    partition(world, "checkpoint").append([encode_progress(newest)], world.clock.now_ms())
+    world.kafka.transact("txbroker.checkpoint", 0, [encode_progress(newest)])
     world.kafka.truncate("txbroker.half", before=1)
     later = await world.committed(await world.owner())
     await until(lambda: world.visible() == [first, later])

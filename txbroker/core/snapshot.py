@@ -123,6 +123,8 @@ class Closing(Struct, frozen=True, omit_defaults=True):
         half_anchor, op_anchor: the records by which the logs are recognised.
         entries: transactions in its chunks.
         at_ms: when it was taken, by the owner's clock; 0 from a proxy that did not say so.
+        progress: the `op` of the newest progress; 0 before the first turn, or from a proxy that did
+            not say so.
     """
 
     v: int
@@ -138,6 +140,7 @@ class Closing(Struct, frozen=True, omit_defaults=True):
     op_anchor: Anchor | None = None
     entries: int = 0
     at_ms: int = 0
+    progress: int = 0
 
 
 class Whole(Struct, frozen=True):
@@ -224,6 +227,7 @@ class Capture:
         self._chunks_before = chunks_before
         self._stored = stored
         self._now_ms = now_ms
+        self._progress = ledger.op_progress
         self._half, self._op = ledger.half_whole, ledger.op_whole
         self._clocks = (ledger.half_clock_ms, ledger.op_clock_ms)
         self._anchors = (ledger.half_whole_anchor, ledger.op_whole_anchor)
@@ -284,6 +288,7 @@ class Capture:
             *self._anchors,
             self.entries,
             self._now_ms,
+            self._progress,
         )
         yield Record(closing_key(self._slot), msgspec.json.encode(closing))
 

@@ -38,7 +38,7 @@ class KafkaLog(Log):
         # Its last part says what is appended: half messages, markers, parts of a snapshot.
         name = lane.rpartition("/")[2]
         self._sending, self._stored = f"{name}.sending", f"{name}.stored"
-        self._reader = Reader(client, topic, partition, f"{lane}/read")
+        self._reader = Reader(client, topic, partition, f"{lane}/read", producers=True)
         self._picker = Picker(lambda name: Reader(client, topic, partition, f"{lane}/{name}"))
         self._shared = shared
         self._producer: Producer | None = None

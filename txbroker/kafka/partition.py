@@ -114,7 +114,8 @@ class KafkaPartitionDoor(PartitionDoor):
 
     def _parked_reader(self, lane: str) -> Reader:
         topic = self._settings.parked_topic
-        return Reader(self._client, topic, self.partition, f"{self._lane}parked/{lane}")
+        lane = f"{self._lane}parked/{lane}"
+        return Reader(self._client, topic, self.partition, lane, producers=True)
 
     # --- claim -------------------------------------------------------------------------------
 

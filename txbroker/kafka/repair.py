@@ -20,20 +20,24 @@ from txbroker.core.codec import (
 )
 from txbroker.core.records import Record, Skip
 from txbroker.core.snapshot import find_whole
-from txbroker.door import AppendRefused, AppendUnknown
+from txbroker.door import AppendRefused, AppendUnknown, SetAside
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client import Client
 from txbroker.kafka.log import KafkaLog
 from txbroker.kafka.partition import read_checkpoint
 from txbroker.kafka.reader import Reader
-from txbroker.own_topics import Stop
+from txbroker.own_topics import CHECKPOINT, ParkedScan, Stop, foreign_why
 
 _LANE = "repair"
 _LOSES = {
     "half": "the message: its transaction is not known to this version, and never promoted by it",
     "op": "what the marker says: the transaction stands as it was before it, and may be decided "
     "otherwise",
+    "parked": "the copy: what half holds of the transaction counts, a refused one counts as "
+    "promoted",
 }
+SET_ASIDE = "set_aside"
+"""The code of records that stop nothing."""
 
 
 class Found(Struct, frozen=True):
@@ -56,10 +60,19 @@ class Repair:
         self._client = client
         self._bytes_max = bytes_max
         settings = client.settings
-        self._topics = {"half": settings.half_topic, "op": settings.op_topic}
+        self._topics = {
+            "half": settings.half_topic,
+            "op": settings.op_topic,
+            "parked": settings.parked_topic,
+            CHECKPOINT: settings.checkpoint_topic,
+        }
 
-    async def find(self) -> list[Found]:
+    async def find(self, *, set_aside: bool = False) -> list[Found]:
         """Return what stops partitions at their next claim, or has stopped them.
+
+        Args:
+            set_aside: return the newest records of the checkpoint and the parked topic, too, that
+                other clients wrote there and that stop nothing.
 
         Raises:
             ConfigurationError: there are no topics of an installation.
@@ -69,17 +82,27 @@ class Repair:
         facts = (await self._client.refresh([topic])).get(topic)
         if facts is None or not facts.partitions:
             raise ConfigurationError(f"there is no topic {topic}: see topic_prefix")
-        return [one for number in sorted(facts.partitions) async for one in self._partition(number)]
+        return [
+            Found(self._topics[stop.log], number, stop)
+            for number in sorted(facts.partitions)
+            async for stop in self._partition(number)
+            if set_aside or stop.code != SET_ASIDE
+        ]
 
-    async def _partition(self, number: int) -> AsyncIterator[Found]:
-        topic = self._client.settings.checkpoint_topic
-        scan = await read_checkpoint(
-            Reader(self._client, topic, number, f"{_LANE}/checkpoint", producers=True)
-        )
-        for stop in scan.stops():
-            yield Found(topic, number, stop)
-        op = Reader(self._client, self._topics["op"], number, f"{_LANE}/op")
-        half = Reader(self._client, self._topics["half"], number, f"{_LANE}/half")
+    def _reader(self, log: str, number: int) -> Reader:
+        topic = self._topics[log]
+        return Reader(self._client, topic, number, f"{_LANE}/{log}", producers=True)
+
+    async def _partition(self, number: int) -> AsyncIterator[Stop]:
+        scan = await read_checkpoint(self._reader(CHECKPOINT, number))
+        stops = scan.stops()
+        for stop in stops:
+            yield stop
+        for each in scan.set_aside():
+            # One of them may stop the partition, as progress is lost.
+            if each.record.offset not in [stop.record.offset for stop in stops]:
+                yield _set_aside(CHECKPOINT, each)
+        op, half = self._reader("op", number), self._reader("half", number)
         # From where the next owner replays them.
         starts = {"half": await half.start(), "op": await op.start()}
         for whole in find_whole(scan.snapshots()):
@@ -87,8 +110,17 @@ class Repair:
                 starts = {"half": max(whole.closing.half, starts["half"]), "op": whole.closing.op}
                 break
         for log, reader in (("half", half), ("op", op)):
-            async for stop in _newer(log, reader, starts[log], scan.skips()):
-                yield Found(self._topics[log], number, stop)
+            async for stop in _newer(log, reader, number, starts[log], scan.skips()):
+                yield stop
+        reader = self._reader("parked", number)
+        parked = ParkedScan(number, scan.skips(), bodies=True)
+        async for records in reader.read(await reader.start(), await reader.stable_end()):
+            for record in records:
+                parked.take(record)
+        for record, why in parked.stops():
+            yield _stop("parked", reader, record, why)
+        for each in parked.set_aside:
+            yield _set_aside("parked", each)
 
     async def skip(self, found: Found, by: str, reason: str) -> None:
         """Record that a record is passed over: by the next owner of its partition, and by one
@@ -107,16 +139,25 @@ class Repair:
             raise KafkaUnavailable(f"the decision may not be recorded: {error}") from None
 
 
+def _set_aside(log: str, found: SetAside) -> Stop:
+    return Stop(log, found.record, SET_ASIDE, f"{found.why}: set aside, stops nothing", "nothing")
+
+
+def _stop(log: str, reader: Reader, record: Record, why: str) -> Stop:
+    at = f"{reader.name} at offset {record.offset}"
+    return Stop(log, record, "newer", f"{at}: {why}: upgrade the proxies", _LOSES[log])
+
+
 async def _newer(
-    log: str, reader: Reader, start: int, skips: Collection[Skip]
+    log: str, reader: Reader, partition: int, start: int, skips: Collection[Skip]
 ) -> AsyncIterator[Stop]:
     end = await reader.stable_end()
     async for records in reader.read(start, end):
         for record in records:
             why = _newer_why(log, record)
-            if why and not passed_over(skips, log, record):
-                at = f"{reader.name} at offset {record.offset}"
-                yield Stop(log, record, "newer", f"{at}: {why}: upgrade the proxies", _LOSES[log])
+            foreign = why and foreign_why(log, record, partition)
+            if why and not foreign and not passed_over(skips, log, record):
+                yield _stop(log, reader, record, why)
 
 
 def _newer_why(log: str, record: Record) -> str:

@@ -7,8 +7,13 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Record, Skip
 from txbroker.core.transaction import Transaction
-from txbroker.door import Claimed
+from txbroker.door import Claimed, SetAside
 from txbroker.errors import NewerRecord
+from txbroker.own_topics import foreign_why
+from txbroker.proxy.copies import Copies
+from txbroker.proxy.logging import get_logger
+
+log = get_logger(__name__)
 
 
 class Applier:
@@ -30,15 +35,31 @@ class Applier:
     ) -> None:
         self.ledger = ledger
         self._foreign = foreign
-        self._skips: Sequence[Skip] = ()
+        self.skips: Sequence[Skip] = ()
+        """What operators have decided to pass over."""
         self._changed = changed
         self._noted = noted
 
     def claimed(self, found: Claimed) -> None:
         """Take over what a claim has found besides progress."""
-        self._skips = found.skips
-        if found.foreign:
-            self._foreign("checkpoint", found.foreign)
+        self.skips = found.skips
+        self._set_aside("checkpoint", found.foreign, found.set_aside)
+
+    def copied(self, copies: Copies) -> None:
+        """Count and show what others wrote into the parked topic."""
+        self._set_aside("parked", copies.foreign, copies.set_aside)
+
+    def _set_aside(self, topic: str, count: int, shown: Sequence[SetAside]) -> None:
+        if count:
+            self._foreign(topic, count)
+        for record, why in shown:
+            log.warning(
+                "record set aside",
+                topic=topic,
+                partition=self.ledger.partition,
+                offset=record.offset,
+                why=why,
+            )
 
     def half(self, record: Record) -> Outcome:
         """Apply a record of the half topic."""
@@ -49,9 +70,13 @@ class Applier:
         return self._report(self.ledger.apply_op(record), "op", record)
 
     def _report(self, outcome: Outcome, topic: str, record: Record) -> Outcome:
+        if outcome.effect is Effect.NEWER:
+            why = foreign_why(topic, record, self.ledger.partition)
+            if why:
+                outcome = Outcome(Effect.VOID, why=f"{outcome.why}, but {why}")
         if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
             self._changed(outcome.transaction)
-        elif outcome.effect is Effect.NEWER and not passed_over(self._skips, topic, record):
+        elif outcome.effect is Effect.NEWER and not passed_over(self.skips, topic, record):
             # It may decide a transaction in a way that this build does not know: going on could
             # promote what was rolled back.
             raise NewerRecord(
@@ -60,6 +85,6 @@ class Applier:
             )
         elif outcome.effect is not Effect.PARTIAL:
             if outcome.effect is Effect.VOID:
-                self._foreign(topic, 1)
+                self._set_aside(topic, 1, [SetAside(record, outcome.why)])
             self._noted(outcome)
         return outcome

@@ -6,10 +6,11 @@ from msgspec import Struct, structs
 
 from txbroker.core.codec import HalfPart, KeptPart, Malformed, NewerVersion, decode_kept
 from txbroker.core.ledger import join_parts
-from txbroker.core.records import Kept, Record, State
+from txbroker.core.records import Kept, Record, Skip, State
 from txbroker.core.transaction import Transaction, bare
-from txbroker.door import PartitionDoor
+from txbroker.door import PartitionDoor, SetAside
 from txbroker.errors import InvariantBroken, KafkaUnavailable, NewerRecord
+from txbroker.own_topics import ParkedScan
 from txbroker.proxy.pace import Pace
 
 PICKED_MAX = 200
@@ -22,10 +23,14 @@ class Copies(Struct, frozen=True):
     Attributes:
         whole: the copies, with bare messages and with the offsets of their records.
         torn: ids of which some records are there and others are not, by nobody's doing of ours.
+        foreign: how many records others wrote.
+        set_aside: the newest of these.
     """
 
     whole: list[Kept]
     torn: frozenset[str]
+    foreign: int = 0
+    set_aside: tuple[SetAside, ...] = ()
 
     def check(self, done: Iterable[Transaction]) -> None:
         """Raise if what counts as promoted, as no whole copy says otherwise, has a torn one: it
@@ -42,18 +47,23 @@ class Copies(Struct, frozen=True):
             )
 
 
-async def read_copies(door: PartitionDoor) -> Copies:
+async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> Copies:
     """Read the parked topic from its start: it is compacted, so its size is that of what is kept.
 
+    Args:
+        door: of the partition.
+        skips: what operators have decided to pass over.
+
     Raises:
-        NewerRecord: a newer version wrote a copy.
+        NewerRecord: a newer version wrote the newest record of a copy.
         KafkaUnavailable: Kafka does not answer.
     """
     pace = Pace()
+    scan = ParkedScan(door.partition, skips)
     parts: dict[str, dict[int, tuple[int, KeptPart]]] = {}
     async for records in door.parked():
         for record in records:
-            part = _decode(record)
+            part = scan.take(record)
             if part is None:
                 continue
             if part.part is None:
@@ -65,6 +75,11 @@ async def read_copies(door: PartitionDoor) -> Copies:
                 part = structs.replace(part, part=_bare(part.part))
                 parts.setdefault(part.id, {})[part.sequence] = (record.offset, part)
             await pace.step()
+    for record, why in scan.stops():
+        raise NewerRecord(
+            f"a record of the parked topic at offset {record.offset} was written by a newer "
+            f"txbroker ({why}): upgrade this proxy. To pass it over see docs/operate/repair.md"
+        )
     whole: list[Kept] = []
     torn = set()
     for id, found in parts.items():
@@ -74,7 +89,7 @@ async def read_copies(door: PartitionDoor) -> Copies:
         else:
             whole.append(kept)
         await pace.step()
-    return Copies(whole, frozenset(torn))
+    return Copies(whole, frozenset(torn), scan.foreign, tuple(scan.set_aside))
 
 
 async def with_messages(door: PartitionDoor, copies: Sequence[Kept]) -> list[Kept]:
@@ -97,13 +112,7 @@ def batches(copies: Sequence[Kept]) -> Iterable[Sequence[Kept]]:
 def _decode(record: Record) -> KeptPart | None:
     try:
         return decode_kept(record)
-    except NewerVersion as error:
-        raise NewerRecord(
-            f"a record of the parked topic at offset {record.offset} was written by a newer "
-            f"txbroker ({error}): upgrade this proxy"
-        ) from None
-    except Malformed:
-        # A poison record is set aside: it is nobody's copy.
+    except (NewerVersion, Malformed):
         return None
 
 

@@ -232,6 +232,13 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "The last one stands; a takeover reads more.",
             _KAFKA,
         ),
+        LogEvent(
+            "record set aside",
+            "warning",
+            "topic partition offset why",
+            "Another client wrote it into one of txbroker's own topics. It stops nothing.",
+            "Find the client and take its rights away: docs/operate/repair.md.",
+        ),
         LogEvent("old snapshot not removed", "info", "partition why", "The next one does it."),
         LogEvent(
             "proxy does not answer",

@@ -481,7 +481,7 @@ class Owner:
                 # this progress, and would be promoted again if it were read later.
                 await self._op.catch_up()
                 await self._half.catch_up()
-                kept = await read_copies(self._door)
+                kept = await read_copies(self._door, claimed.skips)
                 break
             except KafkaUnavailable as error:
                 log.warning("claim failed", partition=self.partition, why=str(error))

@@ -88,7 +88,8 @@ async def recover(
     claimed()
     applier.claimed(found)
     ledger, progress = applier.ledger, found.progress
-    copies = await read_copies(door)
+    copies = await read_copies(door, found.skips)
+    applier.copied(copies)
     await _check_parked(door, progress)
     hit("recover.copies")
     # The operation topic's end first: every marker below it has its half below half's end, or

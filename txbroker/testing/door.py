@@ -238,7 +238,7 @@ class MemoryLog:
         position = start
         for first in range(start, end, _READ_MAX):
             await self._kafka.reach()
-            records = self._partition.read(first, min(end, first + _READ_MAX))
+            records = self._partition.read(first, min(end, first + _READ_MAX), producers=True)
             if records:
                 yield _placed(records, position)
                 position = records[-1].offset + 1
@@ -377,7 +377,7 @@ class MemoryPartitionDoor:
         found = self._kafka.partition(self._parked, self.partition)
         if found.stable_end < found.end:
             raise Hanging(f"{self._parked}: an open transaction hides records")
-        records = self._kafka.visible(self._parked, self.partition)
+        records = found.read(found.begin, found.stable_end, producers=True)
         for first in range(0, len(records), _READ_MAX):
             yield records[first : first + _READ_MAX]
 
