@@ -22,6 +22,7 @@ from txbroker.core.codec import (
     passed_over,
 )
 from txbroker.core.records import Cause, Claim, Progress, Record, Skip
+from txbroker.core.snapshot import CLOSING_KEYS
 from txbroker.door import Claimed, Fenced
 from txbroker.errors import ConfigurationError, InvariantBroken, NewerRecord
 
@@ -93,6 +94,9 @@ class CheckpointScan:
             elif record.key is not None and record.key.startswith(SKIPS):
                 with contextlib.suppress(Malformed):
                     self._skips[record.key] = decode_skip(record)
+            elif record.value is None and record.key in CLOSING_KEYS:
+                # A snapshot is only ever replaced.
+                self._set_aside(_Doubtful(record, newer=False, why="nobody of ours removes it"))
             else:
                 self._newest[record.key] = record
 

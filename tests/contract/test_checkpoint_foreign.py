@@ -11,6 +11,7 @@ from msgspec import structs
 
 from txbroker.core.codec import CLAIM_KEY, PROGRESS_KEY, encode_progress, encode_skip
 from txbroker.core.records import RECORD_VERSION, Record
+from txbroker.core.snapshot import SLOTS, chunk_key, closing_key
 from txbroker.door import Claimed, Door
 from txbroker.errors import InvariantBroken, NewerRecord
 
@@ -78,6 +79,21 @@ async def test_what_others_write_under_our_keys_is_set_aside(
     await checkpoint.promoted(8)
     again = await checkpoint.claim()
     assert (again.progress and again.progress.op) == 8
+
+
+@pytest.mark.parametrize("committed", [None, True])
+async def test_a_tombstone_removes_no_snapshot(
+    checkpoint: Checkpoint, committed: bool | None
+) -> None:
+    """We replace a closing record and never remove it; the other records of a snapshot we do."""
+    await checkpoint.promoted(7)
+    stored = [Record(closing_key(slot), b"closing") for slot in range(SLOTS)]
+    stored.append(Record(chunk_key(0, 0), b"chunk"))
+    await checkpoint.partition.store(stored)
+    await checkpoint.foreign(*[Record(one.key, None) for one in stored], committed=committed)
+    found = await checkpoint.claim()
+    assert [one.key for one in found.snapshots] == [one.key for one in stored[:SLOTS]]
+    assert found.foreign == SLOTS
 
 
 async def test_noise_before_anything_of_ours_hides_no_progress(checkpoint: Checkpoint) -> None:

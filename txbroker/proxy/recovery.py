@@ -109,7 +109,7 @@ async def recover(
         if not _of_older_owner(progress, wholes):
             known_to = _covered(0 if whole is None else whole.closing.half, copies)
             void_ms = found.timestamp_ms - _VOID_WINDOWS * ledger.dedup_window_ms
-            await _check_accounted(door.half, progress, known_to, half_start, void_ms)
+            await _check_accounted(logs, progress, known_to, void_ms)
         position = await _catch_up(logs, applier, copies, whole)
     except LogTruncated as error:
         if not await logs.begin_later():
@@ -302,7 +302,7 @@ def _check_kept(known: Iterable[_Known], start: int, kept_since_ms: int) -> None
 
 
 async def _check_accounted(
-    half: Log, progress: Progress | None, known_to: int, half_start: int, void_ms: int
+    logs: _Logs, progress: Progress | None, known_to: int, void_ms: int
 ) -> None:
     """Check that it is known of every deleted half message what became of its transaction.
 
@@ -315,11 +315,12 @@ async def _check_accounted(
         LogTruncated: nobody knows it.
         KafkaUnavailable: Kafka does not answer.
     """
+    half_start, half_end = logs.half
     if half_start <= known_to:
         return
     if progress is not None and progress.accounted is not None:
         newest_ms = _as_of_ms(progress.op_anchor, progress.half_anchor)
-        for first in await half.pick([half_start]):
+        for first in await logs.door.half.pick([half_start] if half_start < half_end else []):
             newest_ms = min(newest_ms, first.timestamp_ms)  # what is gone was appended before it
         if half_start <= progress.accounted and newest_ms <= void_ms:
             return
