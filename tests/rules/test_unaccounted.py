@@ -229,7 +229,9 @@ async def test_a_clean_stop_accounts_for_all_that_has_come(
     first = await world.committed(owner)
     await until(lambda: world.told.snapshots and world.visible() == [first])
     id = await world.prepared(owner)
-    world.zombie_mark(last, id, **({"round": 1, "number": 1} if last == "check" else {}))
+    world.zombie_mark(
+        last, id, **({"round": 1, "number": 1, "reason": "due"} if last == "check" else {})
+    )
     await until(lambda: owner.ledger.op_position == 2)
     forget_bodies(owner)
     await owner.close(last_snapshot=True)
@@ -293,7 +295,7 @@ async def test_offsets_without_a_record_at_the_end_are_accounted_for(
     id = await world.prepared(owner)
     world.advance(8 * DAY_MS / 1000)
     await until(lambda: known(owner, id).kept_at)
-    world.zombie_mark("check", id, round=1, number=1)
+    world.zombie_mark("check", id, round=1, number=1, reason="due")
     await until(lambda: known(owner, id).number == 1)
     if replayed:
         await owner.close()

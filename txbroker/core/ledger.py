@@ -198,7 +198,7 @@ class Ledger(Holdings):
                 raise Gap(
                     f"half {self.partition}: offset {offsets.start}, not {self.half_position}"
                 )
-            self._parts = []  # what belongs together is one batch, without offsets in between
+            self._parts = []  # a batch has no such offsets in between
             self.half_position = offsets.stop
 
     def _half(self, half: Half, offset: int) -> Outcome:
