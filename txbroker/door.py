@@ -104,11 +104,15 @@ class Log(Protocol):
         """
         ...
 
-    def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+    def read(
+        self, start: int, end: int, skipped: Callable[[range], None] | None = None
+    ) -> AsyncIterator[Sequence[Record]]:
         """Yield the records from offset `start` up to, not including, `end`, in order.
 
         Offsets that hold none, as other clients' Kafka transactions leave them behind, are told
-        by the next record's `skipped`. What it does not tell is a hole.
+        by the next record's `skipped`. Behind the last record there is no next one: once all
+        records are taken, `skipped` is called with such offsets, if any. What neither tells is a
+        hole.
 
         Raises:
             LogTruncated: `start` is not kept any more, or the log ends before `end`.

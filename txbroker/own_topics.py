@@ -28,7 +28,7 @@ from txbroker.core.codec import (
 )
 from txbroker.core.ids import parse_id
 from txbroker.core.records import Cause, Claim, Progress, Record, Skip
-from txbroker.core.snapshot import closing_key, find_whole
+from txbroker.core.snapshot import CLOSING_KEYS, closing_key, find_whole
 from txbroker.door import Claimed, Fenced, SetAside
 from txbroker.errors import ConfigurationError, InvariantBroken, NewerRecord
 
@@ -89,6 +89,8 @@ class CheckpointScan:
         self._values: dict[bytes, Claim | Progress] = {}
         self._doubtful: dict[bytes, list[_Doubtful]] = {CLAIM_KEY: [], PROGRESS_KEY: []}
         self._outside = {key: _Outside() for key in self._doubtful}
+        self._removed = _Outside()
+        """Tombstones under keys that proxies only ever replace."""
         self._skips: dict[bytes, Skip] = {}
         self._next = 0
         self._whole = True
@@ -103,6 +105,9 @@ class CheckpointScan:
                 self._note_ours(record.key, record)
             elif record.key is not None and record.key.startswith(SKIPS):
                 self._note_skip(record.key, record)
+            elif record.value is None and record.key in CLOSING_KEYS:
+                # A snapshot is only ever replaced.
+                self._removed.note(SetAside(record, "nobody of ours removes it"), copy=False)
             else:
                 self._newest[record.key] = record
 
@@ -131,7 +136,7 @@ class CheckpointScan:
     @property
     def foreign(self) -> int:
         """How many records are set aside that others wrote under our keys."""
-        return sum(
+        return self._removed.count + sum(
             self._outside[key].count + len(self._unread(key)) for key in (CLAIM_KEY, PROGRESS_KEY)
         )
 
@@ -142,6 +147,7 @@ class CheckpointScan:
             for key in (CLAIM_KEY, PROGRESS_KEY)
             for each in (*self._outside[key].newest, *self._unread(key)[-SHOWN_MAX:])
         ]
+        found += self._removed.newest
         return sorted(found, key=lambda each: each.record.offset)
 
     def _unread(self, key: bytes) -> list[SetAside]:

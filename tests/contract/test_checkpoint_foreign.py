@@ -18,7 +18,7 @@ from txbroker.core.codec import (
 )
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import RECORD_VERSION, Record
-from txbroker.core.snapshot import Capture
+from txbroker.core.snapshot import SLOTS, Capture, chunk_key, closing_key
 from txbroker.door import Claimed, Door
 from txbroker.errors import InvariantBroken, NewerRecord
 from txbroker.own_topics import OUTSIDE, SHOWN_MAX, CheckpointScan
@@ -151,6 +151,21 @@ async def test_a_tombstone_takes_a_decision_back(checkpoint: Checkpoint) -> None
     await checkpoint.foreign(Record(key, None))
     with pytest.raises(NewerRecord, match=f"checkpoint-0 at offset {stored.offset}"):
         await checkpoint.claim()
+
+
+@pytest.mark.parametrize("committed", [None, True])
+async def test_a_tombstone_removes_no_snapshot(
+    checkpoint: Checkpoint, committed: bool | None
+) -> None:
+    """We replace a closing record and never remove it; the other records of a snapshot we do."""
+    await checkpoint.promoted(7)
+    stored = [Record(closing_key(slot), b"closing") for slot in range(SLOTS)]
+    stored.append(Record(chunk_key(0, 0), b"chunk"))
+    await checkpoint.partition.store(stored)
+    await checkpoint.foreign(*[Record(one.key, None) for one in stored], committed=committed)
+    found = await checkpoint.claim()
+    assert [one.key for one in found.snapshots] == [one.key for one in stored[:SLOTS]]
+    assert found.foreign == SLOTS
 
 
 async def test_noise_before_anything_of_ours_hides_no_progress(checkpoint: Checkpoint) -> None:

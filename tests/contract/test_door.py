@@ -116,6 +116,31 @@ async def test_offsets_of_foreign_transactions_are_told(world: Any, door: Door, 
     assert await read(log, noise + 3, end - 1) == []
 
 
+@pytest.mark.parametrize("noise", [1, 700])
+async def test_foreign_offsets_behind_the_last_record_are_told(
+    world: Any, door: Door, noise: int
+) -> None:
+    """Behind them comes no record that could tell."""
+    log, topic = door.partition(0).op, world.name("op")
+
+    async def skipped(start: int, end: int) -> list[range]:
+        found: list[range] = []
+        async for _ in log.read(start, end, found.append):
+            assert found == []
+        return found
+
+    await log.append([Record(b"0", b"")])
+    assert await skipped(0, 1) == []
+    records = [Record(b"%d" % n, b"foreign") for n in range(noise)]
+    await world.foreign(topic, 0, *records, committed=False)
+    _, end = await log.bounds()
+    assert await skipped(0, end) == [range(1, end)]
+    assert await skipped(2, end) == [range(2, end)]
+    await log.append([Record(b"1", b"")])
+    assert await skipped(0, end + 1) == []
+    assert await skipped(0, end) == [range(1, end)]
+
+
 @pytest.mark.parametrize("start", [1, 2])
 async def test_a_log_that_ends_too_early_is_truncated(door: Door, start: int) -> None:
     log = door.partition(0).half

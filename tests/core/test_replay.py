@@ -137,6 +137,19 @@ def test_offsets_that_hold_no_record_are_no_gap(position: int, fits: bool) -> No
     assert (ledger.half_position, ledger.op_position) == ((4, 4) if fits else (position,) * 2)
 
 
+@pytest.mark.parametrize(("position", "to"), [(0, None), (1, 3), (2, 3), (4, 4)])
+def test_offsets_behind_the_last_record_are_gone_past(position: int, to: int | None) -> None:
+    ledger = new_ledger()
+    ledger.start_at(position, position)
+    for skip in (ledger.skip_half, ledger.skip_op):
+        if to is None:
+            with pytest.raises(Gap):
+                skip(range(1, 3))
+        else:
+            skip(range(1, 3))
+    assert (ledger.half_position, ledger.op_position) == ((position if to is None else to),) * 2
+
+
 def test_a_half_message_with_foreign_offsets_in_between_is_none() -> None:
     logs = Logs()
     logs.prepare(half_of(id_of(1), message("a"), message("b")), START_MS)

@@ -28,7 +28,9 @@ async def service(kafka: EmbeddedKafka) -> AsyncIterator[Service]:
 async def test_what_was_deleted_before_anything_was_written_down_stops_the_partition(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As if the proxy were killed before its first snapshot."""
     monkeypatch.setattr(snapshots, "LOOK_S", 600.0)
+    monkeypatch.setattr(snapshots, "LAST_S", 0.0)
     await service.restart()
     topic = await service.topic()
     await service.prepare(Message(topic, None, b"v"))
@@ -44,8 +46,9 @@ async def test_what_was_deleted_before_anything_was_written_down_stops_the_parti
 async def test_acknowledged_prepares_are_accounted_for_after_a_kill(
     service: Service, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
-    """A turn passes what was deleted, and no snapshot holds all of it. A proxy that stops writes
-    nothing down, as if it were killed."""
+    """A turn passes what was deleted, and no snapshot holds all of it. A proxy that is killed
+    writes no last one."""
+    monkeypatch.setattr(snapshots, "LAST_S", 0.0)
     monkeypatch.setattr(owner, "EDGES_S", 0.1 if noticed else 600.0)
     await service.restart()
     topic = await service.topic()
@@ -69,6 +72,24 @@ async def test_acknowledged_prepares_are_accounted_for_after_a_kill(
         assert await service.state(id) == "pending"
         assert (await service.commit(id))["state"] == "promoted"
     assert await service.values(topic) == [b"last", *[b"%d" % n for n in range(10)]]
+
+
+async def test_what_is_deleted_after_a_clean_stop_is_reported_lost(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no snapshot was due since it came, as with what is rolled back last."""
+    monkeypatch.setattr(snapshots, "LOOK_S", 600.0)
+    await service.restart()
+    topic = await service.topic()
+    ids = [await service.prepare(Message(topic, None, b"v")) for _ in range(2)]
+    await service.tell(ids[1], "rollback")
+    await service.stop()
+    await service.world.truncate(service.world.name("half"), 0, 2)
+    await service.start()
+    shown = await service.show(ids[0])
+    assert (shown["state"], shown["cause"]["code"]) == ("pending", "body_lost")
+    assert await service.state(ids[1]) == "rolled_back"
+    assert await service.metric("lost_undecided_total") == 1
 
 
 async def test_a_lost_transaction_is_told_with_its_reason(service: Service) -> None:

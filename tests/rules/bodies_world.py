@@ -70,9 +70,11 @@ class WatchedLog:
         """Return the bounds."""
         return await self.inner.bounds(sure=sure)
 
-    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+    async def read(
+        self, start: int, end: int, skipped: Callable[[range], None] | None = None
+    ) -> AsyncIterator[Sequence[Record]]:
         """Read."""
-        async for records in self.inner.read(start, end):
+        async for records in self.inner.read(start, end, skipped):
             yield records
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:

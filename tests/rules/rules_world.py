@@ -99,10 +99,12 @@ class ScriptedLog:
         await self.bounds_gate.wait()
         return await self.inner.bounds(sure=sure)
 
-    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+    async def read(
+        self, start: int, end: int, skipped: Callable[[range], None] | None = None
+    ) -> AsyncIterator[Sequence[Record]]:
         """Read as it is."""
         self._calls.append(f"{self._name}.read")
-        async for records in self.inner.read(start, end):
+        async for records in self.inner.read(start, end, skipped):
             yield records
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 from msgspec import structs
@@ -162,7 +162,9 @@ class Told:
         self.asked += 1
         return 0, self.end + len(self.strangers)
 
-    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+    async def read(
+        self, start: int, end: int, skipped: Callable[[range], None] | None = None
+    ) -> AsyncIterator[Sequence[Record]]:
         theirs = self.strangers[start : start + 1]
         yield [structs.replace(record, offset=start, timestamp_ms=1) for record in theirs]
         if start + len(theirs) < end:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 from core_logs import WINDOW_MS
@@ -47,7 +47,9 @@ class CountingLog:
         """Return what is kept."""
         return self.partition.begin, self.partition.end
 
-    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+    async def read(
+        self, start: int, end: int, skipped: Callable[[range], None] | None = None
+    ) -> AsyncIterator[Sequence[Record]]:
         """Read in pieces."""
         for first in range(start, end, 100):
             records = self.partition.read(first, min(first + 100, end))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 from recovery_world import forget_bodies, partition, snapshot
-from rules_world import DAY_MS, GROUP, World, commit, known, message, roll_back, until
+from rules_world import DAY_MS, GROUP, WINDOW_MS, World, commit, known, message, roll_back, until
 
 from txbroker.core.codec import encode_progress
 from txbroker.core.records import Half, Message, State
+from txbroker.core.snapshot import Capture
 from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost
 from txbroker.errors import BodyLost, KafkaUnavailable
 from txbroker.proxy import owner as owner_module
@@ -163,8 +164,10 @@ async def test_a_turn_does_not_account_for_what_it_passes(world: World, days: in
 
 
 @pytest.mark.usefixtures("_unnoticed")
-@pytest.mark.parametrize("days", [0, 20])
-async def test_what_was_settled_is_remembered_for_the_dedup_window(world: World, days: int) -> None:
+@pytest.mark.parametrize(("windows", "stops"), [(0, True), (1.5, True), (2.1, False)])
+async def test_what_was_settled_is_remembered_for_the_dedup_window(
+    world: World, windows: float, stops: bool
+) -> None:
     """Or the same prepare again would be a new transaction, visible once more."""
     owner = await world.owner()
     assert await world.prepared(owner)
@@ -177,13 +180,37 @@ async def test_what_was_settled_is_remembered_for_the_dedup_window(world: World,
     assert world.progress().accounted == 2
     await owner.close()
     world.kafka.truncate("txbroker.half", before=2)
-    world.advance(days * DAY_MS / 1000)
-    if days:
-        await world.owner()
-        assert world.told.losses == []
-    else:
+    world.advance(windows * WINDOW_MS / 1000)
+    if stops:
         with pytest.raises(LogTruncated, match="nothing tells of which"):
             await world.owner()
+    else:
+        await world.owner()
+        assert world.told.losses == []
+
+
+@pytest.mark.usefixtures("_unnoticed")
+@pytest.mark.parametrize(("before", "stops"), [(2, False), (3, True)])
+async def test_what_is_gone_is_no_newer_than_the_first_record_that_is_kept(
+    world: World, before: int, stops: bool
+) -> None:
+    """Or an outage that ends as retention reaches the last records would stop the partition."""
+    owner = await world.owner()
+    await world.prepared(owner)
+    assert await snapshot(owner)
+    await roll_back(owner, next(iter(owner.ledger.transactions)))
+    ids = [await world.committed(owner), await world.committed(owner)]
+    world.advance(3 * WINDOW_MS / 1000)
+    ids.append(await world.committed(owner))
+    await until(lambda: world.visible() == ids)
+    await owner.close()
+    world.kafka.truncate("txbroker.half", before=before)
+    if stops:
+        with pytest.raises(LogTruncated, match="nothing tells of which"):
+            await world.owner()
+    else:
+        await world.owner()
+        assert world.told.losses == []
 
 
 @pytest.mark.usefixtures("_unnoticed")
@@ -378,6 +405,46 @@ async def test_what_an_older_proxy_let_retention_pass_stops_nothing(world: World
     world.kafka.truncate("txbroker.half", before=1)
     later = await world.committed(await world.owner())
     await until(lambda: world.visible() == [first, later])
+
+
+async def older(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepare a transaction, and write a snapshot that does not say when."""
+    made = Capture.__init__
+
+    def without_time(self: Capture, *args: object) -> None:
+        made(self, *args[:-1])  # type: ignore[arg-type]
+
+    owner = await world.owner()
+    await world.prepared(owner)
+    with monkeypatch.context() as patch:
+        patch.setattr(Capture, "__init__", without_time)
+        assert await snapshot(owner)
+    await owner.close()
+
+
+@pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
+async def test_behind_an_older_proxy_s_snapshot_a_new_one_accounts_for_what_it_takes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its first snapshot, it has written progress."""
+    await older(world, monkeypatch)
+    owner = await world.owner()
+    for _ in range(5):
+        await world.prepared(owner)
+    world.kafka.truncate("txbroker.half", before=6)
+    late = await world.committed(owner)
+    await until(lambda: world.visible() == [late])
+    await owner.close()
+    with pytest.raises(LogTruncated, match="nothing tells of which"):
+        await world.owner()
+
+
+async def test_an_older_proxy_s_snapshot_is_replaced_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await older(world, monkeypatch)
+    again = await world.owner(snapshot_records_min=1000)
+    assert again._snapshots.due
 
 
 async def test_either_log_tells_how_new_the_last_reading_is(world: World) -> None:

@@ -184,6 +184,23 @@ class Ledger(Holdings):
         half, self._parts = join_parts(self._parts), []
         return self._half(half, self._parts_offset)
 
+    def skip_half(self, offsets: range) -> None:
+        """Go past offsets of the half topic that hold no record and have none behind them yet.
+
+        Without this the ledger would stay behind the log's end, and once retention has taken
+        these offsets nothing could tell that no record is missing.
+
+        Raises:
+            Gap: they are not the next ones.
+        """
+        if offsets.stop > self.half_position:
+            if offsets.start > self.half_position:
+                raise Gap(
+                    f"half {self.partition}: offset {offsets.start}, not {self.half_position}"
+                )
+            self._parts = []  # a batch has no such offsets in between
+            self.half_position = offsets.stop
+
     def _half(self, half: Half, offset: int) -> Outcome:
         try:
             parts = parse_id(half.id)
@@ -275,6 +292,18 @@ class Ledger(Holdings):
             self._op_before = before
             return Outcome(Effect.PARTIAL)
         return self._entry(Waiting(marker, record.offset, self.op_clock_ms, record.timestamp_ms))
+
+    def skip_op(self, offsets: range) -> None:
+        """Go past offsets of the operation topic, as `skip_half` does.
+
+        Raises:
+            Gap: they are not the next ones.
+        """
+        if offsets.stop > self.op_position:
+            if offsets.start > self.op_position:
+                raise Gap(f"op {self.partition}: offset {offsets.start}, not {self.op_position}")
+            self._batch = None
+            self.op_position = offsets.stop
 
     def _content(self, record: Record) -> Outcome:
         batch = self._batch

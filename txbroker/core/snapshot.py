@@ -190,6 +190,10 @@ def closing_key(slot: int) -> bytes:
     return b"%s%d" % (_PREFIX, slot)
 
 
+CLOSING_KEYS = frozenset(closing_key(slot) for slot in range(SLOTS))
+"""Their records are replaced and never removed: a tombstone of one is another client's."""
+
+
 class Capture:
     """A ledger as it is now, encoded piece by piece while it goes on changing.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from txbroker.core.records import Record
 from txbroker.door import Appended, AppendRefused, AppendUnknown, Log
@@ -91,14 +91,17 @@ class KafkaLog(Log):
         # Behind it, as the leader is confirmed then.
         return await self._reader.start(), end
 
-    def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
-        """Yield the records from offset `start` up to, not including, `end`, in order.
+    def read(
+        self, start: int, end: int, skipped: Callable[[range], None] | None = None
+    ) -> AsyncIterator[Sequence[Record]]:
+        """Yield the records from offset `start` up to, not including, `end`, in order; then tell
+        `skipped` which offsets behind the last one hold none.
 
         Raises:
             LogTruncated: `start` is not kept any more, or the log ends before `end`.
             KafkaUnavailable: Kafka does not answer.
         """
-        return self._reader.read(start, end)
+        return self._reader.read(start, end, skipped)
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return the records at these offsets; an offset that holds none (any more) is left out.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import structlog
@@ -118,8 +118,11 @@ class Reader:
 
     # --- reading -----------------------------------------------------------------------------
 
-    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
-        """Yield the committed records from offset `start` up to, not including, `end`.
+    async def read(
+        self, start: int, end: int, skipped: Callable[[range], None] | None = None
+    ) -> AsyncIterator[Sequence[Record]]:
+        """Yield the committed records from offset `start` up to, not including, `end`; then tell
+        `skipped` which offsets behind the last one hold none, if any.
 
         While the caller works on what one fetch brought the next one is under way, and no more.
 
@@ -132,7 +135,8 @@ class Reader:
         # A new leader learns the high watermark only from its followers' next fetch.
         patience = self.patience()
         ahead = self._ahead(position, end)
-        skipped = 0
+        before = 0
+        beyond: Record | None = None
         try:
             while ahead is not None:
                 fetched = await ahead
@@ -144,16 +148,22 @@ class Reader:
                 patience = self.patience()
                 position = fetched.next_offset
                 ahead = self._ahead(position, end)
-                for records in fetched.pieces(skipped):
+                for records in fetched.pieces(before):
                     wanted = _below(records, end)
                     if wanted:
                         yield wanted
+                    if beyond is None and len(wanted) < len(records):
+                        beyond = records[len(wanted)]
                     # Decoding takes its time; others have work too.
                     await asyncio.sleep(0)
-                skipped = fetched.skipped
+                before = fetched.skipped
         finally:
             if ahead is not None:
                 ahead.cancel()
+        last, count = (position, before) if beyond is None else (beyond.offset, beyond.skipped)
+        trailing = range(last - count, min(last, end))
+        if trailing and skipped is not None:
+            skipped(trailing)
 
     def _ahead(self, position: int, end: int) -> asyncio.Task[Fetched] | None:
         if position >= end:

@@ -81,6 +81,7 @@ class Appender:
         anchor: the last record that was applied, by which the log is recognised where others
             wrote to it.
         gate: nothing is taken from the queue while it is not set; always open without.
+        skipped: told which offsets behind the last record hold none.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Appender:
         unanswered: Callable[[], None],
         anchor: Callable[[], Anchor | None] = lambda: None,
         gate: asyncio.Event | None = None,
+        skipped: Callable[[range], None] | None = None,
     ) -> None:
         self._log = log
         self._apply = apply
@@ -98,6 +100,7 @@ class Appender:
         self._unanswered = unanswered
         self._anchor = anchor
         self._gate = gate
+        self._skipped = skipped
         self._queues = {lane: _Queue() for lane in Lane}
         self._next_lane = Lane.CALLS
         self._wake = asyncio.Event()
@@ -330,7 +333,7 @@ class Appender:
         anchor = self._anchor()
         # Others wrote: from the record on that was read last, to see that it is the same log.
         first = position if anchor is None else max(start, anchor.offset)
-        async for records in self._log.read(first, end):
+        async for records in self._log.read(first, end, self._skipped):
             for record in records:
                 if record.offset < position:
                     _check_same(record, anchor)

@@ -5,7 +5,7 @@ another owner has claimed the partition meanwhile it is fenced instead.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from txbroker.core.records import Cause, Claim, Record
 from txbroker.door import Appended, Claimed, Log, PartitionDoor, Turn, TurnHandle
@@ -28,9 +28,11 @@ class GatedLog:
         """Return the first offset that is kept and the offset that the next record will get."""
         return await self._inner.bounds(sure=sure)
 
-    def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+    def read(
+        self, start: int, end: int, skipped: Callable[[range], None] | None = None
+    ) -> AsyncIterator[Sequence[Record]]:
         """Yield the records from `start` up to, not including, `end`."""
-        return self._inner.read(start, end)
+        return self._inner.read(start, end, skipped)
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return the records at these offsets."""

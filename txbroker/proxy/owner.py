@@ -190,6 +190,7 @@ class Owner:
             self._append_failed,
             lambda: ledger.half_anchor,
             self._gate,
+            ledger.skip_half,
         )
         self._op = Appender(
             door.op,
@@ -198,6 +199,7 @@ class Owner:
             self._append_failed,
             lambda: ledger.op_anchor,
             self._gate,
+            ledger.skip_op,
         )
         self.bodies = Bodies(door, ledger, bodies_share, self._lost, self._stopped)
         self._promoter = Promoter(
@@ -322,8 +324,13 @@ class Owner:
             self.checks.touch(transaction)
             await pace.step()
 
-    async def close(self) -> None:
-        """Stop working; what is on its way may or may not be stored."""
+    async def close(self, *, last_snapshot: bool = False) -> None:
+        """Stop working; what is on its way may or may not be stored.
+
+        Args:
+            last_snapshot: write one where anything has come since the newest one, if nobody else
+                can own the partition yet: it may take longer than retention until anybody does.
+        """
         hit("handover.closing")
         self._closed = True
         self._snapshots.abandon()
@@ -332,6 +339,8 @@ class Owner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if last_snapshot and self.phase is PartitionState.OWNED:
+            await self._snapshots.last()
         self._visible.close()
         await self._door.close()
         hit("handover.closed")

@@ -184,7 +184,7 @@ class Ownership:
         self._in_touch.clear()
         self._out_because = why
         for partition in list(self._held):
-            self._drop(partition)
+            self._drop(partition, leaving=True)
         self._tell()
         if self._closing:
             # Not `gather`: whoever gives up leaving must not leave owners half closed.
@@ -434,18 +434,19 @@ class Ownership:
 
     # --- closing -----------------------------------------------------------------------------
 
-    def _drop(self, partition: int) -> None:
-        """A partition is another proxy's now."""
+    def _drop(self, partition: int, *, leaving: bool = False) -> None:
+        """A partition is another proxy's now, or with `leaving` the next one's that comes."""
         hit("handover.dropped")
         holding = self._held.pop(partition)
         if holding.opening is not None:
             self._until_done(holding.opening)
             holding.opening.cancel()
         if holding.owner is not None:
-            self._until_done(asyncio.create_task(self._hand_over(partition, holding.owner)))
+            closing = self._hand_over(partition, holding.owner, leaving)
+            self._until_done(asyncio.create_task(closing))
 
-    async def _hand_over(self, partition: int, owner: Owner) -> None:
-        await owner.close()
+    async def _hand_over(self, partition: int, owner: Owner, leaving: bool) -> None:
+        await owner.close(last_snapshot=leaving)
         log.info("handed over", partition=partition)
 
     def _until_done(self, task: asyncio.Task[None]) -> None:

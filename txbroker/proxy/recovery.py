@@ -53,6 +53,9 @@ class _Known(Struct, frozen=True):
         return self.position if self.anchor is None else max(self.position, self.anchor.offset + 1)
 
 
+_VOID_WINDOWS = 2
+"""An id may be a dedup window ahead of its half message, and is void a window after its own time:
+whatever was appended so many windows ago can be prepared again by nobody."""
 _NOTHING_KNOWN = _Known(0, None, sys.maxsize)
 """An owner writes a snapshot as soon as it has read anything. Where there is none, nobody lived to
 see records grow old, so it was not retention that took them."""
@@ -106,7 +109,8 @@ async def recover(
         whole = next((each for each in wholes if each.closing.op >= op_start), None)
         if not _of_older_owner(progress, wholes):
             known_to = _covered(0 if whole is None else whole.closing.half, copies)
-            _check_accounted(progress, known_to, half_start, kept_since_ms)
+            void_ms = found.timestamp_ms - _VOID_WINDOWS * ledger.dedup_window_ms
+            await _check_accounted(logs, progress, known_to, void_ms)
         position = await _catch_up(logs, applier, copies, whole)
     except LogTruncated as error:
         if not await logs.begin_later():
@@ -216,7 +220,8 @@ async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, whole: Whole 
     h0, o0 = await _begin(ledger, whole, half_start, op_start)
     await _find_again(ledger, half_start)
     await _restore(door, ledger, copies.whole, 0 if whole is None else whole.closing.half, h0)
-    await _replay(_read(door.half, h0, half_end), _read(door.op, o0, op_end), applier)
+    halves = _read(door.half, h0, half_end, ledger.skip_half)
+    await _replay(halves, _read(door.op, o0, op_end, ledger.skip_op), applier)
     return h0 + o0
 
 
@@ -297,24 +302,28 @@ def _check_kept(known: Iterable[_Known], start: int, kept_since_ms: int) -> None
             )
 
 
-def _check_accounted(
-    progress: Progress | None, known_to: int, half_start: int, kept_since_ms: int
+async def _check_accounted(
+    logs: _Logs, progress: Progress | None, known_to: int, void_ms: int
 ) -> None:
     """Check that it is known of every deleted half message what became of its transaction.
 
     That an earlier owner has read it is not enough: what it knew is gone with it. The snapshot that
-    is loaded and the copies know all below `known_to`. Behind that, what retention took has to be
-    settled or copied, by the newest progress. Of younger ones that is not enough: a repeated
-    prepare of theirs would be taken for a new one.
+    is loaded and the copies know all below `known_to`. Behind that, what is gone has to be settled
+    or copied, by the newest progress. Of those appended since `void_ms` that is not enough: a
+    repeated prepare of theirs would be taken for a new one.
 
     Raises:
         LogTruncated: nobody knows it.
+        KafkaUnavailable: Kafka does not answer.
     """
+    half_start, half_end = logs.half
     if half_start <= known_to:
         return
     if progress is not None and progress.accounted is not None:
-        as_of_ms = _as_of_ms(progress.op_anchor, progress.half_anchor)
-        if half_start <= progress.accounted and as_of_ms <= kept_since_ms:
+        newest_ms = _as_of_ms(progress.op_anchor, progress.half_anchor)
+        for first in await logs.door.half.pick([half_start] if half_start < half_end else []):
+            newest_ms = min(newest_ms, first.timestamp_ms)  # what is gone was appended before it
+        if half_start <= progress.accounted and newest_ms <= void_ms:
             return
     raise LogTruncated(
         f"the half topic begins at offset {half_start}, but snapshot and copies tell only of what "
@@ -333,11 +342,12 @@ def _covered(known_to: int, copies: Copies) -> int:
 def _of_older_owner(progress: Progress | None, wholes: Sequence[Whole]) -> bool:
     """Say whether a proxy wrote last that let retention pass its snapshots, so that nothing can be
     concluded from them."""
+    if progress is not None and progress.accounted is not None:
+        return False
     newest = wholes[0].closing if wholes else None
     if newest is not None and not newest.at_ms:
         return True
-    ahead = progress is not None and (newest is None or progress.half > newest.half)
-    return ahead and progress is not None and progress.accounted is None
+    return progress is not None and (newest is None or progress.half > newest.half)
 
 
 def _same(record: Record | None, anchor: Anchor) -> bool:
@@ -441,7 +451,9 @@ async def _replay(
         await pace.step()
 
 
-async def _read(log: Log, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
+async def _read(
+    log: Log, start: int, end: int, skipped: Callable[[range], None] | None = None
+) -> AsyncIterator[Sequence[Record]]:
     if start < end:
-        async for records in log.read(start, end):
+        async for records in log.read(start, end, skipped):
             yield records

@@ -30,6 +30,8 @@ REST = 1.0
 """After each chunk a rest of so many times what it took, beside the one that storing it takes."""
 REST_MIN_S, REST_MAX_S = 0.002, 0.02
 """Not longer: what comes while a snapshot is written is replayed by a restart."""
+LAST_S = 5.0
+"""How long closing may take for a last one, seconds: as long as calls under way are waited for."""
 PAUSE_S = 30.0
 """After a snapshot that could not be written, seconds."""
 REMOVED_AT_ONCE = 1000
@@ -123,6 +125,8 @@ class SnapshotWriter:
         self._any = greatest is not None
         if greatest is not None:
             self._half, self._at_ms = greatest.closing.half, greatest.closing.at_ms
+            # An older version wrote it, and may have let retention pass it.
+            self._wanted = not self._at_ms
 
     def deleted_before(self, half_start: int) -> None:
         """The half topic begins here by now: what lies below is to be in a snapshot."""
@@ -140,13 +144,17 @@ class SnapshotWriter:
             self._capture = None
 
     @property
+    def _tail(self) -> int:
+        """How many records have come since the newest one."""
+        return self._ledger.half_whole + self._ledger.op_whole - self._last
+
+    @property
     def due(self) -> bool:
         """Whether so much has come since the last one, or it is so old, that the next should be
         written; or whether the logs do not tell any more what only the ledger knows."""
-        ledger = self._ledger
+        ledger, tail = self._ledger, self._tail
         if self._wanted or self._half < min(self._half_start, ledger.half_whole):
             return True
-        tail = ledger.half_whole + ledger.op_whole - self._last
         if self._any and tail > 0 and self._now_ms() - self._at_ms >= self._age_max_ms:
             return True
         enough = max(self._records_min, len(ledger.transactions) // ENTRIES_SHARE)
@@ -158,6 +166,17 @@ class SnapshotWriter:
             await asyncio.sleep(LOOK_S)
             if self.due and not await self.write():
                 await asyncio.sleep(PAUSE_S)
+
+    async def last(self) -> None:
+        """Before the owner closes for good, write one if anything has come since the newest one,
+        or is due: retention may pass it before the next owner claims."""
+        if self._tail > 0 or self.due:
+            try:
+                async with asyncio.timeout(LAST_S):
+                    await self.write()
+            except TimeoutError:
+                log.warning("snapshot not written", partition=self._ledger.partition, why="closing")
+                self._events.snapshot_failed()
 
     async def write(self) -> bool:
         """Write a snapshot of the ledger as it is now; say whether it is stored whole."""

@@ -228,8 +228,11 @@ class MemoryLog:
         await self._kafka.reach()
         return self._partition.begin, self._partition.end
 
-    async def read(self, start: int, end: int) -> AsyncIterator[Sequence[Record]]:
-        """Yield the records from offset `start` up to, not including, `end`, in order.
+    async def read(
+        self, start: int, end: int, skipped: Callable[[range], None] | None = None
+    ) -> AsyncIterator[Sequence[Record]]:
+        """Yield the records from offset `start` up to, not including, `end`, in order; then tell
+        `skipped` which offsets behind the last one hold none.
 
         Raises:
             LogTruncated: they are not all there, or not any more.
@@ -242,6 +245,10 @@ class MemoryLog:
             if records:
                 yield _placed(records, position)
                 position = records[-1].offset + 1
+        # What an open transaction hides may become records yet.
+        trailing = range(position, min(end, self._partition.stable_end))
+        if trailing and skipped is not None:
+            skipped(trailing)
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return the records at these offsets; an offset that holds none is left out.

@@ -1,0 +1,114 @@
+"""What a clean stop writes down, and how far a log counts as read whose end holds no record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from recovery_world import forget_bodies, partition, snapshot
+from rules_world import DAY_MS, World, commit, known, until
+
+from txbroker.core.records import Record
+from txbroker.proxy import snapshots as snapshots_module
+from txbroker.testing.door import MemoryPartitionDoor
+
+LOGS = ["half", "op"]
+
+# --- a clean stop ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", ["rollback", "check"])
+async def test_a_clean_stop_accounts_for_all_that_has_come(
+    world: World, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """What is rolled back writes no progress, and what is undecided is reported lost by its id."""
+    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    owner = await world.owner(snapshot_records_min=1000)
+    first = await world.committed(owner)
+    await until(lambda: world.told.snapshots and world.visible() == [first])
+    id = await world.prepared(owner)
+    world.zombie_mark(
+        last, id, **({"round": 1, "number": 1, "reason": "due"} if last == "check" else {})
+    )
+    await until(lambda: owner.ledger.op_position == 2)
+    forget_bodies(owner)
+    await owner.close(last_snapshot=True)
+    world.advance(20 * DAY_MS / 1000)
+    for name in LOGS:
+        world.kafka.truncate(f"txbroker.{name}", before=2)
+    again = await world.owner()
+    if last == "check":
+        assert known(again, id).lost
+    assert world.told.losses == ([1] if last == "check" else [])
+    late = await world.committed(again)
+    await until(lambda: world.visible() == [first, late])
+
+
+async def test_a_clean_stop_writes_no_snapshot_where_nothing_has_come(world: World) -> None:
+    owner = await world.owner()
+    await world.prepared(owner)
+    assert await snapshot(owner)
+    await owner.close(last_snapshot=True)
+    assert world.told.snapshots == [1]
+
+
+async def test_a_stop_waits_for_its_last_snapshot_only_so_long(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "LAST_S", 0.01)
+
+    async def hangs(inner: MemoryPartitionDoor, records: Sequence[Record]) -> None:
+        await asyncio.Event().wait()
+
+    owner = await world.owner()
+    await world.prepared(owner)
+    world.partition.stores.append(hangs)
+    async with asyncio.timeout(5.0):
+        await owner.close(last_snapshot=True)
+    assert (world.told.snapshots, world.told.snapshot_failures) == ([], 1)
+
+
+async def test_who_does_not_know_whose_the_partition_is_writes_no_last_snapshot(
+    world: World,
+) -> None:
+    owner = await world.owner()
+    await world.prepared(owner)
+    owner.suspend()
+    calls = world.partition.calls
+    await owner.close(last_snapshot=True)
+    assert "store" not in calls
+
+
+# --- offsets that hold no record, at the end of a log ----------------------------------------
+
+
+@pytest.mark.parametrize("topic", LOGS)
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("replayed", [True, False])
+async def test_offsets_without_a_record_at_the_end_are_accounted_for(
+    world: World, topic: str, committed: bool, replayed: bool
+) -> None:
+    """Retention takes them with what lies before, and then nobody can tell that they held none."""
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    world.advance(8 * DAY_MS / 1000)
+    await until(lambda: known(owner, id).kept_at)
+    world.zombie_mark("check", id, round=1, number=1, reason="due")
+    await until(lambda: known(owner, id).number == 1)
+    if replayed:
+        await owner.close()
+    world.kafka.transact(f"txbroker.{topic}", 0, [Record(b"x", b"foreign")], committed=committed)
+    if replayed:
+        owner = await world.owner()
+    half, op = partition(world, "half").end, partition(world, "op").end
+    await until(lambda: (owner.ledger.half_position, owner.ledger.op_position) == (half, op))
+    assert await snapshot(owner)
+    await owner.close()
+    world.advance(40 * DAY_MS / 1000)
+    world.kafka.truncate("txbroker.half", before=half)
+    world.kafka.truncate("txbroker.op", before=op)
+    again = await world.owner()
+    assert known(again, id).number == 1
+    await commit(again, id)
+    await until(lambda: world.visible() == [id])
