@@ -377,12 +377,14 @@ def _has_all_markers(parts: IdParts, prepared_ms: int, terms: TermsLike, horizon
 
 
 def _hold_overdue(life: Life, facts: TransactionFacts, terms: TermsLike) -> None:
-    """Note that nobody was ever asked, though that was due long ago, and nothing was copied.
+    """Note that nobody was ever asked, though that was due long ago, and that it was never parked.
 
     The logs do not tell whether anybody of the group could be reached, so this waits for longer
-    than an outage is thought to last.
+    than an outage is thought to last. A copy by itself says nothing: a proxy also copies what is
+    still pending, before retention takes the half message.
     """
-    if life.state != "pending" or facts.parked or any(row.kind == "check" for row in facts.op):
+    parked = any(row.state not in (None, "pending") for row in facts.parked)
+    if life.state != "pending" or parked or any(row.kind == "check" for row in facts.op):
         return
     since_ms = terms.now_ms - life.next_check_ms()
     if since_ms > terms.overdue_after_ms:
