@@ -280,7 +280,7 @@ def _end(
     if unread:
         first = unread[0]
         life.found["target_unreadable"] = (
-            f"message {first.seq} for {first.topic}: nobody could look"
+            f"message {first.seq} for {first.topic} was not looked for"
         )
         missing = [row for row in missing if not horizon.is_unread(row.topic)]
     if not missing or not decided.early or age_ms <= terms.late_after_ms:

@@ -170,8 +170,8 @@ class TopicRead(Struct, frozen=True):
     `compacted`: older records of a key may be missing. `open`: the partitions that ended in an open
     transaction, so that more may have been committed than could be read. `kept_ms`: so long
     retention leaves a record; 0 where size or compaction may take it sooner. `id`: another one
-    for each topic that is made. A topic that is no more has no partitions here. `unread`: why the topic
-    was not read, empty where it was; its offsets are then those of the run before, if there was one."""
+    for each topic that is made. A topic that is no more has no partitions here. `unread`: why
+    the topic was not read, empty where it was; offsets are then those of the run before."""
 
     topic: str
     starts: tuple[int, ...]
