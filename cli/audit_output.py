@@ -58,6 +58,10 @@ SET_ASIDE = (
     Column("OURS", lambda row: "yes" if row["own"] else ""),
     Column("WHY", lambda row: row["why"]),
 )
+UNREAD = (
+    Column("TARGET NOT READABLE", lambda row: row["topic"]),
+    Column("WHY", lambda row: row["why"]),
+)
 MISSING = (
     Column("MISSING TARGET", lambda row: row["topic"]),
     Column("COMMITTED", lambda row: row["transactions"]),
@@ -90,6 +94,10 @@ def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
         missing = run.missing_targets.items()
         rows: list[Row] = [{"topic": topic, "transactions": n} for topic, n in missing]
         show_rows(rows, MISSING, output, "")
+    if run.unread_targets:
+        print()
+        unread: list[Row] = [{"topic": t, "why": why} for t, why in run.unread_targets.items()]
+        show_rows(unread, UNREAD, output, "")
     if run.set_aside:
         aside = run.set_aside if output == "wide" else run.set_aside[:EXAMPLES_SHOWN]
         print()
@@ -145,6 +153,9 @@ def drift_in_words(run: RunSummary) -> str:
     if run.missing_targets:
         named = ", ".join(map(printable, run.missing_targets))
         said += f" Targets that do not exist: {named}."
+    if run.unread_targets:
+        reasons = [f"{topic} ({why})" for topic, why in run.unread_targets.items()]
+        said += f" Targets not readable: {', '.join(map(printable, reasons))}."
     if not run.has_drift:
         return f"{said} No drift."
     return f"{said} Drift! {kinds_in_words(run.drift)}."

@@ -197,7 +197,7 @@ def gaps_between(before: Cut, now: Cut) -> Gaps:
             for each in now.targets
             for partition in _gaps(was.get(each.topic), each)
         ),
-        any(each.compacted or not each.ends for each in now.targets),
+        any(each.compacted or not (each.ends or each.unread) for each in now.targets),
     )
 
 

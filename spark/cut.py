@@ -1,7 +1,6 @@
 """The cut: from where to where each topic is read, asked of Kafka itself and not of Spark."""
 
 import asyncio
-import re
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -18,10 +17,10 @@ from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.wiring import kafka_settings
 from txbroker.spark.errors import AuditError
 from txbroker.spark.login import login_options
+from txbroker.spark.rows import can_be_topic
 from txbroker.spark.schema import Names, TopicRead
 
 _Result = TypeVar("_Result")
-_is_topic_name = re.compile(r"[A-Za-z0-9._-]{1,249}").fullmatch
 
 
 class TopicEnds(Struct, frozen=True):
@@ -36,6 +35,8 @@ class TopicEnds(Struct, frozen=True):
     append_time: bool = True
     kept_ms: int = 0
     id: str = ""
+    unread: str = ""
+    passing: bool = False
 
 
 class KafkaAccess:
@@ -59,17 +60,21 @@ class KafkaAccess:
         }
         self.options = reached | dict(options or {})
 
-    def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
+    def ends(self, topics: Iterable[str], *, patient: bool = True) -> dict[str, TopicEnds]:
         """Return what of topics can be read; those that do not exist are left out.
 
+        Args:
+            topics: their names.
+            patient: whether to wait for a topic that has no leader now.
+
         Raises:
-            ConfigurationError: no right to a topic, or the settings contradict themselves.
+            ConfigurationError: the settings contradict themselves.
             AuditError: Kafka does not answer.
         """
         # Anybody who may write to the half topic can name in it what no request to Kafka can hold.
         names = tuple(filter(can_be_topic, topics))
         try:
-            found = _run(self._bounds(names))
+            found = _run(self._bounds(names, patient))
         except KafkaUnavailable as error:
             raise AuditError(f"Kafka cannot be asked where its topics end: {error}") from None
         return {
@@ -90,6 +95,9 @@ class KafkaAccess:
             raise AuditError(
                 f"there is no topic {topic}: is this the right Kafka, and the right topic_prefix?"
             )
+        if found.unread:
+            failure = AuditError if found.passing else ConfigurationError
+            raise failure(f"topic {topic} cannot be read: {found.unread}")
         if not found.append_time:
             raise _clockless(topic)
         return found
@@ -116,14 +124,9 @@ class KafkaAccess:
         async with KafkaAuditWriter(self.settings) as writer:
             return await writer.put(audit_topic, BATCH_TICK_KEY, b"0")
 
-    async def _bounds(self, topics: Sequence[str]) -> dict[str, TopicBounds]:
+    async def _bounds(self, topics: Sequence[str], patient: bool) -> dict[str, TopicBounds]:
         async with AuditAccess(self.settings) as access:
-            return await access.bounds(topics)
-
-
-def can_be_topic(name: str) -> bool:
-    """Say whether Kafka would take it for the name of a topic."""
-    return _is_topic_name(name) is not None
+            return await access.bounds(topics, patient=patient)
 
 
 def _clockless(topic: str) -> ConfigurationError:
@@ -194,6 +197,31 @@ def _taken(begins: Sequence[int], last: TopicRead | None) -> int:
         return 0
     ends = (*last.ends, *[0] * (len(begins) - len(last.ends)))
     return sum(max(0, begin - end) for begin, end in zip(begins, ends, strict=False))
+
+
+def read_target(
+    topic: str,
+    now: TopicEnds | None,
+    before: TopicRead | None,
+    counted_from: TopicRead | None = None,
+) -> TopicRead:
+    """Return how a target is read: as `read_on` says, or why it is not read.
+
+    Args:
+        topic: as a half message names it.
+        now: what of it can be read; None: it does not exist.
+        before: as in `read_on`.
+        counted_from: as in `read_on`.
+
+    Raises:
+        AuditError: it is not the topic that was read before.
+    """
+    why = (now.unread if now else "") if can_be_topic(topic) else "no topic can have this name"
+    if why:
+        # The next run that may read it goes on from where the last one has.
+        was = gone(topic) if before is None else before
+        return msgspec.structs.replace(was, begins=was.ends, taken=0, open=(), unread=why)
+    return gone(topic) if now is None else read_on(now, before, counted_from)
 
 
 def gone(topic: str) -> TopicRead:

@@ -474,7 +474,7 @@ def _taken_ms(staged: StagedCut, decided_ms: int) -> dict[tuple[str, int], int]:
     found: dict[tuple[str, int], int] = {}
     cut_short: list[tuple[str, int]] = []
     for target in staged.cut.targets:
-        if target.compacted or not target.starts:
+        if target.compacted or not (target.starts or target.unread):
             found[target.topic, -1] = ALWAYS
         else:
             cut_short += [(target.topic, p) for p, start in enumerate(target.starts) if start > 0]

@@ -15,6 +15,7 @@ from txbroker.spark.rows import (
     Content,
     HalfRow,
     Horizon,
+    IdParts,
     Judged,
     OpRow,
     ParkedRow,
@@ -23,6 +24,7 @@ from txbroker.spark.rows import (
     TransactionFacts,
     VisibleRow,
     facts_of,
+    read_id,
 )
 
 GRAVITY = (
@@ -44,36 +46,13 @@ GRAVITY = (
     "contrary_markers",
     "marker_without_half",
     "late",
+    "target_unreadable",
     "overdue",
 )
 """The kinds of findings, the gravest first."""
 
-_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-_VALUES = {character: value for value, character in enumerate(_ALPHABET)}
 _SETTLED = frozenset({"promoted", "rolled_back"})
 _CHANGES = frozenset({"body_changed", "headers_changed", "timestamp_changed"})
-
-
-class IdParts(NamedTuple):
-    """What a transaction id says of where and when."""
-
-    partition: int
-    time_ms: int
-
-
-def read_id(id: str) -> IdParts | None:
-    """Return half partition and time of a transaction id, None where it is none."""
-    if len(id) != 26:
-        return None
-    number = 0
-    for character in id:
-        value = _VALUES.get(character)
-        if value is None:
-            return None
-        number = number << 5 | value
-    if number >> 128:
-        return None
-    return IdParts(number >> 112, number >> 64 & (1 << 48) - 1)
 
 
 # --- half messages ---------------------------------------------------------------------------
@@ -266,7 +245,10 @@ def _hold_refused(
     # The turn that promotes it may be on its way: not all partitions show it at the same time.
     seen = {row.seq for row in visible}
     missing = [row for row in life.prepared or () if row.seq not in seen]
-    ends = all((row.topic, row.target_partition) in horizon.open for row in missing)
+    ends = all(
+        (row.topic, row.target_partition) in horizon.open or horizon.is_unread(row.topic)
+        for row in missing
+    )
     fresh = all(row.append_time for row in visible) and any(
         terms.now_ms - row.at_ms <= terms.late_after_ms for row in visible
     )
@@ -294,10 +276,17 @@ def _end(
         return "refused", True
     # What was refused and is tried again leaves the parked topic in the turn that promotes it.
     age_ms = terms.now_ms - max(decided.at_ms, copy.last_ms)
-    if not decided.early or age_ms <= terms.late_after_ms:
+    unread = [row for row in missing if horizon.is_unread(row.topic)]
+    if unread:
+        first = unread[0]
+        life.found["target_unreadable"] = (
+            f"message {first.seq} for {first.topic} was not looked for"
+        )
+        missing = [row for row in missing if not horizon.is_unread(row.topic)]
+    if not missing or not decided.early or age_ms <= terms.late_after_ms:
         return "committed", True
     if all(_may_be_gone(horizon, decided, row) for row in missing):
-        return "gone", False
+        return ("committed", True) if unread else ("gone", False)
     first = missing[0]
     hidden = all((row.topic, row.target_partition) in horizon.hidden for row in missing)
     kind = "lost" if age_ms > terms.lost_after_ms and not hidden else "late"
@@ -377,12 +366,14 @@ def _has_all_markers(parts: IdParts, prepared_ms: int, terms: TermsLike, horizon
 
 
 def _hold_overdue(life: Life, facts: TransactionFacts, terms: TermsLike) -> None:
-    """Note that nobody was ever asked, though that was due long ago, and nothing was copied.
+    """Note that nobody was ever asked, though that was due long ago, and that it was never parked.
 
     The logs do not tell whether anybody of the group could be reached, so this waits for longer
-    than an outage is thought to last.
+    than an outage is thought to last. A copy by itself says nothing: a proxy also copies what is
+    still pending, before retention takes the half message.
     """
-    if life.state != "pending" or facts.parked or any(row.kind == "check" for row in facts.op):
+    parked = any(row.state not in (None, "pending") for row in facts.parked)
+    if life.state != "pending" or parked or any(row.kind == "check" for row in facts.op):
         return
     since_ms = terms.now_ms - life.next_check_ms()
     if since_ms > terms.overdue_after_ms:

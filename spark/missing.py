@@ -28,7 +28,13 @@ class Missing(NamedTuple):
 
 def missing_topics(cut: Cut) -> list[str]:
     """Return the targets that did not exist when their ends were asked for."""
-    return [target.topic for target in cut.targets if not target.ends]
+    return [target.topic for target in cut.targets if not (target.ends or target.unread)]
+
+
+def unread_topics(cut: Cut) -> dict[str, str]:
+    """Return why targets could not be read, by topic; a bounded number of topics."""
+    unread = [target for target in cut.targets if target.unread]
+    return {target.topic[:TEXT_MAX]: target.unread for target in unread[:TOPICS_MAX]}
 
 
 def committed_to_missing(verdicts: DataFrame, cut: Cut, terms: Terms) -> Missing:

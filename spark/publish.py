@@ -15,7 +15,10 @@ from txbroker.kafka.settings import KafkaSettings
 from txbroker.spark.schema import BUSINESS_KINDS, KINDS, TOPIC_KINDS, RunSummary
 
 _FOUND_AGAIN = frozenset(
-    {"late", "lost", "not_kept", "refused_visible", "overdue", "target_missing"}
+    {
+        *("late", "lost", "not_kept", "refused_visible", "overdue"),
+        *("target_missing", "target_unreadable"),
+    }
 )
 """Whoever is so still is so in the next run, too, unless it was mended."""
 

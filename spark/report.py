@@ -263,6 +263,14 @@ def _notes(summary: RunSummary) -> Iterator[Html]:
             "were set aside and not judged.",
             class_="note",
         )
+    for topic, why in summary.unread_targets.items():
+        yield tag(
+            "p",
+            "The target ",
+            tag("code", topic),
+            f" is not readable: {why}. What was committed to it was not judged.",
+            class_="note",
+        )
     for topic, number in summary.missing_targets.items():
         yield tag(
             "p",

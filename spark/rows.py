@@ -3,13 +3,44 @@
 Only the standard library is used here, as in `judge`: they are shipped to executors by value.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 ALWAYS = (1 << 63) - 1
 """A time that never passes."""
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_VALUES = {character: value for value, character in enumerate(_ALPHABET)}
+_is_topic_name = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,249}").fullmatch
 _RESERVE_MS = 3_600_000
 """For clocks of brokers that differ, and for what lies between the clock and the answer."""
+
+
+def can_be_topic(name: str) -> bool:
+    """Say whether Kafka accepts this name for a topic."""
+    return _is_topic_name(name) is not None
+
+
+class IdParts(NamedTuple):
+    """What a transaction id says of where and when."""
+
+    partition: int
+    time_ms: int
+
+
+def read_id(id: str) -> IdParts | None:
+    """Return half partition and time of a transaction id, None where it is none."""
+    if len(id) != 26:
+        return None
+    number = 0
+    for character in id:
+        value = _VALUES.get(character)
+        if value is None:
+            return None
+        number = number << 5 | value
+    if number >> 128:
+        return None
+    return IdParts(number >> 112, number >> 64 & (1 << 48) - 1)
 
 
 class TermsLike(Protocol):
@@ -58,6 +89,7 @@ class Horizon(NamedTuple):
             missing there may have been committed behind it.
         removed_ms: facts of transactions whose ids are no later than this may have been removed
             after earlier runs had read them; -1 where none were.
+        unread: target topics that could not be read.
     """
 
     half_start: Mapping[int, int] = {}
@@ -69,6 +101,11 @@ class Horizon(NamedTuple):
     hidden: frozenset[tuple[str, int]] = frozenset()
     kept_from_ms: Mapping[str, int] = {}
     removed_ms: int = -1
+    unread: frozenset[str] = frozenset()
+
+    def is_unread(self, topic: str) -> bool:
+        """Say whether a target could not be read, so that nothing is known of what it holds."""
+        return topic in self.unread or not can_be_topic(topic)
 
 
 NOTHING_TAKEN = Horizon()

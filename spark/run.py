@@ -46,7 +46,7 @@ from txbroker.spark.history import (
     times_of,
 )
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.missing import committed_to_missing, missing_topics
+from txbroker.spark.missing import committed_to_missing, missing_topics, unread_topics
 from txbroker.spark.rows import Horizon, kept_from_ms
 from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms
 from txbroker.spark.spread import spread
@@ -292,6 +292,7 @@ class _Audit:
             open=_open(staged.cut),
             hidden=_hidden(staged.cut),
             kept_from_ms=_kept_from_ms(staged.cut),
+            unread=frozenset(each.topic for each in staged.cut.targets if each.unread),
         )
         try:
             rows = verdicts(self._spark, whole, self._terms, horizon)
@@ -438,6 +439,7 @@ def summary_of(
         carried=tally.carried,
         quarantined=unread.records,
         set_aside=unread.shown,
+        unread_targets=unread_topics(cut),
         taken={each.topic: each.taken for each in reads if each.taken},
         examples=tally.examples,
         pending_age=tally.pending_age,

@@ -110,6 +110,7 @@ KINDS = (
     Kind("contrary_markers", "Contrary markers", "what is visible follows not the first of them"),
     Kind("marker_without_half", "Marker without half", "a marker's half message does not exist"),
     Kind("late", "Committed, not visible: late", "not visible though its decision is old"),
+    Kind("target_unreadable", "Target not readable", "committed, but its target was not readable"),
     Kind("overdue", "Overdue, never checked", "undecided, and nobody was ever asked"),
 )
 """Every kind of drift of one transaction, the gravest first."""
@@ -169,7 +170,8 @@ class TopicRead(Struct, frozen=True):
     `compacted`: older records of a key may be missing. `open`: the partitions that ended in an open
     transaction, so that more may have been committed than could be read. `kept_ms`: so long
     retention leaves a record; 0 where size or compaction may take it sooner. `id`: another one
-    for each topic that is made. A topic that is no more has no partitions here."""
+    for each topic that is made. A topic that is no more has no partitions here. `unread`: why
+    the topic was not read, empty where it was; offsets are then those of the run before."""
 
     topic: str
     starts: tuple[int, ...]
@@ -180,6 +182,7 @@ class TopicRead(Struct, frozen=True):
     open: tuple[int, ...] = ()
     kept_ms: int = 0
     id: str = ""
+    unread: str = ""
 
 
 class Cut(Struct, frozen=True):
@@ -257,6 +260,7 @@ class RunSummary(Struct, frozen=True):
         set_aside: some of them, ours first, a bounded number.
         missing_targets: topics that do not exist, with how many transactions were committed to
             each; a bounded number of topics.
+        unread_targets: topics that could not be read, each with the reason; a bounded number.
         taken: records that retention took before they were read, by topic.
         examples: transactions with findings, a bounded number.
         pending_age: how long the pending ones are pending.
@@ -289,6 +293,7 @@ class RunSummary(Struct, frozen=True):
     strangers: int = 0
     set_aside: tuple[SetAside, ...] = ()
     missing_targets: dict[str, int] = {}
+    unread_targets: dict[str, str] = {}
 
     @property
     def has_drift(self) -> bool:

@@ -24,8 +24,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from txbroker.spark import schema
-from txbroker.spark.clock import LogClock, survey, with_clock
-from txbroker.spark.cut import KafkaAccess, TopicEnds, gone, held, read_on, to_end
+from txbroker.spark.clock import LogClock, Surveyed, survey, with_clock
+from txbroker.spark.cut import KafkaAccess, TopicEnds, held, read_on, read_target, to_end
 from txbroker.spark.dedup import dedup_voids
 from txbroker.spark.errors import AuditError
 from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts
@@ -110,7 +110,7 @@ class _Stage:
         half_clock = LogClock.after(len(half.ends), () if before is None else before.half_clock_ms)
         self._write_half(half, half_clock, early=True)
 
-        targets = self._target_reads()
+        targets = self._target_reads(half_clock)
         asked_ms = self._terms.now_ms + round((time.monotonic() - began_s) * 1000)
         # After the targets' ends: what is promoted from there in between is settled, not refused
         # and visible.
@@ -127,7 +127,7 @@ class _Stage:
         self._write_op(op, op_clock, op_early.ends)
         tail = msgspec.structs.replace(whole_half, begins=half.ends)
         self._write_half(tail, half_clock, early=False)
-        named = self._named(F.col("early") == F.lit(False)) if _count(tail) else set()
+        named = self._named(half_clock, "NOT early") if _count(tail) else set()
 
         with spread(spark, _count(whole_half)):
             half_clock_ms = self._settle_half(half_clock, keys_before)
@@ -154,14 +154,18 @@ class _Stage:
         tables = {name: self._table(name) for name in ("half", "op", "visible", "parked")}
         return Staged(**tables, broken=self._table("broken"), cut=cut)
 
-    def _target_reads(self) -> tuple[TopicRead, ...]:
+    def _target_reads(self, half_clock: LogClock) -> tuple[TopicRead, ...]:
         """Return how the targets are read: those that half messages name, and those of before."""
-        topics = self._named()
+        topics = self._named(half_clock)
         if self._before is not None:
             topics |= {target.topic for target in self._before.targets}
             topics |= set(self._before.named_late)
         found = self._access.ends(topics)
-        return tuple(self._target_read(topic, found.get(topic)) for topic in sorted(topics))
+        was, counted_from = self._was, self._counted_from
+        return tuple(
+            read_target(topic, found.get(topic), was.get(topic), counted_from.get(topic))
+            for topic in sorted(topics)
+        )
 
     def _held(self, targets: Sequence[TopicRead]) -> tuple[str, ...]:
         """Return the partitions of targets that have ended in an open transaction all the time."""
@@ -170,16 +174,21 @@ class _Stage:
             return ()
         return held(ended_so, self._access.ends(target.topic for target in ended_so))
 
-    def _named(self, which: Column | None = None) -> set[str]:
-        """Return the targets that half messages name: all of those read by now, or some."""
-        rows = self._raw("half").where("why IS NULL")
-        if which is not None:
-            rows = rows.where(which)
-        with _in_words():
-            return {row["topic"] for row in rows.select("topic").distinct().collect()}
+    def _named(self, clock: LogClock, which: str = "true") -> set[str]:
+        """Return the targets that half messages name: all of those read by now, or some.
 
-    def _target_read(self, topic: str, now: TopicEnds | None) -> TopicRead:
-        return gone(topic) if now is None else self._read_on(now)
+        Void ones do not count: anybody who may write to the half topic can name anything in them.
+        Which of them are void by their `dedup_key` is not known yet.
+        """
+        rows = self._raw("half")
+        with _in_words():
+            # Where append times go back, the log clock may still bring it within the window.
+            if not rows.where("why IS NULL AND void = 'expired' AND clock_ms < id_ms").isEmpty():
+                surveyed = survey(rows, clock)
+                if surveyed.goes_back:
+                    rows = self._void_by(rows, surveyed)
+            rows = rows.where("why IS NULL AND void IS NULL").where(which)
+            return {row["topic"] for row in rows.select("topic").distinct().collect()}
 
     def _read_on(self, now: TopicEnds) -> TopicRead:
         return read_on(now, self._was.get(now.topic), self._counted_from.get(now.topic))
@@ -259,9 +268,7 @@ class _Stage:
                 self._set_aside(rows, self._names.half)
             changed = broken > 0 or surveyed.goes_back
             if surveyed.goes_back:
-                rows = with_clock(rows, surveyed)
-                by_id = F.when(F.col("void") == "id", F.col("void"))
-                rows = rows.withColumn("void", by_id).withColumn("void", self._void())
+                rows = self._void_by(rows, surveyed)
             rows = rows.where("why IS NULL")
             with ExitStack() as kept:
                 if keys:
@@ -274,6 +281,12 @@ class _Stage:
                     self._replace("half", rows)
             surveyed.buckets.unpersist()
         return surveyed.ends
+
+    def _void_by(self, rows: DataFrame, surveyed: Surveyed) -> DataFrame:
+        """Return rows of the half topic with the log clock as it is, and what is void by it."""
+        by_id = F.when(F.col("void") == "id", F.col("void"))
+        clocked = with_clock(rows, surveyed).withColumn("void", by_id)
+        return clocked.withColumn("void", self._void())
 
     def _settle_op(self, clock: LogClock) -> tuple[int, ...]:
         """Look for what a record does not tell by itself; return where the log clock ends."""

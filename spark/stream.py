@@ -29,10 +29,10 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.drift import KafkaDrift
-from txbroker.spark.cut import KafkaAccess, TopicEnds, can_be_topic
+from txbroker.spark.cut import KafkaAccess, TopicEnds
 from txbroker.spark.errors import AuditError
 from txbroker.spark.publish import publish
-from txbroker.spark.rows import ALWAYS
+from txbroker.spark.rows import ALWAYS, can_be_topic
 from txbroker.spark.schema import Names, RunSummary, Terms
 from txbroker.spark.spread import spread
 from txbroker.spark.stage import TAKEN_BY_RETENTION
@@ -124,6 +124,8 @@ class AuditStream:
         self._thread = threading.Thread(target=self._run, name="txbroker audit stream", daemon=True)
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
+        self._unread: dict[str, str] = {}
+        """Why targets that half messages name are not read."""
         self._grown_with = _NO_BATCH
         self._moment_ms = self._judged_ms = 0
         self._summary_at_s = 0.0
@@ -196,6 +198,7 @@ class AuditStream:
             set_aside=progress.set_aside,
             examples=progress.examples,
             strangers=progress.strangers,
+            unread_targets=self._unread,
         )
 
     # --- what is read ------------------------------------------------------------------------
@@ -233,7 +236,7 @@ class AuditStream:
         with self._lock:
             self._grown_with = _NO_BATCH
             home = self._home
-            ends = self._access.ends(home.targets)
+            ends, self._unread = self._ends(home.read, home.targets - home.read)
             new = ends.keys() - home.read
             fresh = [ends[topic] for topic in sorted(new)]
             lenient = bool(home.read - ends.keys())
@@ -252,6 +255,22 @@ class AuditStream:
         )
         return sources, set(new)
 
+    def _ends(
+        self, read: Iterable[str], others: Iterable[str]
+    ) -> tuple[dict[str, TopicEnds], dict[str, str]]:
+        """Return what can be read, and why of the other topics some cannot.
+
+        Raises:
+            AuditError: one that is read cannot be read any more, or Kafka does not answer.
+        """
+        ends = self._access.ends(read)
+        for topic, found in ends.items():
+            if found.unread:
+                raise AuditError(f"topic {topic} cannot be read any more: {found.unread}")
+        more = self._access.ends(others, patient=False)
+        ends |= {topic: found for topic, found in more.items() if not found.unread}
+        return ends, {topic: found.unread for topic, found in more.items() if found.unread}
+
     def _terms(self) -> StreamTerms:
         terms, home = self._settings.terms, self._home
         return StreamTerms(
@@ -262,7 +281,9 @@ class AuditStream:
             round(self._settings.keep_s * 1000),
             home.slot_ms,
             home.targets,
-            home.horizon(self._settings.names.half, self._settings.names.op),
+            home.horizon(self._settings.names.half, self._settings.names.op)._replace(
+                unread=frozenset(self._unread)
+            ),
         )
 
     # --- running -----------------------------------------------------------------------------
@@ -328,9 +349,9 @@ class AuditStream:
         """Tick, and wait until everything up to that was read; return whether to go on so."""
         tick = str(self._moment_ms).encode()
         self._now_ms = at_ms = self._ask(lambda: self._call(self._kafka.mark(self._tick_key, tick)))
-        wanted = [*self._topics(sources), *self._home.targets]
-        ends = self._ask(lambda: self._access.ends(wanted))
-        if any(topic in ends for topic in self._home.targets - sources.targets):
+        others = self._home.targets - sources.targets
+        ends, unread = self._ask(lambda: self._ends(self._topics(sources), others))
+        if any(topic in ends for topic in others) or unread.keys() != self._unread.keys():
             return False
         for topic in self._topics(sources):
             if topic not in ends:

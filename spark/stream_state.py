@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from txbroker.spark.judge import GRAVITY, judge, read_id
+from txbroker.spark.judge import GRAVITY, judge
 from txbroker.spark.life import CLOCKS_APART_MS
 from txbroker.spark.rows import (
     ALWAYS,
@@ -41,6 +41,7 @@ from txbroker.spark.rows import (
     VisibleRow,
     as_promoted,
     is_alone,
+    read_id,
 )
 
 RISES = 3
@@ -300,15 +301,15 @@ class Bucket:
         return changed
 
     def _examine(self, half: HalfRow, id_ms: int, entry: _Entry, row: list[Any]) -> None:
-        """Note the topic of a half message, and whether the message is void."""
-        if half.topic not in self._terms.targets:
-            self._heard.targets.add(half.topic)
+        """Note whether a half message is void, and the topic of one that is not."""
         if half.void is not None:
             return
         if abs(half.at_ms - id_ms) > self._terms.dedup_window_ms:
             row[_HALF_VOID] = "expired"
         elif half.dedup is not None and half.seq == 0 and self._repeats(half, entry.id):
             row[_HALF_VOID] = "dedup"
+        elif half.topic not in self._terms.targets:
+            self._heard.targets.add(half.topic)
 
     def _repeats(self, half: HalfRow, id: str) -> bool:
         """Say whether a `dedup_key` is another's, and remember whose it is."""
@@ -417,6 +418,8 @@ class Bucket:
             since_ms = max([judged.decided_at_ms, *parked_ms])
             ages_ms = (since_ms + after for after in (terms.late_after_ms, terms.lost_after_ms))
             waits.extend(age_ms + 1 for age_ms in ages_ms if age_ms >= self._moment_ms)
+            if "target_unreadable" in judged.findings:  # by then it may be readable
+                waits.append(self._moment_ms + terms.late_after_ms)
         elif judged.state == "pending" and judged.prepared_at_ms is not None:
             after_ms = [HalfRow(*row).after_ms or 0 for row in entry.rows.get("half", ())]
             age_ms = judged.prepared_at_ms + max(after_ms) + terms.overdue_after_ms

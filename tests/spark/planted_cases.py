@@ -323,6 +323,13 @@ async def torn(p: Planting) -> None:
     p.broken[p.names.op] += 2
 
 
+async def unreadable(p: Planting) -> None:
+    """What was committed to a target that nobody can read; void ones name nothing."""
+    half = await p.prepare(p.message("not/a/topic"))
+    await p.commit(half)
+    p.expect(half.id, "committed to an impossible name", "committed", "target_unreadable")
+
+
 RIGHT: tuple[Case, ...] = (
     pending,
     given_back,
@@ -355,6 +362,7 @@ WRONG: tuple[Case, ...] = (
     planted_faults.without_half,
     planted_faults.several,
     planted_faults.broken,
+    unreadable,
 )
 
 

@@ -169,6 +169,7 @@ class Logs:
     ) -> None:
         self.ends_at = {topic: len(records) for topic, records in topics.items()}
         self.starts_at = dict.fromkeys(topics, 0)
+        self.unread: set[str] = set()
         self.options: dict[str, str] = {}
         for topic, records in topics.items():
             frame(spark, records, topic).write.parquet(str(folder / "logs" / topic))
@@ -179,10 +180,11 @@ class Logs:
         """Return the ends of those that there are."""
         known = self.ends_at.keys() & set(topics)
         zeros = (0,) * PARTITION
-        return {
+        found = {
             t: TopicEnds(t, (*zeros, self.starts_at[t]), (*zeros, self.ends_at[t]), id=t)
             for t in known
         }
+        return found | {t: TopicEnds(t, (), (), unread="no right") for t in known & self.unread}
 
     def own_ends(self, topic: str) -> TopicEnds:
         """Return the ends of one."""
@@ -354,6 +356,37 @@ def test_a_target_that_does_not_exist_is_named_in_any_run(
     # What was committed a moment ago may be refused in the next one.
     logs.now_ms = lambda names: AT_MS + 60_000  # type: ignore[method-assign]
     assert audit(logs, "young", "full").drift == {}
+
+
+def test_a_target_that_is_not_readable_ends_no_run(
+    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
+) -> None:
+    _, prepared, marker, promoted = whole(1)
+    lost = whole(2)
+    undecided = Half(
+        make_id(PARTITION, AT_MS, 3), "g", (Message("a/b", b"k", b"v", (), PARTITION),)
+    )
+    foreign = Half(make_id(0, AT_MS, 4), "g", (Message("..", b"k", b"v", (), 0),))
+    topics = {
+        NAMES.half: [prepared, lost[1], encode_half(undecided)[0], encode_half(foreign)[0]],
+        NAMES.op: [marker, lost[2]],
+        NAMES.parked: [],
+        "orders": [promoted],
+    }
+    logs = Logs(spark, topics, tmp_path)
+    first = audit(logs, "parts")
+    assert first.drift.keys() & {"target_unreadable", "lost"} == {"lost"}
+    assert first.unread_targets == {"a/b": "no topic can have this name"}
+    logs.unread = {"orders"}
+    full = audit(logs, "full", "full")
+    assert full.drift == {"overdue": 1, "target_unreadable": 2}
+    assert full.unread_targets.keys() == {"a/b", "orders"}
+    assert audit(logs, "parts").drift == {"overdue": 1, "target_unreadable": 1}
+    assert "Targets not readable: a/b (no topic can have this name), " in drift_in_words(full)
+    assert "<code>orders</code> is not readable: no right." in render(full, [])
+    logs.unread = set()
+    for name in ("full", "parts"):
+        assert audit(logs, name).drift == {"overdue": 1, "lost": 1}
 
 
 @pytest.mark.parametrize("taken", [0, 2])

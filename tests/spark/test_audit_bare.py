@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from audit_facts import (
     COMMIT,
     HALF,
@@ -85,10 +86,26 @@ def test_overdue_is_what_was_due_long_ago_and_nobody_was_asked_of() -> None:
     for op in ([asked], [asked, given_back], [asked._replace(number=7)], [COMMIT]):
         visible = visible_rows(HALF) if op == [COMMIT] else []
         assert judged(op=op, visible=visible, now_ms=OVERDUE_MS + 1).findings == ()
-    for state in ("pending", "parked"):
-        copy = copy_rows(HALF, state)
-        assert judged(parked=copy, now_ms=OVERDUE_MS + 1).findings == ()
+    # A proxy copies what is still pending before retention takes the half message.
+    assert judged(parked=copy_rows(HALF, "pending"), now_ms=OVERDUE_MS + 1).findings == ("overdue",)
+    assert judged(parked=copy_rows(HALF, "parked"), now_ms=OVERDUE_MS + 1).findings == ()
     # A first check may have been made, and its marker be gone.
     horizon = Horizon(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
     assert judged(now_ms=OVERDUE_MS + 1, horizon=horizon).findings == ()
     assert judged(half_rows(void="expired"), now_ms=OVERDUE_MS + 1).findings == ()
+
+
+@pytest.mark.parametrize("name", ["secret", "a/b", "..", "x" * 300])
+def test_what_was_committed_to_a_target_that_is_not_readable_is_never_lost(name: str) -> None:
+    horizon = Horizon(unread=frozenset({"secret"}))
+    late_ms = START_MS + 100 + TERMS.lost_after_ms + 1
+    for now_ms in (START_MS + 100, late_ms):
+        found = judged(half_rows([name]), [COMMIT], now_ms=now_ms, horizon=horizon)
+        assert (found.findings, found.state, found.carry) == (
+            ("target_unreadable",), "committed", True
+        )  # fmt: skip
+    both = judged(half_rows([name, "t"]), [COMMIT], now_ms=late_ms, horizon=horizon)
+    assert both.findings == ("lost", "target_unreadable")
+    void = judged(half_rows([name], void="expired"), [COMMIT], now_ms=late_ms, horizon=horizon)
+    assert void.findings == ()
+    assert judged(half_rows([name]), now_ms=START_MS + 200, horizon=horizon).findings == ()

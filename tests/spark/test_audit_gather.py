@@ -13,7 +13,7 @@ from audit_facts import check_row, half_rows, op_row, parked_row, visible_rows
 from core_logs import PARTITION, START_MS, id_of
 
 from txbroker.spark import schema
-from txbroker.spark.judge import judge, read_id
+from txbroker.spark.judge import judge
 from txbroker.spark.rows import (
     ALWAYS,
     Content,
@@ -23,6 +23,7 @@ from txbroker.spark.rows import (
     ParkedRow,
     TransactionFacts,
     VisibleRow,
+    read_id,
 )
 from txbroker.spark.schema import Cut, TopicRead
 

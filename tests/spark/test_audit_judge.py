@@ -27,7 +27,7 @@ from hypothesis import given
 
 from txbroker.core.ids import parse_id
 from txbroker.spark import judge as judge_module
-from txbroker.spark.judge import GRAVITY, judge, read_id
+from txbroker.spark.judge import GRAVITY, judge
 from txbroker.spark.rows import (
     ALWAYS,
     Content,
@@ -38,6 +38,7 @@ from txbroker.spark.rows import (
     ParkedRow,
     TransactionFacts,
     VisibleRow,
+    read_id,
 )
 from txbroker.spark.schema import KIND_NAMES
 

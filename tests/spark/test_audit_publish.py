@@ -61,6 +61,7 @@ def test_what_was_not_told_before_is_told_with_what_is_found_now() -> None:
 def test_what_a_stream_did_not_judge_is_told() -> None:
     # Neither needs Spark to be there.
     stream = AuditStream.__new__(AuditStream)
+    stream._unread = {}
     stream._sink = cast(Sink, SimpleNamespace(progress=Progress(strangers=3)))
     stream._home = Home(name="n", installation="half", started_ms=5, buckets=1, slot_ms=1)
     stream._judged_ms = 0

@@ -265,6 +265,34 @@ def test_a_first_check_that_is_never_made_is_overdue_by_the_moment_and_heals(
     assert stream.told == [(tx.id, "overdue")]
 
 
+def test_void_half_messages_name_no_targets(stream: Stream) -> None:
+    far, astray = Tx(topic="a"), Tx(randomness=2, topic="b", void="id")
+    assert stream.read(far.half(T0 + TERMS.dedup_window_ms + 1), astray.half()).targets == set()
+    assert stream.read(Tx(randomness=3, topic="c").half()).targets == {"c"}
+
+
+def test_a_target_that_is_not_readable_is_told_and_lost_once_it_is(stream: Stream) -> None:
+    readable = stream.terms
+    stream.terms = readable._replace(horizon=Horizon(unread=frozenset({TARGET})))
+    tx = Tx()
+    stream.read(tx.half(), tx.op())
+    stream.go(TERMS.lost_after_ms + 1000)
+    assert stream.told == [(tx.id, "target_unreadable")]
+    stream.terms = readable
+    stream.go(TERMS.late_after_ms + 1000)
+    assert stream.told == [(tx.id, "target_unreadable"), (tx.id, "lost")]
+    assert stream.drift == {"target_unreadable": 0, "lost": 1}
+
+
+def test_a_pending_one_that_was_copied_is_overdue(stream: Stream) -> None:
+    tx = Tx()
+    held = {"partition": 0, "offset": 9, "at_ms": T0, "seq": 0, "state": "pending"}
+    stream.read(tx.half(), Fact("parked", tx.id, {**held, "tombstone": False}))
+    stream.moment_ms = T0 + 6000 + TERMS.overdue_after_ms
+    stream.go(1)
+    assert stream.told == [(tx.id, "overdue")]
+
+
 def test_what_is_pending_is_never_forgotten(stream: Stream) -> None:
     tx = Tx()
     stream.read(tx.half())

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from aiokafka.protocol.offset import OffsetRequest
 from msgspec import Struct
 
-from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.admin import Admin
 from txbroker.kafka.client import (
     Client,
     KafkaRefused,
-    NotSent,
     Patience,
     TopicFacts,
     Unanswered,
@@ -23,11 +21,16 @@ from txbroker.kafka.client import (
 from txbroker.kafka.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.topic_ids import topic_ids
+from txbroker.kafka.wire import NO_RIGHTS_TOLD, RightsRequest
 
 _LANE = "audit"
 _CONSUMER = -1
 _EARLIEST, _LATEST = -2, -1
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
+
+_READ = 1 << 3
+"""The bit of the right to read."""
+_NOT_THERE = (Code.UNKNOWN_TOPIC_OR_PARTITION, Code.INVALID_TOPIC)
 
 _APPEND_TIME = "LogAppendTime"
 
@@ -41,7 +44,8 @@ class TopicBounds(Struct, frozen=True):
     stable offset may be committed and cannot be read yet. `append_time`: whether the broker's clock
     gives the timestamps; taken for granted where settings may not be read. `kept_ms`: so long
     retention leaves a record, by its timestamp; 0 where size or compaction may take it sooner.
-    `id`: another one for each topic that is made, also under a name used before."""
+    `id`: another one for each topic that is made, also under a name used before. `unread`: why the
+    topic cannot be read, empty where it can; `passing`: whether that may change by itself."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -50,6 +54,8 @@ class TopicBounds(Struct, frozen=True):
     append_time: bool = True
     kept_ms: int = 0
     id: str = ""
+    unread: str = ""
+    passing: bool = False
 
 
 class AuditAccess:
@@ -72,14 +78,20 @@ class AuditAccess:
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()
 
-    async def bounds(self, topics: Iterable[str]) -> dict[str, TopicBounds]:
+    async def bounds(
+        self, topics: Iterable[str], *, patient: bool = True
+    ) -> dict[str, TopicBounds]:
         """Return what of topics can be read; those that do not exist are left out.
 
-        The starts are asked for before the ends, and these last of all.
+        The starts are asked for before the ends, and these last of all. One topic that cannot be
+        read, for want of a right or a leader, says so in its `unread` and does not affect others.
+
+        Args:
+            topics: their names.
+            patient: whether to wait, for as long as for a write, for a topic that has no leader.
 
         Raises:
-            ConfigurationError: no right to a topic.
-            KafkaUnavailable: Kafka does not answer, or a partition has no leader.
+            KafkaUnavailable: Kafka does not answer.
         """
         names = sorted(set(topics))
         if not names:
@@ -89,23 +101,35 @@ class AuditAccess:
         )
         while True:
             try:
-                return await self._bounds(names)
+                found = await self._bounds(names)
             except KafkaUnavailable as error:
                 if not may_pass(error) or not await patience.pause():
                     raise
+                continue
+            passing = patient and any(each.passing for each in found.values())
+            if not passing or not await patience.pause():
+                return found
 
     async def _bounds(self, names: list[str]) -> dict[str, TopicBounds]:
         found = await self._client.refresh(names)
-        there = {name: found[name] for name in names if _exists(name, found.get(name))}
+        rights = await self._client.ask_any(RightsRequest(names), _LANE)
+        denied = {
+            topic
+            for error, topic, *_, bits in rights.topics
+            if error == Code.NONE and bits != NO_RIGHTS_TOLD and not bits & _READ
+        }
+        there = {name: facts for name, facts in found.items() if facts.error not in _NOT_THERE}
+        unread = {name: _unread(facts, name in denied) for name, facts in there.items()}
+        bounds = {name: why for name, why in unread.items() if why is not None}
+        there = {name: facts for name, facts in there.items() if name not in bounds}
+        starts = await self._offsets(there, _EARLIEST, _READ_UNCOMMITTED, bounds)
+        high = await self._offsets(there, _LATEST, _READ_UNCOMMITTED, bounds)
+        ends = await self._offsets(there, _LATEST, _READ_COMMITTED, bounds)
+        there = {name: facts for name, facts in there.items() if name not in bounds}
         if not there:
-            return {}
-        leaders = _leaders(there)
-        starts = await self._offsets(leaders, _EARLIEST, _READ_UNCOMMITTED)
-        high = await self._offsets(leaders, _LATEST, _READ_UNCOMMITTED)
-        ends = await self._offsets(leaders, _LATEST, _READ_COMMITTED)
+            return bounds
         all_configs = await Admin(self._client).configs(there)
         ids = await topic_ids(self._client, list(there))
-        bounds = {}
         for name, facts in there.items():
             if name not in ids:
                 raise KafkaRefused(Code.UNKNOWN_TOPIC_OR_PARTITION, f"{name} was just deleted")
@@ -122,32 +146,35 @@ class AuditAccess:
         return bounds
 
     async def _offsets(
-        self, leaders: Mapping[_Place, int], which: int, isolation: int
+        self,
+        topics: Mapping[str, TopicFacts],
+        which: int,
+        isolation: int,
+        unread: dict[str, TopicBounds],
     ) -> dict[_Place, int]:
-        """Ask each broker once for all partitions that it leads."""
+        """Ask each broker once for all partitions that it leads; add to `unread` the topics of
+        which one was refused, and do not ask for those that are in it."""
         asked: dict[int, dict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-        for (topic, partition), leader in leaders.items():
-            asked[leader][topic].append((partition, which))
+        missing = set[_Place]()
+        for topic, facts in topics.items():
+            for partition, fact in facts.partitions.items():
+                if topic not in unread:
+                    asked[fact.leader][topic].append((partition, which))
+                    missing.add((topic, partition))
         offsets: dict[_Place, int] = {}
-        for leader, topics in asked.items():
-            request = OffsetRequest(_CONSUMER, isolation, list(topics.items()))
-            offsets |= self._told(await self._client.ask(leader, request, _LANE))
-        missing = leaders.keys() - offsets.keys()
+        for leader, of_leader in asked.items():
+            request = OffsetRequest(_CONSUMER, isolation, list(of_leader.items()))
+            answer = await self._client.ask(leader, request, _LANE)
+            for topic, partitions in answer.topics:
+                for partition, code, *_, offset in partitions:
+                    missing.discard((topic, partition))
+                    offsets[topic, partition] = int(offset)
+                    if code in LEADER_MOVED:
+                        self._client.forget_leader(topic, partition)
+                    if code != Code.NONE:
+                        unread[topic] = _refused(code)
         if missing:
             raise Unanswered(f"Kafka did not say where {min(missing)} begins and ends")
-        return offsets
-
-    def _told(self, answer: Any) -> dict[_Place, int]:
-        offsets: dict[_Place, int] = {}
-        for topic, partitions in answer.topics:
-            for partition, code, *_, offset in partitions:
-                if code in LEADER_MOVED:
-                    self._client.forget_leader(topic, partition)
-                if code == Code.TOPIC_AUTHORIZATION_FAILED:
-                    raise _no_right(topic)
-                if code != Code.NONE:
-                    raise KafkaRefused(code)
-                offsets[topic, partition] = int(offset)
         return offsets
 
 
@@ -159,27 +186,23 @@ def kept_ms(configs: Mapping[str, str]) -> int:
     return max(int(configs.get("retention.ms", "0")), 0)
 
 
-def _exists(topic: str, facts: TopicFacts | None) -> bool:
-    if facts is None or facts.error in (Code.UNKNOWN_TOPIC_OR_PARTITION, Code.INVALID_TOPIC):
-        return False
-    if facts.error == Code.TOPIC_AUTHORIZATION_FAILED:
-        raise _no_right(topic)
+def _unread(facts: TopicFacts, denied: bool) -> TopicBounds | None:
+    """Return why a topic that exists cannot be read, None where it can."""
     if facts.error not in (Code.NONE, Code.LEADER_NOT_AVAILABLE):
-        raise KafkaRefused(facts.error, f"topic {topic}: {describe(facts.error)}")
-    return True
+        return _refused(facts.error)
+    if denied:
+        return _refused(Code.TOPIC_AUTHORIZATION_FAILED)
+    for partition, fact in sorted(facts.partitions.items()):
+        if fact.leader < 0:
+            return _without(f"partition {partition} has no leader", passing=True)
+    return None
 
 
-def _leaders(topics: Mapping[str, TopicFacts]) -> dict[_Place, int]:
-    leaders = {}
-    for topic, facts in topics.items():
-        for partition, fact in facts.partitions.items():
-            if fact.leader < 0:
-                raise NotSent(f"partition {partition} of {topic} has no leader")
-            leaders[topic, partition] = fact.leader
-    return leaders
+def _refused(code: int) -> TopicBounds:
+    if code == Code.TOPIC_AUTHORIZATION_FAILED:
+        return _without("no right to it: grant Describe and Read on it to the audit")
+    return _without(describe(code), passing=may_pass(KafkaRefused(code)))
 
 
-def _no_right(topic: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"no right to topic {topic}: grant Describe and Read on it to the audit"
-    )
+def _without(why: str, *, passing: bool = False) -> TopicBounds:
+    return TopicBounds((), (), compacted=False, unread=why, passing=passing)
