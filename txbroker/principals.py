@@ -290,7 +290,7 @@ def read_principals(path: Path) -> Directory:
         raise ConfigurationError(f"{where} is larger than {FILE_BYTES_MAX} bytes")
     try:
         found = tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{where} is not TOML: {error}") from None
     tables = found.pop("principals", {})
     if found or not isinstance(tables, dict):
