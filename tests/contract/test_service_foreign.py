@@ -69,7 +69,7 @@ async def test_a_partition_that_stopped_goes_on_once_a_record_is_passed_over(
     await until(lambda: states(service, "newer", "newer"))
     readyz = await service.get("/readyz")
     assert "docs/operate/repair.md" in readyz["problems"][0]
-    written = (("checkpoint", checkpoint, newer.key), ("op", op, b"x"))
+    written = (("checkpoint", checkpoint, newer.key), ("op", op, id))
     for partition, (log, name, key) in enumerate(written):
         record = [each for each in await world.visible(name, partition) if each.key == key][-1]
         skip = encode_skip(log, record, "me", "a test")

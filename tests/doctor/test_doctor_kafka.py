@@ -164,13 +164,24 @@ def test_a_dead_group_and_one_that_answers(dev: Dev) -> None:
     server = HTTPServer(("127.0.0.1", 0), Endpoint)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    secret = dev.data_dir.with_name(SECRETS) / "live"
-    secret.write_text("s3cret")
+    secrets = dev.data_dir.with_name(SECRETS)
+    for group in ("live", "dead"):
+        (secrets / group).write_text("s3cret")
     url = f"http://127.0.0.1:{server.server_port}/check?token={QUERY}"
-    register = ("groups", "register", "--yes", "--secret-ref", f"file:{secret}", "--check-url")
+    register = ("groups", "register", "--yes", "--check-url")
     try:
-        assert cli(dev, *register, url, "live").code == 0
-        assert cli(dev, *register, "http://127.0.0.1:9/", "dead").code == 0
+        assert cli(dev, *register, url, "live", "--secret-ref", f"file:{secrets}/live").code == 0
+        assert (
+            cli(
+                dev,
+                *register,
+                "http://127.0.0.1:9/",
+                "dead",
+                "--secret-ref",
+                f"file:{secrets}/dead",
+            ).code
+            == 0
+        )
         found = shown(doctor(dev, "-o", "json"))["groups-reachable"]
         names = [line.partition(":")[0] for line in found["details"]]
         assert (found["level"], names) == ("fails", ["dead", "shop"])
