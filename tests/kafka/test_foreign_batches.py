@@ -84,15 +84,17 @@ async def test_what_does_not_decode_stops_nothing(
                     await produce(service, topic, raw(bytes(100 << 20), gzip=True))
             await works(service)
             assert await service.door.repair().find() == []
+            # A stop writes down how far the logs were read; a checkpoint is read at each claim.
+            for name in ("half", "op"):
+                assert await service.metric("foreign_records_total", topic=name) > 0
             await service.stop()
-            caplog.clear()
             await service.start()
             await works(service)
-            for name in ("half", "op", "checkpoint"):
-                assert await service.metric("foreign_records_total", topic=name) > 0
+            assert await service.metric("foreign_records_total", topic="checkpoint") > 0
             told = [one for one in caplog.messages if "batch of another client set aside" in one]
-            count = 1 if kind == "producer" else 0
-            assert [sum(topic in one for one in told) for topic in topics[:4]] == [count] * 4
+            # Once for each topic and process that has read it.
+            times = [sum(topic in one for one in told) for topic in topics[:4]]
+            assert all(1 <= each <= 2 for each in times) if kind == "producer" else not any(times)
         finally:
             await service.stop()
 
