@@ -329,7 +329,7 @@ async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
     assert (await commit(owner, first.id, messages=first.messages)).decision == "commit"
     assert (await roll_back(owner, second.id)).state == "rolled_back"
     await until(lambda: world.visible() == ["first"])
-    assert known(owner, first.id).state == "promoted"
+    await until(lambda: known(owner, first.id).state == "promoted")
 
 
 async def test_a_committed_one_that_was_not_promoted_is_refused_over_restarts(world: World) -> None:
