@@ -75,21 +75,24 @@ class Dev:
 
     def children(self) -> list[int]:
         """Its children and theirs, by process id."""
-        found, todo = [], [self.process.pid]
-        while todo:
-            path = Path(f"/proc/{todo.pop()}/task")
-            for task in path.glob("*/children"):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    below = [int(pid) for pid in task.read_text().split()]
-                    found += below
-                    todo += below
-        return found
+        return descendants(self.process.pid)
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Send it a signal; return its exit code and what else it wrote to stdout."""
         self.process.send_signal(number)
         out, _ = self.process.communicate(timeout=60)
         return self.process.returncode, out.decode()
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process and theirs; those that end meanwhile are left out."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in list(Path(f"/proc/{pid}/task").iterdir()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for child in map(int, (thread / "children").read_text().split()):
+                    found += [child, *descendants(child)]
+    return found
 
 
 def until_gone(pids: list[int], deadline_s: float = 20.0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from cli_stub import Asked, Reply, Stub, error
-from cli_world import TXBROKER, Call, Dev, until_gone
+from cli_world import TXBROKER, Call, Dev, descendants, until_gone
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 
@@ -219,16 +218,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def below(pid: int) -> list[int]:
-    """Return the children of a process and theirs."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *below(child)]
-    return found
-
-
 def test_its_own_kafka_and_proxy(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -249,7 +238,7 @@ def test_an_end_at_any_time_leaves_nothing_running(
     children: list[int] = []
     while len(children) < 2:  # Kafka's watcher and Java
         assert process.poll() is None
-        children = below(process.pid)
+        children = descendants(process.pid)
     process.send_signal(number)
     out, err = process.communicate(timeout=100)
     until_gone(children)

@@ -48,12 +48,11 @@ def stopped(kafka: EmbeddedKafka) -> Iterator[None]:
 
 
 def _is_stopped(pid: int) -> bool:
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in _threads(pid)]
-    return set(states) == {"T"}
-
-
-def _threads(pid: int) -> list[Path]:
-    return list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    try:
+        threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # a thread ended while it was read
+    return {stat.rpartition(")")[2].split()[0] for stat in threads} == {"T"}
 
 
 def claim(name: str) -> Claim:
