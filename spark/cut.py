@@ -10,9 +10,11 @@ from msgspec import Struct
 
 from txbroker.config import Settings
 from txbroker.core.audit import BATCH_TICK_KEY
+from txbroker.core.records import Record
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.audit import KafkaAuditWriter
 from txbroker.kafka.audit_access import AuditAccess, TopicBounds
+from txbroker.kafka.audit_records import some_records
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.wiring import kafka_settings
 from txbroker.spark.errors import AuditError
@@ -119,6 +121,17 @@ class KafkaAccess:
         if at_ms < 0:
             raise _clockless(names.audit)
         return at_ms
+
+    def some(self, topic: str, partition: int, position: int, end: int) -> tuple[list[Record], int]:
+        """Return committed records from an offset on, some tens of MiB, and where to go on.
+
+        Raises:
+            AuditError: Kafka does not answer, or retention took them.
+        """
+        try:
+            return _run(some_records(self.settings, topic, partition, position, end))
+        except KafkaUnavailable as error:
+            raise AuditError(f"{topic} cannot be read: {error}. Run the audit again") from None
 
     async def _tick(self, audit_topic: str) -> int:
         async with KafkaAuditWriter(self.settings) as writer:

@@ -1,10 +1,11 @@
 """Facts out of Kafka records: Spark SQL expressions that read what `txbroker.core.codec` writes.
 
-Every function takes a DataFrame of the Kafka source, batch or streaming, and returns one narrow
-row for each record. Where that does not read, `why` says so, and `own` whether it is one of ours;
-`why` is null for all others. No body goes on, only 64-bit hashes: those of a half message and of
-the record that was promoted from it are equal where nothing was changed. No record may raise an
-error here: in ANSI mode that ends the whole run. So texts become numbers by `try_cast` only.
+Every function takes a DataFrame of the Kafka source, batch or streaming, behind `with_at_ms`, and
+returns one narrow row for each record. Where that does not read, `why` says so, and `own` whether
+it is one of ours; `why` is null for all others. No body goes on, only 64-bit hashes: those of a
+half message and of the record that was promoted from it are equal where nothing was changed. No
+record may raise an error here: in ANSI mode that ends the whole run. So texts become numbers by
+`try_cast` only.
 """
 
 from collections.abc import Sequence
@@ -67,9 +68,9 @@ def _not(condition: Column) -> Column:
     return ~F.coalesce(condition, F.lit(False))
 
 
-def at_ms() -> Column:
-    """Return the timestamp of a record of the Kafka source, ms since 1970."""
-    return F.unix_millis("timestamp")
+def with_at_ms(records: DataFrame) -> DataFrame:
+    """Return records of the Kafka source with their timestamps in ms since 1970, as `at_ms`."""
+    return records.withColumn("at_ms", F.unix_millis("timestamp")).drop("timestamp")
 
 
 # --- whose a record is --------------------------------------------------------------------------
@@ -283,7 +284,7 @@ def half_facts(records: DataFrame) -> DataFrame:
     }
     facts = part.records.select(
         part.id.alias("id"),
-        *_base(),
+        *_BASE,
         part.grp.alias("grp"),
         part.seq.alias("seq"),
         part.count.alias("count"),
@@ -416,7 +417,7 @@ def op_facts(records: DataFrame) -> DataFrame:
     )
     newer = F.when(~plain, json.is_newer())
     read = part.records.select(
-        *_base(),
+        *_BASE,
         marker.alias("marker"),
         F.when(is_content, content).alias("content"),
         F.when(is_content, part.count).alias("content_count"),
@@ -522,7 +523,7 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
         id.alias("id"),
         id_time_ms(id).alias("id_ms"),
         "topic",
-        *_base(),
+        *_BASE,
         F.when(ours, seq).otherwise(0).alias("seq"),
         F.when(ours, count).otherwise(1).alias("count"),
         body_hash(F.col("key"), F.col("value")).alias("body"),
@@ -551,6 +552,8 @@ def parked_facts(records: DataFrame) -> DataFrame:
     tombstone = F.col("value").isNull()
     # Key and null value of the user's message lie in headers, as these are the transaction's.
     value = F.when(part.optional("txb-tombstone").isNull(), F.col("value"))
+    kept_text = part.optional("txb-kept").cast("string")
+    kept = F.from_json(kept_text, f"state string, half bigint, at_ms bigint, {_CAUSE}", _JSON)
     held = {
         "grp": part.grp,
         "count": part.count,
@@ -559,9 +562,8 @@ def parked_facts(records: DataFrame) -> DataFrame:
         "body": body_hash(part.optional("txb-key"), value),
         "headers": headers_hash(part.user_headers),
         "timestamp_ms": part.timestamp_ms,
+        "due_ms": F.try_add(kept["at_ms"], part.seconds_ms(0, CheckPolicy().after_s)),
     }
-    kept_text = part.optional("txb-kept").cast("string")
-    kept = F.from_json(kept_text, f"state string, half bigint, at_ms bigint, {_CAUSE}", _JSON)
     readable = kept_text.isNull() | (
         kept["state"].isin(*State) & kept["half"].isNotNull() & kept["at_ms"].isNotNull()
     )
@@ -584,7 +586,7 @@ def parked_facts(records: DataFrame) -> DataFrame:
     return part.records.select(
         id.alias("id"),
         id_time_ms(id).alias("id_ms"),
-        *_base(),
+        *_BASE,
         number.try_cast("int").alias("seq"),
         F.when(~tombstone, kept["state"]).alias("state"),
         F.when(~tombstone, kept["cause"]["code"]).alias("cause"),
@@ -593,7 +595,3 @@ def parked_facts(records: DataFrame) -> DataFrame:
         why.alias("why"),
         _own(why, ours).alias("own"),
     )
-
-
-def _base() -> tuple[Column, ...]:
-    return F.col("partition"), F.col("offset"), at_ms().alias("at_ms")

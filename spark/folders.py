@@ -83,15 +83,23 @@ def runs_in(spark: "SparkSession", folder: str) -> frozenset[str]:
     Raises:
         ConfigurationError: the file system does not answer or refuses.
     """
-    kind = folder.rpartition("/")[0]
-    if not exists(spark, kind):
-        return frozenset()
-    where, files = _located(spark, kind)
-    try:
-        names = [str(each.getPath().getName()) for each in files.listStatus(where)]
-    except Exception as error:
-        raise _unusable(kind, error) from None
+    names = names_in(spark, folder.rpartition("/")[0])
     return frozenset(name.removeprefix("run=") for name in names)
+
+
+def names_in(spark: "SparkSession", path: str) -> list[str]:
+    """Return the names of what is in a folder; none where there is no such folder.
+
+    Raises:
+        ConfigurationError: the file system does not answer or refuses.
+    """
+    if not exists(spark, path):
+        return []
+    where, files = _located(spark, path)
+    try:
+        return [str(each.getPath().getName()) for each in files.listStatus(where)]
+    except Exception as error:
+        raise _unusable(path, error) from None
 
 
 def replace(spark: "SparkSession", path: str, old: str) -> None:

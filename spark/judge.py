@@ -342,8 +342,8 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
             else:
                 life.found.pop("not_kept", None)
                 state, carry = "gone", False
-        elif _has_all_markers(parts, prepared_ms, terms, horizon):
-            _hold_overdue(life, facts, terms)
+        elif state == "pending" and _has_all_markers(parts, prepared_ms, terms, horizon):
+            _hold_overdue(life, facts, life.next_check_ms(), terms)
     elif life.state == "rolled_back":
         state, carry = "rolled_back", False
         if visible:
@@ -365,7 +365,9 @@ def _has_all_markers(parts: IdParts, prepared_ms: int, terms: TermsLike, horizon
     return begin_ms is None or prepared_ms > begin_ms + terms.dedup_window_ms
 
 
-def _hold_overdue(life: Life, facts: TransactionFacts, terms: TermsLike) -> None:
+def _hold_overdue(
+    life: Life, facts: TransactionFacts, due_ms: int | None, terms: TermsLike
+) -> None:
     """Note that nobody was ever asked, though that was due long ago, and that it was never parked.
 
     The logs do not tell whether anybody of the group could be reached, so this waits for longer
@@ -373,9 +375,9 @@ def _hold_overdue(life: Life, facts: TransactionFacts, terms: TermsLike) -> None
     still pending, before retention takes the half message.
     """
     parked = any(row.state not in (None, "pending") for row in facts.parked)
-    if life.state != "pending" or parked or any(row.kind == "check" for row in facts.op):
+    if due_ms is None or parked or any(row.kind in ("check", "park") for row in facts.op):
         return
-    since_ms = terms.now_ms - life.next_check_ms()
+    since_ms = terms.now_ms - due_ms
     if since_ms > terms.overdue_after_ms:
         life.found["overdue"] = f"the first check was due {since_ms // 1000} s ago"
 
@@ -476,7 +478,10 @@ def _undecided_copy(
     state, visible = copy.state or "gone", facts.visible
     parts = read_id(facts.id)
     assert parts is not None
+    has_all = _has_all_markers(parts, parts.time_ms, terms, horizon)
     if not visible:
+        if state == "pending" and has_all:
+            _hold_overdue(life, facts, copy.newest[0].due_ms, terms)
         return state, True
     if state in ("refused", "committed"):
         # It was committed, and the marker is gone.
@@ -485,7 +490,7 @@ def _undecided_copy(
         if state == "refused":
             _hold_refused(life, visible, copy, terms, horizon)
         return state, True
-    if parts.time_ms <= horizon.op_begin_ms.get(parts.partition, -1) + terms.dedup_window_ms:
+    if not has_all:
         return "gone", False
     life.found["visible_without_commit"] = _shown(visible)
     return state, True

@@ -210,6 +210,7 @@ class ParkedRow(NamedTuple):
     body: int | None = None
     headers: int | None = None
     timestamp_ms: int | None = None
+    due_ms: int | None = None
 
 
 class TransactionFacts(NamedTuple):

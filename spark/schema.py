@@ -49,10 +49,10 @@ a user's header of a single message. Other records of a target topic are none of
 PARKED = """
     id string, id_ms bigint, partition int, offset bigint, seq int, at_ms bigint, state string,
     cause string, tombstone boolean, grp string, count int, topic string, target_partition int,
-    body bigint, headers bigint, timestamp_ms bigint
+    body bigint, headers bigint, timestamp_ms bigint, due_ms bigint
 """
 """One row for each record of the parked topic. The columns behind `tombstone` are what the copy
-holds, as in `HALF`; null in a tombstone."""
+holds, as in `HALF`, and when its first check was due; null in a tombstone."""
 
 BROKEN = """
     topic string, partition int, offset bigint, at_ms bigint, why string, own boolean

@@ -11,7 +11,7 @@ the survey of a table finds what a single record cannot tell.
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,8 +28,15 @@ from txbroker.spark.clock import LogClock, Surveyed, survey, with_clock
 from txbroker.spark.cut import KafkaAccess, TopicEnds, held, read_on, read_target, to_end
 from txbroker.spark.dedup import dedup_voids
 from txbroker.spark.errors import AuditError
-from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts
-from txbroker.spark.folders import exists, replace
+from txbroker.spark.facts import (
+    half_facts,
+    op_facts,
+    parked_facts,
+    visible_facts,
+    with_at_ms,
+)
+from txbroker.spark.far import OVERFLOW, Far, around, as_row, chunks, find_far
+from txbroker.spark.folders import exists, names_in, remove, replace
 from txbroker.spark.replaced import with_contents
 from txbroker.spark.schema import Cut, Names, Terms, TopicRead
 from txbroker.spark.spread import setting, spread
@@ -42,10 +49,11 @@ _FETCH_BYTES = 8 << 20
 _CODEC = {"compression": "zstd", "parquet.compression.codec.zstd.level": "1"}
 
 
-_KAFKA = """
-    key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp,
+KAFKA = """
+    key binary, value binary, topic string, partition int, offset bigint, at_ms bigint,
     timestampType int, headers array<struct<key: string, value: binary>>
 """
+"""A record of the Kafka source, its timestamp as Kafka has it."""
 
 
 class Staged(Struct, frozen=True):
@@ -115,8 +123,8 @@ class _Stage:
         # After the targets' ends: what is promoted from there in between is settled, not refused
         # and visible.
         parked = self._read_on(self._access.own_ends(names.parked))
-        self._write("parked", parked_facts(self._records((parked,))))
-        self._write("visible", visible_facts(self._records(targets), names.prefix))
+        self._write("parked", parked_facts, (parked,))
+        self._write("visible", lambda records: visible_facts(records, names.prefix), targets)
 
         op_now = self._access.own_ends(names.op)
         # What retention has taken of it meanwhile is not there to be read.
@@ -196,10 +204,11 @@ class _Stage:
     # --- writing -----------------------------------------------------------------------------
 
     def _write_half(self, read: TopicRead, clock: LogClock, *, early: bool) -> None:
-        facts = half_facts(self._records((read,)))
-        facts = facts.withColumn("clock_ms", clock.unless_back())
-        facts = facts.withColumn("void", self._void()).withColumn("early", F.lit(early))
-        self._write("half", facts)
+        def facts(records: DataFrame) -> DataFrame:
+            clocked = half_facts(records).withColumn("clock_ms", clock.unless_back())
+            return clocked.withColumn("void", self._void()).withColumn("early", F.lit(early))
+
+        self._write("half", facts, (read,))
 
     def _void(self) -> Column:
         """Return why a half message is void by itself, or by the log clock."""
@@ -209,26 +218,56 @@ class _Stage:
 
     def _write_op(self, read: TopicRead, clock: LogClock, early: Sequence[int]) -> None:
         ends = F.array(*[F.lit(end).cast("bigint") for end in early])
-        facts = op_facts(self._records((read,)))
-        facts = facts.withColumn("clock_ms", clock.unless_back())
         is_early = F.col("offset") < F.get(ends, F.col("partition"))
-        facts = facts.withColumn("early", F.coalesce(is_early, F.lit(False)))
         none = F.lit(None).cast(_types("op")["contents"].dataType)
-        self._write("op", facts.withColumn("contents", none))
 
-    def _write(self, name: str, facts: DataFrame) -> None:
-        """Write a table as it comes from the topic, with `why` and what else helps to settle it."""
+        def facts(records: DataFrame) -> DataFrame:
+            clocked = op_facts(records).withColumn("clock_ms", clock.unless_back())
+            return clocked.withColumn("early", F.coalesce(is_early, F.lit(False))).withColumn(
+                "contents", none
+            )
+
+        self._write("op", facts, (read,))
+
+    def _write(
+        self, name: str, facts: Callable[[DataFrame], DataFrame], reads: Sequence[TopicRead]
+    ) -> None:
+        """Write a table as it comes from its topics, with `why` and what helps to settle it."""
+        path = self._path(name)
+        there = names_in(self._spark, path)
+        try:
+            self._append(name, facts(self._records(reads)))
+        except (Py4JJavaError, PySparkException) as error:
+            far = find_far(self._access, reads) if OVERFLOW in str(error) else {}
+            if not far:
+                raise
+            # Committers that put each task's files in place leave those of a write that failed.
+            for left in set(names_in(self._spark, path)).difference(there):
+                remove(self._spark, f"{path}/{left}")
+            for records in self._around(reads, far):
+                self._append(name, facts(records))
+
+    def _append(self, name: str, facts: DataFrame) -> None:
         columns = _types(name).names
         helping = [column for column in facts.columns if column not in columns]
         with _in_words():
             rows = facts.select(*columns, *helping)
             rows.write.mode("append").options(**_CODEC).parquet(self._path(name))
 
+    def _around(self, reads: Sequence[TopicRead], far: Far) -> Iterator[DataFrame]:
+        """Yield the records of topics; those that Spark's connector fails on are read by us."""
+        for part in around(reads, far):
+            yield self._records(part)
+        for (topic, partition), (first, last) in far.items():
+            for records in chunks(self._access, topic, partition, first, last):
+                rows = [as_row(topic, partition, record) for record in records]
+                yield self._spark.createDataFrame(rows, KAFKA)
+
     def _records(self, reads: Sequence[TopicRead]) -> DataFrame:
         """Return the records of topics, each between the offsets to be read."""
         reads = [read for read in reads if read.ends != read.begins]
         if not reads:
-            return self._spark.createDataFrame([], _KAFKA)
+            return self._spark.createDataFrame([], KAFKA)
         count = sum(map(_count, reads))
         cores = self._spark.sparkContext.defaultParallelism
         tasks = max(1, min(2 * cores, count // _RECORDS_MIN), count // _RECORDS_MAX)
@@ -244,7 +283,7 @@ class _Stage:
             "kafka.max.partition.fetch.bytes": str(_FETCH_BYTES),
             "minPartitions": str(tasks),
         }
-        return self._load(options)
+        return with_at_ms(self._load(options))
 
     def _load(self, options: Mapping[str, str]) -> DataFrame:
         """Return what the Kafka source reads, through its newer interface.
@@ -397,12 +436,6 @@ _SENTENCES = (
         TAKEN_BY_RETENTION,
         "retention took records while they were read: run the audit again; if it comes again, the "
         "retention of a topic is shorter than an audit takes",
-    ),
-    (
-        r"long overflow[\s\S]*millisToMicros",
-        "a target holds a record whose timestamp is beyond the year 294247, which Spark's Kafka "
-        "connector cannot read: delete it (kafka-delete-records.sh), or wait until retention has, "
-        "and lower message.timestamp.after.max.ms of the topic",
     ),
     (
         r"(?:UnknownTopicOrPartition|does not host this topic)",

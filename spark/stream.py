@@ -31,11 +31,13 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.drift import KafkaDrift
 from txbroker.spark.cut import KafkaAccess, TopicEnds
 from txbroker.spark.errors import AuditError
+from txbroker.spark.far import OVERFLOW
 from txbroker.spark.publish import publish
 from txbroker.spark.rows import ALWAYS, can_be_topic
 from txbroker.spark.schema import Names, RunSummary, Terms
 from txbroker.spark.spread import spread
 from txbroker.spark.stage import TAKEN_BY_RETENTION
+from txbroker.spark.stream_around import read_around
 from txbroker.spark.stream_home import Home, Taken, read_home, write_home
 from txbroker.spark.stream_plan import STATE_CONF, Sources, plan, ship_by_value
 from txbroker.spark.stream_sink import Calls, Sink
@@ -293,13 +295,24 @@ class AuditStream:
             ship_by_value()
             while not self._stop.is_set():
                 with in_words(None), gaps_in_words():
-                    self._follow_once()
+                    self._follow()
         except BaseException as error:
             self._failure = error if isinstance(error, TxbrokerError) else _unexpected(error)
         finally:
             with contextlib.suppress(Exception):
                 self._call(self._kafka.__aexit__())
             self._call.close()
+
+    def _follow(self) -> None:
+        """Run the query once; where it fails on a timestamp, have the next one read around it."""
+        try:
+            self._follow_once()
+        except (Py4JError, PySparkException) as error:
+            if OVERFLOW not in str(error):
+                raise
+            checkpoint, aside = self._settings.checkpoint, self._sink.set_aside
+            if not read_around(self._spark, checkpoint, self._access, aside):
+                raise
 
     def _follow_once(self) -> None:
         """Run the query until it has to be started anew, or is stopped."""

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from txbroker.spark import judge, life, rows, stream_processor, stream_state
-from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts
+from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts, with_at_ms
 from txbroker.spark.schema import Names
 from txbroker.spark.stream_processor import BROKEN, OUTPUT, TICK, TransactionProcessor
 from txbroker.spark.stream_state import StreamTerms
@@ -116,7 +116,7 @@ def _read(
     }
     if limited:
         options["maxOffsetsPerTrigger"] = str(sources.records_max)
-    return spark.readStream.format("kafka").options(**options).load()
+    return with_at_ms(spark.readStream.format("kafka").options(**options).load())
 
 
 def _table(name: str, facts: DataFrame, topic: str | None = None) -> DataFrame:

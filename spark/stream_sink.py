@@ -1,7 +1,7 @@
 """What a stream tells: each finding once, and how things stand."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from threading import Lock, Thread
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from txbroker.spark.stream_processor import SET_ASIDE_MAX
 EXAMPLES_MAX = 20
 _WRITES_MAX = 5
 _Result = TypeVar("_Result")
+_Step = tuple["Progress", Iterable[tuple[str, bytes]]]
 
 
 class DriftEvent(Struct, frozen=True, kw_only=True):
@@ -54,6 +55,8 @@ class Progress(Struct, frozen=True, kw_only=True):
         strangers: records of transactions that the stream knows nothing of any more.
         quarantined: records that did not read.
         set_aside: some of them, ours first, then the newest.
+        passed: behind which offset of a partition (`TOPIC-NUMBER`) no record that Spark cannot
+            hold was counted yet.
         examples: the newest transactions with findings.
     """
 
@@ -65,6 +68,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     quarantined: int = 0
     examples: tuple[Example, ...] = ()
     set_aside: tuple[SetAside, ...] = ()
+    passed: dict[str, int] = {}
 
 
 class Calls:
@@ -126,6 +130,15 @@ class Sink:
             self.progress = msgspec.json.decode(value, type=Progress)
         self._sure = True
 
+    def set_aside(self, records: Sequence[SetAside]) -> None:
+        """Store records that no batch will bring; each counts once, however often it comes.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        with self._one_at_a_time:
+            self._write(lambda before: (_passed(before, records), ()))
+
     def take(self, rows: DataFrame, batch: int) -> None:
         """Take a batch; what Spark's `foreachBatch` calls.
 
@@ -151,18 +164,28 @@ class Sink:
             rows.unpersist()
 
     def _store(self, rows: DataFrame, changes: Iterable[Row], batch: int) -> None:
-        """Store what came of a batch, until it is known that it is stored."""
+        """Store what came of a batch, once."""
         some = any(row["what"] == "drift" and row["number"] > 0 for row in changes)
         told = rows.where(F.col("what") == "told")
+
+        def advance(before: Progress) -> _Step:
+            if before.batch >= batch:
+                return before, ()
+            examples = told.limit(EXAMPLES_MAX).collect() if some else []
+            findings = self._findings(told.toLocalIterator()) if some else ()
+            return _advanced(before, batch, changes, examples), findings
+
+        self._write(advance)
+
+    def _write(self, step: Callable[[Progress], _Step]) -> None:
+        """Store a step from what is stored, until it is known that it is stored."""
         for left in reversed(range(_WRITES_MAX)):
             try:
                 if not self._sure:
                     self.begin()
-                if self.progress.batch >= batch:
+                progress, findings = step(self.progress)
+                if progress == self.progress:
                     return
-                examples = told.limit(EXAMPLES_MAX).collect() if some else []
-                progress = _advanced(self.progress, batch, changes, examples)
-                findings = self._findings(told.toLocalIterator()) if some else iter(())
                 self._sure = False
                 self._call(self._kafka.write(findings, self._key, msgspec.json.encode(progress)))
                 self.progress, self._sure = progress, True
@@ -208,17 +231,37 @@ def _advanced(
         Example(row["id"], (row["name"],), row["grp"][:TEXT_MAX], row["why"][:TEXT_MAX])
         for row in examples
     ]
-    return Progress(
+    return msgspec.structs.replace(
+        before,
         batch=batch,
         states={name: number for name, number in states.items() if number},
         drift={name: number for name, number in drift.items() if number},
         strangers=others["stranger"],
         quarantined=others["quarantined"],
-        set_aside=tuple(
-            sorted([*aside, *before.set_aside], key=lambda each: not each.own)[:SET_ASIDE_MAX]
-        ),
+        set_aside=_newest(aside, before),
         examples=tuple([*newest, *before.examples][:EXAMPLES_MAX]),
     )
+
+
+def _passed(before: Progress, records: Iterable[SetAside]) -> Progress:
+    """Return a progress with records that were not counted yet."""
+    passed, new = dict(before.passed), []
+    for record in records:
+        place = f"{record.topic}-{record.partition}"
+        if record.offset >= passed.get(place, 0):
+            passed[place] = record.offset + 1
+            new.append(record)
+    return msgspec.structs.replace(
+        before,
+        quarantined=before.quarantined + len(new),
+        set_aside=_newest(new, before),
+        passed=passed,
+    )
+
+
+def _newest(aside: Sequence[SetAside], before: Progress) -> tuple[SetAside, ...]:
+    """Return the records to show: ours first, then the newest."""
+    return tuple(sorted([*aside, *before.set_aside], key=lambda each: not each.own)[:SET_ASIDE_MAX])
 
 
 def _iso(at_ms: int) -> str:

@@ -360,7 +360,8 @@ class Bucket:
         elif not entry.suspected_ms:
             entry.suspected_ms = max(moment_ms, 1)
         self._count(entry, judged, certain)
-        entry.due_ms = self._due_ms(entry, judged, waits)
+        # Records of others bring times that, with a wait added, no timer takes.
+        entry.due_ms = min(self._due_ms(entry, judged, waits), ALWAYS)
 
     def _in_doubt(self, entry: _Entry, judged: Judged) -> bool:
         """Say whether the half message is so close to the end of the dedup window that brokers
@@ -420,14 +421,17 @@ class Bucket:
             waits.extend(age_ms + 1 for age_ms in ages_ms if age_ms >= self._moment_ms)
             if "target_unreadable" in judged.findings:  # by then it may be readable
                 waits.append(self._moment_ms + terms.late_after_ms)
-        elif judged.state == "pending" and judged.prepared_at_ms is not None:
-            after_ms = [HalfRow(*row).after_ms or 0 for row in entry.rows.get("half", ())]
-            age_ms = judged.prepared_at_ms + max(after_ms) + terms.overdue_after_ms
-            waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
+        elif judged.state == "pending":
+            dues_ms = [ParkedRow(*row).due_ms for row in entry.rows.get("parked", ())]
+            if judged.prepared_at_ms is not None:
+                after_ms = [HalfRow(*row).after_ms or 0 for row in entry.rows.get("half", ())]
+                dues_ms = [judged.prepared_at_ms + max(after_ms)]
+            ages_ms = (due_ms + terms.overdue_after_ms for due_ms in dues_ms if due_ms is not None)
+            waits.extend(age_ms + 1 for age_ms in ages_ms if age_ms >= self._moment_ms)
         elif judged.state == "parked":
-            # Its copy is to be there by then.
-            since_ms = max(row.at_ms for row in entry.facts().op if row.kind == "park")
-            age_ms = since_ms + terms.lost_after_ms
+            # Its copy is to be there by then; it may be read before the marker.
+            parked_ms = [row.at_ms for row in entry.facts().op if row.kind == "park"]
+            age_ms = max(parked_ms, default=0) + terms.lost_after_ms
             waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
         elif judged.state == "refused":
             # What is visible of it may be of a turn that is under way, but not for ever.

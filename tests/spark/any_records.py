@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import random
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -35,29 +34,40 @@ from txbroker.core.records import (
     Source,
     State,
 )
+from txbroker.kafka.audit_records import Stored
+from txbroker.spark.far import as_row
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
-KAFKA = """
-    key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp,
-    timestampType int, headers array<struct<key: string, value: binary>>
-"""
 AT_MS = 1_700_000_000_123
 PARTITION = 3
 TEXTS = ("", "a", "ä€😀", "a b", "1/2", "x" * 300, "null", '"', "\\", "}", "{", "txb-id")
 BYTES = (None, b"", b"a", b"b", b"ab", b"\x00", b"\xff\xfe", b"null", b"1/2", b"k" * 50)
+STAMPS = (0, -2, 1 << 62, -1 << 62, (1 << 63) - 1, -1 << 63)
+"""Timestamps in ms; some are far beyond what 64 bits hold in microseconds."""
 NAMES = ("", "a", "ab", "b", "txb-v", "txb-id", "txb-seq", "txb-ts", "ä")
 
 
 def frame(spark: SparkSession, records: Iterable[Record], topic: str = "t") -> DataFrame:
     """Return records as the Kafka source gives them; the offset is the place in the sequence."""
-    at = datetime.datetime.fromtimestamp(AT_MS / 1000, datetime.UTC)
-    rows = [
-        (r.key, r.value, topic, PARTITION, offset, at, 1, list(r.headers) or None)
+    from txbroker.spark.stage import KAFKA
+
+    rows = [as_row(topic, PARTITION, each) for each in stored(records)]
+    return spark.createDataFrame(rows, KAFKA)
+
+
+def stored(records: Iterable[Record]) -> list[Stored]:
+    """Return records as a topic holds them that gives its own time to those without one."""
+    return [
+        Stored(
+            *(r.key, r.value, r.headers),
+            AT_MS if r.timestamp_ms == -1 else r.timestamp_ms,
+            offset,
+            append_time=r.timestamp_ms == -1,
+        )
         for offset, r in enumerate(records)
     ]
-    return spark.createDataFrame(rows, KAFKA)
 
 
 def rows_of(facts: DataFrame) -> dict[int, Row]:
@@ -226,7 +236,8 @@ def foreign(draw: st.DrawFn) -> Record:
         first = draw(st.sampled_from(("txb-id", "txb-v", "txb-installation")))
         headers.insert(0, (first, draw(_small())))
     key = draw(st.one_of(_small(), _IDS.map(lambda id: f"{id}/0".encode())))
-    return Record(key, draw(_small()), tuple(headers))
+    stamp_ms = draw(st.sampled_from((*STAMPS, *[-1] * len(STAMPS))))
+    return Record(key, draw(_small()), tuple(headers), stamp_ms)
 
 
 @st.composite

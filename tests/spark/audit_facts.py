@@ -128,6 +128,7 @@ def copy_rows(
             row.body,
             row.headers,
             row.timestamp_ms,
+            row.clock_ms + (row.after_ms or 0) if row.seq == 0 else None,
         )
         for row in half
     ]

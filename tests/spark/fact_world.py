@@ -213,7 +213,8 @@ class World:
         )
 
     def _named(self, records: int) -> set[str]:
-        return {r.row["topic"] for r in self.records[:records] if r.table == "half"}
+        halves = (r.row for r in self.records[:records] if r.table == "half")
+        return {row["topic"] for row in halves if row["void"] is None}
 
     def _target(self, topic: str, moment: Moment, was: tuple[int, ...] | None) -> TopicRead:
         """Return how a target is read; under traffic some partitions end in open transactions."""

@@ -54,6 +54,8 @@ from txbroker.spark.schema import Names
 
 NEVER = CheckPolicy(after_s=86_400.0)
 """Nobody is asked while a test lasts."""
+FAR_MS = 9_300_000_000_000_000
+"""A timestamp that is no 64-bit number in microseconds."""
 AT_ONCE = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=15, timeout_s=0.0)
 """Any number of attempts, as soon as one likes."""
 ONE_ATTEMPT = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=1, timeout_s=0.0)
@@ -469,7 +471,7 @@ def produce(producer: Producer, placed: Placed, wrong: list[str]) -> None:
                 record.key,
                 placed.partition,
                 on_delivery=done,
-                timestamp=max(record.timestamp_ms, 0),
+                timestamp=0 if record.timestamp_ms == -1 else record.timestamp_ms,
                 headers=list(record.headers),
             )
         except BufferError:
@@ -477,3 +479,15 @@ def produce(producer: Producer, placed: Placed, wrong: list[str]) -> None:
         else:
             producer.poll(0)
             return
+
+
+def write_stamped(bootstrap: str, topic: str, codec: str, stamps: Iterable[int]) -> None:
+    """Write another's records with these timestamps, in one batch."""
+    producer = Producer(
+        {"bootstrap.servers": bootstrap, "compression.type": codec, "linger.ms": 1000}
+    )
+    wrong: list[str] = []
+    for stamp_ms in stamps:
+        record = Record(None, b"x" * 1000, (("a", None),), stamp_ms)
+        produce(producer, Placed(topic, 0, record), wrong)
+    assert (producer.flush(30), wrong) == (0, [])

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from any_records import AT_MS, KAFKA, PARTITION, any_records, frame, outcome
+from any_records import AT_MS, PARTITION, any_records, frame, outcome, stored
+from msgspec import structs
 
 from txbroker.cli.audit_output import as_row, drift_in_words
 from txbroker.core.codec import (
@@ -171,9 +172,13 @@ class Logs:
         self.starts_at = dict.fromkeys(topics, 0)
         self.unread: set[str] = set()
         self.options: dict[str, str] = {}
-        for topic, records in topics.items():
+        self._stored = {topic: stored(records) for topic, records in topics.items()}
+        for topic, records in self._stored.items():
+            if topic in structs.astuple(NAMES):
+                # Only the broker's own time is taken there.
+                records[:] = [structs.replace(each, timestamp_ms=AT_MS) for each in records]
             frame(spark, records, topic).write.parquet(str(folder / "logs" / topic))
-        self._read = spark.read.schema(KAFKA).parquet
+        self._read = spark.read.parquet
         self._folder = folder / "logs"
 
     def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
@@ -194,8 +199,18 @@ class Logs:
         """Return a time at which everything is old."""
         return AT_MS + 10 * 86_400_000
 
+    def some(
+        self, topic: str, partition: int, position: int, end: int
+    ) -> tuple[Sequence[Record], int]:
+        """Return a few records, and where to go on."""
+        assert partition == PARTITION
+        last = min(position + 100, end)
+        return self._stored[topic][position:last], last
+
     def load(self, options: Mapping[str, str]) -> DataFrame:
-        """Stand in for Spark's Kafka source."""
+        """Stand in for Spark's Kafka source, which has timestamps in microseconds."""
+        from pyspark.sql import functions as F
+
         begins, ends = (json.loads(options[f"{which}Offsets"]) for which in ("starting", "ending"))
         found = []
         for topic, partitions in json.loads(options["assign"]).items():
@@ -205,7 +220,8 @@ class Logs:
             found.append(
                 rows.where(f"offset >= {begins[topic][place]} and offset < {ends[topic][place]}")
             )
-        return reduce(lambda one, other: one.unionByName(other), found)
+        rows = reduce(lambda one, other: one.unionByName(other), found)
+        return rows.withColumn("timestamp", F.timestamp_millis("at_ms")).drop("at_ms")
 
 
 @pytest.fixture
@@ -275,7 +291,7 @@ def test_records_of_others_are_named_and_no_drift(
     _, prepared, marker, promoted = whole(1)
     wrong = [Record(b"k", b"v", (("txb-id", b"012-456789ABCDEFGHJKMNPQRS"),))]
     wrong += [
-        Record(each.key, each.value, (("txb-id", b"no id"), *each.headers))
+        structs.replace(each, headers=(("txb-id", b"no id"), *each.headers))
         for each in any_records(200)
     ]
     topics = {
@@ -284,6 +300,7 @@ def test_records_of_others_are_named_and_no_drift(
         NAMES.parked: [Record(b"k", b"v")],
         "orders": [*wrong[:1], promoted, *wrong[1:]],
     }
+    assert any(abs(each.timestamp_ms) > 1 << 60 for each in wrong)
     found = audit(Logs(spark, topics, tmp_path), "foreign")
     assert (found.states, found.drift, found.has_drift) == ({"promoted": 1}, {}, False)
     assert found.quarantined == 204

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from audit_facts import (
     COMMIT,
@@ -93,6 +95,21 @@ def test_overdue_is_what_was_due_long_ago_and_nobody_was_asked_of() -> None:
     horizon = Horizon(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
     assert judged(now_ms=OVERDUE_MS + 1, horizon=horizon).findings == ()
     assert judged(half_rows(void="expired"), now_ms=OVERDUE_MS + 1).findings == ()
+
+
+def test_a_copy_tells_what_is_overdue_once_retention_has_taken_the_half_message() -> None:
+    def found(state: str, *op: OpRow, now_ms: int = OVERDUE_MS + 1, **horizon: Any) -> object:
+        taken = TAKEN._replace(**horizon)
+        copy = copy_rows(HALF, state)
+        return judged([], op, parked=copy, now_ms=now_ms, horizon=taken).findings
+
+    assert found("pending") == ("overdue",)
+    assert found("pending", now_ms=OVERDUE_MS) == ()
+    asked = check_row(1, START_MS + 6000, 1)
+    for op in (asked, op_row("park", source="schedule")):
+        assert found("pending", op) == ()
+    assert found("pending", op_begin_ms={PARTITION: START_MS - WINDOW_MS}) == ()
+    assert found("parked") == ()
 
 
 @pytest.mark.parametrize("name", ["secret", "a/b", "..", "x" * 300])

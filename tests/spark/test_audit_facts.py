@@ -225,6 +225,8 @@ def test_parked_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -
         facts = kept.facts
         assert row["state"] == (None if facts is None else facts.state)
         assert row["cause"] == (None if facts is None or not facts.cause else facts.cause.code)
+        if facts is not None:
+            assert row["due_ms"] == facts.at_ms + round(kept.part.policy.after_s * 1000)
 
 
 @pytest.mark.parametrize("prefix", [DEFAULT_PREFIX, "shop"])

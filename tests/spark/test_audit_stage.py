@@ -6,15 +6,19 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from aiokafka.record.default_records import DefaultRecordBatch
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from planting import Planting, partition_of
+from msgspec import structs
+from planting import FAR_MS, Planting, partition_of, write_stamped
 from topic_reader import create_topic, delete_topic
 from world import until
 
@@ -24,10 +28,12 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect
 from txbroker.core.records import RECORD_VERSION, Half, Marker, MarkerKind, Message, Record, State
 from txbroker.embedded import EmbeddedKafka
+from txbroker.kafka import audit_records
+from txbroker.kafka.batch import HEADER_BYTES, Unreadable, encode_batch
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.spark.cut import KafkaAccess, TopicEnds
 from txbroker.spark.errors import AuditError
-from txbroker.spark.schema import Terms
+from txbroker.spark.schema import Terms, TopicRead
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
     from txbroker.spark.stage import Staged
 
 TERMS = Terms(now_ms=0)
+_COMMITTER = "mapreduce.fileoutputcommitter.algorithm.version"
 
 
 class Watched(KafkaAccess):
@@ -304,18 +311,79 @@ async def test_a_missing_topic_is_told_in_a_sentence(
             await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
 
 
-async def test_a_timestamp_that_spark_cannot_read_is_told_in_a_sentence(
-    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+@pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
+async def test_no_timestamp_ends_a_run(
+    spark: SparkSession,
+    kafka: EmbeddedKafka,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: str,
 ) -> None:
+    monkeypatch.setattr(audit_records, "_SOME_RECORDS", 2)
     async with Planting(kafka.bootstrap) as planting:
         far = f"{planting.prefix}-far"
-        at_most = {"message_timestamp_after_max_ms": str((1 << 63) - 1)}
-        await asyncio.to_thread(create_topic, kafka.bootstrap, far, 1, **at_most)
-        await planting.prepare(planting.message(far))
-        planting.put(planting.message(far), (), 9_300_000_000_000_000)
+        bounds = ("message_timestamp_after_max_ms", "message_timestamp_before_max_ms")
+        # Retention goes by these timestamps, too.
+        settings = dict.fromkeys(bounds, str((1 << 63) - 1)) | {"retention_ms": "-1"}
+        await asyncio.to_thread(create_topic, kafka.bootstrap, far, 2, **settings)
+        message = planting.message(far)
+        other = await planting.prepare(planting.message(far, 1))
+        planting.promote(other, await planting.commit(other))
         await planting.turn()
-        with pytest.raises(AuditError, match="timestamp is beyond the year 294247"):
-            await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
+        ids = []
+        stamps = (FAR_MS, -FAR_MS, (1 << 63) - 1)
+        for stamp_ms in (5, *stamps):
+            half = await planting.prepare(message)
+            ids.append(half.id)
+            planting.put(message, planting.headers(half, 0, 1, message), 5)
+            await planting.turn()
+            write = partial(write_stamped, kafka.bootstrap, far, codec)
+            await asyncio.to_thread(write, [stamp_ms, 7, stamp_ms])
+        half = await planting.prepare(message)
+        planting.put(message, planting.headers(half, 0, 1, message), FAR_MS)
+        await planting.turn()
+        planting.put(message, planting.headers(half, 0, 1, message), 6)
+        await planting.turn(abort=True)
+        access = Watched(kafka.bootstrap)
+        # What it finished of a write that failed, this committer leaves in the table.
+        hadoop: Any = spark.sparkContext._jsc
+        hadoop.hadoopConfiguration().set(_COMMITTER, "2")
+        try:
+            found = await staged(spark, planting, tmp_path / "all", access)
+        finally:
+            hadoop.hadoopConfiguration().unset(_COMMITTER)
+        visible = found.visible.orderBy("partition", "offset").collect()
+        assert visible.pop()["id"] == other.id
+        rows = [(row["id"], row["at_ms"]) for row in visible]
+        assert rows == [*((id, 5) for id in ids), (half.id, FAR_MS)]
+        assert found.visible.where("append_time").isEmpty()
+        assert found.broken.isEmpty()
+        before = structs.replace(found.cut, targets=(_half_read(found.cut.targets[0]),))
+        more = await staged(spark, planting, tmp_path / "more", access, before=before)
+        visible = more.visible.orderBy("partition", "offset").collect()
+        assert [row["id"] for row in visible] == [*ids[1:], half.id, other.id]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_blocks_of_snappy_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    from pyarrow import Codec
+
+    batch = encode_batch([Record(b"k", b"v" * 180)], producer_id=1, epoch=0, sequence=0)
+    plain = batch[HEADER_BYTES:]
+    monkeypatch.setattr(audit_records, "_INFLATED_BYTES_MAX", len(plain) - missing)
+    blocks = [Codec("snappy").compress(part, asbytes=True) for part in (plain[:60], plain[60:])]
+    body = b"".join(len(each).to_bytes(4, "big") + each for each in blocks)
+    packed = batch[:22] + b"\x02" + batch[23:HEADER_BYTES] + b"\x82SNAPPY\x00" + bytes(8) + body
+    with pytest.raises(Unreadable, match="MiB") if missing else nullcontext():
+        (found,) = audit_records._decode(DefaultRecordBatch(packed), packed, range(9), 1)
+        assert found.value == b"v" * 180
+
+
+def _half_read(read: TopicRead) -> TopicRead:
+    """Return a read that ended in the middle of the first far batch."""
+    return structs.replace(read, ends=(3, 0))
 
 
 # --- without Kafka ---------------------------------------------------------------------------

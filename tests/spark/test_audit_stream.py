@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from planted_cases import plant_all
-from planting import Planting
+from planting import FAR_MS, Planting, write_stamped
 from stream_world import TERMS, StreamWorld, confirmed, judged, reached
-from topic_reader import read_topics
+from topic_reader import create_topic, read_topics
 
 from txbroker.core.audit import decode_news
 from txbroker.embedded import EmbeddedKafka
-from txbroker.errors import TxbrokerError
+from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.drift import KafkaDrift
 from txbroker.spark.stream_state import NOT_STREAMED
 
@@ -162,3 +163,39 @@ def named(found: set[tuple[str, str]], planting: Planting) -> list[str]:
     """Return findings in words."""
     labels = {id: each.label for id, each in planting.expected.items()}
     return sorted(f"{labels.get(id, id)}: {kind}" for id, kind in found)
+
+
+@pytest.mark.timeout(400)
+async def test_a_stream_reads_around_records_that_spark_cannot_read(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, writes = KafkaDrift.write, itertools.count()
+
+    async def unanswered(*args: Any) -> None:
+        await write(*args)
+        if next(writes) % 2 == 0:
+            raise KafkaUnavailable("the answer was lost")
+
+    monkeypatch.setattr(KafkaDrift, "write", unanswered)
+    async with Planting(kafka.bootstrap) as planting:
+        far = f"{planting.prefix}-far"
+        settings = {"message_timestamp_after_max_ms": str((1 << 63) - 1), "retention_ms": "-1"}
+        await asyncio.to_thread(create_topic, kafka.bootstrap, far, 1, **settings)
+        await asyncio.to_thread(write_stamped, kafka.bootstrap, far, "none", [FAR_MS, FAR_MS, 7])
+        world = StreamWorld(spark, kafka.bootstrap, planting.prefix, tmp_path)
+        stream = await world.start()
+        try:
+            for _ in range(2):
+                half = await planting.prepare(planting.message(far))
+                planting.promote(half, await planting.commit(half))
+                await planting.turn()
+                await asyncio.to_thread(write_stamped, kafka.bootstrap, far, "lz4", [7, -FAR_MS])
+                await confirmed(stream)
+        finally:
+            await asyncio.to_thread(stream.stop)
+        assert await world.told() == []
+        summary = stream.summary()
+        assert (summary.states, summary.drift, summary.quarantined) == ({"promoted": 2}, {}, 4)
+        places = {(each.topic, each.partition, each.own) for each in summary.set_aside}
+        assert places == {(far, 0, False)}
+        assert {each.offset for each in summary.set_aside} >= {0, 1}

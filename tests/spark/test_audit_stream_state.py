@@ -284,13 +284,26 @@ def test_a_target_that_is_not_readable_is_told_and_lost_once_it_is(stream: Strea
     assert stream.drift == {"target_unreadable": 0, "lost": 1}
 
 
-def test_a_pending_one_that_was_copied_is_overdue(stream: Stream) -> None:
+@pytest.mark.parametrize("taken", [False, True], ids=["half is there", "half is taken"])
+def test_a_pending_one_that_was_copied_is_overdue(stream: Stream, taken: bool) -> None:
     tx = Tx()
     held = {"partition": 0, "offset": 9, "at_ms": T0, "seq": 0, "state": "pending"}
-    stream.read(tx.half(), Fact("parked", tx.id, {**held, "tombstone": False}))
+    copy = Fact("parked", tx.id, {**held, "tombstone": False, "due_ms": T0 + 6000})
+    stream.read(*([] if taken else [tx.half()]), copy)
     stream.moment_ms = T0 + 6000 + TERMS.overdue_after_ms
     stream.go(1)
     assert stream.told == [(tx.id, "overdue")]
+
+
+@pytest.mark.parametrize("state", ["pending", "parked"])
+def test_a_copy_of_the_far_future_asks_for_no_timer(stream: Stream, state: str) -> None:
+    tx = Tx()
+    far = {"partition": 0, "offset": 9, "at_ms": ALWAYS - 1, "due_ms": ALWAYS - 1, "seq": 0}
+    for facts in ([Fact("parked", tx.id, {**far, "state": state, "tombstone": False})], [tx.op()]):
+        stream.read(*facts)
+        stream.rise(RISES)
+        assert stream.due_ms is None
+    assert stream.states == {state: 0, "committed": 1}
 
 
 def test_what_is_pending_is_never_forgotten(stream: Stream) -> None:

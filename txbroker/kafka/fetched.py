@@ -14,7 +14,7 @@ from msgspec import structs
 from txbroker.core.codec import PROGRESS_KEY
 from txbroker.core.records import Record
 from txbroker.errors import InvariantBroken
-from txbroker.kafka.batch import Unreadable, decode_batch
+from txbroker.kafka.batch import Decode, Unreadable, decode_batch
 
 _LOG_APPEND_TIME = 1
 # As many as are decoded in some milliseconds.
@@ -43,6 +43,7 @@ class Fetched:
             and show a batch that does not decode as progress that does not read. The batch may
             hold any key, and compaction may have removed our progress for it.
         unreadable: called with the offset of each batch that does not decode, and why.
+        decode: what decodes a batch, in place of `decode_batch`.
 
     Attributes:
         high_watermark: where the log ends, as far as its leader knows.
@@ -61,12 +62,14 @@ class Fetched:
         append_time: bool,
         producers: bool = False,
         unreadable: Callable[[int, str], None] = _ignore,
+        decode: Decode = decode_batch,
     ) -> None:
         self._name = name
         self._position = position
         self._append_time = append_time
         self._producers = producers
         self._unreadable = unreadable
+        self._decode = decode
         self._aborted = _aborted(answer)
         self._hidden: set[int] = set()
         self._seen = position
@@ -172,7 +175,7 @@ class Fetched:
                 "append time; set message.timestamp.type=LogAppendTime"
             )
         try:
-            piece += decode_batch(batch, data, wanted, self._producer(batch))
+            piece += self._decode(batch, data, wanted, self._producer(batch))
         except Unreadable as error:
             self._unreadable(batch.base_offset, str(error))
             return False

@@ -1,0 +1,83 @@
+"""Records whose timestamps Spark cannot hold, and what lies between them.
+
+Spark's Kafka connector multiplies a record's milliseconds to microseconds, and fails where the
+product is no 64-bit number. Any producer may write such a timestamp. No option has the connector
+leave the timestamp out, so the offsets from the first such record of a partition to the last one
+are read by us: in a time in proportion to the records, however many of them are such.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from txbroker.core.message_json import TIMESTAMP_MS_MAX
+from txbroker.core.records import Record
+from txbroker.kafka.audit_records import Stored
+from txbroker.spark.schema import TopicRead
+
+OVERFLOW = "long overflow"
+"""What Spark says of a timestamp that it cannot hold."""
+
+Far = Mapping[tuple[str, int], tuple[int, int]]
+"""The offsets from the first far record to behind the last one, by topic and partition."""
+
+
+class RecordAccess(Protocol):
+    """What reads records itself."""
+
+    def some(
+        self, topic: str, partition: int, position: int, end: int
+    ) -> tuple[Sequence[Record], int]: ...
+
+
+def find_far(access: RecordAccess, reads: Iterable[TopicRead]) -> Far:
+    """Return where far records are, of the offsets that are to be read."""
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+    for read in reads:
+        for partition, (begin, end) in enumerate(zip(read.begins, read.ends, strict=True)):
+            far = far_offsets(access, read.topic, partition, begin, end)
+            if far:
+                found[read.topic, partition] = far[0], far[-1] + 1
+    return found
+
+
+def far_offsets(
+    access: RecordAccess, topic: str, partition: int, begin: int, end: int
+) -> list[int]:
+    """Return the offsets of a partition's far records, between two offsets."""
+    pieces = chunks(access, topic, partition, begin, end)
+    return [record.offset for records in pieces for record in records if _is_far(record)]
+
+
+def chunks(
+    access: RecordAccess, topic: str, partition: int, begin: int, end: int
+) -> Iterator[Sequence[Record]]:
+    """Yield the records between two offsets, some tens of MiB at a time."""
+    while begin < end:
+        records, begin = access.some(topic, partition, begin, end)
+        yield records
+
+
+def around(reads: Sequence[TopicRead], far: Far) -> tuple[list[TopicRead], list[TopicRead]]:
+    """Return what is to be read before the far records, and what behind them."""
+    before, behind = [], []
+    for read in reads:
+        bounds = [far.get((read.topic, p), (end, end)) for p, end in enumerate(read.ends)]
+        before.append(msgspec.structs.replace(read, ends=tuple(first for first, _ in bounds)))
+        behind.append(msgspec.structs.replace(read, begins=tuple(last for _, last in bounds)))
+    return before, behind
+
+
+def as_row(topic: str, partition: int, record: Record) -> tuple[Any, ...]:
+    """Return a record as a row of `stage.KAFKA`."""
+    kind = int(getattr(record, "append_time", False))
+    headers = list(record.headers) or None
+    at = record.offset, record.timestamp_ms
+    return record.key, record.value, topic, partition, *at, kind, headers
+
+
+def _is_far(record: Record) -> bool:
+    # What does not decode may hold any timestamps. The connector fails from 9,223,372,036,854,776
+    # on, and counts days before the year 1582 by two calendars: some years are left for that.
+    return not isinstance(record, Stored) or abs(record.timestamp_ms) > TIMESTAMP_MS_MAX
