@@ -366,10 +366,12 @@ PROXIES = [
         of_process(f"rate(process_cpu_seconds_total{RATE})"),
     ),
     lines(
-        "Topic problems",
-        "What is wrong with txbroker's own topics; txbroker doctor names it.",
+        "Topics and files",
+        "What is wrong with txbroker's own topics, and files of credentials whose last content "
+        "stays in force; txbroker doctor names both.",
         "short",
-        (f"max({own('topic_problems')})", "problems"),
+        (f"max({own('topic_problems')})", "topic problems"),
+        (f"sum by (setting) ({own('files_not_read')})", "{{setting}} not read"),
         width=12,
         height=6,
     ),

@@ -28,6 +28,7 @@ ALERTS = [
     "HalfRetentionAtRisk",
     "UndecidedLost",
     "NotReady",
+    "FileNotRead",
     "AuditDrift",
     "AuditStale",
 ]

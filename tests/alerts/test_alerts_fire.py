@@ -188,6 +188,7 @@ async def test_alerts_fire_on_trouble_and_end_when_it_is_mended(plant: Plant) ->
         ("Turned away", "{{operation}}"),
         ("Errors of Kafka", "{{operation}}"),
         ("Errors of Kafka", "foreign in {{topic}}"),
+        ("Topics and files", "{{setting}} not read"),
         ("Groups", "sessions"),
         ("Sessions", "{{group}}"),
     }
