@@ -28,7 +28,7 @@ class SecretUnavailable(Exception):
 
 
 class SecretRefused(SecretUnavailable):
-    """The secret is at a place that the group may not name."""
+    """The secret is at a place that the group may not name, or what is there cannot be one."""
 
 
 def file_name(group: str) -> str:
@@ -102,8 +102,8 @@ class GroupSecrets:
         not part of the secret. What begins with `whsec_` is base64.
 
         Raises:
-            SecretRefused: the group may not name this place.
-            SecretUnavailable: it is not there, empty, unreadable, too large or no base64.
+            SecretRefused: the group may not name this place, or the file there is too large.
+            SecretUnavailable: it is not there, empty, unreadable or no base64.
         """
         refused = self.refuse(group, ref)
         if refused is not None:
@@ -169,7 +169,9 @@ class GroupSecrets:
                 raise SecretRefused(f"secret_ref names the file {path}: {_OWN}")
             content = opened.read(SECRET_BYTES_MAX + 1)
         if len(content) > SECRET_BYTES_MAX:
-            raise SecretUnavailable(f"the file {path} is too large for a secret")
+            raise SecretRefused(
+                f"the file {path} is too large for a secret: it may have {SECRET_BYTES_MAX:,} bytes"
+            )
         return content.rstrip(b"\r\n")
 
 

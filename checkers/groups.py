@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -297,6 +297,14 @@ class Groups:
         """Say why a group's stored policy cannot be used, or None where it can or is not there."""
         return self._problems.get(group)
 
+    def __contains__(self, group: str) -> bool:
+        return group in self._policies or group in self._problems
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of all registered groups, whether their policy can be used or not."""
+        yield from self._policies
+        yield from self._problems.keys() - self._policies.keys()
+
     def list(self) -> list[tuple[str, GroupPolicy]]:
         """Return all registered groups by name."""
         return sorted(self._policies.items())
@@ -318,7 +326,7 @@ class Groups:
         Raises:
             KafkaUnavailable: it may or may not be removed.
         """
-        known = group in self._policies or group in self._problems
+        known = group in self
         if known:
             await self._store.put(group, None)
         return known

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -28,6 +28,7 @@ from txbroker.checkers.base import (
     shortened,
 )
 from txbroker.core.records import CheckReason
+from txbroker.core.shares import ShareOf, own_share, part_of
 from txbroker.core.telling import telling, where_raised
 from txbroker.errors import TxbrokerError
 from txbroker.failpoints import hit
@@ -128,8 +129,9 @@ class _Item:
 class _Group:
     """The queue of one group and how it fares."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, share: "_Line") -> None:
         self.name = name
+        self.share = share
         self.queue: list[_Item] = []
         self.running = 0
         self.failures = 0
@@ -151,6 +153,53 @@ class _Group:
             self.timer = None
 
 
+class _Line:
+    """Groups whose calls are bounded together: all groups, or those of one share.
+
+    Args:
+        name: of the share, "" for all groups.
+        first_max, more_max: calls at a time up to which a group gets its first one, or a further
+            one.
+    """
+
+    def __init__(self, name: str, first_max: int, more_max: int) -> None:
+        self.name = name
+        self.groups = 0
+        """How many of a share are known now."""
+        self.running = 0
+        self.charged = 0
+        """What counts against further calls: of a share its calls up to its own bound, of all
+        groups what their shares are charged. So first calls of a share take no other's part."""
+        self.first_max = first_max
+        self.more_max = more_max
+        # Groups that the bound holds up, longest waiting first: those without any call under way,
+        # and those that wait for a further one.
+        self._first: dict[str, _Group] = {}
+        self._more: dict[str, _Group] = {}
+
+    def _open(self, further: bool) -> bool:
+        return self.charged < self.more_max if further else self.running < self.first_max
+
+    def room(self, group: _Group) -> bool:
+        """Say whether the bound allows a group another call; if not, line it up."""
+        further = group.running > 0
+        if self._open(further):
+            return True
+        (self._more if further else self._first)[group.name] = group
+        return False
+
+    def forget(self, group: _Group) -> None:
+        """It waits for nothing any more."""
+        self._first.pop(group.name, None)
+        self._more.pop(group.name, None)
+
+    def next(self) -> Iterator[_Group]:
+        """Yield the groups whose turn it is, while there is room."""
+        for waiting, further in ((self._first, False), (self._more, True)):
+            while waiting and self._open(further):
+                yield waiting.pop(next(iter(waiting)))
+
+
 class CheckRunner:
     """Takes due checks from owners and carries them out."""
 
@@ -163,11 +212,13 @@ class CheckRunner:
         queue_max: int = QUEUE_MAX,
         parallel_total_max: int = PARALLEL_TOTAL_MAX,
         first_calls_max: int = FIRST_CALLS_MAX,
+        share_of: ShareOf = own_share,
         jitter: Callable[[], float] = random.random,
         later: Later | None = None,
     ) -> None:
         """Args:
         parallel: how many calls a group takes at a time; None: the default.
+        share_of: returns whose a group is: no share has all calls.
         jitter: a random number from 0 to 1 for each back-off.
         later: how a back-off waits; None: by the event loop.
         """
@@ -175,16 +226,14 @@ class CheckRunner:
         self._metrics = metrics
         self._parallel = parallel
         self._queue_max = queue_max
-        self._parallel_total_max = parallel_total_max
-        self._first_calls_max = first_calls_max
+        self._share_of = share_of
         self._jitter = jitter
         self._later = later or _by_the_loop
         self._groups: dict[str, _Group] = {}
         self._items: dict[tuple[CheckOwner, str], _Item] = {}
-        # Groups that a bound over all groups holds up, longest waiting first: those without any
-        # call under way, and those that wait for a further one.
-        self._waiting_first: dict[str, _Group] = {}
-        self._waiting_more: dict[str, _Group] = {}
+        self._all = _Line("", first_calls_max, parallel_total_max)
+        self._share_bounds = (part_of(first_calls_max), part_of(parallel_total_max))
+        self._shares: dict[str, _Line] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order = itertools.count()
         self._closed = False
@@ -218,13 +267,22 @@ class CheckRunner:
         known = self._groups.get(group)
         if known is not None and len(known.queue) >= self._queue_max:
             return False
-        state = known or self._groups.setdefault(group, _Group(group))
+        state = known or self._enter(group)
         since_s = asyncio.get_running_loop().time() if due_s is None else due_s
         item = _Item(owner, id, group, prefer, reason, since_s, next(self._order))
         self._items[owner, id] = item
         heapq.heappush(state.queue, item)
         self._pump(state)
         return True
+
+    def _enter(self, name: str) -> _Group:
+        share = self._share_of(name)
+        line = self._shares.get(share)
+        if line is None:
+            line = self._shares[share] = _Line(share, *self._share_bounds)
+        line.groups += 1
+        group = self._groups[name] = _Group(name, line)
+        return group
 
     def forget(self, owner: CheckOwner) -> None:
         """Drop the checks of an owner that lost its partition; no call of its goes out any more.
@@ -283,8 +341,7 @@ class CheckRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._items.clear()
         self._groups.clear()
-        self._waiting_first.clear()
-        self._waiting_more.clear()
+        self._shares.clear()
 
     # --- whose turn it is --------------------------------------------------------------------
 
@@ -296,38 +353,37 @@ class CheckRunner:
                 continue
             if group.resting or group.running >= self._limit(group):
                 return
-            if not self._room(group):
+            if not (group.share.room(group) and self._all.room(group)):
                 return
             item = heapq.heappop(group.queue)
-            group.running += 1
+            self._count(group, 1)
             task = asyncio.get_running_loop().create_task(self._carry_out(group, item))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         if not group.queue and not group.running and not group.resting:
             self._drop(group)
 
+    def _count(self, group: _Group, calls: int) -> None:
+        """Count calls of a group that begin, or end if negative."""
+        share = group.share
+        for each in (group, share, self._all):
+            each.running += calls
+        before, share.charged = share.charged, min(share.running, share.more_max)
+        self._all.charged += share.charged - before
+
     def _limit(self, group: _Group) -> int:
         # One call finds out whether an unreachable group is there again.
         return 1 if group.failures else self._parallel(group.name) or PARALLEL_DEFAULT
 
-    def _room(self, group: _Group) -> bool:
-        """Say whether the bounds over all groups allow another call; if not, line up for it."""
-        most, waiting = (
-            (self._parallel_total_max, self._waiting_more)
-            if group.running
-            else (self._first_calls_max, self._waiting_first)
-        )
-        if len(self._tasks) < most:
-            return True
-        waiting[group.name] = group
-        return False
-
     def _drop(self, group: _Group) -> None:
         """Forget a group that nothing waits for; if it could not be reached, nobody asks now."""
         self._reached(group)
-        self._waiting_first.pop(group.name, None)
-        self._waiting_more.pop(group.name, None)
-        self._groups.pop(group.name, None)
+        for line in (group.share, self._all):
+            line.forget(group)
+        if self._groups.pop(group.name, None) is not None:
+            group.share.groups -= 1
+            if not group.share.groups:
+                del self._shares[group.share.name]
 
     def _done(self, item: _Item) -> None:
         if self._items.get((item.owner, item.id)) is item:
@@ -335,14 +391,11 @@ class CheckRunner:
 
     def _ended(self, group: _Group) -> None:
         """A call of this group is over: it and the groups that wait for room go on."""
-        group.running -= 1
+        self._count(group, -1)
         self._pump(group)
-        for waiting, most in (
-            (self._waiting_first, self._first_calls_max),
-            (self._waiting_more, self._parallel_total_max),
-        ):
-            while waiting and len(self._tasks) < most:
-                self._pump(waiting.pop(next(iter(waiting))))
+        for line in (group.share, self._all):
+            for waiting in line.next():
+                self._pump(waiting)
 
     # --- one check ---------------------------------------------------------------------------
 

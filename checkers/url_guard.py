@@ -25,6 +25,7 @@ _NOT_BY_SUFFIX = "only an address or a whole host name in check_url_allow can al
 _METADATA = "the address of a cloud metadata service"
 _LOOPBACK = "a loopback address"
 _LINK_LOCAL = "a link-local address"
+_UNSPECIFIED = "an unspecified address"
 _MACHINE = (_METADATA, _LINK_LOCAL)
 """What gives credentials of the machine: not for whoever controls a name below an allowed one."""
 _REFUSED: _Kinds = (
@@ -42,10 +43,20 @@ _REFUSED: _Kinds = (
         ),
     ),
     (_LOOPBACK, _networks("127.0.0.0/8", "::1/128")),
-    ("an unspecified address", _networks("0.0.0.0/8", "::/128")),
+    (_UNSPECIFIED, _networks("0.0.0.0/8", "::/128")),
     (_LINK_LOCAL, _networks("169.254.0.0/16", "fe80::/10")),
     ("a multicast address", _networks("224.0.0.0/4", "ff00::/8")),
     ("a reserved address", _networks("240.0.0.0/4")),
+)
+_METADATA_NAMES = frozenset(
+    {
+        "metadata",  # Google
+        "metadata.goog",
+        "metadata.google.internal",
+        "instance-data",  # AWS
+        "instance-data.ec2.internal",
+        "metadata.tencentyun.com",
+    }
 )
 _TAIL_32 = _networks("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48")
 """IPv4-compatible, SIIT and NAT64: the IPv4 address is in the last 32 bits."""
@@ -103,6 +114,28 @@ class UrlGuard(Struct, frozen=True):
             if any(address in network for network in networks):
                 return None if kind is _LOOPBACK and self.loopback else kind
         return None
+
+
+def leads_inside(rules: HostRules) -> bool:
+    """Say whether allowed hosts open the machine itself or what gives credentials of it.
+
+    An unspecified address is one of the machine's own. An entry `*.suffix` opens no metadata
+    address, whatever its name.
+    """
+    names = rules.hosts | {suffix.removeprefix(".") for suffix in rules.suffixes}
+    if rules.hosts & _METADATA_NAMES or any(_is_localhost(name) for name in names):
+        return True
+    kinds = (*_MACHINE, _LOOPBACK, _UNSPECIFIED)
+    inside = [one for kind, networks in _REFUSED if kind in kinds for one in networks]
+    return any(
+        network.version == one.version and network.overlaps(one)
+        for network in rules.networks
+        for one in inside
+    )
+
+
+def _is_localhost(name: str) -> bool:
+    return name == "localhost" or name.endswith(".localhost")
 
 
 def forms(address: str) -> tuple[IpAddress, ...]:

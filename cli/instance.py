@@ -33,7 +33,7 @@ def named(settings: Settings) -> Iterator[Settings]:
 
     Raises:
         ConfigurationError: another process has it.
-        Failed: it cannot be kept in the data directory.
+        Failed: it cannot be kept in the data directory, or what is kept there does not read.
     """
     with contextlib.ExitStack() as held:
         if settings.instance:
@@ -58,8 +58,8 @@ def _own_name(settings: Settings, held: contextlib.ExitStack) -> str:
         return _kept_name(settings, held)
     except OSError as error:
         raise Failed(
-            f"the proxy's name cannot be kept in {settings.data_dir}: {error.strerror}. "
-            "Give another --data-dir, or the name itself as --instance"
+            f"the proxy's name cannot be kept and locked in {settings.data_dir}: {error.strerror}. "
+            "Give another --data-dir, on a file system with locks, or the name as --instance"
         ) from None
 
 
@@ -121,6 +121,11 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return ""
+    except UnicodeDecodeError as error:
+        raise Failed(
+            f"{path} should hold the proxy's name and is no UTF-8 text ({error.reason}). Write the "
+            "name into it, delete it for a new name, or give the name as --instance"
+        ) from None
 
 
 @contextmanager
@@ -145,7 +150,8 @@ def _held(folder: Path, name: str) -> Iterator[None]:
         try:
             file = stack.enter_context(_locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
-            raise _Taken(_read(path) or "another process") from None
+            holder = path.read_text(encoding="utf-8", errors="replace")
+            raise _Taken(holder or "another process") from None
         os.truncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield

@@ -21,6 +21,7 @@ from txbroker.kafka.examination import (
     PartitionCopies,
     TopicSeen,
 )
+from txbroker.kafka.repair import Found
 from txbroker.kafka.topics import FoundTopic, Plan, contradictions, plan, wanted_topics
 from txbroker.kafka.wiring import kafka_settings
 
@@ -77,6 +78,7 @@ class FakeKafka:
         self.newest = {("txbroker.half", n): NOW_MS - ago for n, ago in enumerate((10, 60_000, -9))}
         self.later: dict[tuple[str, int], int] = {}
         self.open: list[OpenTransaction] = []
+        self.foreign: list[Found] = []
         self.news: dict[str, bytes] = {}
         self.asked: list[list[str]] = []
 
@@ -109,6 +111,10 @@ class FakeKafka:
         self._fail()
         half = found.get(self.settings.half_topic)
         return plan(wanted_topics(self.settings, len(self.nodes), half), found)
+
+    async def set_aside(self) -> list[Found]:
+        self._fail()
+        return self.foreign
 
     async def newest_appends(self, cluster: Cluster) -> dict[tuple[str, int], int]:
         self._fail()

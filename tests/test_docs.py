@@ -300,6 +300,25 @@ def committed(*patterns: str) -> list[Path]:
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
 
 
+def test_the_tests_that_the_table_of_threats_names_are_there() -> None:
+    page = (DOCS / "operate/security.md").read_text()
+    section = page.partition("\n## What each threat meets\n")[2].partition("\n## ")[0]
+    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    named = [re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", row.rpartition(" | ")[2]) for row in rows]
+    assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
+    for path, name in {one for tests in named for one in tests}:
+        tree = ast.parse((ROOT / "tests" / path).read_text())
+        there = {
+            one.name
+            for one in tree.body
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+            and one.name.startswith("test_")
+        }
+        assert there, path
+        assert not name or name in there, f"{path}::{name}"
+    assert rows
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.name)
 def test_every_benchmark_still_starts(path: Path) -> None:
     ended = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from secret_files import secret_file
 
+from txbroker import principals
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.config import load_settings
@@ -23,6 +24,7 @@ from txbroker.principals import (
     Role,
     digest_of,
     make_token,
+    no_principals,
     read_principals,
 )
 from txbroker.proxy.http.guards import Credential, Guard
@@ -57,12 +59,57 @@ def test_a_malformed_file_is_refused(tmp_path: Path, content: str, words: str) -
         read_principals(path)
 
 
-def test_a_file_that_every_user_can_write_is_refused(tmp_path: Path) -> None:
+def producer(name: str, groups: str, *more: str) -> str:
+    digest = digest_of(f"the token of {name}")
+    lines = ['role = "producer"', f'token_sha256 = "{digest}"', f"groups = {groups}"]
+    return "\n".join([f"[principals.{name}]", *lines, 'topics = ["t"]', *more]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        ("shop", "shop"),
+        ("shop-7", "shop"),
+        ("bank-7", "bank"),
+        ("both-7", "shop"),  # the first one of the file
+        ("gone", "gone"),  # expired, its transactions are still there
+        ("else", "all"),
+        ("closed", None),
+        ("ada's", None),
+        ("shop\u0440", "all"),
+    ],
+)
+def test_whose_a_group_is(tmp_path: Path, group: str, name: str | None) -> None:
+    path = tmp_path / "principals.toml"
+    deny = 'deny_groups = ["closed", "ada*"]'
+    path.write_text(
+        f'[principals.ada]\nrole = "operator"\ntoken_sha256 = "{DIGEST}"\n'
+        + producer("all", '["**"]', deny)
+        + producer("shop", '["shop", "shop-*", "both-*"]')
+        + producer("bank", '["bank-*", "both-*"]')
+        + producer("gone", '["gone"]', "expires = 2020-01-01T00:00:00Z")
+    )
+    found = read_principals(path)
+    for _ in range(2):
+        assert found.share_of(group) == (group if name is None else f"\n{name}")
+
+
+def test_without_principals_each_group_is_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(principals, "SHARES_KNOWN_MAX", 3)
+    groups = [f"g{number}" for number in range(10)]
+    assert [no_principals().share_of(group) for group in groups] == groups
+
+
+@pytest.mark.parametrize("mode", [0o646, 0o664, 0o620])
+def test_a_file_that_other_users_can_write_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "principals.toml"
     path.write_text(f"[principals.a]\n{PRODUCER}")
-    path.chmod(0o646)
-    with pytest.raises(ConfigurationError, match="can be written by every user"):
+    path.chmod(mode)
+    refused = rf"can be written by other users \(mode {mode:04o}\): run `chmod go-w {path}`"
+    with pytest.raises(ConfigurationError, match=refused):
         read_principals(path)
+    path.chmod(mode & ~0o022)
+    assert [one.name for one in read_principals(path)] == ["a"]
 
 
 def test_several_tokens_and_certificates_identify_one(tmp_path: Path) -> None:
@@ -96,6 +143,8 @@ def test_who_expires_is_nobody_from_then_on(tmp_path: Path) -> None:
         (["a-*", "b?"], [], ["a-", "a-1", "bc"], ["a", "b", "bcd", "-a-"]),
         (["a*"], ["a-secret*"], ["a", "a-secre"], ["a-secret", "a-secret-2"]),
         (["*"], ["a"], ["b"], ["a"]),
+        (["a", "**"], [], ["a", "b", ""], []),
+        (["a***b"], [], ["ab", "a-b"], ["a"]),
         ([], [], [], ["a", ""]),
         (["a.b"], [], ["a.b"], ["axb"]),
         (["*"], ["pay[eu]"], ["paye", "pay"], ["pay[eu]"]),
@@ -106,7 +155,7 @@ def test_patterns(allow: list[str], deny: list[str], inside: list[str], outside:
     patterns = Patterns(allow, deny)
     assert [name for name in inside if name not in patterns] == []
     assert [name for name in outside if name in patterns] == []
-    assert patterns.everything is (allow == ["*"] and not deny)
+    assert patterns.everything is (not outside)
 
 
 def test_who_acts_is_the_principal() -> None:

@@ -33,7 +33,7 @@ PRIVATE_NETWORKS: tuple[IpNetwork, ...] = tuple(
 
 TOKEN_CHARS_MIN = 16
 """A shorter token can be guessed by whoever may try often."""
-_OPEN_MODE = stat.S_IRWXO | stat.S_IWGRP
+OPEN_MODE = stat.S_IRWXO | stat.S_IWGRP
 """Whoever is in the file's group may read it: so Kubernetes gives a pod its Secrets."""
 
 
@@ -217,7 +217,7 @@ def is_open(path: Path) -> bool:
     Raises:
         OSError: it cannot be looked at.
     """
-    return bool(path.stat().st_mode & _OPEN_MODE)
+    return bool(path.stat().st_mode & OPEN_MODE)
 
 
 def check_private(name: str, path: Path) -> None:
@@ -230,7 +230,7 @@ def check_private(name: str, path: Path) -> None:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise ConfigurationError(f"{name} {path}: {error.strerror}") from None
-    if mode & _OPEN_MODE:
+    if mode & OPEN_MODE:
         raise ConfigurationError(
             f"{name} {path} is open to other users of this machine (mode {mode:04o}): run "
             f"`chmod 600 {path}`; in Kubernetes mount it with defaultMode 0440 and an fsGroup"

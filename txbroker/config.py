@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from txbroker.config_access import ListenerAccess
 from txbroker.config_kafka import KafkaAccess, secret_settings
 from txbroker.core.codec import DEFAULT_PREFIX, OWN_TOPICS
+from txbroker.core.shares import part_of
 from txbroker.errors import ConfigurationError
 from txbroker.wire import FRAME_BYTES_MAX
 
@@ -121,7 +122,9 @@ class Settings(ListenerAccess, KafkaAccess):
         5.0, description="How long a check waits for its answer, seconds."
     )
     checks_parallel_max: Count = Field(
-        256, description="Checks under way at once, all groups together."
+        256,
+        description="Checks under way at once, all groups together; one share takes four fifths "
+        "at most.",
     )
     dedup_window_s: Seconds = Field(
         120.0,
@@ -131,17 +134,15 @@ class Settings(ListenerAccess, KafkaAccess):
     # --- limits: each bounds what the process can be made to hold or do ---
     pending_max: Count = Field(
         250_000,
-        description="Undecided transactions that one half partition holds; more prepares are "
-        "`overloaded`. Each costs the owner some 700 bytes beside its body, so a full partition "
-        "takes 175 MB, and four of them hold a million in 700 MB.",
+        description="Transactions that one half partition holds and that are not settled: "
+        "undecided, waiting to be promoted, or refused; more prepares are `overloaded`. Each "
+        "costs the owner some 700 bytes beside its body, so a full partition takes 175 MB, and "
+        "four of them hold a million in 700 MB.",
     )
     pending_group_max: Count = Field(
-        # A group whose decisions and checks fail for hours fills what it is given. A fifth of
-        # the partition is then still there for all the others, while one busy group alone
-        # still gets nearly everything.
-        default_factory=lambda given: max(1, given["pending_max"] * 4 // 5),
-        description="Undecided transactions of one group that one half partition holds, so that "
-        "a group that never decides leaves room for others; more prepares of it are "
+        default_factory=lambda given: part_of(given["pending_max"]),
+        description="The same for one share: one group, or all groups of one principal, so that "
+        "one that never decides leaves room for others; more prepares of it are "
         "`overloaded`. Not given: four fifths of `pending_max`.",
     )
     bodies_bytes_max: Count = Field(
@@ -153,9 +154,9 @@ class Settings(ListenerAccess, KafkaAccess):
     snapshot_records_min: Count = Field(
         10_000,
         description="A partition writes a snapshot when so many records have come since the last "
-        "one, or a quarter as many as it has entries, if that is more; after an hour, or a quarter "
-        "of half_retention_s, a single record is enough. Fewer: a restart reads less, Kafka is "
-        "written to more.",
+        "one, or a quarter as many as it has entries, if that is more; after a minute the quarter "
+        "is enough, after an hour, or a quarter of half_retention_s, a single record. Fewer: a "
+        "restart reads less, Kafka is written to more.",
     )
     session_timeout_s: Seconds = Field(
         10.0,
@@ -169,16 +170,16 @@ class Settings(ListenerAccess, KafkaAccess):
         "others' group, so that another one gets its turn, seconds.",
     )
     settled_max: Count = Field(
-        200_000,
+        250_000,
         description="Settled transactions that one half partition remembers to answer repeats; "
-        "full, prepares are `overloaded`.",
+        "full, prepares are `overloaded`, those of one share with four fifths of it.",
     )
     in_flight_bytes_max: Count = Field(
         128 * MIB,
         description="Bytes of requests that are being carried out, all callers together; more "
         "are `overloaded`. Prepares may take three quarters of it, so that decisions and checks "
-        "always find room. Half as much again may be on its way in, in frames of sessions; "
-        "further ones wait to be read.",
+        "always find room; one principal takes four fifths of either at most. Half as much again "
+        "may be on its way in, in frames of sessions; further ones wait to be read.",
     )
     session_in_flight_bytes_max: Count = Field(
         32 * MIB,
@@ -190,7 +191,11 @@ class Settings(ListenerAccess, KafkaAccess):
         description="Answers and checks that wait for one SDK session to read them; a session "
         "that does not read is cut off there.",
     )
-    sessions_max: Count = Field(10_000, description="Open SDK sessions; more are turned away.")
+    sessions_max: Count = Field(
+        10_000,
+        description="Open SDK sessions; more are turned away. One principal has four fifths of "
+        "them at most.",
+    )
     session_heartbeat_s: Seconds = Field(
         15.0,
         description="How often a silent SDK session is asked for a sign of life, seconds. One "
@@ -221,7 +226,9 @@ class Settings(ListenerAccess, KafkaAccess):
         "TLS handshake, and to take in an answer or a frame of its session, seconds.",
     )
     group_labels_max: Count = Field(
-        200, description="Groups with metrics of their own; further ones count as `other`."
+        200,
+        description="Groups with metrics of their own, at most four fifths of them of one share; "
+        "further ones count as `other`.",
     )
 
     @classmethod
@@ -411,6 +418,10 @@ def _check_times(settings: Settings) -> None:
 def _check_sizes(settings: Settings) -> None:
     room = settings.transaction_bytes_max + FRAME_ROOM_BYTES
     prepares = "what prepares may take (three quarters) of "
+    in_flight = int(settings.in_flight_bytes_max * PREPARES_SHARE)
+    # Only where callers are told apart has each its part.
+    known = settings.principals_file or settings.tls_client_ca_file
+    part = "four fifths of " if known else ""
     ordered = (
         ("message_bytes_max", "transaction_bytes_max", settings.message_bytes_max,
          settings.transaction_bytes_max),
@@ -421,8 +432,8 @@ def _check_sizes(settings: Settings) -> None:
          int(settings.session_in_flight_bytes_max * PREPARES_SHARE)),
         ("session_in_flight_bytes_max", "in_flight_bytes_max",
          settings.session_in_flight_bytes_max, settings.in_flight_bytes_max),
-        ("request_bytes_max", f"{prepares}in_flight_bytes_max", settings.request_bytes_max,
-         int(settings.in_flight_bytes_max * PREPARES_SHARE)),
+        ("request_bytes_max", f"{part}{prepares}in_flight_bytes_max", settings.request_bytes_max,
+         part_of(in_flight) if part else in_flight),
         ("frame_bytes_max", "half of in_flight_bytes_max", settings.frame_bytes_max,
          int(settings.in_flight_bytes_max * RECEIVING_SHARE)),
         ("transaction_bytes_max", "bodies_bytes_max", settings.transaction_bytes_max,

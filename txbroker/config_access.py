@@ -29,7 +29,7 @@ class ListenerAccess(BaseSettings):
     listen: str = Field(
         "127.0.0.1:8470",
         description="Where the HTTP API listens: `host:port`. Port 0 takes a free one. Outside "
-        "loopback it needs `token_file`, `tls_client_ca_file` or `insecure`.",
+        "loopback it needs `token_file`, `principals_file`, `tls_client_ca_file` or `insecure`.",
     )
     advertise: str = Field(
         "",
@@ -42,7 +42,7 @@ class ListenerAccess(BaseSettings):
         description="Where operators' calls are taken: `host:port`. The console, `/metrics`, "
         "`/v1/overview`, listing, check, revive, groups' list, removal and test are then served "
         "there and no longer at `listen`, so that producers can be kept from them. Empty: all "
-        "is at `listen`. Outside loopback it needs a token like `listen`.",
+        "is at `listen`. Outside loopback it needs what `listen` needs, or `admin_token_file`.",
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
@@ -82,7 +82,8 @@ class ListenerAccess(BaseSettings):
     peer_listen: str = Field(
         "",
         description="Where other proxies call: `host:port`. Their calls are then served there and "
-        "no longer at `listen`. Empty: they are at `listen`.",
+        "no longer at `listen`. Outside loopback it needs `peer_secret_file`, `peer_names` or "
+        "`insecure`. Empty: they are at `listen`.",
     )
     peer_advertise: str = Field(
         "",
@@ -91,8 +92,9 @@ class ListenerAccess(BaseSettings):
     )
     insecure: bool = Field(
         False,
-        description="Allow a `listen` or `admin_listen` address outside loopback without a token "
-        "or client certificates.",
+        description="Allow a `listen` or `admin_listen` address outside loopback without "
+        "principals, a token or client certificates, and a `peer_listen` address there without "
+        "`peer_secret_file` or `peer_names`.",
     )
     tls_cert_file: Path | None = Field(
         None,

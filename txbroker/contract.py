@@ -254,7 +254,8 @@ class ProxyOverview(Struct, frozen=True):
 
     Attributes:
         reached: False where it did not answer; then the rest is not known.
-        ready, problems: as its `/readyz` has them.
+        ready: as its `/readyz` has it.
+        problems: as its `/readyz` has them, and files of credentials that cannot be used.
         version: which build runs.
         partitions: the half partitions that are its own.
         now_ms: the brokers' clock as it knows it.

@@ -163,7 +163,10 @@ class TooOld(RequestError):
 
 
 class BodyLost(RequestError):
-    """The transaction's messages were deleted from txbroker's topics: nothing can be promoted."""
+    """The transaction's messages were deleted from txbroker's topics: nothing can be promoted.
+    While it is undecided it can be read (200, with the cause `body_lost`), rolled back, and
+    committed with its messages.
+    """
 
     code, status = "body_lost", 410
 

@@ -34,9 +34,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 FILE_BYTES_MAX = 1024 * 1024
 KNOWN_MAX = 1024
 """Names whose answer patterns remember: a look-up takes a fifth of matching."""
+SHARES_KNOWN_MAX = 100_000
+"""Groups whose share is remembered."""
 _RESERVED = ("token_file", "admin_token_file")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_WRITABLE_BY_OTHERS = 0o002
+_WRITABLE_BY_OTHERS = 0o022
 
 
 class Role(StrEnum):
@@ -54,7 +56,7 @@ class Patterns:
     """Names that are allowed by a pattern and denied by none; `*` and `?` are wildcards."""
 
     def __init__(self, allow: Iterable[str] = ("*",), deny: Iterable[str] = ()) -> None:
-        self.allow, self.deny = allow, deny = tuple(allow), tuple(deny)
+        self.allow, self.deny = allow, deny = _normal(allow), _normal(deny)
         self._known: dict[str, bool] = {}
         self._text = ", ".join([*allow, *(f"not {pattern}" for pattern in deny)])
         self._allow = None if "*" in allow else _compiled(allow)
@@ -80,6 +82,11 @@ class Patterns:
         if self._deny is not None and self._deny.match(name):
             return False
         return self._allow is None or self._allow.match(name) is not None
+
+
+def _normal(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return patterns with one `*` for each run of them, so that `*` alone is every name."""
+    return tuple(re.sub(r"\*+", "*", pattern) for pattern in patterns)
 
 
 def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
@@ -115,6 +122,12 @@ class Principal(NamedTuple):
     def identified(self) -> bool:
         """True where the credential says who of all callers this is."""
         return bool(self.name) and not self.shared
+
+    @property
+    def counted_as(self) -> str:
+        """To whose account its use of a proxy is counted; "" where no limit of one caller applies,
+        as the credential does not say who calls."""
+        return self.name if self.identified else ""
 
     @property
     def sees_bodies(self) -> bool:
@@ -232,6 +245,10 @@ class Directory:
             self._by_name[principal.name] = principal
             _enter(self._by_digest, principal, principal.digests, "token_sha256")
             _enter(self._by_certificate, principal, principal.certificates, "certificate")
+        producers = [each for each in self if each.role is Role.PRODUCER]
+        # One for all groups comes last, or no other would have any.
+        self._producers = sorted(producers, key=lambda each: "*" in each.groups.allow)
+        self._shares: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[Principal]:
         return iter(self._by_name.values())
@@ -250,6 +267,32 @@ class Directory:
         count, it has expired."""
         found = self._by_name.get(name)
         return found if expired else _valid(found)
+
+    def share_of(self, group: str) -> str:
+        """Return to whose account a group's use of shared pools is counted: the first producer's
+        of the file that may act for it, expired or not; those with `*` among their groups come
+        last. A group of no producer is a share of its own."""
+        found = self._shares.get(group)
+        if found is None:
+            if len(self._shares) >= SHARES_KNOWN_MAX:
+                self._shares.clear()
+            names = (share_name(each) for each in self._producers if group in each.groups)
+            found = self._shares[group] = next(names, group)
+        return found
+
+
+def share_name(principal: Principal) -> str:
+    """Return what a principal's share is called: as no group can be."""
+    return f"\n{principal.name}"
+
+
+NO_PRINCIPALS = Directory()
+"""Where there is no principals file."""
+
+
+def no_principals() -> Directory:
+    """Return the directory of a proxy without a principals file."""
+    return NO_PRINCIPALS
 
 
 def _enter(
@@ -285,7 +328,10 @@ def read_principals(path: Path) -> Directory:
     except OSError as error:
         raise ConfigurationError(f"{where}: {error.strerror}") from None
     if mode & _WRITABLE_BY_OTHERS:
-        raise ConfigurationError(f"{where} can be written by every user: chmod o-w it")
+        raise ConfigurationError(
+            f"{where} can be written by other users (mode {mode & 0o777:04o}): run `chmod go-w "
+            f"{path}`"
+        )
     if len(content) > FILE_BYTES_MAX:
         raise ConfigurationError(f"{where} is larger than {FILE_BYTES_MAX} bytes")
     try:

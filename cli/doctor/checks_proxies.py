@@ -23,7 +23,7 @@ groups_book = Book(Section.GROUPS, needs=("proxies-ready",))
 
 @proxies_book.check(
     "the proxies are ready",
-    hint="A proxy's log and `/readyz` tell why it is not; it needs Kafka, its topics and its "
+    hint="A proxy's log and `/readyz` say why it is not; it needs Kafka, its topics and its "
     "partitions. Name proxies with --url and --proxy.",
     doc="docs/runbooks/TxBrokerNotReady.md",
 )
@@ -54,7 +54,10 @@ async def proxies_ready(subject: Subject) -> Finding:
     if problems:
         return judged(Level.FAILS, f"{len(problems)} are not", list(problems.values()))
     # A named one may be among them under another URL.
-    count = len((await subject.overview()).proxies)
+    proxies = (await subject.overview()).proxies
+    if remarks := [f"{one.url}: {why}" for one in proxies for why in one.problems]:
+        return judged(Level.WARNING, "they are, but see trouble", remarks)
+    count = len(proxies)
     return fine(f"{count} {'proxy' if count == 1 else 'proxies'}")
 
 

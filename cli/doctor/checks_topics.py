@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
@@ -10,6 +11,8 @@ from txbroker.kafka.examination import PartitionCopies
 from txbroker.kafka.topics import FoundTopic
 
 SAFE_COPIES = 3
+SCAN_S = 10.0
+"""For reading all checkpoints and copies; less than a check may take."""
 
 book = Book(Section.TOPICS, needs=("kafka-reachable", "topics-there"))
 
@@ -125,6 +128,26 @@ async def topics_in_sync(subject: Subject) -> Finding:
     if behind:
         return judged(Level.WARNING, f"{len(behind)} of {total} partitions miss copies", behind)
     return fine(f"{total} partitions")
+
+
+@book.check(
+    "nobody else writes to them",
+    hint="`txbroker repair show` shows each record and its writer. Take the right to write to "
+    "these topics from all but the proxies' user. The records stop nothing.",
+    doc="docs/operate/repair.md",
+)
+async def topics_foreign(subject: Subject) -> Finding:
+    """Whether the checkpoint and parked topics hold records that proxies set aside."""
+    try:
+        async with asyncio.timeout(SCAN_S):
+            found = await subject.kafka.set_aside()
+    except TimeoutError:
+        # Much is parked, which is no fault.
+        return fine(f"not read within {SCAN_S:g} s: see `txbroker repair show`")
+    lines = [f"{one.at}: {one.stop.why}" for one in found]
+    if lines:
+        return judged(Level.WARNING, f"{len(lines)} newest records of other clients", lines)
+    return fine("none found")
 
 
 def _missing(copies: PartitionCopies) -> str:

@@ -14,6 +14,7 @@ from txbroker.cli.doctor.samples import Samples, read_samples
 from txbroker.config import Settings
 from txbroker.contract import Overview
 from txbroker.kafka.examination import BrokerFacts, Cluster, OpenTransaction, Place
+from txbroker.kafka.repair import Found
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.topics import FoundTopic, Plan
 
@@ -56,6 +57,10 @@ class KafkaSide(Protocol):
 
     async def plan(self, found: Mapping[str, FoundTopic]) -> Plan:
         """Return what `txbroker topics apply` would do."""
+        ...
+
+    async def set_aside(self) -> list[Found]:
+        """Return what other clients wrote into txbroker's own topics."""
         ...
 
     async def newest_appends(self, cluster: Cluster) -> dict[Place, int]:

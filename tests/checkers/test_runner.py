@@ -135,7 +135,7 @@ async def test_a_hanging_group_delays_no_other(
 async def test_the_bound_over_all_groups_leaves_each_its_first_call(
     owner: FakeOwner, world: World, until: Until
 ) -> None:
-    runner = make(world, parallel=4, parallel_total_max=4, first_calls_max=6)
+    runner = make(world, parallel=4, parallel_total_max=5, first_calls_max=6)
     held = [f"slow-{n}" for n in range(8)] + [f"{group}-{n}" for group in "bcd" for n in (1, 2)]
     world.held = {id: asyncio.Event() for id in held}
     due(runner, owner, world, *held)
@@ -148,6 +148,38 @@ async def test_the_bound_over_all_groups_leaves_each_its_first_call(
         event.set()
     await until(lambda: runner.queued == 0)
     assert sum(line.startswith("answered") for line in world.log) == len(held)
+    await runner.close()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "at_once"),
+    [
+        ({"first_calls_max": 5}, 3),
+        # First calls alone exceed the bound on further ones: a fifth of it is still left.
+        ({"first_calls_max": 20, "parallel_total_max": 10}, 2),
+    ],
+)
+async def test_a_share_with_many_groups_leaves_room_for_others(
+    owner: FakeOwner, world: World, until: Until, bounds: dict[str, int], at_once: int
+) -> None:
+    """Slow groups of one principal take four fifths of the calls, others' checks go on."""
+    runner = make(world, share_of=lambda group: group[:1], parallel=3, **bounds)
+    slow = [f"s{n}-{check}" for n in range(20) for check in range(2)]
+    quick = [f"q-{n}" for n in range(20)]
+    world.held = {id: asyncio.Event() for id in slow + quick}
+    due(runner, owner, world, *slow)
+    most = bounds["first_calls_max"] * 4 // 5
+    await until(lambda: len(world.asking) == most)
+    due(runner, owner, world, *quick)
+    await until(lambda: sum(id.startswith("q") for id in world.asking) == at_once)
+    for id in quick:
+        world.held[id].set()
+    await until(lambda: sum(line.startswith("answered q") for line in world.log) == 20)
+    assert len(world.asking) == most
+    for event in world.held.values():
+        event.set()
+    await until(lambda: runner.queued == 0)
+    assert sum(line.startswith("answered s") for line in world.log) == len(slow)
     await runner.close()
 
 

@@ -112,6 +112,7 @@ async def test_no_check_is_mislaid(seed: int) -> None:
         storm,
         parallel_total_max=chance.choice([2, 4, 256]),
         first_calls_max=chance.choice([2, 8, 1024]),
+        share_of=chance.choice([str, lambda group: f"of {int(group[1:]) % 2}"]),
         later=storm.later,
     )
     owners = [Owner(storm.dice) for _ in range(3)]

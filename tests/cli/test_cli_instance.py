@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +15,7 @@ from cli_world import Dev
 from proxy_process import proxy_process
 
 from txbroker.cli.instance import named
+from txbroker.cli.run import Failed
 from txbroker.config import load_settings
 from txbroker.errors import ConfigurationError
 
@@ -83,6 +86,42 @@ def test_a_given_id_needs_no_data_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with ExitStack() as held:
         assert begin(held, tmp_path / "file" / "below", instance="shop-1") == "shop-1"
+
+
+@pytest.mark.parametrize("name", ["instance", "instances/127.0.0.1_8470.id"])
+def test_a_kept_id_that_does_not_read_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "instances").mkdir()
+    (tmp_path / name).write_bytes(b"\xffproxy")
+    with pytest.raises(Failed) as caught:
+        named_once(tmp_path)
+    said = caught.value.message
+    assert said.startswith(f"{tmp_path / name} should hold the proxy's name and is no UTF-8 text")
+    assert "delete it for a new name, or give the name as --instance" in said
+    with ExitStack() as held:
+        assert begin(held, tmp_path, instance="shop-1") == "shop-1"
+
+
+def test_a_lock_that_does_not_read_is_held_all_the_same(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        name = begin(held, tmp_path)
+        (tmp_path / "instances" / f"{name}.lock").write_bytes(b"\xff")
+        with pytest.raises(ConfigurationError, match=f"runs as instance {name} in"):
+            named_once(tmp_path)
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(file: int, flags: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(Failed) as caught:
+        named_once(tmp_path)
+    assert f"locked in {tmp_path}: No locks available" in caught.value.message
+    assert "--data-dir, on a file system with locks, or the name" in caught.value.message
+    with ExitStack() as held:
+        assert begin(held, tmp_path, instance="shop-1") == "shop-1"
 
 
 # --- whole processes -------------------------------------------------------------------------

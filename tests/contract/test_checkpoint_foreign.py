@@ -121,7 +121,7 @@ async def test_a_topic_filled_from_a_copy_holds_no_progress_and_stops(
 def test_a_snapshot_tells_whether_there_was_progress(turn_op: int) -> None:
     """A tombstone of another client and compaction have left nothing under the key."""
     ledger = Ledger(0, 1000)
-    ledger.op_progress = turn_op
+    ledger.op_committed = turn_op
     mine = new_claim()
     written = [*Capture(ledger, "s", 0, RECORD_VERSION).records()]
     records = [

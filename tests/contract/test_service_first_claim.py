@@ -9,7 +9,14 @@ from service_world import Desk, Service
 
 from txbroker.core.records import Message, Record
 
-NOISE = (Record(b"key", b"value"), Record(None, None), Record(b"\xff", b"{", (("txb-v", b"?"),)))
+NOISE = (
+    Record(b"key", b"value"),
+    Record(None, None),
+    Record(b"\xff", b"{", (("txb-v", b"?"),)),
+    # As if by a newer version, but no version of ours writes it.
+    Record(b"key", b'{"v": 99}'),
+    Record(b"key", b"value", (("txb-v", b"99"),)),
+)
 
 
 @pytest.mark.parametrize("committed", [True, False, None])

@@ -111,8 +111,7 @@ async def test_keys_decisions_and_groups_are_known(service: Service) -> None:
     await service.restart()
     status, answer = await service.send(message, dedup_key=key, group=group, order_key="o")
     assert (status, answer["id"], answer["state"]) == (200, id, "promoted")
-    # A clean stop writes a snapshot, and of settled ones that holds no reasons.
-    assert (await service.show(id))["decision"] == "commit"
+    assert (await service.show(id))["reason"] == "paid"
     assert (await service.call("GET", f"/v1/groups/{group}"))[1]["check_url"] == url
     assert await service.values(topic) == [b"v"]
 

@@ -252,6 +252,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(ledger.transactions) == {t.id for t in open_ones}
         assert ledger.in_order(-1, 100) == sorted(open_ones, key=lambda t: t.offset)
         assert ledger.body_bytes == sum(t.body_bytes for t in open_ones)
+        assert ledger.unsettled.total == len(open_ones)
         by_state = {
             state: {t.id for t in open_ones if t.state is state} for state in set(State) - SETTLED
         }
@@ -265,6 +266,8 @@ class LedgerMachine(RuleBasedStateMachine):
         ):
             assert counted == Counter(t.half.group for t in open_ones if t.state is state)
         for group in "gh":
+            held = [t for t in open_ones if t.half.group == group]
+            assert ledger.unsettled.of(group) == len(held)
             times = [
                 t.prepared_at_ms
                 for t in open_ones

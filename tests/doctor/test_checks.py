@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -9,13 +10,17 @@ import pytest
 from doctor_world import ALL, METRICS, NOW_MS, NOW_S, ONE, TWO, World
 from msgspec import structs
 
+from txbroker.cli.doctor import checks_topics
 from txbroker.cli.doctor.findings import Level
 from txbroker.cli.doctor.proxies import NotSeen, ReadyAnswer, RegisteredGroup, TestCall
 from txbroker.contract import GroupOverview
 from txbroker.core.audit import AuditNews, encode_news
+from txbroker.core.records import Record
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.codes import Code
 from txbroker.kafka.examination import BrokerFacts, OpenTransaction, PartitionCopies
+from txbroker.kafka.repair import Found
+from txbroker.own_topics import Stop
 
 OK, WARNING, UNKNOWN, FAILS = Level.OK, Level.WARNING, Level.UNKNOWN, Level.FAILS
 
@@ -231,6 +236,17 @@ async def test_partitions_that_stand_still(world: World) -> None:
     )
 
 
+async def test_records_of_other_clients(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Stop("parked", Record(b"k", b"v", offset=7), "set_aside", "junk", "nothing")
+    world.kafka.foreign = [Found("txbroker.parked", 2, stop)]
+    found = await world.outcome("topics-foreign")
+    assert (found.level, found.details) == (WARNING, ("txbroker.parked/2@7: junk",))
+    monkeypatch.setattr(checks_topics, "SCAN_S", 0.0)
+    monkeypatch.setattr(world.kafka, "set_aside", asyncio.Event().wait)
+    found = await world.outcome("topics-foreign")
+    assert (found.level, "not read within 0 s" in found.found) == (OK, True)
+
+
 async def test_a_topic_that_may_not_be_seen(world: World) -> None:
     world.kafka.failure = ConfigurationError("no right to see topic x")
     assert (await world.outcome("kafka-reachable")).found == "no right to see topic x"
@@ -248,6 +264,13 @@ async def test_no_proxy_answers(world: World) -> None:
     assert failing == {"proxies-ready"}
     assert by_name["proxies-owners"].level is by_name["parked"].level is UNKNOWN
     assert by_name["hanging-transactions"].level is OK
+
+
+async def test_trouble_of_proxies_that_are_ready(world: World) -> None:
+    world.proxies.proxy(TWO, problems=("principals_file cannot be used",))
+    found = await world.outcome("proxies-ready")
+    assert found.level is WARNING
+    assert found.details == (f"{TWO}: principals_file cannot be used",)
 
 
 async def test_a_proxy_that_is_not_ready_says_why(world: World) -> None:

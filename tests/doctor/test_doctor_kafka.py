@@ -122,6 +122,15 @@ def test_planted_settings_and_a_missing_topic(dev: Dev, prefix: str) -> None:
         for line in found["topics-settings"]["details"]
     )
 
+    assert found["topics-foreign"]["level"] == "ok"
+    producer = Producer({"bootstrap.servers": dev.kafka, "log_level": 0})
+    producer.produce(f"{prefix}.parked", b"junk", b"key", partition=1)
+    assert producer.flush(TIMEOUT_S) == 0
+    found = shown(doctor(dev, "--topic-prefix", prefix, "-o", "json"))
+    (line,) = found["topics-foreign"]["details"]
+    assert line.startswith(f"{prefix}.parked/1@0: ")
+    assert "txbroker repair show" in found["topics-foreign"]["hint"]
+
     admin.delete_topics([f"{prefix}.op"])[f"{prefix}.op"].result(TIMEOUT_S)
     found = shown(
         _until(lambda: doctor(dev, "--topic-prefix", prefix, "-o", "json"), "topics-there")

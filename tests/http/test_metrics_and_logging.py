@@ -9,6 +9,7 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from txbroker.proxy import metrics as metrics_module
 from txbroker.proxy.logging import configure_logging, get_logger
 from txbroker.proxy.metrics import Gauges, Metrics
 
@@ -105,6 +106,50 @@ def test_groups_beyond_the_bound_count_as_other() -> None:
         (("group", "other"), ("outcome", "commit")): 2,
     }
     assert found["txbroker_pending", (("group", "other"),)] == 2
+
+
+def test_one_share_does_not_have_all_labels() -> None:
+    metrics = Metrics(group_labels_max=5, share_of=lambda group: group[:1])
+    for number in range(9):
+        metrics.check_ended(f"shop-{number}", "commit", 0.1)
+    metrics.check_ended("bank", "commit", 0.1)
+    checks = [labels for name, labels in samples(metrics) if name == "txbroker_checks_total"]
+    shown = {dict(labels)["group"] for labels in checks}
+    assert shown == {"shop-0", "shop-1", "shop-2", "shop-3", "bank", "other"}
+
+
+def test_the_share_of_a_group_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrape holds up all else, and groups are as many as producers make."""
+    monkeypatch.setattr(metrics_module, "LABELS_KNOWN_MAX", 50)
+    asked: list[str] = []
+
+    def share_of(group: str) -> str:
+        asked.append(group)
+        return group[:1]
+
+    metrics = Metrics(group_labels_max=5, share_of=share_of)
+    groups = {f"shop-{number}": 1.0 for number in range(60)}
+    metrics.watch(lambda: Gauges(pending=groups, pending_oldest_age_seconds=groups, parked=groups))
+    first, second = samples(metrics), samples(metrics)
+    assert asked == list(groups)[:50]
+    metrics.check_ended("bank", "commit", 0.1)
+    assert "bank" not in asked
+    for found in (first, second):
+        assert found["txbroker_pending", (("group", "shop-3"),)] == 1
+        assert found["txbroker_pending", (("group", "other"),)] == 56
+
+
+def test_no_share_is_asked_for_when_all_labels_are_taken() -> None:
+    asked: list[str] = []
+
+    def share_of(group: str) -> str:
+        asked.append(group)
+        return group
+
+    metrics = Metrics(group_labels_max=5, share_of=share_of)
+    metrics.watch(lambda: Gauges(pending={f"g{number}": 1.0 for number in range(60)}))
+    assert samples(metrics)["txbroker_pending", (("group", "other"),)] == 55
+    assert asked == [f"g{number}" for number in range(5)]
 
 
 def test_every_metric_is_described() -> None:

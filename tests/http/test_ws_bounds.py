@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 from fake_service import NOW_MS, FakeService
-from http_api import JSON, Api, running_api, transaction
+from http_api import JSON, Api, memory_bytes, running_api, transaction
 from hypothesis import given
 from hypothesis import strategies as st
 from ws_client import MESSAGES, Producer, session
@@ -23,6 +21,7 @@ from txbroker.core.ids import make_id
 from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.errors import Overloaded
 from txbroker.proxy.http.frames import SMALL_BYTES, FrameMeter, Receiving
+from txbroker.proxy.http.shell import InFlight
 
 IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
 CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)
@@ -36,12 +35,6 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-def memory_bytes() -> int:
-    """Return what this process takes of the machine's memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def stick(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> list[PrepareRequest]:
@@ -205,6 +198,20 @@ async def test_a_session_that_never_reads_is_cut_off(limits: dict[str, float]) -
                     await asyncio.sleep(0)
             assert api.sessions.counts() == {}
             assert memory_bytes() - before < 64 * MIB
+
+
+def test_one_principal_takes_a_part_of_the_bytes_in_flight() -> None:
+    in_flight = InFlight(1000)
+    assert in_flight.reserve(600, prepare=True, who="shop")
+    assert not in_flight.reserve(1, prepare=True, who="shop")
+    # Its decisions find room all the same.
+    assert in_flight.reserve(200, prepare=False, who="shop")
+    assert not in_flight.reserve(1, prepare=False, who="shop")
+    assert in_flight.reserve(150, prepare=True, who="bank")
+    assert not in_flight.reserve(1, prepare=True, who="bank")
+    assert in_flight.reserve(50, prepare=False, who="bank")
+    in_flight.release(600, prepare=True, who="shop")
+    assert (in_flight.bytes, in_flight.reserve(600, prepare=True, who="shop")) == (400, True)
 
 
 async def test_checks_that_wait_to_be_read_are_bounded_over_all_sessions() -> None:

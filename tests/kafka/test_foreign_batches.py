@@ -10,6 +10,7 @@ from confluent_kafka import Producer
 from kafka_world import KafkaWorld
 from service_world import Desk, Service, until
 
+from txbroker.core.ids import parse_id
 from txbroker.core.records import Cause, Message, Record
 from txbroker.kafka.door import KafkaDoor
 from txbroker.kafka.fetched import Fetched
@@ -49,13 +50,14 @@ def compressed(world: KafkaWorld, topic: str, codec: str) -> None:
 
 
 async def works(service: Service) -> None:
-    """See partitions owned, a transaction of each go through and a group registered."""
+    """See both half partitions owned and a transaction of each go through."""
     await until(lambda: owned(service))
     topic = await service.topic()
-    for number in range(4):
-        id = await service.prepare(Message(topic, b"%d" % number, b"%d" % number))
-        assert (await service.commit(id))["state"] == "promoted"
-    assert len(await service.values(topic)) == 4
+    ids: list[str] = []
+    while {parse_id(id).partition for id in ids} != {0, 1}:
+        ids.append(await service.prepare(Message(topic, b"%d" % len(ids), b"")))
+        assert (await service.commit(ids[-1]))["state"] == "promoted"
+    assert len(await service.values(topic)) == len(ids)
 
 
 async def owned(service: Service) -> bool:

@@ -166,13 +166,14 @@ def test_header_names_that_are_not_utf8_decode_with_replacement() -> None:
     assert found == expected
 
 
-@given(records, st.booleans())
+@given(records, st.booleans(), st.sampled_from((0, -1 << 63, (1 << 63) - 1, (1 << 63) - (1 << 40))))
 def test_what_others_compress_with_gzip_or_name_as_they_like_reads_like_a_plain_batch(
-    given_: list[Record], append_time: bool
+    given_: list[Record], append_time: bool, base_ms: int
 ) -> None:
     def read(batch: bytes) -> list[Record]:
         if append_time:
             batch = batch[:22] + bytes([batch[22] | 8]) + batch[23:]
+        batch = batch[:27] + struct.pack(">q", base_ms) + batch[35:]
         answer = (0, 0, 99, 99, [], sealed(batch, 5))
         return Fetched("t-0", 5, answer, append_time=append_time).records
 
@@ -183,11 +184,12 @@ def test_what_others_compress_with_gzip_or_name_as_they_like_reads_like_a_plain_
     attributes = bytes([plain[22] | 1])
     packed = plain[:8] + size + plain[12:22] + attributes + plain[23:HEADER_BYTES] + body
     assert read(packed) == read(plain)
-    odd = [*given_, Record(b"", None, (("zzqzz", None),), 2)]
+    odd = [*given_, Record(b"", None, (("zzqzz", None),), 1 << 41)]
     batch = encode_batch(odd, producer_id=1, epoch=0, sequence=0)
     named = read(batch.replace(b"zzqzz", b"zz\xffzz"))
     assert named[:-1] == read(batch)[:-1]
     assert named[-1].headers == (("zz\ufffdzz", None),)
+    assert named[-1].timestamp_ms == read(batch)[-1].timestamp_ms
 
 
 def test_a_gzip_bomb_takes_little_memory() -> None:

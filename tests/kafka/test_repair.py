@@ -65,8 +65,9 @@ async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
     assert at == [(world.name(name), 1, "newer") for name in LOGS]
     values = [each.stop.record.value for each in found]
     assert values == [newer.value, b"v", MARKER.value, COPY.value]
-    aside = [each.at for each in await repair.find(set_aside=True) if each not in found]
-    assert aside == [
+    aside = [each for each in await repair.find(set_aside=True) if each not in found]
+    assert await repair.set_aside() == aside
+    assert [each.at for each in aside] == [
         f"{world.name(name)}/2@{offset}" for name in ("checkpoint", "parked") for offset in (0, 1)
     ]
     assert found[1].at == f"{world.name('half')}/1@1"

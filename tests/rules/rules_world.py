@@ -39,6 +39,7 @@ from txbroker.core.records import (
 from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
+from txbroker.principals import NO_PRINCIPALS
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.checkback import CheckBack
 from txbroker.proxy.owner import Owner, OwnerSettings
@@ -313,6 +314,7 @@ class World:
         self.stops: list[Exception] = []
         self._owners: list[Owner] = []
         self._brokers: list[tuple[Broker, ScriptedDoor]] = []
+        self.principals = NO_PRINCIPALS
 
     async def start(self) -> None:
         """Make the topics: ours, and the targets `t` (two partitions) and `u`."""
@@ -354,6 +356,7 @@ class World:
             bodies_share=lambda: self.share,
             record_version=lambda: self.version,
             pace=TurnPace(),
+            principals=lambda: self.principals,
         )
         self._owners.append(owner)
         return owner

@@ -451,4 +451,5 @@ async def test_one_group_cannot_take_all_the_room(world: World) -> None:
     other = world.half(group="another")
     assert (await owner.prepare(other)).id == other.id
     await commit(owner, next(iter(owner.ledger.transactions)))
+    await until(lambda: world.told.promotions)
     assert (await owner.prepare(world.half())).state is State.PENDING

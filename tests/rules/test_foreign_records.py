@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from msgspec import structs
 from recovery_world import snapshot
@@ -23,8 +25,10 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.door import LogTruncated, Turn, TurnHandle
 from txbroker.errors import InvariantBroken, NewerRecord
 from txbroker.proxy.copies import read_copies
+from txbroker.testing.door import MemoryPartitionDoor
 
 NEWER = RECORD_VERSION + 1
 
@@ -82,6 +86,26 @@ async def test_progress_that_is_gone_stops_a_partition_whose_snapshot_tells_of_i
     assert second not in world.visible()
 
 
+async def test_a_snapshot_tells_of_no_progress_that_is_not_committed(world: World) -> None:
+    """Or the partition would stop once compaction has removed an older claim."""
+    begun = asyncio.Event()
+
+    async def hangs(inner: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+        begun.set()
+        return await asyncio.Future()
+
+    owner = await world.owner()
+    world.partition.writes.append(hangs)
+    first = await world.committed(owner)
+    await begun.wait()
+    end = world.kafka.partition("txbroker.checkpoint", 0).end
+    assert await snapshot(owner)
+    await owner.close()
+    world.kafka.truncate("txbroker.checkpoint", before=end)
+    await world.owner()
+    await until(lambda: world.visible() == [first])
+
+
 @pytest.mark.parametrize("running", [True, False])
 @pytest.mark.parametrize(
     ("log", "inside", "partition"),
@@ -109,6 +133,22 @@ async def test_what_no_version_of_ours_writes_stops_nothing(
     await until(lambda: world.visible() == [first, second])
     assert log in world.told.foreigners
     assert not world.stops
+
+
+@pytest.mark.parametrize("log", ["half", "op"])
+@pytest.mark.parametrize(
+    ("inside", "partition", "stops"), [(False, 0, True), (True, 0, False), (False, 1, False)]
+)
+async def test_before_the_first_claim_what_no_version_of_ours_writes_stops_nothing(
+    world: World, log: str, inside: bool, partition: int, stops: bool
+) -> None:
+    await write(world, log, newer(world, log, partition), inside=inside)
+    if stops:
+        with pytest.raises(LogTruncated, match="the checkpoint topic has no record"):
+            await world.owner()
+    else:
+        first = await world.committed(await world.owner())
+        await until(lambda: world.visible() == [first])
 
 
 async def test_a_newer_marker_under_another_key_stops_nothing(world: World) -> None:

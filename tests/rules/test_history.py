@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 from core_logs import WINDOW_MS
+from rules_world import World, roll_back
 
 from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.ids import make_id
@@ -17,12 +19,15 @@ from txbroker.core.records import (
     MarkerKind,
     Message,
     Record,
+    Source,
     State,
 )
+from txbroker.core.settled import brief, whole
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended
-from txbroker.errors import NotFound, TooOld
-from txbroker.proxy.history import search
+from txbroker.errors import KafkaUnavailable, NotFound, TooOld
+from txbroker.proxy import answers
+from txbroker.proxy.history import search, tell_verdict
 from txbroker.testing.memory import Partition
 
 START_MS = 1_700_000_000_000
@@ -222,3 +227,44 @@ async def test_what_the_log_does_not_reach_back_to_is_too_old() -> None:
     past.op.partition.delete_before(past.op.partition.end - 10)
     with pytest.raises(TooOld, match="deciding marker"):
         await past.find(past.ids[2100])
+
+
+@pytest.mark.parametrize("op", ["there", "gone", "silent", "of another"])
+async def test_of_a_brief_one_the_marker_tells_who_decided_it(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = Past()
+    id, other = past.prepare(), past.prepare()
+    past.mark("rollback", id, source=Source.OPERATOR, by="ann", reason="by hand")
+    past.mark("rollback", other, source=Source.CHECK)
+    remembered = whole(brief(await past.find(id)))
+    assert remembered.verdict is not None
+    if op == "gone":
+        past.op.partition.delete_before(1)
+    elif op == "of another":
+        remembered.verdict.op_offset = 1
+    elif op == "silent":
+        monkeypatch.setattr(past.op, "pick", silent)
+    await tell_verdict(past.op, remembered)
+    found = (remembered.source, remembered.by, remembered.reason)
+    assert found == ((Source.OPERATOR, "ann", "by hand") if op == "there" else (None, "", ""))
+
+
+async def silent(offsets: Sequence[int]) -> Sequence[Record]:
+    """Pick from a Kafka that does not answer."""
+    raise KafkaUnavailable("no answer")
+
+
+async def test_a_silent_kafka_holds_no_answer_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await world.owner()
+    id = await world.prepared(owner)
+    await roll_back(owner, id)
+    owner.ledger.settled.seal()
+    owner.ledger.settled.shown.clear()
+    assert (await owner.find(id)).source is Source.PRODUCER
+    monkeypatch.setattr(answers, "VERDICT_S", 0.01)
+    monkeypatch.setattr(owner._answers._logs[1], "pick", lambda _: asyncio.Event().wait())
+    found = await owner.find(id)
+    assert (found.state, found.source) == (State.ROLLED_BACK, None)

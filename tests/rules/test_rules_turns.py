@@ -278,7 +278,7 @@ async def test_a_full_list_stops_promotion_and_prepares_are_overloaded(world: Wo
     await commit(owner, beside)
     await until(lambda: owner._promoter.full)
     with pytest.raises(Overloaded):
-        await owner.prepare(world.half())
+        await owner.prepare(world.half(group="another"))
     assert world.visible("t", 1) == []
     world.kafka.set_leaderless("t")
     await until(lambda: len(world.told.promotions) == 5)

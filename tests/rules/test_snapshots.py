@@ -27,6 +27,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "CHUNK_BYTES", 1)
     monkeypatch.setattr(snapshots, "LOOK_S", 0.002)
     monkeypatch.setattr(snapshots, "FIRST_RECORDS", 1 << 30)
+    monkeypatch.setattr(snapshots, "SOON_MS", snapshots.AGE_MAX_MS)
     monkeypatch.setattr(snapshots, "PAUSE_S", 0.002)
     monkeypatch.setattr(snapshots, "REST_MIN_S", 0.0)
     monkeypatch.setattr(snapshots, "REST_MAX_S", 0.0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from msgspec import structs
-from recovery_world import forget_bodies, partition, snapshot
+from recovery_world import forget_bodies, partition, records, snapshot
 from rules_world import DAY_MS, GROUP, WINDOW_MS, World, commit, known, message, roll_back, until
 
 from txbroker.core.codec import encode_progress
 from txbroker.core.records import Half, Message, State
-from txbroker.core.snapshot import Capture
+from txbroker.core.snapshot import Capture, find_whole
 from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost
 from txbroker.errors import BodyLost, KafkaUnavailable
 from txbroker.proxy import owner as owner_module
@@ -31,6 +31,15 @@ def _no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the first snapshot ----------------------------------------------------------------------
 
 
+def written(world: World, owner: Owner) -> tuple[int, int] | None:
+    """Return the half position and the progress that the newest snapshot tells of, once no other
+    one is due."""
+    if owner._snapshots.due:
+        return None
+    closing = find_whole(records(world, "checkpoint"))[0].closing
+    return closing.half, closing.progress
+
+
 async def test_the_first_records_are_worth_a_snapshot(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,6 +55,18 @@ async def test_the_first_records_are_worth_a_snapshot(
     again = await world.owner()
     assert world.told.losses == [1]
     assert known(again, id).lost
+
+
+async def test_the_first_progress_is_worth_a_snapshot(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it nobody could tell that somebody has removed it."""
+    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    owner = await world.owner(snapshot_records_min=1000)
+    await world.prepared(owner)
+    await until(lambda: world.told.snapshots == [1])
+    assert await world.committed(owner)
+    await until(lambda: written(world, owner) == (2, 1))
 
 
 async def test_an_owner_that_finds_a_snapshot_needs_no_other_one(world: World) -> None:
@@ -114,16 +135,19 @@ async def test_markers_behind_a_snapshot_that_knew_none_stop_the_partition(
         await world.owner()
 
 
-async def test_an_old_snapshot_is_renewed_before_retention_passes_it(
+async def test_what_was_rolled_back_before_a_kill_is_accounted_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It writes no progress; a snapshot is due all the same once a minute is over."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await world.owner(snapshot_records_min=1000)
     id = await world.prepared(owner)
     await until(lambda: world.told.snapshots == [1])
-    world.advance(7200)
-    assert not owner._snapshots.due
+    world.advance(59)
     world.zombie_mark("rollback", id)
+    await until(lambda: owner.ledger.op_position == 1)
+    assert not owner._snapshots.due
+    world.advance(1)
     await until(lambda: world.told.snapshots == [1, 0])
     await owner.close()
     world.advance(20 * DAY_MS / 1000)
@@ -131,6 +155,19 @@ async def test_an_old_snapshot_is_renewed_before_retention_passes_it(
         world.kafka.truncate(f"txbroker.{name}", before=1)
     late = await world.committed(await world.owner())
     await until(lambda: world.visible() == [late])
+
+
+async def test_an_old_snapshot_is_renewed_before_retention_passes_it(world: World) -> None:
+    """Also where so many are open that it is not for so little, otherwise."""
+    owner = await world.owner(snapshot_records_min=1)
+    for _ in range(8):
+        await world.prepared(owner)
+    assert await snapshot(owner)
+    world.advance(3599)
+    await world.prepared(owner)
+    assert not owner._snapshots.due
+    world.advance(1)
+    assert owner._snapshots.due
 
 
 # --- half messages that an owner has read, and no snapshot holds -------------------------------
@@ -252,15 +289,15 @@ async def test_what_was_deleted_is_written_down_at_once(
     """Also where nothing is lost: whoever prepares it again must be recognised."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await world.owner(snapshot_records_min=1000)
-    await world.prepared(owner)
-    await until(lambda: world.told.snapshots == [1])
+    first = await world.committed(owner)
+    await until(lambda: written(world, owner) == (1, 1))
     half = world.half()
     await owner.prepare(half)
     await commit(owner, half.id)
-    await until(lambda: world.visible() == [half.id])
+    await until(lambda: world.visible() == [first, half.id])
     assert not owner._snapshots.due
     world.kafka.truncate("txbroker.half", before=2)
-    await until(lambda: world.told.snapshots == [1, 1] and not owner._snapshots.due)
+    await until(lambda: written(world, owner) == (2, 2))
     await owner.close()
     again = await world.owner(snapshot_records_min=1000)
     assert (await again.get(half.id)).state == "promoted"

@@ -330,12 +330,12 @@ async def test_more_than_a_frame_holds_is_too_large(
     assert proxy.opened == 1
 
 
-async def test_operations_of_one_turn_leave_in_few_frames(
-    proxy: FakeProxy, producer: TransactionalProducer
-) -> None:
+async def test_operations_of_one_turn_leave_in_few_frames(proxy: FakeProxy) -> None:
     count = 2 * FRAME_OPERATIONS_MAX + 20
-    await asyncio.gather(*(producer.prepare(M) for _ in range(count)))
-    frames = [frame for frame in proxy.sessions[0].frames if isinstance(frame[0], Prepare)]
+    # With patience: on a busy machine a retry would be counted, too.
+    async with TransactionalProducer(proxy.url, group="g") as producer:
+        await asyncio.gather(*(producer.prepare(M) for _ in range(count)))
+        frames = [each for each in proxy.sessions[0].frames if isinstance(each[0], Prepare)]
     assert sum(map(len, frames)) == count
     assert len(frames) <= 5
     assert max(map(len, frames)) == FRAME_OPERATIONS_MAX

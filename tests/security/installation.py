@@ -178,7 +178,7 @@ class Installation:
 
     async def prepared(self, team: str, **fields: Any) -> str:
         """Prepare a transaction of a team and return its id."""
-        body = self.prepare_body(team, **fields)
+        body = self.prepare_body(team) | fields
         answer = await self.call("POST", "/v1/transactions", body, by=team)
         assert answer.status == 201, answer
         return str(answer.body["id"])
@@ -189,6 +189,14 @@ class Installation:
         answer = await self.call("GET", path, by="operator")
         assert answer.status == 200, answer
         return dict(answer.body)
+
+    async def reaches(self, id: str, state: str) -> None:
+        """Wait until a transaction is in a state."""
+
+        async def there() -> bool:
+            return bool((await self.view(id))["state"] == state)
+
+        await until(there)
 
     @asynccontextmanager
     async def socket(self, by: str, at: str = "") -> AsyncIterator[Socket]:

@@ -21,11 +21,12 @@ CLASSES = {
     5: "Forged and truncated ids, cursors, cookies and signatures",
     6: "Rights withdrawn between prepare and promotion",
     7: "Forbidden check URLs in every spelling",
-    8: "Impersonated check endpoints",
+    8: "Impersonated check endpoints, and secrets of groups",
     9: "Answer bombs",
     10: "Fuzzing of HTTP, sessions and own topics",
     11: "Planted secrets",
     12: "Unsafe configurations",
+    13: "A team with many groups and what all share",
 }
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/security-tests.md"
 WRITE = "TXBROKER_SECURITY_TABLE"
@@ -50,7 +51,8 @@ def row_of(item: pytest.Item, number: int, recorded: Mapping[str, object]) -> Ro
     name, _, given = item.name.removeprefix("test_").partition("[")
     parts = given.removesuffix("]")
     for fleet in _FLEETS:
-        parts = parts.removeprefix(fleet).removesuffix(fleet).strip("-")
+        parts = parts.removeprefix(fleet).removesuffix(f"-{fleet}")
+        parts = parts.removeprefix("-") if given.startswith(fleet) else parts
     function = getattr(item, "function", None)
     doc = (getattr(function, "__doc__", None) or "").strip().partition("\n")[0].rstrip(".")
     case = f"{name.replace('_', ' ')}{f': {parts}' if parts else ''}"
@@ -68,8 +70,10 @@ def page_of(rows: Iterable[Row]) -> str:
         "<!-- Written by `make security-table`; edit the tests instead. -->",
         "# Security tests",
         "",
-        "What each case of bad input comes to, as `tests/security` has seen it, with one proxy and "
-        "with two. What the classes protect is in [security](../operate/security.md).",
+        "What each case of bad input comes to, as `tests/security` has seen it. Calls of an "
+        "installation are made with one proxy and with two: credentials, other groups' "
+        "transactions, unknown groups, replays, forgeries, withdrawn rights, fuzzed calls, what "
+        "all share. What the classes protect is in [security](../operate/security.md).",
     ]
     found = sorted(set(rows))
     for number, title in CLASSES.items():

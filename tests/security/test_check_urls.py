@@ -145,7 +145,7 @@ async def test_a_forbidden_address_is_refused_at_registration(
 async def test_a_forbidden_address_is_refused_at_the_call(
     case: str, resolver: Resolver, trap: Callable[[str], list[str]]
 ) -> None:
-    """Unreached: nothing is sent, no attempt is used up."""
+    """The test of the group names check_url_allow; nothing is sent."""
     (port,) = trap("port")
     async with running_api(public=True) as api:
         await store(api, f"http://{SPELLINGS[case]}:{port}/check")

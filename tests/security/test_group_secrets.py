@@ -15,12 +15,18 @@ from memory_world import MemoryWorld
 from service_world import Desk, Service, until
 
 from txbroker.checkers.base import Unreached, shortened
-from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
+from txbroker.checkers.group_secrets import (
+    SECRET_BYTES_MAX,
+    GroupSecrets,
+    SecretRefused,
+    SecretUnavailable,
+)
 from txbroker.checkers.groups import GroupPolicy, encode_policy
 from txbroker.checkers.http import HttpChecks
 from txbroker.core.records import Message
 from txbroker.errors import BadRequest
 
+CLASS = 8
 PLACES = {
     "a device": ("file:/dev/ptmx", "below the proxy's"),
     "a terminal": ("file:/dev/tty", "below the proxy's"),
@@ -36,6 +42,7 @@ PLACES = {
     "a folder": ("file:{folder}/orders", "not a regular file"),
     "a named pipe": ("file:{folder}/orders/pipe", "not a regular file"),
     "a socket": ("file:{folder}/orders/socket", "not a regular file"),
+    "a file too large": ("file:{folder}/orders/large", "too large for a secret"),
     "the proxy's token": ("file:{folder}/orders/token", "the proxy itself"),
     "a hard link to the token": ("file:{folder}/orders/token-2", "the proxy itself"),
     "another group's file": ("file:{folder}/bank", "a file of group orders"),
@@ -71,13 +78,15 @@ def folder(tmp_path: Path) -> Path:
     (own / "to-ptmx").symlink_to("/dev/ptmx")
     (own / "to-parent").symlink_to("../..")
     os.mkfifo(own / "pipe")
+    (own / "large").write_bytes(b"x" * (SECRET_BYTES_MAX + 1))
+    (own / "largest").write_bytes(b"x" * SECRET_BYTES_MAX)
     os.mknod(own / "socket", 0o140600)
     return folder
 
 
 @pytest.mark.parametrize("case", PLACES)
 async def test_a_place_that_may_not_be_named_is_refused_everywhere(case: str, folder: Path) -> None:
-    """At registration and, as the groups topic may hold it all the same, at the call."""
+    """Refused at registration, and at the call as the groups topic may hold it."""
     ref, words = PLACES[case]
     ref = ref.format(folder=folder)
     secrets = GroupSecrets(folder, VARIABLES, [folder / "orders" / "token"])
@@ -92,6 +101,12 @@ async def test_a_place_that_may_not_be_named_is_refused_everywhere(case: str, fo
     assert called == Unreached(shortened(refused))
     with pytest.raises(SecretRefused):
         await secrets.read("orders", ref)
+
+
+async def test_the_largest_secret_is_taken(folder: Path) -> None:
+    """Read: 64 KiB are the limit."""
+    ref = f"file:{folder}/orders/largest"
+    assert len(await GroupSecrets(folder).read("orders", ref)) == SECRET_BYTES_MAX
 
 
 OWN_FILES = {
@@ -137,12 +152,14 @@ async def test_a_groups_files_are_its_own(tmp_path: Path, group: str) -> None:
     ],
 )
 def test_a_variable_is_every_groups_or_one_groups(group: str, variable: str, allowed: bool) -> None:
+    """Allowed (True) as `secret_env_allow` lists it for this group or for all, else refused."""
     refused = GroupSecrets(None, VARIABLES).refuse(group, f"env:{variable}")
     assert (refused is None) == allowed
 
 
 @pytest.mark.parametrize("ref", ["file:/etc/passwd", "env:ORDERS_SECRET"])
 async def test_nothing_may_be_named_by_default(ref: str) -> None:
+    """Refused, with the setting that would allow it."""
     with pytest.raises(SecretRefused, match=r"secrets_dir|secret_env_allow"):
         await GroupSecrets().read("orders", ref)
 
@@ -150,7 +167,7 @@ async def test_nothing_may_be_named_by_default(ref: str) -> None:
 async def test_a_link_that_is_put_there_after_the_look_leads_nowhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at a path and its opening somebody exchanges the file for a link."""
+    """Not read where a link replaces the file between look-up and opening."""
     secrets = GroupSecrets(folder)
     inner = folder / "orders" / "inner" / "key"
     real = os.path.realpath
@@ -172,7 +189,7 @@ async def test_a_link_that_is_put_there_after_the_look_leads_nowhere(
 async def test_reads_that_hang_hold_up_neither_others_nor_the_loop(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder on a network that does not answer: more reads than there are threads."""
+    """Others are read and calls answered, beside more reads that hang than there are threads."""
     go_on = threading.Event()
     read = GroupSecrets._read
 
@@ -212,8 +229,9 @@ async def world() -> AsyncIterator[MemoryWorld]:
 async def test_ten_groups_with_a_device_stop_no_proxy(
     world: MemoryWorld, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that an older version registered: the proxy starts, is ready, takes calls, tells
-    what is wrong, and ends."""
+    """The proxy starts, is ready, takes calls, tells what is wrong, and ends.
+
+    So it does with those that an older version registered."""
     desk = Desk()
     async with desk.serve():
         monkeypatch.setenv("ANY_GROUPS_SECRET", "known")

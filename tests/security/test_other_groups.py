@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
+from console_world import Reader, reader_of
 from installation import TOKENS, Installation
 from service_world import until
 
@@ -320,3 +322,54 @@ async def test_a_viewer(installation: Installation, record_property: Any) -> Non
         assert act.status == 403
     assert await pending(installation, id)
     record_property("result", "sees states; 403 not_permitted for bodies and actions, console too")
+
+
+async def test_a_viewer_of_the_console(installation: Installation, record_property: Any) -> None:
+    kafka = installation.world.kafka
+    policy = {"attempts_max": 1, "check_after_s": 0}
+    put = await installation.call("PUT", "/v1/groups/bank-viewed", policy, by="operator")
+    assert put.status == 200, put.body
+    waiting = await installation.prepared("bank", group="bank-viewed", check_after_s=3600)
+    async with installation.socket("bank") as bank:
+        assert isinstance(await bank.hello("bank-viewed"), wire.Welcome)
+        parked = await installation.prepared("bank", group="bank-viewed")
+        check = await bank.next()
+        assert isinstance(check, wire.Check)
+        await bank.send(wire.CheckAnswer(check.call, Decision.UNKNOWN))
+        await installation.reaches(parked, "parked")
+    refused = await installation.prepared("bank", group="bank-viewed")
+    kafka.set_authorized("bank.payments", authorized=False)
+    try:
+        path = f"/v1/transactions/{refused}/commit"
+        assert (await installation.call("POST", path, {}, by="bank")).status == 200
+        await installation.reaches(refused, "refused")
+        for url in installation.urls:
+            for by in ("viewer", "operator"):
+                async with reader_of(url, Authorization=f"Bearer {TOKENS[by]}") as reader:
+                    seen = await targets_of_pages(reader)
+                assert {f"/transactions/{id}" for id in (parked, refused, waiting)} <= seen
+                acts = {path for path in seen if path.startswith("/actions/")}
+                assert (acts == set()) == (by == "viewer"), acts
+    finally:
+        kafka.set_authorized("bank.payments", authorized=True)
+    record_property("result", "No page links to an action, with pending, parked and refused ones")
+
+
+async def targets_of_pages(reader: Reader) -> set[str]:
+    """Return the paths of all links and forms on pages that links lead to, actions not opened."""
+    found, ahead = {"/"}, ["/"]
+    targets: set[str] = set()
+    while ahead:
+        seen = await reader.open(ahead.pop())
+        assert seen.status == 200, seen.url
+        links = [a.attributes["href"] for a in seen.root.all("a")]
+        forms = [form.attributes["action"] for form in seen.root.all("form")]
+        targets |= {urlsplit(target).path for target in (*links, *forms)}
+        new = {
+            link.partition("#")[0]
+            for link in links
+            if link.startswith("/") and not link.startswith("/actions/")
+        } - {"", *found}
+        found |= new
+        ahead += new
+    return targets

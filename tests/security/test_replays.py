@@ -23,8 +23,11 @@ def with_id(installation: Installation, group: str, partition: int, random: int)
 
 
 async def test_a_prepare(installation: Installation, record_property: Any) -> None:
+    before = await listed(installation)
+    ids = []
     for partition in range(4):
         body = with_id(installation, "shop", partition, 1000 + partition)
+        ids.append(body["id"])
         first = await installation.call("POST", "/v1/transactions", body, by="shop")
         assert first.status == 201
         for url in installation.urls:
@@ -33,7 +36,15 @@ async def test_a_prepare(installation: Installation, record_property: Any) -> No
             changed = body | {"messages": [{"topic": "shop.orders", "value": "another"}]}
             answer = await installation.call("POST", "/v1/transactions", changed, by="shop", at=url)
             assert answer.outcome == "409 id_conflict"
-    record_property("result", "200 for the same body, 409 id_conflict for another; stored once")
+    assert await listed(installation) == sorted([*before, *ids])
+    record_property("result", "200 for the same body, 409 id_conflict for another; listed once")
+
+
+async def listed(installation: Installation) -> list[str]:
+    """Return the ids of all transactions of the team, in order."""
+    answer = await installation.call("GET", "/v1/transactions?group=shop&limit=200", by="shop")
+    assert answer.body.get("next_cursor") is None
+    return sorted(each["id"] for each in answer.body["transactions"])
 
 
 async def test_a_prepare_by_another_team(installation: Installation, record_property: Any) -> None:
@@ -105,18 +116,21 @@ async def test_a_call_between_proxies(installation: Installation, record_propert
     id = await installation.prepared("shop")
     owner = installation.proxies[0].broker.assigned()[(await installation.view(id))["partition"]]
     headers = {
-        "txb-peer-secret": PEER_SECRET,
         "txb-proxy": installation.urls[-1],
         "content-type": "application/msgpack",
     }
 
-    async def decide(what: str) -> int:
+    async def decide(what: str, secret: str = PEER_SECRET) -> int:
         body = msgspec.msgpack.encode({"id": id, "decision": what, "by": "shop"})
         async with installation._http.post(
-            f"{owner}/internal/v1/decide", data=body, headers=headers
+            f"{owner}/internal/v1/decide",
+            data=body,
+            headers={**headers, "txb-peer-secret": secret},
         ) as answer:
             return answer.status
 
+    assert await decide("rollback", "another-secret-of-proxies") == 403
+    assert (await installation.view(id))["state"] == "pending"
     assert [await decide("commit") for _ in range(3)] == [200] * 3
     assert await decide("rollback") == 409
     record_property("result", "200 for the same, 409 for the contrary; from a proven proxy only")

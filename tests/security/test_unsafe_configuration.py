@@ -211,7 +211,10 @@ CASES: dict[str, Case] = {
         lambda place: {"peer_secret_file": place.token("short")}, "of 5 characters"
     ),
     "principals writable by everybody": Case(
-        lambda place: {"principals_file": place.token("", mode=0o666)}, "can be written by every"
+        lambda place: {"principals_file": place.token("", mode=0o646)}, "can be written by other"
+    ),
+    "principals writable by their group": Case(
+        lambda place: {"principals_file": place.token("", mode=0o664)}, "can be written by other"
     ),
     # --- TLS of the listener
     "key readable by everybody": Case(

@@ -5,18 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from installation import TABLES, Installation
-from service_world import until
 
 CLASS = 6
-
-
-async def reaches(installation: Installation, id: str, state: str) -> None:
-    """Wait until a transaction is in a state."""
-
-    async def there() -> bool:
-        return bool((await installation.view(id))["state"] == state)
-
-    await until(there)
 
 
 async def test_write_of_the_proxies_on_a_topic(installation: Installation) -> None:
@@ -29,15 +19,15 @@ async def test_write_of_the_proxies_on_a_topic(installation: Installation) -> No
         for id, by in ((refused, "shop"), (flowing, "bank")):
             path = f"/v1/transactions/{id}/commit"
             assert (await installation.call("POST", path, {}, by=by, at=url)).status == 200
-        await reaches(installation, refused, "refused")
-        await reaches(installation, flowing, "promoted")
+        await installation.reaches(refused, "refused")
+        await installation.reaches(flowing, "promoted")
         view = await installation.view(refused, bodies=True)
         assert view["cause"]["code"] == "not_authorized"
         assert view["messages"][0]["topic"] == "shop.orders"
         kafka.set_authorized("shop.orders", authorized=True)
         revive = f"/v1/transactions/{refused}/revive"
         assert (await installation.call("POST", revive, {}, by="operator", at=url)).status == 200
-        await reaches(installation, refused, "promoted")
+        await installation.reaches(refused, "promoted")
 
 
 async def test_a_topic_of_a_principal(installation: Installation, record_property: Any) -> None:
@@ -51,6 +41,7 @@ async def test_a_topic_of_a_principal(installation: Installation, record_propert
         path = f"/v1/transactions/{id}/commit"
         assert (await installation.call("POST", path, {}, by="shop", at=url)).status == 200
         installation.allow(*TABLES)
+        await installation.reaches(id, "promoted")
     record_property("result", "403 for new prepares; what was prepared with the right is promoted")
 
 

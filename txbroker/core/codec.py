@@ -305,6 +305,16 @@ def is_content(record: Record) -> bool:
     return bool(record.headers) and record.headers[0][0] == VERSION_HEADER
 
 
+def decode_log(log: str, record: Record) -> HalfPart | Marker:
+    """Return what a record of a log says, `half` or `op`.
+
+    Raises:
+        NewerVersion: a newer version wrote it.
+        Malformed: it is none of ours.
+    """
+    return decode_half(record) if log == "half" or is_content(record) else decode_marker(record)
+
+
 def decode_marker(record: Record) -> Marker:
     """Return what a record of the operation topic says.
 

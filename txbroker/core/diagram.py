@@ -24,6 +24,12 @@ _MEANING = {
     State.REFUSED: "committed, but a target does not take it; kept whole and tried again",
 }
 
+_LOST = """\
+Where the messages of an undecided transaction were deleted before they were copied, it stays
+`pending` or `parked`, and `cause.code` is `body_lost`. `GET /v1/transactions/{id}` answers 200 with
+it. It can be rolled back, or committed with its messages; any other commit, and the same prepare
+again, is answered `410 body_lost`."""
+
 
 def states_page() -> str:
     """Return the page as Markdown: a diagram in Mermaid, then the same as tables."""
@@ -36,7 +42,7 @@ def states_page() -> str:
             lines.append(f"    {state} --> [*]")
     lines += ["```", "", "| state | means |", "| --- | --- |"]
     lines += [f"| `{state}` | {_MEANING[state]} |" for state in TRANSITIONS]
-    lines += ["", f"| state | {' | '.join(Step)} |", f"|{' --- |' * (len(Step) + 1)}"]
+    lines += ["", _LOST, "", f"| state | {' | '.join(Step)} |", f"|{' --- |' * (len(Step) + 1)}"]
     for state, steps in TRANSITIONS.items():
         cells = [f"`{steps[step]}`" if step in steps else "·" for step in Step]
         lines.append(f"| `{state}` | {' | '.join(cells)} |")

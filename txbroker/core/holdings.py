@@ -4,13 +4,14 @@ Each step here costs about the same however many there are, because there may be
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from txbroker.core.alike import alike
 from txbroker.core.order import Line, Undecided
 from txbroker.core.records import Message, State
 from txbroker.core.settled import Segment, SettledWindow
+from txbroker.core.shares import ShareOf, Use, own_share
 from txbroker.core.transaction import Transaction
 
 
@@ -43,6 +44,10 @@ class Holdings:
         self._dedup: dict[tuple[str, str], str] = {}
         self.undecided_count = 0
         """Pending and parked transactions."""
+        self.unsettled = Use()
+        """What is not settled, by share."""
+        self.share_of: ShareOf = own_share
+        """Whose each group is; see `share_by`."""
 
     def __iter__(self) -> Iterator[Transaction]:
         """Yield what is not settled, then the settled ones as far as they are remembered."""
@@ -69,6 +74,7 @@ class Holdings:
         """Take a transaction that is not settled, in whatever state, as a snapshot has it."""
         half, state = transaction.half, transaction.state
         self.transactions[half.id] = transaction
+        self.unsettled.add(self.share_of(half.group))
         self.body_bytes += transaction.body_bytes
         self._line.add(transaction)
         if half.dedup_key is not None:
@@ -209,10 +215,19 @@ class Holdings:
         """How many transactions are refused because of each target topic."""
         return self._refused_topics
 
-    def undecided_of(self, group: str) -> int:
-        """Return how many of a group are pending or parked."""
-        found = self._groups.get(group)
-        return 0 if found is None else found.pending_count + found.parked_count
+    def share_by(self, share_of: ShareOf) -> None:
+        """Count groups to these shares from now on, and what is held already, too."""
+        if share_of == self.share_of:
+            return
+        self.share_of = share_of
+        groups = Counter([transaction.half.group for transaction in self.transactions.values()])
+        self.unsettled = Use((share_of(group), count) for group, count in groups.items())
+        self.settled.share_by(share_of)
+
+    def use_of(self, ids: Iterable[str]) -> Use:
+        """Return how many of these transactions each share has; settled ones are left out."""
+        found = (self.transactions.get(id) for id in ids)
+        return Use((self.share_of(each.half.group), 1) for each in found if each is not None)
 
     def oldest_pending_ms(self, group: str) -> int | None:
         """Return when the oldest pending one of a group was prepared; None without any."""

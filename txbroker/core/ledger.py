@@ -82,6 +82,8 @@ class Ledger(Holdings):
         self._op_before: Anchor | None = None
         self.op_progress = 0
         """The `op` of the newest progress, written or on its way: it never goes back."""
+        self.op_committed = 0
+        """The `op` of the newest progress that is known to be committed."""
         self.wrote_refused = False
         """Whether a turn, committed or on its way, has set a refused one aside."""
         self.to_keep: dict[str, Transaction] = {}
@@ -441,7 +443,7 @@ class Ledger(Holdings):
         waited for. Returns the others that turned out to be promoted.
         """
         self._take_copies({copy.half.id: copy for copy in kept})
-        self.op_progress = 0 if progress is None else progress.op
+        self.op_progress = self.op_committed = 0 if progress is None else progress.op
         self.wrote_refused = progress is not None and progress.refused
         done = [] if progress is None else self._done(progress)
         done = [transaction for transaction in done if transaction.id not in unseen]
@@ -499,6 +501,7 @@ class Ledger(Holdings):
 
     def _settle(self, transaction: Transaction) -> None:
         del self.transactions[transaction.id]
+        self.unsettled.add(self.share_of(transaction.half.group), -1)
         self._line.remove(transaction)
         if transaction.has_bodies:
             self.evict(transaction)

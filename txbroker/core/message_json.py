@@ -30,7 +30,8 @@ _FIELDS = (
     "timestamp_ms",
 )
 PARTITION_MAX = 2**31 - 1
-TIMESTAMP_MS_MAX = 2**63 - 1
+TIMESTAMP_MS_MAX = 9_200_000_000_000_000
+"""In the year 293506. Audits hold timestamps in 64-bit microseconds, so these end there."""
 
 
 class RepeatedKey(ValueError):

@@ -20,6 +20,9 @@ Verdict: TypeAlias = Cause | None
 """None: the target takes it; a Cause: it does not, for good or (`passing`) for a while."""
 
 
+_TURN_FULL = "turn_full"
+
+
 class TurnLimits(Struct, frozen=True):
     """How much goes into one turn at most; a single transaction may be larger."""
 
@@ -41,6 +44,10 @@ class Plan(Struct):
     deferred: dict[str, Cause]
     op: int
     full: bool = False
+
+    def waiting(self) -> list[str]:
+        """Return the ids of those that a target does not take now."""
+        return [id for id, cause in self.deferred.items() if cause.code != _TURN_FULL]
 
     @property
     def empty(self) -> bool:
@@ -123,7 +130,7 @@ def _cut(plan: Plan, first: Transaction, rest: Iterable[Transaction], progressed
             break
         place = transaction.places[0]
         plan.deferred[transaction.id] = Cause(
-            "turn_full", "it goes with the next turn", place.topic, place.partition, True
+            _TURN_FULL, "it goes with the next turn", place.topic, place.partition, True
         )
 
 

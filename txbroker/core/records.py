@@ -84,7 +84,10 @@ class State(StrEnum):
     """Where a transaction stands.
 
     `committed` is decided but not yet visible; `parked` is undecided after the last attempt and
-    kept whole; `refused` is committed, but a target does not take it.
+    kept whole; `refused` is committed, but a target does not take it. Where the messages of an
+    undecided transaction were deleted before they were copied, it stays `pending` or `parked` with
+    the cause `body_lost`: it can be read, rolled back, or committed with its messages; any other
+    commit, and the same prepare again, gets `410 body_lost`.
     """
 
     PENDING = "pending"

@@ -7,6 +7,7 @@ a restart takes it as it is, without looking at every transaction in it.
 """
 
 import hashlib
+import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from struct import Struct as Packing
@@ -17,6 +18,7 @@ from msgspec import Struct
 from txbroker.core.alike import alike
 from txbroker.core.ids import LENGTH, parse_id
 from txbroker.core.records import Decision, Half, State
+from txbroker.core.shares import ShareOf, Use, own_share
 from txbroker.core.transaction import Place, Transaction, Verdict, bare_of
 
 SHOWN_MAX = 1000
@@ -26,6 +28,8 @@ SEGMENT_ENTRIES = 500
 _VERSION = 1
 """Of the packing below."""
 _ROW = Packing(">16s16sqqqqIB")
+_SHAPE = 6
+"""Which of a row's fields is its shape."""
 _NONE = bytes(16)
 _STATES = (State.PROMOTED, State.ROLLED_BACK)
 _DECISIONS = {State.PROMOTED: Decision.COMMIT, State.ROLLED_BACK: Decision.ROLLBACK}
@@ -129,6 +133,20 @@ class Segment:
         packed = _decode(self.value)
         return [_brief(packed, row, key) for row, key in packed.keys]
 
+    def groups(self) -> Mapping[str, tuple[int, int]]:
+        """Return of each group the latest of its ids' and append times, and how many it has."""
+        packed = _decode(self.value)
+        groups = [shape.group for shape in packed.shapes]
+        if len(set(groups)) == 1:
+            return {groups[0]: (packed.newest_ms, self.count)}
+        found: dict[str, tuple[int, int]] = {}
+        rows = _ROW.iter_unpack(packed.rows)
+        for id, (*_, prepared_ms, _, shape, _) in zip(_split(packed.ids), rows, strict=True):
+            newest_ms, count = found.get(groups[shape], (0, 0))
+            last_ms = max(newest_ms, prepared_ms, parse_id(id).time_ms)
+            found[groups[shape]] = last_ms, count + 1
+        return found
+
     def get(self, id: str) -> Brief:
         """Return what is remembered of one of its transactions.
 
@@ -184,7 +202,7 @@ def brief(transaction: Transaction) -> Brief:
 
 def whole(brief: Brief) -> Transaction:
     """Return a settled transaction as far as it is remembered: neither its attempts nor who decided
-    it."""
+    it and why, which its marker tells."""
     verdict = Verdict(
         _DECISIONS[brief.state],
         brief.op_offset,
@@ -241,6 +259,11 @@ class SettledWindow:
         """All but the newest, packed."""
         self._in_segment: dict[str, Segment] = {}
         self._loose: dict[str, Transaction] = {}
+        # A heap of what may be within the dedup window: of each group in each segment its own
+        # newest time and how many. An id may be of the future: that prolongs no other's count.
+        self._recent: list[tuple[int, str, int]] = []
+        self._recent_use = Use()
+        self._share_of: ShareOf = own_share
 
     def __len__(self) -> int:
         return len(self._in_segment) + len(self._loose)
@@ -271,9 +294,7 @@ class SettledWindow:
         """Pack what is not packed yet."""
         if not self._loose:
             return
-        segment = pack([brief(transaction) for transaction in self._loose.values()])
-        self.segments.append(segment)
-        self._in_segment |= dict.fromkeys(self._loose, segment)
+        self.add_segment(pack([brief(transaction) for transaction in self._loose.values()]))
         self._loose = {}
         if len(self.shown) > SHOWN_MAX:
             # Some at a time: taking the first key of a dict over and over gets slower.
@@ -281,9 +302,26 @@ class SettledWindow:
                 del self.shown[id]
 
     def add_segment(self, segment: Segment) -> None:
-        """Remember some that were settled before all others here."""
+        """Remember some that were settled before all that are not packed."""
         self.segments.append(segment)
         self._in_segment |= dict.fromkeys(segment.ids(), segment)
+        for group, (newest_ms, count) in segment.groups().items():
+            heapq.heappush(self._recent, (newest_ms, group, count))
+            self._recent_use.add(self._share_of(group), count)
+
+    def recent_of(self, share: str, since_ms: int) -> int:
+        """Return how many of a share are in segments where their group has an id's or append time
+        from then on. Earlier ones are not counted again, whatever is asked later."""
+        while self._recent and self._recent[0][0] < since_ms:
+            _, group, count = heapq.heappop(self._recent)
+            self._recent_use.add(self._share_of(group), -count)
+        return self._recent_use.of(share)
+
+    def share_by(self, share_of: ShareOf) -> None:
+        """Count groups to other shares from now on, and what is remembered already, too."""
+        self._share_of, self._recent_use = share_of, Use()
+        for _, group, count in self._recent:
+            self._recent_use.add(share_of(group), count)
 
     def get(self, id: str) -> Transaction | None:
         """Return a transaction as far as it is remembered."""

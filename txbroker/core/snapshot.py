@@ -231,7 +231,7 @@ class Capture:
         self._chunks_before = chunks_before
         self._stored = stored
         self._now_ms = now_ms
-        self._progress = ledger.op_progress
+        self._progress = ledger.op_committed
         self._half, self._op = ledger.half_whole, ledger.op_whole
         self._clocks = (ledger.half_clock_ms, ledger.op_clock_ms)
         self._anchors = (ledger.half_whole_anchor, ledger.op_whole_anchor)

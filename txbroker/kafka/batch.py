@@ -2,7 +2,7 @@
 
 import gzip
 import zlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -17,16 +17,20 @@ _NO_COMPRESSION = 0
 _MAGIC = 2
 _GZIP = 1
 _CODECS = {2: "snappy", 3: "lz4", 4: "zstd"}
-_CODEC_BITS = 0x07
-_ATTRIBUTES_AT = 22
+CODEC_BITS = 0x07
+ATTRIBUTES_AT = 22
 _COUNT_AT = 57
 _INFLATED_BYTES_MAX = 16 << 20
 """Decoded at most of a compressed batch. txbroker writes none; brokers that were configured to
 compress, and tools that copy topics, do."""
 _RECORD_BYTES = 256
 """Memory that a decoded record takes besides its key and value."""
+_SIGN, _BITS = 1 << 63, (1 << 64) - 1
 HEADER_BYTES = 61
 """Bytes of an empty batch."""
+
+Decode = Callable[[Any, bytes | memoryview, Container[int], int], list[Record]]
+"""What returns the records of a batch, as `decode_batch` does."""
 
 
 class Unreadable(Exception):
@@ -132,7 +136,7 @@ def _inflated(batch: Any, data: bytes | memoryview) -> bytes:
     if len(inflated) > room:
         raise Unreadable(f"it takes more than {_INFLATED_BYTES_MAX >> 20} MiB of memory")
     plain = bytearray(data[:HEADER_BYTES])
-    plain[_ATTRIBUTES_AT] &= ~_CODEC_BITS & 0xFF
+    plain[ATTRIBUTES_AT] &= ~CODEC_BITS & 0xFF
     return bytes(plain) + inflated
 
 
@@ -161,7 +165,8 @@ def _lenient(batch: Any, data: bytes | memoryview, producer: int) -> Iterator[Re
     for _ in range(int.from_bytes(data[_COUNT_AT:HEADER_BYTES], "big")):
         number()  # the record's length
         at += 1  # its attributes
-        at_ms = batch.first_timestamp + number()
+        # Sums wrap to 64 bits with a sign, as in the client library and in Java.
+        at_ms = (batch.first_timestamp + number() + _SIGN & _BITS) - _SIGN
         offset = batch.base_offset + number()
         key, value = field(), field()
         headers: list[Header] = [

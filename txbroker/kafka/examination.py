@@ -19,6 +19,7 @@ from txbroker.kafka.client import Client, KafkaRefused, Patience, may_pass
 from txbroker.kafka.codes import COORDINATOR_MOVED, Code
 from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.reader import Reader
+from txbroker.kafka.repair import Found, Repair
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.wire import (
     NO_RIGHTS_TOLD,
@@ -289,6 +290,17 @@ class KafkaExamination:
         async for some in reader.read(await reader.start(), await reader.stable_end()):
             records += some
         return records
+
+    async def set_aside(self) -> list[Found]:
+        """Return the newest records that other clients wrote into txbroker's own topics and that
+        stop nothing.
+
+        Raises:
+            ConfigurationError: there are no topics of an installation.
+            KafkaUnavailable: Kafka does not answer.
+        """
+        repair = Repair(self._client, lambda _topic: self.settings.message_bytes_max)
+        return await repair.set_aside()
 
     # --- clocks ------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import structlog
@@ -17,6 +17,7 @@ from aiokafka.protocol.offset import OffsetRequest
 from txbroker.core.records import Record
 from txbroker.door import Hanging, LogTruncated
 from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.batch import Decode, decode_batch
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered, may_pass
 from txbroker.kafka.codes import LEADER_MOVED, Code
 from txbroker.kafka.fetched import Fetched
@@ -44,6 +45,7 @@ class Reader:
         *,
         append_time: bool = True,
         producers: bool = False,
+        decode: Decode = decode_batch,
     ) -> None:
         self._client = client
         self._topic = topic
@@ -51,6 +53,7 @@ class Reader:
         self._lane = lane
         self._append_time = append_time
         self._producers = producers
+        self._decode = decode
         self._asked = -1
         """The broker that was asked last; one question is under way at a time."""
 
@@ -120,7 +123,7 @@ class Reader:
 
     async def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None
-    ) -> AsyncIterator[Sequence[Record]]:
+    ) -> AsyncGenerator[Sequence[Record]]:
         """Yield the committed records from offset `start` up to, not including, `end`; then tell
         `skipped` which offsets behind the last one hold none, if any.
 
@@ -228,6 +231,7 @@ class Reader:
             append_time=self._append_time,
             producers=self._producers,
             unreadable=self._unreadable,
+            decode=self._decode,
         )
 
     def _unreadable(self, offset: int, reason: str) -> None:

@@ -12,10 +12,8 @@ from msgspec import Struct
 from txbroker.core.codec import (
     Malformed,
     NewerVersion,
-    decode_half,
-    decode_marker,
+    decode_log,
     encode_skip,
-    is_content,
     passed_over,
 )
 from txbroker.core.records import Record, Skip
@@ -26,7 +24,7 @@ from txbroker.kafka.client import Client
 from txbroker.kafka.log import KafkaLog
 from txbroker.kafka.partition import read_checkpoint
 from txbroker.kafka.reader import Reader
-from txbroker.own_topics import CHECKPOINT, ParkedScan, Stop, foreign_why
+from txbroker.own_topics import CHECKPOINT, CheckpointScan, ParkedScan, Stop, foreign_why
 
 _LANE = "repair"
 _LOSES = {
@@ -78,16 +76,33 @@ class Repair:
             ConfigurationError: there are no topics of an installation.
             KafkaUnavailable: Kafka does not answer.
         """
+        return [
+            Found(self._topics[stop.log], number, stop)
+            for number in await self._partitions()
+            async for stop in self._partition(number)
+            if set_aside or stop.code != SET_ASIDE
+        ]
+
+    async def set_aside(self) -> list[Found]:
+        """Return the records that stop nothing, as `find`, without reading half messages and
+        markers, of which there may be many.
+
+        Raises:
+            ConfigurationError, KafkaUnavailable: as `find`.
+        """
+        found = []
+        for number in await self._partitions():
+            scan = await read_checkpoint(self._reader(CHECKPOINT, number))
+            stops = [*_in_checkpoint(scan), *await self._in_parked(number, scan)]
+            found += [Found(self._topics[stop.log], number, stop) for stop in stops]
+        return [one for one in found if one.stop.code == SET_ASIDE]
+
+    async def _partitions(self) -> list[int]:
         topic = self._client.settings.half_topic
         facts = (await self._client.refresh([topic])).get(topic)
         if facts is None or not facts.partitions:
             raise ConfigurationError(f"there is no topic {topic}: see topic_prefix")
-        return [
-            Found(self._topics[stop.log], number, stop)
-            for number in sorted(facts.partitions)
-            async for stop in self._partition(number)
-            if set_aside or stop.code != SET_ASIDE
-        ]
+        return sorted(facts.partitions)
 
     def _reader(self, log: str, number: int) -> Reader:
         topic = self._topics[log]
@@ -95,13 +110,8 @@ class Repair:
 
     async def _partition(self, number: int) -> AsyncIterator[Stop]:
         scan = await read_checkpoint(self._reader(CHECKPOINT, number))
-        stops = scan.stops()
-        for stop in stops:
+        for stop in _in_checkpoint(scan):
             yield stop
-        for each in scan.set_aside():
-            # One of them may stop the partition, as progress is lost.
-            if each.record.offset not in [stop.record.offset for stop in stops]:
-                yield _set_aside(CHECKPOINT, each)
         op, half = self._reader("op", number), self._reader("half", number)
         # From where the next owner replays them.
         starts = {"half": await half.start(), "op": await op.start()}
@@ -112,15 +122,17 @@ class Repair:
         for log, reader in (("half", half), ("op", op)):
             async for stop in _newer(log, reader, number, starts[log], scan.skips()):
                 yield stop
+        for stop in await self._in_parked(number, scan):
+            yield stop
+
+    async def _in_parked(self, number: int, scan: CheckpointScan) -> list[Stop]:
         reader = self._reader("parked", number)
         parked = ParkedScan(number, scan.skips(), bodies=True)
         async for records in reader.read(await reader.start(), await reader.stable_end()):
             for record in records:
                 parked.take(record)
-        for record, why in parked.stops():
-            yield _stop("parked", reader, record, why)
-        for each in parked.set_aside:
-            yield _set_aside("parked", each)
+        stops = [_stop("parked", reader, record, why) for record, why in parked.stops()]
+        return stops + [_set_aside("parked", each) for each in parked.set_aside]
 
     async def skip(self, found: Found, by: str, reason: str) -> None:
         """Record that a record is passed over: by the next owner of its partition, and by one
@@ -137,6 +149,14 @@ class Repair:
             await log.append([encode_skip(found.stop.log, found.stop.record, by, reason)])
         except (AppendUnknown, AppendRefused) as error:
             raise KafkaUnavailable(f"the decision may not be recorded: {error}") from None
+
+
+def _in_checkpoint(scan: CheckpointScan) -> list[Stop]:
+    stops = scan.stops()
+    # One that is set aside may stop the partition, as progress is lost.
+    offsets = {stop.record.offset for stop in stops}
+    aside = [each for each in scan.set_aside() if each.record.offset not in offsets]
+    return stops + [_set_aside(CHECKPOINT, each) for each in aside]
 
 
 def _set_aside(log: str, found: SetAside) -> Stop:
@@ -163,10 +183,7 @@ async def _newer(
 def _newer_why(log: str, record: Record) -> str:
     """Return how a newer version shows in a record, "" where it does not."""
     try:
-        if log == "half" or is_content(record):
-            decode_half(record)
-        else:
-            decode_marker(record)
+        decode_log(log, record)
     except NewerVersion as error:
         return str(error)
     except Malformed:

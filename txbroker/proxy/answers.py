@@ -1,7 +1,6 @@
 """What one half partition answers: prepare, decide and revive, each by the rules of the ledger."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -23,6 +22,7 @@ from txbroker.core.records import (
     Source,
     State,
 )
+from txbroker.core.shares import Use
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction, fingerprint
 from txbroker.door import Log, LogTruncated
@@ -45,8 +45,13 @@ from txbroker.proxy.appender import Appender, Lane
 from txbroker.proxy.bodies import lost_cause
 from txbroker.proxy.checkback import CheckBack
 from txbroker.proxy.clock import LogTime
-from txbroker.proxy.history import search
+from txbroker.proxy.history import search, tell_verdict
 from txbroker.proxy.promoter import Promoter
+
+VERDICT_S = 1.0
+"""Reading who decided a settled transaction may take so long, seconds; it is shown without then."""
+VERDICTS_MAX = 8
+"""Such readings at a time: each fetches a batch of op."""
 
 
 class Bounds(Struct, frozen=True):
@@ -54,15 +59,19 @@ class Bounds(Struct, frozen=True):
 
     Attributes:
         dedup_window_ms: for how long ids and keys are remembered.
-        pending_max: transactions that are undecided or wait to be promoted.
-        pending_group_max: undecided ones of one group.
+        pending_max: transactions that are not settled.
+        pending_group_max: those of one share.
         settled_max: settled ones of the dedup window.
+        settled_share_max: those of one share.
+        waiting_share_max: those of one share that wait for targets that do not take them now.
     """
 
     dedup_window_ms: int
     pending_max: int
     pending_group_max: int
     settled_max: int
+    settled_share_max: int
+    waiting_share_max: int
 
 
 class AnswerEvents(Protocol):
@@ -184,9 +193,10 @@ class Answers:
         self._claim = claim
         self._record_version = record_version
         self._stopped = stopped
-        # On their way into the half topic, by group.
-        self._preparing: Counter[str] = Counter()
+        # On their way into the half topic, by share.
+        self._preparing = Use()
         self._searching = asyncio.Semaphore()
+        self._telling = asyncio.Semaphore(VERDICTS_MAX)
 
     def _check_open(self, id: str) -> None:
         if self.suspended:
@@ -235,16 +245,15 @@ class Answers:
             why = f"the id is {age_ms // 1000} s away from Kafka's clock"
             raise IdExpired(why, id=half.id, now_ms=now_ms)
         self._check_open(half.id)
-        self._check_room(half)
-        self._preparing[half.group] += 1
+        share = self._ledger.share_of(half.group)
+        self._check_room(half, share)
+        self._preparing.add(share)
         try:
             records = encode_half(half, self._record_version())
             hit("prepare.received")
             outcome = await self._half.append(records, Lane.CALLS)
         finally:
-            self._preparing[half.group] -= 1
-            if not self._preparing[half.group]:
-                del self._preparing[half.group]
+            self._preparing.add(share, -1)
         self._id_clock.follow(self._ledger.half_clock_ms)
         transaction = outcome.transaction
         if outcome.effect is Effect.APPLIED and transaction is not None:
@@ -260,41 +269,55 @@ class Answers:
             raise IdExpired(id=half.id, now_ms=self._id_clock.now_ms())
         raise BadRequest(f"the half message is void: {outcome.why}", id=half.id)
 
-    def _check_room(self, half: Half) -> None:
-        """Refuse a prepare that would make the partition hold more than it can.
+    def _check_room(self, half: Half, share: str) -> None:
+        """Refuse a prepare that would make the partition hold more than it can, or its share more
+        than the part that one may use.
 
         Raises:
             Overloaded: with what has to happen first.
         """
-        ledger, bounds, id = self._ledger, self._bounds, half.id
-        held = ledger.undecided_count + len(ledger.ready) + self._preparing.total()
+        ledger, bounds = self._ledger, self._bounds
+        held = len(ledger.transactions) + self._preparing.total
+        held_of = ledger.unsettled.of(share) + self._preparing.of(share)
         if held >= bounds.pending_max:
             raise Overloaded(
-                f"partition {ledger.partition} holds {held} transactions that are undecided or "
-                "wait to be promoted, its limit: decide some, or wait",
-                id=id,
+                f"partition {ledger.partition} holds {held} transactions that are not settled, its "
+                "limit: decide some, revive refused ones, or wait",
+                id=half.id,
             )
-        of_group = ledger.undecided_of(half.group) + self._preparing[half.group]
-        if of_group >= bounds.pending_group_max:
-            raise Overloaded(
-                f"group {half.group!r} has {of_group} undecided transactions in partition "
-                f"{ledger.partition}, its limit: decide some, or wait",
-                id=id,
-                group=half.group,
-            )
+        if held_of >= bounds.pending_group_max:
+            why = f"{held_of} transactions that are not settled"
+            raise _too_much(half, share, ledger, why, "decide some, revive refused ones, or wait")
+        waiting = self._promoter.waiting.of(share)
         if self._promoter.full:
             raise Overloaded(
-                "too many transactions wait for target partitions without a leader", id=id
+                "too many transactions wait for target partitions without a leader", id=half.id
             )
+        if waiting >= bounds.waiting_share_max:
+            why = f"{waiting} transactions that wait for target partitions without a leader"
+            raise _too_much(half, share, ledger, why, "wait until the targets take them")
+        self._check_remembered(half, share)
+
+    def _check_remembered(self, half: Half, share: str) -> None:
+        """Refuse a prepare while too many settled transactions have to be remembered.
+
+        Raises:
+            Overloaded: with what has to happen first.
+        """
+        ledger, bounds = self._ledger, self._bounds
         # By our time, not the log's clock: that stands still while prepares are refused.
-        remembered_until_ms = ledger.oldest_settled_ms() + bounds.dedup_window_ms
+        now_ms = self._id_clock.now_ms()
         full = ledger.settled_count >= bounds.settled_max
-        if full and self._id_clock.now_ms() <= remembered_until_ms:
+        if full and now_ms <= ledger.oldest_settled_ms() + bounds.dedup_window_ms:
             raise Overloaded(
                 f"partition {ledger.partition} remembers {ledger.settled_count} settled "
                 "transactions of the dedup window, its limit: wait",
-                id=id,
+                id=half.id,
             )
+        settled = ledger.settled.recent_of(share, now_ms - bounds.dedup_window_ms)
+        if settled >= bounds.settled_share_max:
+            why = f"{settled} settled transactions of the dedup window"
+            raise _too_much(half, share, ledger, why, "wait")
 
     # --- decide ----------------------------------------------------------------------------
 
@@ -318,6 +341,14 @@ class Answers:
                 raise OwnerUnavailable(str(error), id=id) from None
             transaction = self._ledger.get(id)
         return transaction or await self._settled_before(id)
+
+    async def find(self, id: str) -> Transaction:
+        """Return a transaction as `get` does, with who decided it and why."""
+        transaction = await self.get(id)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(VERDICT_S), self._telling:
+                await tell_verdict(self._logs[1], transaction)
+        return transaction
 
     async def _settled_before(self, id: str) -> Transaction:
         """Find a transaction that was settled before what the ledger remembers."""
@@ -425,6 +456,17 @@ class Answers:
         if transaction.state is State.REFUSED:
             self._promoter.retry_refused(id)
         return standing(transaction)
+
+
+def _too_much(half: Half, share: str, ledger: Ledger, what: str, remedy: str) -> Overloaded:
+    """Return that a share uses its part, without naming other groups of it."""
+    group = f"group {half.group!r}"
+    who = group if share == half.group else f"the principal of {group}, with all of its groups,"
+    return Overloaded(
+        f"{who} has {what} in partition {ledger.partition}, its limit: {remedy}",
+        id=half.id,
+        group=half.group,
+    )
 
 
 def check_group(transaction: Transaction, group: str) -> None:

@@ -36,6 +36,7 @@ from txbroker.errors import (
     OwnerUnavailable,
     TooLarge,
 )
+from txbroker.principals import Directory, no_principals
 from txbroker.proxy.answers import check_group
 from txbroker.proxy.checkback import Runner, placed_like
 from txbroker.proxy.clock import LogTime
@@ -97,7 +98,8 @@ class Broker:
         groups: the registered groups, for their check policies.
         runner: carries out checks.
         events: told what happens on every partition.
-        around: what is known of groups beside their transactions, for overviews.
+        around: what is known beside transactions, for overviews.
+        principals: returns the principals as they are now.
 
     `url` is this proxy's own URL, as others are told it; it is set before `start`.
     """
@@ -110,6 +112,7 @@ class Broker:
         runner: Runner,
         events: OwnerEvents,
         around: Surroundings = Surroundings(),  # noqa: B008 - frozen
+        principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self._door = door
         self._settings = settings
@@ -120,7 +123,9 @@ class Broker:
         self._around = around
         self._clock = LogTime(round(time.time() * 1000))
         self._targets = FreeTargets(door.targets, settings.own_topics, settings.reserved_topics)
-        self._ownership = Ownership(door, self._targets, settings, runner, events)
+        self._ownership = Ownership(
+            door, self._targets, settings, runner, events, principals=principals
+        )
         self._ownership.on_change(self._keep_time)
         self._stopping = False
         self._calls = _Calls(self.check_open)
@@ -392,7 +397,7 @@ class Broker:
         """
         with self._calls:
             owner = self._owner_of(id)
-            transaction = await owner.get(id)
+            transaction = await owner.find(id)
             if bodies:
                 await owner.bodies.show(transaction)
             self._ownership.check_in_touch(id)

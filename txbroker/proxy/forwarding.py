@@ -7,6 +7,7 @@ understand each other.
 
 import secrets
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -20,6 +21,10 @@ from txbroker.errors import BadId, BadRequest, RequestError, request_errors
 PREFIX = "/internal/v1"
 SESSIONS_PATH = f"{PREFIX}/sessions"
 OVERVIEW_PATH = f"{PREFIX}/overview"
+CALLER_HEADER = "txb-caller"
+"""Names the principal for which a proxy hands a call on, percent-encoded."""
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+"""The principal that the use of a proxy by this call is counted to, "" for none."""
 
 encode = msgspec.msgpack.Encoder().encode
 

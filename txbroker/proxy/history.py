@@ -7,6 +7,7 @@ are judged by the ids that stand there; a few at a time, because a void half mes
 """
 
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from statistics import median_low
 
 from txbroker.core.codec import ID_HEADER, Malformed, NewerVersion, decode_marker, is_content
@@ -17,7 +18,7 @@ from txbroker.core.records import Record, State
 from txbroker.core.states import Step
 from txbroker.core.transaction import Transaction
 from txbroker.door import Log, LogTruncated
-from txbroker.errors import NotFound, TooOld
+from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.clock import CLOCKS_APART_MS
 
 NEAR_MS = 5_000
@@ -44,6 +45,22 @@ async def search(half: Log, op: Log, id: str, dedup_window_ms: int) -> Transacti
         # Retention moved the start while we read.
         raise TooOld(id=id) from None
     return transaction
+
+
+async def tell_verdict(op: Log, transaction: Transaction) -> None:
+    """Add to a settled transaction what is remembered of the newest only: who decided it, and why.
+
+    Nothing is added where Kafka does not answer, or does not keep the deciding marker any more.
+    """
+    verdict = transaction.verdict
+    if verdict is None or verdict.source is not None or verdict.op_offset < 0:
+        return
+    with suppress(KafkaUnavailable, Malformed, NewerVersion):
+        for record in await op.pick([verdict.op_offset]):
+            marker = decode_marker(record)
+            if marker.id == transaction.id:
+                verdict.source, verdict.by = marker.source, marker.by
+                verdict.reason = marker.reason
 
 
 # --- the half message ------------------------------------------------------------------------

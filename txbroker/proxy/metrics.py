@@ -26,8 +26,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from txbroker import __version__
+from txbroker.core.shares import ShareOf, Use, own_share, part_of
 
 OTHER = "other"
+LABELS_KNOWN_MAX = 100_000
+"""Values of one label of which is remembered how they are called; further ones are `other`."""
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _CHECK_S = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SNAPSHOT_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -53,6 +56,7 @@ class Gauges:
     owned_partitions: int = 0
     partitions: Mapping[str, int] = field(default_factory=dict)
     topic_problems: int = 0
+    files_not_read: Mapping[str, bool] = field(default_factory=dict)
     half_retention_seconds: float | None = None
     half_retention_headroom_seconds: float | None = None
     ready: bool | None = None
@@ -96,6 +100,13 @@ _FAMILIES = (
     _Family("owned_partitions", "Half partitions that this proxy owns.", None),
     _Family("partitions", "Half partitions by what this proxy does with them.", "state"),
     _Family("topic_problems", "What is wrong with txbroker's own topics.", None, max),
+    _Family(
+        "files_not_read",
+        "1 if the file of this setting (a token, the peer secret, the principals), as it is now, "
+        "cannot be used, so its last content stays in force, else 0.",
+        "setting",
+        max,
+    ),
     _Family("half_retention_seconds", "How long half messages are kept.", None, min),
     _Family(
         "half_retention_headroom_seconds",
@@ -136,18 +147,32 @@ _BUILD_INFO = Described(
 
 
 class _Labels:
-    """A bounded set of label values; what comes too late is called `other`."""
+    """A bounded set of label values; what comes too late, or is of a share that has its part
+    already, is called `other`.
 
-    def __init__(self, values_max: int) -> None:
+    Labels are never freed, so what was decided of a value stands: its share is asked for once.
+    """
+
+    def __init__(self, values_max: int, share_of: ShareOf = own_share) -> None:
         self._max = values_max
-        self._known: set[str] = set()
+        self._share_of = share_of
+        self._known: dict[str, str] = {}
+        self._use = Use()
 
     def __call__(self, value: str) -> str:
-        if value in self._known:
-            return value
-        if len(self._known) >= self._max:
+        label = self._known.get(value)
+        if label is not None:
+            return label
+        if self._use.total >= self._max or len(self._known) >= LABELS_KNOWN_MAX:
             return OTHER
-        self._known.add(value)
+        label = self._known[value] = self._decided(value)
+        return label
+
+    def _decided(self, value: str) -> str:
+        share = self._share_of(value)
+        if self._use.of(share) >= part_of(self._max):
+            return OTHER
+        self._use.add(share)
         return value
 
 
@@ -172,11 +197,20 @@ class _Latency(Collector):
 
 
 class Metrics:
-    """All metrics of one proxy, in a registry of its own."""
+    """All metrics of one proxy, in a registry of its own.
 
-    def __init__(self, group_labels_max: int = 200, topic_labels_max: int = 500) -> None:
+    Args:
+        share_of: returns whose a group is: no share has all labels.
+    """
+
+    def __init__(
+        self,
+        group_labels_max: int = 200,
+        topic_labels_max: int = 500,
+        share_of: ShareOf = own_share,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self._group = _Labels(group_labels_max)
+        self._group = _Labels(group_labels_max, share_of)
         self._topic = _Labels(topic_labels_max)
         self._sources: list[Callable[[], Gauges]] = []
         self._counters: dict[tuple[str, ...], Counter] = {}

@@ -30,17 +30,19 @@ _NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
 
 
 class Surroundings(Struct, frozen=True):
-    """What a proxy knows of producer groups beside their transactions.
+    """What a proxy knows beside transactions.
 
     Attributes:
         connected: the instances of each group that can be asked by sessions at this proxy.
         unreachable: the groups that could not be asked, each with why.
         unreachable_for_s: the same groups, each with since how many seconds.
+        files_not_read: by setting, whether its file as it is now cannot be used.
     """
 
     connected: Callable[[], Mapping[str, Sequence[str]]] = dict
     unreachable: Callable[[], Mapping[str, str]] = dict
     unreachable_for_s: Callable[[], Mapping[str, float]] = dict
+    files_not_read: Callable[[], Mapping[str, bool]] = dict
 
 
 class CountedLedger(Protocol):
@@ -153,7 +155,7 @@ def local_overview(
     proxy = ProxyOverview(
         url=url,
         ready=readiness.ready,
-        problems=readiness.problems,
+        problems=(*readiness.problems, *_not_read(around)),
         version=__version__,
         partitions=ours,
         now_ms=now_ms,
@@ -169,6 +171,16 @@ def local_overview(
         groups_left_off=len(groups) - len(named),
         refused_topics=dict(refused),
     )
+
+
+def _not_read(around: Surroundings) -> Iterable[str]:
+    """Yield what operators are to know of files, and who may read `/readyz` alone is not."""
+    for name, unread in around.files_not_read().items():
+        if unread:
+            yield (
+                f"{name} as it is now cannot be used, its last content stays in force: see `file "
+                "not read` in the log"
+            )
 
 
 def _counted(shown: PartitionOverview, owner: CountedOwner, now_ms: int) -> PartitionOverview:

@@ -15,11 +15,13 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Outcome
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Claim, Half, Header, Message, State
+from txbroker.core.shares import part_of
 from txbroker.core.sizes import headers_bytes
 from txbroker.core.transaction import Transaction
 from txbroker.door import Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
+from txbroker.principals import Directory, no_principals
 from txbroker.proxy.answers import Answers, Bounds, Parts, standing
 from txbroker.proxy.appender import Appender
 from txbroker.proxy.applier import Applier
@@ -67,7 +69,12 @@ class OwnerSettings(Struct, frozen=True):
     def bounds(self) -> Bounds:
         """Return how much a half partition holds."""
         return Bounds(
-            self.dedup_window_ms, self.pending_max, self.pending_group_max, self.settled_max
+            self.dedup_window_ms,
+            self.pending_max,
+            self.pending_group_max,
+            self.settled_max,
+            settled_share_max=part_of(self.settled_max),
+            waiting_share_max=part_of(self.turns.deferred_max),
         )
 
 
@@ -138,6 +145,7 @@ class Owner:
         bodies_share: how many bytes of bodies this partition may keep in memory.
         record_version: the version of the records to write.
         pace: lets turns begin; the same for all partitions of a proxy.
+        principals: returns the principals as they are now, whose shares are counted.
     """
 
     def __init__(
@@ -154,9 +162,12 @@ class Owner:
         bodies_share: Callable[[], int],
         record_version: Callable[[], int],
         pace: TurnPace,
+        principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self.partition = door.partition
         self.ledger = Ledger(door.partition, settings.dedup_window_ms, settings.settled_max)
+        self._principals = principals
+        self.ledger.share_by(self._principals().share_of)
         self._gate = asyncio.Event()
         self._gate.set()
         self._door = GatedDoor(door, self._gate)
@@ -423,6 +434,7 @@ class Owner:
         while True:
             await asyncio.sleep(IDLE_S)
             self.tally.sample()
+            self.ledger.share_by(self._principals().share_of)
             try:
                 await self._half.look(IDLE_S)
                 await self._op.look(IDLE_S)
@@ -566,6 +578,10 @@ class Owner:
     async def get(self, id: str) -> Transaction:
         """Return a transaction, after reading half to an end asked for now if it is unknown."""
         return await self._answers.get(id)
+
+    async def find(self, id: str) -> Transaction:
+        """Return a transaction as `get` does, with who decided it and why, to be shown."""
+        return await self._answers.find(id)
 
     async def decide(self, request: DecideRequest) -> Standing:
         """Write a deciding marker; answered when the ledger has applied it."""

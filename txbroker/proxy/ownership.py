@@ -17,6 +17,7 @@ from txbroker.core.telling import sentence, telling, where_raised
 from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import hit
+from txbroker.principals import Directory, no_principals
 from txbroker.proxy.checkback import Runner
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.owner import Owner, OwnerEvents, OwnerSettings
@@ -99,6 +100,7 @@ class Ownership:
         settings: the proxy's configuration.
         runner: carries out checks.
         events: told what happens on every partition.
+        principals: returns the principals as they are now.
         rejoin_s: how long a stuck proxy stays out of the group, seconds.
 
     `url` is this proxy's own URL, as others are told it, `own_peer_url` where it takes their calls
@@ -113,6 +115,7 @@ class Ownership:
         runner: Runner,
         events: OwnerEvents,
         *,
+        principals: Callable[[], Directory] = no_principals,
         rejoin_s: float = REJOIN_S,
     ) -> None:
         self.url = settings.advertise
@@ -123,6 +126,7 @@ class Ownership:
         self._settings = settings
         self._runner = runner
         self._events = events
+        self._principals = principals
         self._pace = TurnPace()
         self._rejoin_s = rejoin_s
         self._held: dict[int, Holding] = {}
@@ -425,6 +429,7 @@ class Ownership:
             bodies_share=self._bodies_share,
             record_version=lambda: min(RECORD_VERSION, self._assignment.record_version),
             pace=self._pace,
+            principals=self._principals,
         )
         return owner
 

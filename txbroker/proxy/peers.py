@@ -5,6 +5,7 @@ import ssl
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -21,6 +22,8 @@ from txbroker.contract import (
 )
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.forwarding import (
+    CALLER,
+    CALLER_HEADER,
     OVERVIEW_PATH,
     PREFIX,
     SESSIONS_PATH,
@@ -167,11 +170,14 @@ class Peers:
         limit_s: float | None = None,
     ) -> T:
         body = encode(request)
+        headers = self._identity.headers(self._identity.peer_url(url))
+        if caller := CALLER.get():
+            headers.append((CALLER_HEADER, quote(caller)))
         async with self._talk(url, limit_s or self._call_s, id):
             answer = self._http.post(
                 f"{self._identity.peer_url(url)}{PREFIX}/{name}",
                 data=body,
-                headers=self._identity.headers(self._identity.peer_url(url)),
+                headers=headers,
                 allow_redirects=False,
                 ssl=self._secured(url),
             )

@@ -18,16 +18,18 @@ from txbroker.checkers.leases import Leases, PeerIdentity, PeerSessions
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
+from txbroker.core.shares import ShareOf
 from txbroker.door import Door
 from txbroker.errors import KafkaUnavailable
-from txbroker.principals import Role
+from txbroker.principals import Directory, Role
 from txbroker.proxy.audit_metrics import AuditMetrics
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.check_urls import make_checks
 from txbroker.proxy.cluster import Cluster
 from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
-from txbroker.proxy.http.guards import PeerGuard
+from txbroker.proxy.http.api import SHELL
+from txbroker.proxy.http.guards import PeerGuard, reread_principals
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.metrics import Metrics
 from txbroker.proxy.observers import Observer
@@ -73,7 +75,9 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         _log_start(settings)
         stack.push_async_callback(door.close)
         await _reach_kafka(door, settings, wait_s)
-        metrics = Metrics(settings.group_labels_max)
+        principals = reread_principals(settings)
+        share_of = _share_of(principals)
+        metrics = Metrics(settings.group_labels_max, share_of=share_of)
         listening: list[str] = []
         checks = make_checks(settings, lambda: (*listening, *_known(broker)), door.brokers)
         stack.push_async_callback(checks.close)
@@ -88,14 +92,20 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
             metrics,
             parallel=lambda name: _parallel(groups, name),
             parallel_total_max=settings.checks_parallel_max,
+            share_of=share_of,
         )
         stack.push_async_callback(runner.close)
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
             appeared(runner.wake)
         await groups.load()
         observer = Observer(metrics, runner.unreachable, settings.half_retention_s)
-        around = Surroundings(sessions.instances, runner.unreachable, runner.unreachable_for_s)
-        broker = Broker(door, settings, groups, runner, observer, around)
+        around = Surroundings(
+            sessions.instances,
+            runner.unreachable,
+            runner.unreachable_for_s,
+            lambda: app[SHELL].files_not_read(),
+        )
+        broker = Broker(door, settings, groups, runner, observer, around, principals)
         observer.watch(broker)
         door.audit.follow(AuditMetrics(metrics).changed)
         peers = Peers(identity, tls=peers_tls)
@@ -113,12 +123,17 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
             local=broker,
             leases=leases,
             peers=peer_guard,
+            principals=principals,
             pages=console_pages,
         )
-        # The URLs are known before anybody hears of us.
         admin_url = await _listen(stack, app, settings, tls, broker, listening)
         await _join(stack, broker, peers, elsewhere)
         yield Proxy(broker.url, admin_url, broker, cluster, groups, sessions, metrics, runner)
+
+
+def _share_of(principals: Callable[[], Directory]) -> ShareOf:
+    """Return what says whose a group is by the principals as they are when it is called."""
+    return lambda group: principals().share_of(group)
 
 
 async def _join(

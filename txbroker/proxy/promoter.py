@@ -23,6 +23,7 @@ from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
 from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn, transaction_bytes
 from txbroker.core.records import Cause, Header, Progress, Record, State
+from txbroker.core.shares import Use
 from txbroker.core.sizes import headers_bytes
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Place, Transaction
@@ -169,6 +170,8 @@ class Promoter:
         self._lost = False
         self.full = False
         """Whether the list of deferred ones is full, so that promotion stands still."""
+        self.waiting = Use()
+        """Of those whose target does not take them now how many each share has."""
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -426,6 +429,7 @@ class Promoter:
                 # Nobody may take one whose turn is on its way for one that waits.
                 transaction.cause = None
         self.full = plan.full
+        self.waiting = self._ledger.use_of(plan.waiting())
         self._trouble.note_deferred(waiting=bool(plan.deferred))
 
     # --- writing ---------------------------------------------------------------------------
@@ -488,6 +492,7 @@ class Promoter:
             self._flights.discard(flight)
             flight.ended.set()
             flight.under_way.over()
+        ledger.op_committed = max(ledger.op_committed, flight.progress.op)
         hit("turn.committed")
         self._open.discard(flight)
         self._failing_since_s = None

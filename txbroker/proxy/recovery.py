@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from msgspec import Struct
 
-from txbroker.core.codec import Malformed, NewerVersion, decode_half, decode_marker
+from txbroker.core.codec import Malformed, NewerVersion, decode_log
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
@@ -14,6 +14,7 @@ from txbroker.core.states import UNDECIDED
 from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
+from txbroker.own_topics import foreign_why
 from txbroker.proxy.applier import Applier
 from txbroker.proxy.copies import Copies, batches, read_copies, with_messages
 from txbroker.proxy.pace import Pace
@@ -147,23 +148,23 @@ async def _check_claimed(door: PartitionDoor) -> None:
 
 async def _only_foreign(door: PartitionDoor) -> bool:
     """Say whether both logs are kept from their begin, and no record in them is one of ours."""
-    for log, decoders in ((door.half, (decode_half,)), (door.op, (decode_marker, decode_half))):
+    for name, log in (("half", door.half), ("op", door.op)):
         start, end = await log.bounds()
         if start > 0:
             return False  # what retention has taken may have been ours
         async for records in _read(log, start, end):
-            if any(_reads(record, decode) for record in records for decode in decoders):
+            if any(_may_be_ours(name, record, door.partition) for record in records):
                 return False
     return True
 
 
-def _reads(record: Record, decode: Callable[[Record], object]) -> bool:
+def _may_be_ours(log: str, record: Record, partition: int) -> bool:
     try:
-        decode(record)
+        decode_log(log, record)
     except Malformed:
         return False
     except NewerVersion:
-        pass
+        return not foreign_why(log, record, partition)
     return True
 
 

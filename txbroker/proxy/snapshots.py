@@ -39,6 +39,9 @@ REMOVED_AT_ONCE = 1000
 ENTRIES_SHARE = 4
 """A snapshot of many transactions is due only when a fraction of as many records have come: so
 writing snapshots costs less than a fixed share of what is written anyway."""
+SOON_MS = 60_000
+"""After so long, what has come since only needs to be that fraction: a proxy that is killed leaves
+little behind that no snapshot tells of."""
 FIRST_RECORDS = 1
 """Enough for the first one of a partition: without any, nobody could tell that records which the
 partition began with were deleted."""
@@ -104,8 +107,8 @@ class SnapshotWriter:
         self._greatest: frozenset[str] = frozenset()
         """Names of those in the greatest whole snapshot."""
         self._last = 0
-        self._any = False
-        """Whether a whole one is stored."""
+        self._told = -1
+        """The `op` of the progress that the newest whole one tells of; -1 without one."""
         self._capture: Capture | None = None
 
     def found(self, greatest: Whole | None, stored: Sequence[Record], position: int) -> None:
@@ -122,7 +125,7 @@ class SnapshotWriter:
         segments = () if greatest is None else greatest.closing.segments
         self._greatest = frozenset(segments)
         self._last = position
-        self._any = greatest is not None
+        self._told = -1 if greatest is None else greatest.closing.progress
         if greatest is not None:
             self._half, self._at_ms = greatest.closing.half, greatest.closing.at_ms
             # An older version wrote it, and may have let retention pass it.
@@ -153,12 +156,17 @@ class SnapshotWriter:
         """Whether so much has come since the last one, or it is so old, that the next should be
         written; or whether the logs do not tell any more what only the ledger knows."""
         ledger, tail = self._ledger, self._tail
+        age_ms = self._now_ms() - self._at_ms
         if self._wanted or self._half < min(self._half_start, ledger.half_whole):
             return True
-        if self._any and tail > 0 and self._now_ms() - self._at_ms >= self._age_max_ms:
+        if self._told == 0 < ledger.op_committed:
+            return True  # without it nobody could tell that the first progress of all was removed
+        stored = self._told >= 0
+        if stored and tail > 0 and age_ms >= self._age_max_ms:
             return True
-        enough = max(self._records_min, len(ledger.transactions) // ENTRIES_SHARE)
-        return tail >= (enough if self._any else min(enough, FIRST_RECORDS))
+        least = 1 if stored and age_ms >= SOON_MS else self._records_min
+        enough = max(least, len(ledger.transactions) // ENTRIES_SHARE)
+        return tail >= (enough if stored else min(enough, FIRST_RECORDS))
 
     async def run(self) -> None:
         """Write a snapshot whenever one is due, until cancelled."""
@@ -182,6 +190,7 @@ class SnapshotWriter:
         """Write a snapshot of the ledger as it is now; say whether it is stored whole."""
         ledger, slot = self._ledger, self._slot
         half, position = ledger.half_whole, ledger.half_whole + ledger.op_whole
+        told = ledger.op_committed
         began_s, at_ms = time.monotonic(), self._now_ms()
         wanted, self._wanted, whole = self._wanted, False, False
         capture = self._capture = Capture(
@@ -206,7 +215,7 @@ class SnapshotWriter:
                 self._capture = None
         if whole:
             self._last, self._half, self._at_ms = position, half, at_ms
-            self._any = True
+            self._told = told
             self._slot = _other(slot)
             await self._tidy(capture, slot)
             took_s = time.monotonic() - began_s

@@ -272,7 +272,8 @@ class TransactionalProducer:
     ) -> Outcome:
         """Commit a prepared transaction, where given with final `messages`.
 
-        Raises: as `Transaction.commit`; BadId, NotFound, WrongGroup, TooOld.
+        Raises: as `Transaction.commit`; BadId, NotFound, WrongGroup, TooOld; BodyLost: the half
+        message was deleted, so only a commit with `messages` can be taken.
         """
         self._book.require_started()
         final = None if messages is None else checked(messages)

@@ -7,7 +7,7 @@ from types import TracebackType
 from txbroker import tracing
 from txbroker.core.records import Decision, Message, State
 from txbroker.core.trace_context import carried_over, context_of
-from txbroker.errors import AlreadyDecided, BadRequest, Overloaded, OwnerUnavailable
+from txbroker.errors import AlreadyDecided, BadRequest, BodyLost, Overloaded, OwnerUnavailable
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.local import LocalBook
 from txbroker.sdk.messages import checked_replacement
@@ -61,7 +61,8 @@ class Transaction:
 
     async def commit(self, wait: Wait = "decided") -> Outcome:
         """Commit; with `wait="promoted"`, return only when consumers can see the messages, or when
-        a target refuses them: `Outcome.state` says which.
+        a target refuses them: `Outcome.state` says which. If the half message was deleted from
+        txbroker's topics, the commit is sent once more, with the messages.
 
         Raises:
             AlreadyDecided: it was rolled back before.
@@ -107,9 +108,16 @@ class Transaction:
         with deciding(decision, self.id, self._prepared) as step:
             if step is not None and final is not None:
                 final = carried_over(self._prepared, final)
-            return await self._calls.decide(
-                self.id, decision, messages=final, reason=reason, wait=wait
-            )
+            try:
+                return await self._calls.decide(
+                    self.id, decision, messages=final, reason=reason, wait=wait
+                )
+            except BodyLost:
+                if decision is not Decision.COMMIT or self._final is not None:
+                    raise
+        # Its half message was deleted. Here the messages still are, and a commit may bring them.
+        self._final = self._prepared
+        return await self._send(decision, wait, reason)
 
     # --- leaving the block ---------------------------------------------------------------
 

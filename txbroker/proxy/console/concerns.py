@@ -37,6 +37,7 @@ class Concern:
     Attributes:
         todo: what to do about it.
         links: where, as pairs of what is written and where it leads.
+        actions: further links, to what operators alone may do.
     """
 
     level: Level
@@ -44,6 +45,7 @@ class Concern:
     detail: str
     todo: str
     links: tuple[tuple[str, str], ...] = ()
+    actions: tuple[tuple[str, str], ...] = ()
 
 
 _PARTITIONS: dict[str, tuple[Level, str, str]] = {
@@ -195,10 +197,8 @@ def _refused(found: Overview) -> Iterator[Concern]:
             _named("Topic", topics),
             "Mend the topic (create it, raise its max.message.bytes, grant the right); then they "
             "go through by themselves, or at once with Revive.",
-            (
-                ("Look at them", link("/transactions", state=State.REFUSED)),
-                ("Revive all…", link("/actions/revive", state=State.REFUSED)),
-            ),
+            (("Look at them", link("/transactions", state=State.REFUSED)),),
+            (("Revive all…", link("/actions/revive", state=State.REFUSED)),),
         )
 
 
@@ -213,10 +213,8 @@ def _parked(found: Overview) -> Iterator[Concern]:
             _named("Group", groups),
             "Find out in the group's database whether its local transaction was committed, then "
             "commit or roll back; or revive, if the group can answer again.",
-            (
-                ("Look at them", link("/transactions", state=State.PARKED)),
-                ("Revive all…", link("/actions/revive", state=State.PARKED)),
-            ),
+            (("Look at them", link("/transactions", state=State.PARKED)),),
+            (("Revive all…", link("/actions/revive", state=State.PARKED)),),
         )
 
 

@@ -68,6 +68,7 @@ async def overview(ask: Ask) -> Page | Redirect:
         "found": found,
         "sums": sums_of(found),
         "concerns": concerns_of(found),
+        "actions": _actions(ask),
         "groups": found.groups[:GROUPS_FIRST],
         "groups_more": max(0, len(found.groups) - GROUPS_FIRST) + found.groups_left_off,
     }
@@ -164,6 +165,7 @@ async def groups(ask: Ask) -> Page | Redirect:
         "rows": rows[:GROUPS_SHOWN_MAX],
         "more": max(0, len(rows) - GROUPS_SHOWN_MAX) + found.groups_left_off,
         "wanted": wanted,
+        "actions": _actions(ask),
     }
     return Page("groups.html", values)
 

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -28,10 +29,17 @@ from txbroker.errors import (
     RequestError,
     TooLarge,
 )
-from txbroker.principals import ANYBODY
-from txbroker.proxy.forwarding import PREFIX
+from txbroker.principals import ANYBODY, Directory
+from txbroker.proxy.forwarding import CALLER, CALLER_HEADER, PREFIX
 from txbroker.proxy.http import registration, system, transactions
-from txbroker.proxy.http.guards import PRINCIPAL, Guard, PeerGuard, credential_of, is_page
+from txbroker.proxy.http.guards import (
+    PRINCIPAL,
+    Guard,
+    PeerGuard,
+    credential_of,
+    is_page,
+    reread_principals,
+)
 from txbroker.proxy.http.internal import Internal
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
@@ -102,6 +110,7 @@ def make_app(
     local: Service | None = None,
     leases: Leases | None = None,
     peers: PeerGuard | None = None,
+    principals: Callable[[], Directory] | None = None,
     pages: Pages = lambda _shell, _guard: (),
 ) -> web.Application:
     """Return the web application of one proxy; where there is an admin address, without what is
@@ -113,18 +122,20 @@ def make_app(
         local: answers sessions and other proxies, this proxy's own part; None: `service` too.
         leases: the sessions that other proxies have in hand; None: made here.
         peers: knows the other proxies; None: made here.
+        principals: returns the principals as they are now; None: made here.
         pages: makes the pages for people, which admit by themselves.
 
     Raises:
         ConfigurationError: the token file cannot be read.
     """
-    own = Shell(local or service, groups, sessions, settings, metrics, checks)
+    principals = principals or reread_principals(settings)
+    own = Shell(local or service, groups, sessions, settings, metrics, checks, principals)
     # The same in all but whom it asks: what is in flight is bounded together.
     shell = copy.copy(own)
     shell.service = service
     internal = Internal(own, leases or Leases(sessions))
     parts = _Parts(own, shell, peers or PeerGuard(settings), internal, operations(), pages)
-    guard = Guard(settings)
+    guard = Guard(settings, principals=principals)
     app = _application(
         parts, guard, admin=not settings.admin_listen, internal=not settings.peer_listen
     )
@@ -135,7 +146,14 @@ def make_app(
     )
     app.cleanup_ctx.append(session_server.lifetime)
     app.on_shutdown.append(session_server.close_all)
-    metrics.watch(lambda: Gauges(sessions=sessions.counts(), ready=service.readiness().ready))
+    own.files.extend(parts.peers.files)
+    metrics.watch(
+        lambda: Gauges(
+            sessions=sessions.counts(),
+            ready=service.readiness().ready,
+            files_not_read=own.files_not_read(),
+        )
+    )
     return app
 
 
@@ -147,7 +165,8 @@ def make_admin_app(app: web.Application) -> web.Application:
         ConfigurationError: the token file cannot be read.
     """
     parts = app[_PARTS]
-    return _application(parts, Guard(parts.own.settings, admin=True), admin=True)
+    guard = Guard(parts.own.settings, admin=True, principals=parts.own.principals)
+    return _application(parts, guard, admin=True)
 
 
 def make_peer_app(app: web.Application) -> web.Application:
@@ -158,7 +177,7 @@ def make_peer_app(app: web.Application) -> web.Application:
         ConfigurationError: the token file cannot be read.
     """
     parts = app[_PARTS]
-    guard = Guard(parts.own.settings)
+    guard = Guard(parts.own.settings, principals=parts.own.principals)
     return _web_application(parts, guard, frozenset(), internal=True)
 
 
@@ -175,6 +194,7 @@ def _web_application(
         client_max_size=parts.shell.settings.request_bytes_max,
     )
     app[SHELL] = parts.own
+    parts.own.files.extend(guard.files)
     if internal:
         for method, path, handler in parts.internal.routes():
             app.router.add_route(method, path, handler, expect_handler=_expect)
@@ -271,11 +291,15 @@ def _outermost(
         try:
             # Pages admit by themselves: they answer in HTML, and have a login.
             page = is_page(request.path)
+            caller = ""
             if internal and request.path.startswith(PREFIX + "/"):
                 guard.admit_page(request)
                 parts.peers.admit(request)
+                caller = unquote(request.headers.get(CALLER_HEADER, ""))
             elif request.path not in open_paths and not page:
                 request[PRINCIPAL] = guard.admit(request)
+                caller = request[PRINCIPAL].counted_as
+            CALLER.set(caller)
             if page and not pages:
                 raise AdminOnly("the console is at this proxy's admin address")
             return await handler(request)

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -35,6 +35,7 @@ from txbroker.principals import (
     Principal,
     Role,
     digest_of,
+    no_principals,
     read_principals,
 )
 from txbroker.proxy.logging import get_logger
@@ -70,7 +71,7 @@ _NAME_CHARS_MAX = 200
 
 
 class Reread(Generic[T]):
-    """What a file holds, read again when the file changes.
+    """A call returns what a file holds, read again when the file changes.
 
     A file that cannot be read, because it is being replaced or has become unsafe, leaves the last
     content in force.
@@ -91,15 +92,21 @@ class Reread(Generic[T]):
         self._failed: object = None
         self._again_s = 0.0
         self._content = read(path)
-        self.content()
+        self()
 
-    def content(self) -> T:
-        """Return the newest content that could be read."""
+    @property
+    def unread(self) -> bool:
+        """True where the file as it is now cannot be used, so its last content is in force."""
+        self()
+        return self._failed is not None
+
+    def __call__(self) -> T:
         stamp: tuple[int, ...] | None = None
         try:
             status = self._path.stat()
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
             if stamp == self._stamp:
+                self._failed = None  # the last good file was put back
                 return self._content
             if stamp == self._failed and time.monotonic() < self._again_s:
                 return self._content
@@ -127,6 +134,22 @@ def reread_secret(name: str, path: Path) -> Reread[str]:
     return Reread(name, path, lambda path: read_token(name, path))
 
 
+def reread_principals(settings: Settings) -> Callable[[], Directory]:
+    """Return what returns the principals as they are now; without a file there are none.
+
+    Raises:
+        ConfigurationError: the file cannot be used.
+    """
+    if settings.principals_file is None:
+        return no_principals
+
+    def read(path: Path) -> Directory:
+        settings.check_secrets()
+        return read_principals(path)
+
+    return Reread("principals_file", settings.principals_file, read)
+
+
 class Credential(NamedTuple):
     """What a caller showed.
 
@@ -144,12 +167,19 @@ class Guard:
 
     Args:
         admin: True for the guard of the admin address.
+        principals: returns the principals as they are now; None: made here.
 
     Raises:
         ConfigurationError: a file of tokens or principals cannot be read.
     """
 
-    def __init__(self, settings: Settings, *, admin: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        admin: bool = False,
+        principals: Callable[[], Directory] | None = None,
+    ) -> None:
         listening = settings.admin_address if admin else None
         address = listening or settings.listen_address
         named = [address.host, _host_of(settings.advertise_url), *settings.allowed_hosts]
@@ -166,20 +196,19 @@ class Guard:
         # Where operators have no address of their own, who may call may do all.
         self._role = Role.PRODUCER if settings.admin_listen and not admin else Role.OPERATOR
         self._token = _token_of(settings, self._role, admin=admin)
-
-        def read(path: Path) -> Directory:
-            settings.check_secrets()
-            return read_principals(path)
-
-        self._principals: Reread[Directory] | None = None
-        if settings.principals_file is not None:
-            self._principals = Reread("principals_file", settings.principals_file, read)
+        self._principals = principals or reread_principals(settings)
+        self._asks = self._token is not None or settings.principals_file is not None
         self._form_key = _form_key(settings)
+
+    @property
+    def files(self) -> tuple[Reread[Any], ...]:
+        """What it reads credentials from."""
+        return tuple(file for file in (self._token, self._principals) if isinstance(file, Reread))
 
     @property
     def asks(self) -> bool:
         """True where callers need a token or a named certificate."""
-        return self._token is not None or self._principals is not None
+        return self._asks
 
     def admit(self, request: web.BaseRequest) -> Principal:
         """Return who calls; refuse a call by a foreign page, for an unknown host name, or without
@@ -223,17 +252,15 @@ class Guard:
         return found
 
     def _find(self, credential: Credential) -> Principal | None:
-        principals = None if self._principals is None else self._principals.content()
-        token = None if self._token is None else self._token.content()
+        principals = self._principals()
+        token = None if self._token is None else self._token()
         if credential.digest is not None and self.asks:
             # By digest: how long a look-up takes tells nothing about the tokens.
             if token is not None and hmac.compare_digest(token.digests[0], credential.digest):
                 return token
-            return None if principals is None else principals.by_digest(credential.digest)
-        if principals is not None and credential.certificates:
-            return principals.by_certificate(credential.certificates)
+            return principals.by_digest(credential.digest)
         if self.asks:
-            return None
+            return principals.by_certificate(credential.certificates)
         if credential.certificates:
             name = credential.certificates[0]
             return Principal(name, self._role, shared=name == _NAMELESS)
@@ -241,15 +268,14 @@ class Guard:
 
     def credentials(self) -> tuple[object, ...]:
         """Return what all credentials are now, to compare: another one when a file has changed."""
-        files = (self._token, self._principals)
-        return tuple(file.content() for file in files if file is not None)
+        return (self._token and self._token(), self._principals())
 
     def named(self, name: str) -> Principal | None:
         """Return the principal of a name, for a login that remembers it."""
-        token = None if self._token is None else self._token.content()
+        token = None if self._token is None else self._token()
         if token is not None and token.name == name:
             return token
-        return None if self._principals is None else self._principals.content().by_name(name)
+        return self._principals().by_name(name)
 
     def form_key(self, principal: Principal) -> bytes:
         """Return the key that signs logins of a principal: another one when its tokens change."""
@@ -272,9 +298,14 @@ class PeerGuard:
         self._names = Patterns(settings.peer_names) if settings.peer_names else None
         self._optional = not settings.guarded
 
+    @property
+    def files(self) -> tuple[Reread[Any], ...]:
+        """What it reads the peer secret from."""
+        return () if self._secret is None else (self._secret,)
+
     def secret(self) -> str | None:
         """Return the secret that calls to other proxies carry."""
-        return None if self._secret is None else self._secret.content()
+        return None if self._secret is None else self._secret()
 
     def admit(self, request: web.BaseRequest) -> None:
         """Refuse a call that does not come from a proxy of this installation.
@@ -291,7 +322,7 @@ class PeerGuard:
             )
         if self._secret is not None:
             given = request.headers.get(PEER_HEADER, "").encode(errors="surrogateescape")
-            if hmac.compare_digest(given, self._secret.content().encode()):
+            if hmac.compare_digest(given, self._secret().encode()):
                 return
         if self._names is not None and any(
             name in self._names for name in certificate_names(request)
@@ -355,7 +386,7 @@ def _form_key(settings: Settings) -> Callable[[], bytes]:
         own = secrets.token_bytes(32)
         return lambda: own
     secret = reread_secret("peer_secret_file", settings.peer_secret_file)
-    return lambda: secret.content().encode()
+    return lambda: secret().encode()
 
 
 def _is_address(name: str) -> bool:

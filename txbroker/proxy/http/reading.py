@@ -18,6 +18,7 @@ from txbroker.errors import (
     TooSlow,
     UnsupportedMediaType,
 )
+from txbroker.proxy.forwarding import CALLER
 from txbroker.proxy.http.bodies import Request
 from txbroker.proxy.http.shell import Shell
 
@@ -55,6 +56,7 @@ class Body:
     def __init__(self, shell: Shell, *, prepare: bool) -> None:
         self._shell = shell
         self._prepare = prepare
+        self._who = CALLER.get()
         self._reserved = 0
 
     async def read(self, request: web.BaseRequest) -> bytes:
@@ -94,13 +96,16 @@ class Body:
         self._reserve(size)
 
     def _reserve(self, size: int) -> None:
-        if not self._shell.in_flight.reserve(size, prepare=self._prepare):
-            raise Overloaded("too many bytes are in flight: send the same again a little later")
+        if not self._shell.in_flight.reserve(size, prepare=self._prepare, who=self._who):
+            raise Overloaded(
+                "too many bytes are in flight, of this principal or of all callers: send the same "
+                "again a little later"
+            )
         self._reserved += size
 
     def let_go(self) -> None:
         """Say that the request was carried out or refused."""
-        self._shell.in_flight.release(self._reserved, prepare=self._prepare)
+        self._shell.in_flight.release(self._reserved, prepare=self._prepare, who=self._who)
         self._reserved = 0
 
 

@@ -6,7 +6,8 @@ from msgspec import structs
 
 from txbroker.checkers.groups import QUERY_MASK, GroupPolicy, PolicyError, without_query
 from txbroker.checkers.trial import try_group
-from txbroker.errors import BadRequest, KafkaDown, UnknownGroup
+from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
+from txbroker.principals import Role
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
 from txbroker.proxy.http.operations import (
     ONLY_OPERATORS,
@@ -21,6 +22,9 @@ from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
 
+GROUPS_OF_SHARE_MAX = 1000
+"""Registered groups of one principal: every proxy keeps all groups in memory."""
+
 
 async def put_group(call: Call) -> Reply:
     """Register a group, or replace what is registered."""
@@ -30,12 +34,17 @@ async def put_group(call: Call) -> Reply:
     policy = GroupPolicy(**structs.asdict(cast(GroupBody, call.body)))
     try:
         policy.validate()
-        refused = await call.shell.checks.refuse(group, policy)
-        if refused is not None:
-            raise BadRequest(refused)
-        await call.shell.groups.put(group, policy)
     except PolicyError as error:
         raise BadRequest(str(error)) from None
+    _refuse(call.shell.checks.unusable(group, policy))
+    _check_registered(call, group)
+    registering = call.shell.registering
+    registering.append(group)
+    try:
+        _refuse(await call.shell.checks.refuse(group, policy))
+        await call.shell.groups.put(group, policy)
+    finally:
+        registering.remove(group)
     log.info("group registered", group=group, by=call.principal.by(f"http {call.remote}"))
     return Reply(200, _shown(call, group, policy))
 
@@ -87,6 +96,31 @@ async def list_groups(call: Call) -> Reply:
         if group in call.principal.groups
     ]
     return Reply(200, GroupsBody(groups=shown))
+
+
+def _refuse(why: str | None) -> None:
+    if why is not None:
+        raise BadRequest(why)
+
+
+def _check_registered(call: Call, group: str) -> None:
+    """Refuse a new group where those of its share, with those whose registration is under way,
+    fill what one share may register. Operators are not bound.
+
+    Raises:
+        NotPermitted: they do.
+    """
+    groups, share_of = call.shell.groups, call.shell.principals().share_of
+    share = share_of(group)
+    if share == group or group in groups or call.principal.role is Role.OPERATOR:
+        return
+    under_way = {name for name in call.shell.registering if name != group and name not in groups}
+    counted = sum(share_of(name) == share for name in (*groups.names(), *under_way))
+    if counted >= GROUPS_OF_SHARE_MAX:
+        raise NotPermitted(
+            f"{GROUPS_OF_SHARE_MAX} groups of the principal of group {group!r} are registered, its "
+            "limit: have an operator remove some or register it"
+        )
 
 
 def _shown(call: Call, group: str, policy: GroupPolicy) -> GroupAnswer:

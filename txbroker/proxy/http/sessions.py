@@ -18,6 +18,7 @@ from aiohttp import ClientConnectionResetError, WSCloseCode, WSMsgType, web
 from txbroker import contract, tracing, wire
 from txbroker.checkers.groups import PolicyError, check_group_name
 from txbroker.core.records import Decision, Source
+from txbroker.core.shares import Use, part_of
 from txbroker.core.telling import telling, where_raised
 from txbroker.errors import (
     BadRequest,
@@ -27,6 +28,7 @@ from txbroker.errors import (
     RequestError,
 )
 from txbroker.principals import ANYBODY, Principal
+from txbroker.proxy.forwarding import CALLER
 from txbroker.proxy.http.guards import PRINCIPAL, Guard, credential_of
 from txbroker.proxy.http.operations import WHO_WRITES
 from txbroker.proxy.http.shell import (
@@ -77,6 +79,8 @@ class Session:
         self._in_flight = InFlight(shell.settings.session_in_flight_bytes_max)
         # By the number of the operation: a done callback would cost another turn of the loop.
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        # The same from reserving to giving back, whatever becomes of the principals file.
+        self._who = CALLER.get()
         self._begun = 0
         self._loop = asyncio.get_running_loop()
         self.group = hello.group
@@ -222,9 +226,13 @@ class Session:
         size = OPERATION_BYTES + sum(map(message_bytes, getattr(operation, "messages", None) or ()))
         if not self._in_flight.reserve(size, prepare=prepare):
             self._overloaded(name, operation.call, "too many bytes of this session are in flight")
-        elif not shell.in_flight.reserve(size, prepare=prepare):
+        elif not shell.in_flight.reserve(size, prepare=prepare, who=self._who):
             self._in_flight.release(size, prepare=prepare)
-            self._overloaded(name, operation.call, "too many bytes are in flight")
+            self._overloaded(
+                name,
+                operation.call,
+                "too many bytes are in flight, of this principal or of all callers",
+            )
         else:
             self._begun = number = self._begun + 1
             self._tasks[number] = self._loop.create_task(
@@ -262,7 +270,7 @@ class Session:
             del self._tasks[number]
             prepare = name == "prepare"
             self._in_flight.release(size, prepare=prepare)
-            self._shell.in_flight.release(size, prepare=prepare)
+            self._shell.in_flight.release(size, prepare=prepare, who=self._who)
 
     def _prepare(self, operation: wire.Prepare) -> Awaitable[contract.Standing]:
         request = contract.PrepareRequest(
@@ -344,6 +352,8 @@ class SessionServer:
         self._settings = shell.settings
         self._open: set[Session] = set()
         self._sockets: set[web.WebSocketResponse] = set()
+        # Of those by the names of principals.
+        self._use = Use()
         self._moved = asyncio.Event()
         if isinstance(shell.service, TellsOwners):
             shell.service.on_owners(self._moved.set)
@@ -356,10 +366,9 @@ class SessionServer:
             BadRequest: it is no WebSocket upgrade.
             Overloaded: too many sessions are open.
         """
-        request.get(PRINCIPAL, ANYBODY).check_role(WHO_WRITES)
-        if len(self._sockets) >= self._settings.sessions_max:
-            self._shell.metrics.overloaded("session")
-            raise Overloaded("too many sessions are open: try another proxy or a little later")
+        principal = request.get(PRINCIPAL, ANYBODY)
+        principal.check_role(WHO_WRITES)
+        self._check_room(principal)
         socket = web.WebSocketResponse(
             heartbeat=self._settings.session_heartbeat_s,
             max_msg_size=self._settings.frame_bytes_max,
@@ -369,6 +378,7 @@ class SessionServer:
             raise BadRequest("a session is a WebSocket: this call is no upgrade to one")
         await socket.prepare(request)
         self._sockets.add(socket)
+        self._use.add(principal.counted_as)
         try:
             await self._converse(socket, request)
         except ProtocolError as error:
@@ -379,7 +389,24 @@ class SessionServer:
             pass
         finally:
             self._sockets.discard(socket)
+            self._use.add(principal.counted_as, -1)
         return socket
+
+    def _check_room(self, principal: Principal) -> None:
+        """Refuse another session where there are too many, of all or of one principal.
+
+        Raises:
+            Overloaded: there are.
+        """
+        most = self._settings.sessions_max
+        why = ""
+        if len(self._sockets) >= most:
+            why = "too many sessions are open"
+        elif principal.counted_as and self._use.of(principal.counted_as) >= part_of(most):
+            why = "too many sessions of this principal are open"
+        if why:
+            self._shell.metrics.overloaded("session")
+            raise Overloaded(f"{why}: try another proxy or a little later")
 
     async def _converse(self, socket: web.WebSocketResponse, request: web.Request) -> None:
         operations = await self._first_frame(socket)

@@ -1,8 +1,9 @@
 """What the calls of one proxy share, and the limits that every call is held to."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec import structs
 
@@ -14,10 +15,12 @@ from txbroker.contract import DecideRequest, ListRequest, PrepareRequest, Servic
 from txbroker.core.ids import ALPHABET, LENGTH, parse_id
 from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Message
+from txbroker.core.shares import Use, part_of
 from txbroker.errors import BadId, BadRequest, TooLarge
-from txbroker.principals import Principal
+from txbroker.principals import Directory, Principal
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 from txbroker.proxy.http.frames import Receiving
+from txbroker.proxy.http.guards import Reread
 from txbroker.proxy.metrics import Metrics
 
 _ID = re.compile(f"[0-7][{ALPHABET}]{{{LENGTH - 1}}}")
@@ -36,31 +39,38 @@ class InFlight:
     """Bytes of what is being carried out, bounded; a part is kept free of prepares.
 
     Decisions and checks end what prepares began, so prepares that are stuck must not keep them
-    out: prepares take at most `PREPARES_SHARE`, everything else may take all.
+    out: prepares take at most `PREPARES_SHARE`, everything else may take all. One principal takes
+    no more than its part of either.
     """
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._prepares_max = int(bytes_max * PREPARES_SHARE)
-        self._prepares = 0
-        self.bytes = 0
+        self._all, self._prepares = Use(), Use()
+        pools = (self._all, bytes_max), (self._prepares, int(bytes_max * PREPARES_SHARE))
+        self._pools = tuple((use, most, part_of(most)) for use, most in pools)
 
-    def reserve(self, size: int, *, prepare: bool) -> bool:
-        """Take `size` bytes; False where they do not fit, then nothing is taken."""
-        if self.bytes + size > self._bytes_max:
-            return False
-        if prepare:
-            if self._prepares + size > self._prepares_max:
+    @property
+    def bytes(self) -> int:
+        """How many are taken now."""
+        return self._all.total
+
+    def reserve(self, size: int, *, prepare: bool, who: str = "") -> bool:
+        """Take `size` bytes; False where they do not fit, then nothing is taken.
+
+        Args:
+            who: the principal that they are counted to, "" for none.
+        """
+        pools = self._pools[: 1 + prepare]
+        for use, most, part in pools:
+            if use.total + size > most or (who and use.of(who) + size > part):
                 return False
-            self._prepares += size
-        self.bytes += size
+        for use, _, _ in pools:
+            use.add(who, size)
         return True
 
-    def release(self, size: int, *, prepare: bool) -> None:
+    def release(self, size: int, *, prepare: bool, who: str = "") -> None:
         """Give bytes back that were reserved."""
-        self.bytes -= size
-        if prepare:
-            self._prepares -= size
+        for use, _, _ in self._pools[: 1 + prepare]:
+            use.add(who, -size)
 
 
 @dataclass
@@ -74,6 +84,8 @@ class Shell:
     metrics: Metrics
     checks: HttpChecks
     """Calls check URLs."""
+    principals: Callable[[], Directory]
+    """The principals as they are now."""
     in_flight: InFlight = field(init=False)
     """What all callers together have being carried out."""
     outgoing: InFlight = field(init=False)
@@ -81,6 +93,10 @@ class Shell:
     that do not read keep nobody's calls out."""
     receiving: Receiving = field(init=False)
     """Frames of sessions on their way in."""
+    registering: list[str] = field(default_factory=list)
+    """Groups whose registration is under way, once for each call."""
+    files: list[Reread[Any]] = field(default_factory=list)
+    """Files of credentials, read again when they change."""
     url: str = ""
     """This proxy's own URL; with port 0 known once it listens."""
 
@@ -89,6 +105,13 @@ class Shell:
         self.outgoing = InFlight(self.settings.in_flight_bytes_max)
         self.receiving = Receiving(int(self.settings.in_flight_bytes_max * RECEIVING_SHARE))
         self.url = self.settings.advertise_url
+
+    def files_not_read(self) -> dict[str, bool]:
+        """Return by setting whether its file, as it is now, cannot be used."""
+        found: dict[str, bool] = {}
+        for file in self.files:
+            found[file.name] = found.get(file.name, False) or file.unread
+        return found
 
     def check_prepare(self, request: PrepareRequest) -> None:
         """Refuse what is out of bounds before anybody works on it.
@@ -164,7 +187,7 @@ def _check_message(message: Message, number: int) -> None:
         )
     if message.timestamp_ms is not None and not 0 <= message.timestamp_ms <= TIMESTAMP_MS_MAX:
         raise BadRequest(
-            "timestamp_ms must be milliseconds since 1970",
+            f"timestamp_ms must be from 0 to {TIMESTAMP_MS_MAX}",
             path=f"messages[{number}].timestamp_ms",
         )
 

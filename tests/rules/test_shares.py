@@ -1,0 +1,95 @@
+"""No share takes all the room of a half partition."""
+
+from __future__ import annotations
+
+import pytest
+from rules_world import WINDOW_MS, World, commit, message, roll_back, until
+
+from txbroker.core import settled
+from txbroker.core.promotion import TurnLimits
+from txbroker.errors import Overloaded
+from txbroker.principals import Directory, Patterns, Principal, Role
+from txbroker.proxy.owner import Owner
+
+
+def directory(*names: str) -> Directory:
+    """Return producers that may act for the groups that begin with their names."""
+    return Directory(Principal(name, Role.PRODUCER, Patterns((f"{name}*",))) for name in names)
+
+
+async def refused(world: World, owner: Owner, group: str) -> str:
+    with pytest.raises(Overloaded) as caught:
+        await owner.prepare(world.half(group=group))
+    assert caught.value.details["group"] == group
+    return str(caught.value)
+
+
+async def test_many_groups_of_one_principal_have_the_room_of_one(world: World) -> None:
+    world.principals = directory("shop", "bank")
+    owner = await world.owner(pending_group_max=3)
+    ids = [await world.prepared(owner, group=f"shop-{number}") for number in range(3)]
+    assert "the principal of group 'shop-9'" in await refused(world, owner, "shop-9")
+    await world.prepared(owner, group="bank")
+    await roll_back(owner, ids[0])
+    await world.prepared(owner, group="shop-9")
+    # The next owner counts the same, from the logs.
+    await owner.close()
+    again = await world.owner(pending_group_max=3)
+    await refused(world, again, "shop-10")
+    await world.prepared(again, group="bank")
+    # By another file each group is its own share; and it is back.
+    world.principals = Directory()
+    await until(lambda: again.ledger.unsettled.of("shop-9") == 1)
+    await world.prepared(again, group="shop-10")
+    world.principals = directory("shop")
+    await until(lambda: again.ledger.unsettled.of("shop-9") == 0)
+    await refused(world, again, "shop-11")
+
+
+@pytest.mark.parametrize("trouble", ["no leader", "refused"])
+async def test_what_no_target_takes_counts_too(world: World, trouble: str) -> None:
+    world.principals = directory("shop", "bank")
+    owner = await world.owner(pending_group_max=3)
+    ids = [await world.prepared(owner, group=f"shop-{number}") for number in range(3)]
+    if trouble == "refused":
+        world.kafka.delete_topic("t")
+    else:
+        world.kafka.set_leaderless("t", 0)
+    for id in ids:
+        await commit(owner, id)
+    if trouble == "refused":
+        await until(lambda: len(owner.ledger.refused) == 3)
+    assert owner.ledger.undecided_count == 0
+    await refused(world, owner, "shop-9")
+    await world.prepared(owner, message("other", topic="u"), group="bank")
+
+
+async def test_one_share_does_not_fill_the_list_of_deferred_ones(world: World) -> None:
+    world.principals = directory("shop", "bank")
+    owner = await world.owner(turns=TurnLimits(deferred_max=5))
+    world.kafka.set_leaderless("t", 0)
+    for number in range(4):
+        await world.committed(owner, group=f"shop-{number}")
+    await until(lambda: owner._promoter.waiting.total == 4)
+    assert "wait for target partitions" in await refused(world, owner, "shop-9")
+    visible = await world.committed(owner, message("goes", topic="u"), group="bank")
+    await until(lambda: visible in world.told.promotions)
+    world.kafka.set_leaderless("t")
+    await until(lambda: len(world.told.promotions) == 5)
+    await until(lambda: not owner._promoter.waiting.total)
+    await world.prepared(owner, group="shop-9")
+
+
+async def test_one_share_does_not_fill_what_is_remembered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 2)
+    world.principals = directory("shop", "bank")
+    owner = await world.owner(settled_max=5)
+    for number in range(4):
+        await roll_back(owner, await world.prepared(owner, group=f"shop-{number}"))
+    assert "4 settled transactions" in await refused(world, owner, "shop-9")
+    await world.prepared(owner, group="bank")
+    # Half's log clock may stand still: by our time they are past.
+    world.advance(WINDOW_MS / 1000 + 1)
+    await world.prepared(owner, group="shop-9")
