@@ -26,7 +26,7 @@ async def test_a_clean_stop_accounts_for_all_that_has_come(
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await world.owner(snapshot_records_min=1000)
     first = await world.committed(owner)
-    await until(lambda: world.told.snapshots and world.visible() == [first])
+    await until(lambda: world.visible() == [first] and not owner._snapshots.due)
     id = await world.prepared(owner)
     world.zombie_mark(
         last, id, **({"round": 1, "number": 1, "reason": "due"} if last == "check" else {})
