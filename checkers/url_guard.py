@@ -120,7 +120,7 @@ def leads_inside(rules: HostRules) -> bool:
     """Say whether allowed hosts open the machine itself or what gives credentials of it.
 
     An unspecified address is one of the machine's own. An entry `*.suffix` opens no metadata
-    address, whatever its name.
+    address by any name.
     """
     names = rules.hosts | {suffix.removeprefix(".") for suffix in rules.suffixes}
     if rules.hosts & _METADATA_NAMES or any(_is_localhost(name) for name in names):

@@ -1,6 +1,6 @@
 """Facts out of Kafka records: Spark SQL expressions that read what `txbroker.core.codec` writes.
 
-Every function takes a DataFrame of the Kafka source, batch or streaming, behind `with_at_ms`, and
+Every function takes a DataFrame of the Kafka source, batch or streaming, after `with_at_ms`, and
 returns one narrow row for each record. Where that does not read, `why` says so, and `own` whether
 it is one of ours; `why` is null for all others. No body goes on, only 64-bit hashes: those of a
 half message and of the record that was promoted from it are equal where nothing was changed. No

@@ -20,7 +20,7 @@ OVERFLOW = "long overflow"
 """What Spark says of a timestamp that it cannot hold."""
 
 Far = Mapping[tuple[str, int], tuple[int, int]]
-"""The offsets from the first far record to behind the last one, by topic and partition."""
+"""The offset of the first far record and the one after the last, by topic and partition."""
 
 
 class RecordAccess(Protocol):
@@ -60,13 +60,13 @@ def chunks(
 
 
 def around(reads: Sequence[TopicRead], far: Far) -> tuple[list[TopicRead], list[TopicRead]]:
-    """Return what is to be read before the far records, and what behind them."""
-    before, behind = [], []
+    """Return what is to be read before the far records, and what after them."""
+    before, after = [], []
     for read in reads:
         bounds = [far.get((read.topic, p), (end, end)) for p, end in enumerate(read.ends)]
         before.append(msgspec.structs.replace(read, ends=tuple(first for first, _ in bounds)))
-        behind.append(msgspec.structs.replace(read, begins=tuple(last for _, last in bounds)))
-    return before, behind
+        after.append(msgspec.structs.replace(read, begins=tuple(last for _, last in bounds)))
+    return before, after
 
 
 def as_row(topic: str, partition: int, record: Record) -> tuple[Any, ...]:

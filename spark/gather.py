@@ -325,7 +325,7 @@ def _judging(
     types = to_arrow_schema(kind)
 
     def judging(batches: Iterable[Any]) -> Iterable[Any]:
-        from pyarrow import RecordBatch  # type: ignore[import-untyped]
+        from pyarrow import RecordBatch
 
         for batch in batches:
             judged = judge_rows(batch.to_pylist(), limits, horizon)

@@ -2,7 +2,7 @@
 
 Spark's checkpoint says where each batch ends, and the next one begins there. While no query runs,
 the end of the batch that failed is put to the first such record. Once it is there, the next batch
-fails at its very beginning: then the end of the batch before is put behind that record. So the
+fails at its very beginning: then the end of the batch before is put after that record. So the
 query is started again twice for each stretch of such records.
 """
 
@@ -34,14 +34,16 @@ class _Batch:
     def __init__(self, spark: "SparkSession", folder: str, number: int) -> None:
         self._spark, self._path = spark, f"{folder}/{number}"
         lines = (read_bytes(spark, self._path) or b"").decode().split("\n")
-        self._head, told = lines[:_HEAD_LINES], lines[_HEAD_LINES:]
+        self._head, sources = lines[:_HEAD_LINES], lines[_HEAD_LINES:]
         self.sources: list[_Offsets] = [
-            {} if each == _NO_SOURCE else msgspec.json.decode(each) for each in told if each
+            {} if each == _NO_SOURCE else msgspec.json.decode(each) for each in sources if each
         ]
 
     def write(self) -> None:
-        told = [msgspec.json.encode(each).decode() if each else _NO_SOURCE for each in self.sources]
-        write_bytes(self._spark, self._path, "\n".join((*self._head, *told)).encode())
+        sources = [
+            msgspec.json.encode(each).decode() if each else _NO_SOURCE for each in self.sources
+        ]
+        write_bytes(self._spark, self._path, "\n".join((*self._head, *sources)).encode())
 
 
 def read_around(
@@ -86,7 +88,7 @@ def read_around(
 def _cut(
     access: KafkaAccess, topic: str, partition: str, begins: _Offsets, ends: _Offsets
 ) -> list[SetAside] | None:
-    """Let a partition's part of a batch end before its first far record, or begin behind those
+    """Let a partition's part of a batch end before its first far record, or begin after those
     that it begins with; return these, None where there is no such record."""
     number, end = int(partition), ends[topic][partition]
     begin = begins.get(topic, {}).get(partition, -1)

@@ -55,7 +55,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         strangers: records of transactions that the stream knows nothing of any more.
         quarantined: records that did not read.
         set_aside: some of them, ours first, then the newest.
-        passed: behind which offset of a partition (`TOPIC-NUMBER`) no record that Spark cannot
+        passed: by partition (`TOPIC-NUMBER`), the offset from which on no record that Spark cannot
             hold was counted yet.
         examples: the newest transactions with findings.
     """

@@ -153,10 +153,10 @@ class Settings(ListenerAccess, KafkaAccess):
     )
     snapshot_records_min: Count = Field(
         10_000,
-        description="A partition writes a snapshot when so many records have come since the last "
-        "one, or a quarter as many as it has entries, if that is more; after a minute the quarter "
-        "is enough, after an hour, or a quarter of half_retention_s, a single record. Fewer: a "
-        "restart reads less, Kafka is written to more.",
+        description="A partition writes a snapshot when this number of records has come since the "
+        "last one, or a quarter as many as it has entries, if that is more; after a minute the "
+        "quarter is enough, after an hour, or a quarter of half_retention_s, a single record. "
+        "Fewer: a restart reads less, Kafka is written to more.",
     )
     session_timeout_s: Seconds = Field(
         10.0,
@@ -419,7 +419,7 @@ def _check_sizes(settings: Settings) -> None:
     room = settings.transaction_bytes_max + FRAME_ROOM_BYTES
     prepares = "what prepares may take (three quarters) of "
     in_flight = int(settings.in_flight_bytes_max * PREPARES_SHARE)
-    # Only where callers are told apart has each its part.
+    # Only where callers have identities has each a part.
     known = settings.principals_file or settings.tls_client_ca_file
     part = "four fifths of " if known else ""
     ordered = (

@@ -271,7 +271,7 @@ class Directory:
     def share_of(self, group: str) -> str:
         """Return to whose account a group's use of shared pools is counted: the first producer's
         of the file that may act for it, expired or not; those with `*` among their groups come
-        last. A group of no producer is a share of its own."""
+        last. A group of no producer is a separate share."""
         found = self._shares.get(group)
         if found is None:
             if len(self._shares) >= SHARES_KNOWN_MAX:

@@ -1,8 +1,8 @@
 """Checks of who may call, and of what others can read on the way or on this machine.
 
 Each yields a line for each unsafe default, and any line is a warning. Most look at the settings
-that the doctor was given. Where these listen on loopback only, nobody else can call, so there is
-nothing to judge: an operator's own machine seldom has a proxy's settings.
+that the doctor was given. Where these listen on loopback only, no other machine can call, so there
+is nothing to judge: an operator's own machine seldom has a proxy's settings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPIRES_SOON_S = 14 * 86400.0
 _PAGES = ("/v1/overview", "/metrics")
 _PUBLIC = ("_ca_file", "_cert_file")
 _UNPROTECTED = {
-    "PLAINTEXT": "messages can be read and changed on the way, and whoever reaches Kafka can write "
+    "PLAINTEXT": "messages can be read and changed on the way, and any client of Kafka can write "
     "txbroker's own topics",
     "SASL_PLAINTEXT": "messages and login can be read on the way",
 }
@@ -56,7 +56,7 @@ def _check(
     def enter(remarks: Remarks) -> Look:
         @functools.wraps(remarks)
         async def look(subject: Subject) -> Finding:
-            # First, as what may not be seen is unknown whatever the settings are.
+            # First: what the doctor may not see is unknown with any settings.
             lines = [line async for line in remarks(subject)]
             if public and not list(_public_listeners(subject.settings)):
                 return fine(_NOT_JUDGED)

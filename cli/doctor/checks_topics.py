@@ -131,7 +131,7 @@ async def topics_in_sync(subject: Subject) -> Finding:
 
 
 @book.check(
-    "nobody else writes to them",
+    "no other client writes to them",
     hint="`txbroker repair show` shows each record and its writer. Take the right to write to "
     "these topics from all but the proxies' user. The records stop nothing.",
     doc="docs/operate/repair.md",

@@ -80,7 +80,7 @@ NO_ADMIN = "token_file without admin_listen"
         (
             "kafka",
             {"kafka": "k1:9092,localhost:9092", "kafka_security_protocol": "PLAINTEXT"},
-            ["PLAINTEXT to k1:9092: messages can be read and changed on the way, and whoever"],
+            ["PLAINTEXT to k1:9092: messages can be read and changed on the way, and any"],
         ),
         ("kafka", {"kafka": "localhost:9092", "kafka_security_protocol": "PLAINTEXT"}, []),
         ("kafka", {"kafka": "k1:9092", "kafka_security_protocol": "SSL"}, []),

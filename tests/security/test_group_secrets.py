@@ -125,7 +125,7 @@ OWN_FILES = {
 
 @pytest.mark.parametrize("group", OWN_FILES)
 async def test_a_groups_files_are_its_own(tmp_path: Path, group: str) -> None:
-    """Whatever it is called, its file has a name of its own, and so has its folder."""
+    """Any name of a group gives a separate file and a separate folder."""
     secrets = GroupSecrets(tmp_path)
     below = OWN_FILES[group]
     (tmp_path / below).write_text("of the group")

@@ -202,7 +202,7 @@ def brief(transaction: Transaction) -> Brief:
 
 def whole(brief: Brief) -> Transaction:
     """Return a settled transaction as far as it is remembered: neither its attempts nor who decided
-    it and why, which its marker tells."""
+    it and why, which stands in its marker."""
     verdict = Verdict(
         _DECISIONS[brief.state],
         brief.op_offset,
@@ -311,7 +311,7 @@ class SettledWindow:
 
     def recent_of(self, share: str, since_ms: int) -> int:
         """Return how many of a share are in segments where their group has an id's or append time
-        from then on. Earlier ones are not counted again, whatever is asked later."""
+        from then on. Earlier ones are not counted again, even if a later call asks for them."""
         while self._recent and self._recent[0][0] < since_ms:
             _, group, count = heapq.heappop(self._recent)
             self._recent_use.add(self._share_of(group), -count)

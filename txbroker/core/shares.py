@@ -1,4 +1,4 @@
-"""Shares: to whom the use of a shared pool is counted, so that nobody uses it up alone.
+"""Shares: to which one the use of a shared pool is counted, so that none uses it up alone.
 
 A share is one group, or all groups of one principal. Whose a group is follows from its name, which
 stands in every half message, so every owner comes to the same counts.

@@ -13,11 +13,10 @@ from txbroker.core.records import Record
 from txbroker.door import LogTruncated
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.batch import (
-    ATTRIBUTES_AT,
-    CODEC_BITS,
     HEADER_BYTES,
     Unreadable,
     decode_batch,
+    plain_batch,
     record_bytes,
 )
 from txbroker.kafka.client import Client
@@ -45,7 +44,7 @@ async def some_records(
     settings: KafkaSettings, topic: str, partition: int, position: int, end: int
 ) -> tuple[list[Record], int]:
     """Return committed records from offset `position` on, some tens of MiB and some ten
-    thousands but none behind `end`, and where to go on.
+    thousands but none after `end`, and where to go on.
 
     A batch that does not decode shows as one record that is no `Stored`.
 
@@ -94,17 +93,16 @@ def _decode(
 
 def _inflated(codec: int, data: bytes) -> bytes:
     """Return a compressed batch as a plain one."""
-    header, body = bytearray(data[:HEADER_BYTES]), data[HEADER_BYTES:]
+    body = data[HEADER_BYTES:]
     try:
-        body = _snappy(body) if codec == _SNAPPY else _streamed(codec, body)
+        inflated = _snappy(body) if codec == _SNAPPY else _streamed(codec, body)
     except (OSError, EOFError, ValueError, KeyError, zlib.error) as error:
         raise Unreadable(str(error)) from None
-    header[ATTRIBUTES_AT] &= ~CODEC_BITS & 0xFF
-    return bytes(header) + body
+    return plain_batch(data, inflated)
 
 
 def _streamed(codec: int, body: bytes) -> bytes:
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
 
     with pyarrow.CompressedInputStream(pyarrow.BufferReader(body), _STREAMED[codec]) as stream:
         inflated = bytes(stream.read(_INFLATED_BYTES_MAX + 1))

@@ -17,8 +17,8 @@ _NO_COMPRESSION = 0
 _MAGIC = 2
 _GZIP = 1
 _CODECS = {2: "snappy", 3: "lz4", 4: "zstd"}
-CODEC_BITS = 0x07
-ATTRIBUTES_AT = 22
+_CODEC_BITS = 0x07
+_ATTRIBUTES_AT = 22
 _COUNT_AT = 57
 _INFLATED_BYTES_MAX = 16 << 20
 """Decoded at most of a compressed batch. txbroker writes none; brokers that were configured to
@@ -135,9 +135,14 @@ def _inflated(batch: Any, data: bytes | memoryview) -> bytes:
         inflated = file.read(max(0, room) + 1)
     if len(inflated) > room:
         raise Unreadable(f"it takes more than {_INFLATED_BYTES_MAX >> 20} MiB of memory")
-    plain = bytearray(data[:HEADER_BYTES])
-    plain[ATTRIBUTES_AT] &= ~CODEC_BITS & 0xFF
-    return bytes(plain) + inflated
+    return plain_batch(data, inflated)
+
+
+def plain_batch(data: bytes | memoryview, inflated: bytes) -> bytes:
+    """Return a compressed batch as a plain one, from what its records are once inflated."""
+    header = bytearray(data[:HEADER_BYTES])
+    header[_ATTRIBUTES_AT] &= ~_CODEC_BITS & 0xFF
+    return bytes(header) + inflated
 
 
 def _lenient(batch: Any, data: bytes | memoryview, producer: int) -> Iterator[Record]:

@@ -49,7 +49,7 @@ from txbroker.proxy.history import search, tell_verdict
 from txbroker.proxy.promoter import Promoter
 
 VERDICT_S = 1.0
-"""Reading who decided a settled transaction may take so long, seconds; it is shown without then."""
+"""Maximum time to read who decided a settled transaction, seconds; later it is shown without."""
 VERDICTS_MAX = 8
 """Such readings at a time: each fetches a batch of op."""
 
@@ -288,11 +288,11 @@ class Answers:
         if held_of >= bounds.pending_group_max:
             why = f"{held_of} transactions that are not settled"
             raise _too_much(half, share, ledger, why, "decide some, revive refused ones, or wait")
-        waiting = self._promoter.waiting.of(share)
         if self._promoter.full:
             raise Overloaded(
                 "too many transactions wait for target partitions without a leader", id=half.id
             )
+        waiting = self._promoter.waiting.of(share)
         if waiting >= bounds.waiting_share_max:
             why = f"{waiting} transactions that wait for target partitions without a leader"
             raise _too_much(half, share, ledger, why, "wait until the targets take them")

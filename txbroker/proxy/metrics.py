@@ -197,7 +197,7 @@ class _Latency(Collector):
 
 
 class Metrics:
-    """All metrics of one proxy, in a registry of its own.
+    """All metrics of one proxy, in a separate registry.
 
     Args:
         share_of: returns whose a group is: no share has all labels.

@@ -40,8 +40,8 @@ ENTRIES_SHARE = 4
 """A snapshot of many transactions is due only when a fraction of as many records have come: so
 writing snapshots costs less than a fixed share of what is written anyway."""
 SOON_MS = 60_000
-"""After so long, what has come since only needs to be that fraction: a proxy that is killed leaves
-little behind that no snapshot tells of."""
+"""After this time, what has come since only needs to be that fraction: a proxy that is killed
+leaves few records that no snapshot holds."""
 FIRST_RECORDS = 1
 """Enough for the first one of a partition: without any, nobody could tell that records which the
 partition began with were deleted."""
@@ -108,7 +108,7 @@ class SnapshotWriter:
         """Names of those in the greatest whole snapshot."""
         self._last = 0
         self._told = -1
-        """The `op` of the progress that the newest whole one tells of; -1 without one."""
+        """The `op` of the progress in the newest whole one; -1 without one."""
         self._capture: Capture | None = None
 
     def found(self, greatest: Whole | None, stored: Sequence[Record], position: int) -> None:
@@ -160,7 +160,7 @@ class SnapshotWriter:
         if self._wanted or self._half < min(self._half_start, ledger.half_whole):
             return True
         if self._told == 0 < ledger.op_committed:
-            return True  # without it nobody could tell that the first progress of all was removed
+            return True  # without it the removal of the first progress of all would not show
         stored = self._told >= 0
         if stored and tail > 0 and age_ms >= self._age_max_ms:
             return True

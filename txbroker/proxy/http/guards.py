@@ -252,15 +252,14 @@ class Guard:
         return found
 
     def _find(self, credential: Credential) -> Principal | None:
-        principals = self._principals()
-        token = None if self._token is None else self._token()
         if credential.digest is not None and self.asks:
+            token = None if self._token is None else self._token()
             # By digest: how long a look-up takes tells nothing about the tokens.
             if token is not None and hmac.compare_digest(token.digests[0], credential.digest):
                 return token
-            return principals.by_digest(credential.digest)
+            return self._principals().by_digest(credential.digest)
         if self.asks:
-            return principals.by_certificate(credential.certificates)
+            return self._principals().by_certificate(credential.certificates)
         if credential.certificates:
             name = credential.certificates[0]
             return Principal(name, self._role, shared=name == _NAMELESS)

@@ -79,7 +79,7 @@ class Session:
         self._in_flight = InFlight(shell.settings.session_in_flight_bytes_max)
         # By the number of the operation: a done callback would cost another turn of the loop.
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        # The same from reserving to giving back, whatever becomes of the principals file.
+        # Fixed, so that bytes are released as they were reserved when the principals file changes.
         self._who = CALLER.get()
         self._begun = 0
         self._loop = asyncio.get_running_loop()
