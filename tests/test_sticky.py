@@ -9,7 +9,7 @@ from txbroker import sticky
 from txbroker.core.placement import murmur2
 from txbroker.core.records import Message
 from txbroker.door import TargetFacts
-from txbroker.proxy.targets import Placing
+from txbroker.proxy.partition.targets import Placing
 from txbroker.sticky import SECONDS, TIMES, Sticky
 
 

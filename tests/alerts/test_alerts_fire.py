@@ -18,7 +18,7 @@ from service_world import Desk, Json, Service, until
 from txbroker.checkers import runner
 from txbroker.core.audit import AuditNews, encode_news
 from txbroker.core.records import Message
-from txbroker.proxy import owner
+from txbroker.proxy.partition import owner
 
 pytestmark = pytest.mark.needs_tool("prometheus")
 

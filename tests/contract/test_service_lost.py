@@ -9,7 +9,7 @@ from service_world import Desk, Service, unique, until
 
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import BodyLost
-from txbroker.proxy import owner
+from txbroker.proxy.partition import owner
 
 HEADERS = (("h", b"1"), ("h", None))
 

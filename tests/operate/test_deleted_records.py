@@ -12,7 +12,7 @@ from service_world import Desk, Service, until
 from txbroker.core.records import Message
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import BodyLost
-from txbroker.proxy import owner, snapshots
+from txbroker.proxy.partition import owner, snapshots
 
 
 @pytest.fixture

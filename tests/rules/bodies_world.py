@@ -32,13 +32,13 @@ from txbroker.core.records import (
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, Claimed, Log, Turn, TurnHandle
 from txbroker.errors import KafkaUnavailable
-from txbroker.proxy.appender import Appender
-from txbroker.proxy.applier import Applier
-from txbroker.proxy.bodies import Bodies
-from txbroker.proxy.checkback import CheckBack
-from txbroker.proxy.promoter import Promoter
-from txbroker.proxy.targets import examine_final
-from txbroker.proxy.turn_pace import TurnPace
+from txbroker.proxy.partition.appender import Appender
+from txbroker.proxy.partition.applier import Applier
+from txbroker.proxy.partition.body_cache import Bodies
+from txbroker.proxy.partition.checkback import CheckBack
+from txbroker.proxy.partition.promoter import Promoter
+from txbroker.proxy.partition.targets import examine_final
+from txbroker.proxy.partition.turn_pace import TurnPace
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
 

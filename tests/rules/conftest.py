@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 from rules_world import OwnersTime, World
 
-from txbroker.proxy import clock, owner, ownership, trouble
+from txbroker.proxy import ownership
+from txbroker.proxy.partition import clock, owner
+from txbroker.proxy.partition import quarantine as trouble
 
 
 @pytest.fixture

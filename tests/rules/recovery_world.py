@@ -9,7 +9,7 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.records import Progress, Record
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
-from txbroker.proxy.owner import Owner
+from txbroker.proxy.partition.owner import Owner
 from txbroker.testing.memory import Partition
 
 OWN = ("half", "op", "checkpoint", "parked")

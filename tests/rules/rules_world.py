@@ -41,9 +41,9 @@ from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
 from txbroker.principals import NO_PRINCIPALS
 from txbroker.proxy.broker import Broker
-from txbroker.proxy.checkback import CheckBack
-from txbroker.proxy.owner import Owner, OwnerSettings
-from txbroker.proxy.turn_pace import TurnPace
+from txbroker.proxy.partition.checkback import CheckBack
+from txbroker.proxy.partition.owner import Owner, OwnerSettings
+from txbroker.proxy.partition.turn_pace import TurnPace
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
 
@@ -284,7 +284,7 @@ class Told:
 
 
 class OwnersTime:
-    """What `txbroker.proxy.clock` takes its time from in these tests."""
+    """What `txbroker.proxy.partition.clock` takes its time from in these tests."""
 
     ahead_s = 0.0
 

@@ -15,8 +15,8 @@ from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import MarkerKind, Record
 from txbroker.door import Appended, Log
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
-from txbroker.proxy import appender
-from txbroker.proxy.owner import Owner
+from txbroker.proxy.partition import appender
+from txbroker.proxy.partition.owner import Owner
 
 STORM = 100_000
 

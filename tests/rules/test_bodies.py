@@ -15,10 +15,10 @@ from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, S
 from txbroker.core.transaction import Transaction
 from txbroker.door import LogTruncated, TurnLost
 from txbroker.errors import NotPending, OwnerUnavailable
-from txbroker.proxy import bodies as bodies_module
-from txbroker.proxy import promoter as promoter_module
-from txbroker.proxy import trouble
-from txbroker.proxy.bodies import BODY_LOST
+from txbroker.proxy.partition import body_cache as bodies_module
+from txbroker.proxy.partition import promoter as promoter_module
+from txbroker.proxy.partition import quarantine as trouble
+from txbroker.proxy.partition.body_cache import BODY_LOST
 from txbroker.proxy.views import view
 
 DUE, ASKED = CheckReason.DUE, CheckReason.ASKED

@@ -10,7 +10,7 @@ from recovery_world import forget_bodies, partition, snapshot
 from rules_world import DAY_MS, World, commit, known, until
 
 from txbroker.core.records import Record
-from txbroker.proxy import snapshots as snapshots_module
+from txbroker.proxy.partition import snapshots as snapshots_module
 from txbroker.testing.door import MemoryPartitionDoor
 
 LOGS = ["half", "op"]

@@ -13,7 +13,7 @@ from txbroker.core import schedule
 from txbroker.core.records import CheckReason
 from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
-from txbroker.proxy import checkback
+from txbroker.proxy.partition import checkback
 
 CROWD = 5000
 

@@ -26,7 +26,7 @@ from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Claim, Kept, Record, State
 from txbroker.door import Claimed, Hanging, LogTruncated, Turn, TurnHandle, TurnLost
 from txbroker.errors import KafkaUnavailable, NewerRecord, Overloaded, OwnerUnavailable
-from txbroker.proxy import owner as owner_module
+from txbroker.proxy.partition import owner as owner_module
 from txbroker.testing.door import MemoryPartitionDoor
 
 LOGS = ["half", "op"]

@@ -27,7 +27,7 @@ from txbroker.core.records import (
 )
 from txbroker.door import LogTruncated, Turn, TurnHandle
 from txbroker.errors import InvariantBroken, NewerRecord
-from txbroker.proxy.copies import read_copies
+from txbroker.proxy.partition.parked_copies import read_copies
 from txbroker.testing.door import MemoryPartitionDoor
 
 NEWER = RECORD_VERSION + 1

@@ -26,8 +26,8 @@ from txbroker.core.settled import brief, whole
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
-from txbroker.proxy import answers
-from txbroker.proxy.history import search, tell_verdict
+from txbroker.proxy.partition import partition_api as answers
+from txbroker.proxy.partition.history import search, tell_verdict
 from txbroker.testing.memory import Partition
 
 START_MS = 1_700_000_000_000

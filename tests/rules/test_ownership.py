@@ -13,7 +13,7 @@ from txbroker.core.records import Claim, Message
 from txbroker.door import Assignment, Claimed
 from txbroker.errors import ConfigurationError, OwnerUnavailable
 from txbroker.proxy.broker import Broker
-from txbroker.proxy.owner import Owner
+from txbroker.proxy.partition.owner import Owner
 from txbroker.testing.door import MemoryPartitionDoor
 
 MINE = Assignment(frozenset({0}), ("http://127.0.0.1:1",), ("http://127.0.0.1:1",), 1)

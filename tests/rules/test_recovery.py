@@ -37,10 +37,10 @@ from txbroker.core.records import (
 from txbroker.core.transaction import Transaction
 from txbroker.door import TurnLost
 from txbroker.errors import RequestError
-from txbroker.proxy import snapshots
-from txbroker.proxy.applier import Applier
-from txbroker.proxy.owner import Owner
-from txbroker.proxy.recovery import Recovered, recover
+from txbroker.proxy.partition import snapshots
+from txbroker.proxy.partition.applier import Applier
+from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.recovery import Recovered, recover
 from txbroker.testing.memory import Outcome
 
 STEPS = 80

@@ -36,7 +36,7 @@ from txbroker.core.records import (
 from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S, Transaction
 from txbroker.door import Turn, TurnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
-from txbroker.proxy.owner import Owner
+from txbroker.proxy.partition.owner import Owner
 from txbroker.testing.door import MemoryPartitionDoor
 
 DUE, ASKED = CheckReason.DUE, CheckReason.ASKED

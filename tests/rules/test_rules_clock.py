@@ -26,8 +26,8 @@ from txbroker.core.ids import make_id, parse_id
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Decision, Record, State
 from txbroker.errors import IdConflict, IdExpired, Overloaded
-from txbroker.proxy import clock
-from txbroker.proxy.clock import LogTime
+from txbroker.proxy.partition import clock
+from txbroker.proxy.partition.clock import LogTime
 
 WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
 """1970 and 2100."""

@@ -34,7 +34,7 @@ from txbroker.errors import (
     OwnerUnavailable,
     WrongGroup,
 )
-from txbroker.proxy import owner as owner_module
+from txbroker.proxy.partition import owner as owner_module
 
 # --- 1 -----------------------------------------------------------------------------------------
 

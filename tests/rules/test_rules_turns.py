@@ -38,7 +38,7 @@ from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.producer import ProducerFenced
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.shared_writes import SharedWrites
-from txbroker.proxy.targets import TIMESTAMP_AHEAD_MAX_MS, check_timestamps
+from txbroker.proxy.partition.targets import TIMESTAMP_AHEAD_MAX_MS, check_timestamps
 from txbroker.testing.door import MemoryPartitionDoor
 
 HOUR_MS = 3_600_000

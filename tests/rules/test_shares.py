@@ -9,7 +9,7 @@ from txbroker.core import settled
 from txbroker.core.promotion import TurnLimits
 from txbroker.errors import Overloaded
 from txbroker.principals import Directory, Patterns, Principal, Role
-from txbroker.proxy.owner import Owner
+from txbroker.proxy.partition.owner import Owner
 
 
 def directory(*names: str) -> Directory:

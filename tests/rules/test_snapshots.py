@@ -15,8 +15,8 @@ from txbroker.core.records import Record, State
 from txbroker.core.snapshot import Whole, find_whole, segments_in
 from txbroker.door import TurnLost
 from txbroker.errors import KafkaUnavailable
-from txbroker.proxy import snapshots
-from txbroker.proxy.owner import Owner
+from txbroker.proxy.partition import snapshots
+from txbroker.proxy.partition.owner import Owner
 from txbroker.testing.door import MemoryPartitionDoor
 
 

@@ -12,10 +12,10 @@ from txbroker.core.records import Half, Message, State
 from txbroker.core.snapshot import Capture, find_whole
 from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost
 from txbroker.errors import BodyLost, KafkaUnavailable
-from txbroker.proxy import owner as owner_module
-from txbroker.proxy import snapshots as snapshots_module
-from txbroker.proxy.owner import Owner
-from txbroker.proxy.snapshots import SnapshotWriter
+from txbroker.proxy.partition import owner as owner_module
+from txbroker.proxy.partition import snapshots as snapshots_module
+from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.snapshots import SnapshotWriter
 from txbroker.proxy.views import view
 from txbroker.testing.door import MemoryPartitionDoor
 

@@ -17,8 +17,8 @@ from service_world import until
 from txbroker import wire
 from txbroker.core import settled
 from txbroker.core.records import Half
-from txbroker.proxy.answers import Answers
 from txbroker.proxy.http import registration
+from txbroker.proxy.partition.partition_api import Answers
 
 CLASS = 13
 POOL = 50

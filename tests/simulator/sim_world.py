@@ -26,8 +26,8 @@ from txbroker.core.ids import parse_id
 from txbroker.core.records import State
 from txbroker.core.transaction import Transaction
 from txbroker.errors import TooOld
-from txbroker.proxy.bodies import BODY_LOST
-from txbroker.proxy.owner import Owner
+from txbroker.proxy.partition.body_cache import BODY_LOST
+from txbroker.proxy.partition.owner import Owner
 
 QUIET_S = 150.0
 """How long everything may take to come to rest once all is healed, virtual seconds."""

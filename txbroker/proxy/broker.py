@@ -37,9 +37,6 @@ from txbroker.errors import (
     TooLarge,
 )
 from txbroker.principals import Directory, no_principals
-from txbroker.proxy.answers import check_group
-from txbroker.proxy.checkback import Runner, placed_like
-from txbroker.proxy.clock import LogTime
 from txbroker.proxy.forwarding import (
     home,
     merge,
@@ -49,9 +46,12 @@ from txbroker.proxy.forwarding import (
 from txbroker.proxy.listing import page_of
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.overview import Surroundings, local_overview
-from txbroker.proxy.owner import Owner, OwnerEvents, standing
 from txbroker.proxy.ownership import Ownership
-from txbroker.proxy.targets import FreeTargets, Placing, examine_all, examine_final
+from txbroker.proxy.partition.checkback import Runner, placed_like
+from txbroker.proxy.partition.clock import LogTime
+from txbroker.proxy.partition.owner import Owner, OwnerEvents, standing
+from txbroker.proxy.partition.partition_api import check_group
+from txbroker.proxy.partition.targets import FreeTargets, Placing, examine_all, examine_final
 from txbroker.proxy.tracing import deciding
 from txbroker.proxy.views import view
 from txbroker.sticky import Sticky

@@ -18,10 +18,10 @@ from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated, Targe
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
-from txbroker.proxy.checkback import Runner
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.owner import Owner, OwnerEvents, OwnerSettings
-from txbroker.proxy.turn_pace import TurnPace
+from txbroker.proxy.partition.checkback import Runner
+from txbroker.proxy.partition.owner import Owner, OwnerEvents, OwnerSettings
+from txbroker.proxy.partition.turn_pace import TurnPace
 
 REOPEN_S = 1.0
 """A partition that could not be opened is tried again after this, seconds."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from txbroker.contract import Rates
 from txbroker.core.outcome import Outcome
 from txbroker.core.transaction import Transaction
-from txbroker.proxy.answers import AnswerEvents
+from txbroker.proxy.partition.partition_api import AnswerEvents
 
 WINDOW_S = 10.0
 """Rates are those of about so many last seconds."""

@@ -8,7 +8,7 @@ from txbroker.core.records import Attempt, Message, State
 from txbroker.core.schedule import due_ms
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
-from txbroker.proxy.bodies import lost_cause, refused_as_lost
+from txbroker.proxy.partition.body_cache import lost_cause, refused_as_lost
 
 
 def summary(transaction: Transaction) -> TransactionView:

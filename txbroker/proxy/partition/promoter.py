@@ -7,7 +7,7 @@ progress that the next claim finds; never from anything else.
 A turn is planned on what is known of messages without having them; those that are not in memory
 are read before it is begun, never inside it.
 
-This file tells how turns are written; `txbroker.proxy.trouble` keeps what is kept away from them.
+This file tells how turns are written; `quarantine.py` holds what is kept away from them.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ from txbroker.door import (
 )
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
-from txbroker.proxy.bodies import BODY_LOST, Bodies, lost_cause
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.targets import takes
+from txbroker.proxy.partition.body_cache import BODY_LOST, Bodies, lost_cause
+from txbroker.proxy.partition.quarantine import Trouble, note_invisible
+from txbroker.proxy.partition.targets import takes
+from txbroker.proxy.partition.turn_pace import TurnPace, UnderWay
 from txbroker.proxy.tracing import TracedTurn, traced_turn, turn_ended
-from txbroker.proxy.trouble import Trouble, note_invisible
-from txbroker.proxy.turn_pace import TurnPace, UnderWay
 
 COPIES_MAX = 100
 """Whole transactions that one turn copies into the parked topic, or removes from it, beside those

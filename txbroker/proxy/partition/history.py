@@ -19,7 +19,7 @@ from txbroker.core.states import Step
 from txbroker.core.transaction import Transaction
 from txbroker.door import Log, LogTruncated
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
-from txbroker.proxy.clock import CLOCKS_APART_MS
+from txbroker.proxy.partition.clock import CLOCKS_APART_MS
 
 NEAR_MS = 5_000
 """Nearly every half message is stored within this of its id's time: looked at first."""

@@ -15,9 +15,9 @@ from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.own_topics import foreign_why
-from txbroker.proxy.applier import Applier
-from txbroker.proxy.copies import Copies, batches, read_copies, with_messages
-from txbroker.proxy.pace import Pace
+from txbroker.proxy.partition.applier import Applier
+from txbroker.proxy.partition.pace import Pace
+from txbroker.proxy.partition.parked_copies import Copies, batches, read_copies, with_messages
 
 
 class Recovered(Struct, frozen=True):

@@ -10,8 +10,8 @@ from txbroker.core.transaction import Transaction
 from txbroker.door import Claimed, SetAside
 from txbroker.errors import NewerRecord
 from txbroker.own_topics import foreign_why
-from txbroker.proxy.copies import Copies
 from txbroker.proxy.logging import get_logger
+from txbroker.proxy.partition.parked_copies import Copies
 
 log = get_logger(__name__)
 

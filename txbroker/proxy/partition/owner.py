@@ -22,23 +22,23 @@ from txbroker.door import Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
-from txbroker.proxy.answers import Answers, Bounds, Parts, standing
-from txbroker.proxy.appender import Appender
-from txbroker.proxy.applier import Applier
-from txbroker.proxy.bodies import Bodies
-from txbroker.proxy.checkback import CheckBack, Runner
-from txbroker.proxy.clock import LogTime
-from txbroker.proxy.copies import read_copies
-from txbroker.proxy.edges import Edges
-from txbroker.proxy.gate import GatedDoor
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.pace import Pace
-from txbroker.proxy.promoter import Promoter
-from txbroker.proxy.recovery import Recovered, recover
-from txbroker.proxy.snapshots import SnapshotWriter
+from txbroker.proxy.partition.appender import Appender
+from txbroker.proxy.partition.applier import Applier
+from txbroker.proxy.partition.body_cache import Bodies
+from txbroker.proxy.partition.checkback import CheckBack, Runner
+from txbroker.proxy.partition.clock import LogTime
+from txbroker.proxy.partition.gate import GatedDoor
+from txbroker.proxy.partition.pace import Pace
+from txbroker.proxy.partition.parked_copies import read_copies
+from txbroker.proxy.partition.partition_api import Answers, Bounds, Parts, standing
+from txbroker.proxy.partition.promoter import Promoter
+from txbroker.proxy.partition.recovery import Recovered, recover
+from txbroker.proxy.partition.retention import Edges
+from txbroker.proxy.partition.snapshots import SnapshotWriter
+from txbroker.proxy.partition.targets import examine_final
+from txbroker.proxy.partition.turn_pace import TurnPace
 from txbroker.proxy.tally import Tally
-from txbroker.proxy.targets import examine_final
-from txbroker.proxy.turn_pace import TurnPace
 
 __all__ = ["Owner", "OwnerEvents", "OwnerSettings", "standing"]
 
@@ -563,7 +563,7 @@ class Owner:
     def _append_failed(self) -> None:
         self._events.kafka_failed("append")
 
-    # --- calls: see `txbroker.proxy.answers` -------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------
 
     def standing_prepare(
         self, half_id: str | None, group: str, dedup_key: str | None, messages: Sequence[Message]

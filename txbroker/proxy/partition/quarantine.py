@@ -21,7 +21,7 @@ from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
 from txbroker.door import NotVisible
 from txbroker.errors import InvariantBroken
-from txbroker.proxy.bodies import refused_as_lost
+from txbroker.proxy.partition.body_cache import refused_as_lost
 
 RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 30.0

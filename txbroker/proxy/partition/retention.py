@@ -7,9 +7,9 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor
 from txbroker.core.transaction import Transaction
 from txbroker.door import Log, LogTruncated, PartitionDoor
-from txbroker.proxy.bodies import BATCH_MAX, Bodies
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.pace import Pace
+from txbroker.proxy.partition.body_cache import BATCH_MAX, Bodies
+from txbroker.proxy.partition.pace import Pace
 
 log = get_logger(__name__)
 

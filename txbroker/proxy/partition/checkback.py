@@ -39,9 +39,9 @@ from txbroker.errors import (
     TooLarge,
 )
 from txbroker.failpoints import hit
-from txbroker.proxy.appender import Appender
-from txbroker.proxy.bodies import Bodies
 from txbroker.proxy.logging import get_logger
+from txbroker.proxy.partition.appender import Appender
+from txbroker.proxy.partition.body_cache import Bodies
 
 AGAIN_MS = 1000
 """What could not be done now is tried again after this."""

@@ -41,12 +41,12 @@ from txbroker.errors import (
     WrongGroup,
 )
 from txbroker.failpoints import hit
-from txbroker.proxy.appender import Appender, Lane
-from txbroker.proxy.bodies import lost_cause
-from txbroker.proxy.checkback import CheckBack
-from txbroker.proxy.clock import LogTime
-from txbroker.proxy.history import search, tell_verdict
-from txbroker.proxy.promoter import Promoter
+from txbroker.proxy.partition.appender import Appender, Lane
+from txbroker.proxy.partition.body_cache import lost_cause
+from txbroker.proxy.partition.checkback import CheckBack
+from txbroker.proxy.partition.clock import LogTime
+from txbroker.proxy.partition.history import search, tell_verdict
+from txbroker.proxy.partition.promoter import Promoter
 
 VERDICT_S = 1.0
 """Maximum time to read who decided a settled transaction, seconds; later it is shown without."""
