@@ -111,7 +111,7 @@ def test_a_turn_ends_before_a_transaction_that_does_not_fit() -> None:
     ledger = committed(*[simple(n) for n in range(1, 6)])
     plan = plan_of(ledger, limits=TurnLimits(transactions_max=2))
     assert (numbers(plan.promote), plan.op) == ([1, 2], 2)
-    size = bytes_in_batch(message("1"))
+    size = bytes_in_batch((message("1"),))
     plan = plan_of(ledger, limits=TurnLimits(bytes_max=3 * size))
     assert (numbers(plan.promote), plan.op) == ([1, 2, 3], 3)
     plan = plan_of(ledger, limits=TurnLimits(bytes_max=1))
@@ -140,7 +140,7 @@ def test_progress_does_not_go_back_when_deferred_ones_come_in_pieces() -> None:
 def test_retried_ones_keep_the_limits() -> None:
     ledger = committed(*[simple(n) for n in range(1, 5)])
     retried = list(ledger.ready.values())
-    size = bytes_in_batch(message("1"))
+    size = bytes_in_batch((message("1"),))
     plan = plan_turn([], 4, well, TurnLimits(bytes_max=2 * size), retried=retried)
     assert numbers(plan.promote) == [1, 2]
     plan = plan_turn([], 4, sick(t=PASSING), ROOMY, retried=retried)
@@ -160,7 +160,7 @@ def test_a_turn_is_planned_without_messages() -> None:
     plan = plan_of(ledger, examine)
     assert [transaction.id for transaction in plan.promote] == [id_of(3)]
     assert list(plan.deferred) == [id_of(1), id_of(2)]
-    assert set(sizes) == {bytes_in_batch(message("1"))}
+    assert set(sizes) == {bytes_in_batch((message("1"),))}
 
 
 def test_planning_looks_at_no_more_than_the_turn_holds() -> None:
@@ -213,7 +213,7 @@ def test_a_message_is_never_larger_than_its_bound() -> None:
             builder = DefaultRecordBatchBuilder(2, 0, 0, -1, -1, -1, 1 << 30)
             promoted = promoted_headers(id, 999, 1000, each, installation)
             builder.append(0, 2**40, each.key, each.value, list(promoted))
-            size = bytes_in_batch(each) + headers_bytes(installation)
+            size = bytes_in_batch((each,)) + headers_bytes(installation)
             assert len(builder.build()) - 61 <= size
 
 

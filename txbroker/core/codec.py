@@ -85,13 +85,57 @@ class HalfPart(msgspec.Struct, frozen=True):
 # --- half messages ---------------------------------------------------------------------------
 
 
-def encode_half(half: Half, version: int = RECORD_VERSION) -> tuple[Record, ...]:
+def encode_half(
+    half: Half,
+    version: int = RECORD_VERSION,
+    extra: Sequence[Sequence[tuple[str, bytes]]] = (),
+) -> tuple[Record, ...]:
     """Return the records of a half message; they belong into one batch.
+
+    Args:
+        extra: what the headers of ours say besides, by message.
 
     Raises:
         ValueError: a message has no partition yet, or a number is one that cannot be read back.
     """
-    return tuple(_encode_part(half, sequence, version) for sequence in range(len(half.messages)))
+    records = []
+    messages = half.messages
+    count = len(messages)
+    id = ("txb-id", half.id.encode())
+    group = ("txb-group", _bytes(half.group))
+    for sequence, message in enumerate(messages):
+        partition, stamp = message.partition, message.timestamp_ms
+        if partition is None or partition < 0:
+            raise ValueError(f"{half.id}: message {sequence} has no partition")
+        optional: list[tuple[str, bytes]] = []
+        if stamp is not None:
+            if stamp < 0:
+                raise ValueError(f"{half.id}: message {sequence} is from before 1970")
+            optional.append(("ts", b"%d" % stamp))
+        if sequence == 0:
+            optional.append(("check", _encode_policy(half.policy)))
+            if half.order_key is not None:
+                optional.append(("order", half.order_key.encode()))
+            if half.dedup_key is not None:
+                optional.append(("dedup", half.dedup_key.encode()))
+        if extra:
+            optional.extend(extra[sequence])
+        headers: list[Header] = [
+            (VERSION_HEADER, b"%d" % version),
+            id,
+            group,
+            ("txb-topic", _bytes(message.topic)),
+            ("txb-part", b"%d" % partition),
+            ("txb-seq", b"%d/%d" % (sequence, count)),
+        ]
+        first = b"%d" % version
+        for name, value in optional:
+            first += b" " + name.encode()
+            headers.append(("txb-" + name, value))
+        headers[0] = (VERSION_HEADER, first)
+        headers += message.headers
+        records.append(Record(message.key, message.value, tuple(headers)))
+    return tuple(records)
 
 
 def encode_contents(
@@ -102,37 +146,10 @@ def encode_contents(
     return encode_half(replaced, version)
 
 
-def _encode_part(
-    half: Half, sequence: int, version: int, extra: Sequence[tuple[str, bytes]] = ()
-) -> Record:
-    message = half.messages[sequence]
-    if message.partition is None or message.partition < 0:
-        raise ValueError(f"{half.id}: message {sequence} has no partition")
-    if message.timestamp_ms is not None and message.timestamp_ms < 0:
-        raise ValueError(f"{half.id}: message {sequence} is from before 1970")
-    optional: list[tuple[str, bytes]] = []
-    if message.timestamp_ms is not None:
-        optional.append(("ts", str(message.timestamp_ms).encode()))
-    if sequence == 0:
-        optional.append(("check", _encode_policy(half.policy).encode()))
-        if half.order_key is not None:
-            optional.append(("order", half.order_key.encode()))
-        if half.dedup_key is not None:
-            optional.append(("dedup", half.dedup_key.encode()))
-    optional.extend(extra)
-    fixed = (
-        half.id,
-        half.group,
-        message.topic,
-        str(message.partition),
-        f"{sequence}/{len(half.messages)}",
-    )
-    first = " ".join([str(version), *(name for name, _ in optional)])
-    headers: list[Header] = [(VERSION_HEADER, first.encode())]
-    headers.extend((name, text.encode()) for name, text in zip(_FIXED, fixed, strict=True))
-    headers.extend((f"txb-{name}", value) for name, value in optional)
-    headers.extend(message.headers)
-    return Record(message.key, message.value, tuple(headers))
+@lru_cache(maxsize=10_000)
+def _bytes(text: str) -> bytes:
+    """Return the name of a group or topic as it is stored: there are few, in very many records."""
+    return text.encode()
 
 
 def decode_half(record: Record) -> HalfPart:
@@ -233,14 +250,14 @@ def _natural(text: str) -> int:
 
 
 @lru_cache(maxsize=1000)
-def _encode_policy(policy: CheckPolicy) -> str:
+def _encode_policy(policy: CheckPolicy) -> bytes:
     _check_policy(policy)
     after, interval, timeout = (
         # The shortest text that reads back as the same number.
         f"{seconds:g}" if float(f"{seconds:g}") == seconds else repr(seconds)
         for seconds in (policy.after_s, policy.interval_s, policy.timeout_s)
     )
-    return f"{after}/{interval}/{policy.attempts_max}/{timeout}"
+    return f"{after}/{interval}/{policy.attempts_max}/{timeout}".encode()
 
 
 def _check_policy(policy: CheckPolicy) -> CheckPolicy:
@@ -456,22 +473,20 @@ def encode_kept(kept: Kept, version: int = RECORD_VERSION) -> tuple[Record, ...]
     facts = _KeptFacts(
         kept.state, kept.half_offset, kept.prepared_at_ms, kept.cause, kept.decided_at_ms
     )
-    records = []
-    for sequence, message in enumerate(kept.half.messages):
-        extra: list[tuple[str, bytes]] = []
-        if message.key is not None:
-            extra.append(("key", message.key))
+    extra: list[list[tuple[str, bytes]]] = []
+    for message in kept.half.messages:
+        moved = [] if message.key is None else [("key", message.key)]
         if message.value is None:
-            extra.append(("tombstone", b"1"))
-        if sequence == 0:
-            extra.append(("kept", _encode_json(facts)))
-        record = _encode_part(kept.half, sequence, version, extra)
-        records.append(
-            msgspec.structs.replace(
-                record, key=kept_key(kept.half.id, sequence), value=record.value or b""
-            )
+            moved.append(("tombstone", b"1"))
+        if not extra:
+            moved.append(("kept", _encode_json(facts)))
+        extra.append(moved)
+    return tuple(
+        msgspec.structs.replace(
+            record, key=kept_key(kept.half.id, sequence), value=record.value or b""
         )
-    return tuple(records)
+        for sequence, record in enumerate(encode_half(kept.half, version, extra))
+    )
 
 
 def kept_tombstones(id: str, count: int) -> tuple[Record, ...]:

@@ -73,15 +73,19 @@ class Holdings:
     def take_in(self, transaction: Transaction) -> None:
         """Take a transaction that is not settled, in whatever state, as a snapshot has it."""
         half, state = transaction.half, transaction.state
+        group = half.group
         self.transactions[half.id] = transaction
-        self.unsettled.add(self.share_of(half.group))
+        self.unsettled.add(self.share_of(group))
         self.body_bytes += transaction.body_bytes
         self._line.add(transaction)
         if half.dedup_key is not None:
-            self._hold_key((half.group, half.dedup_key), half.id, transaction.offset)
+            self._hold_key((group, half.dedup_key), half.id, transaction.offset)
         if state is State.PENDING or state is State.PARKED:
             self.undecided_count += 1
-            self._group(half.group).enter(transaction)
+            undecided = self._groups.get(group)
+            if undecided is None:
+                undecided = self._groups[group] = Undecided()
+            undecided.enter(transaction)
             if state is State.PARKED:
                 self.parked[half.id] = transaction
         elif state is State.REFUSED:
@@ -110,10 +114,11 @@ class Holdings:
     def _leave_undecided(self, transaction: Transaction) -> None:
         """It is about to be decided."""
         self.undecided_count -= 1
-        group = transaction.half.group
-        if self._group(group).leave(transaction):
-            del self._groups[group]
-        self.parked.pop(transaction.id, None)
+        half = transaction.half
+        if self._groups[half.group].leave(transaction):
+            del self._groups[half.group]
+        if self.parked:
+            self.parked.pop(half.id, None)
 
     def _group(self, name: str) -> Undecided:
         found = self._groups.get(name)
@@ -134,9 +139,11 @@ class Holdings:
                 del self._refused_topics[topic]
 
     def _make_ready(self, transaction: Transaction) -> None:
-        self._ready[transaction.id] = transaction
-        if transaction.op_offset > self._ready_to:
-            self._ready_to = transaction.op_offset
+        verdict = transaction.verdict
+        at = -1 if verdict is None else verdict.op_offset
+        self._ready[transaction.half.id] = transaction
+        if at > self._ready_to:
+            self._ready_to = at
         else:
             # Its marker was read before its half message, or it comes out of a snapshot.
             self._ready_in_order = False

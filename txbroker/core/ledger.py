@@ -35,8 +35,9 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.runs import HalfRow, MarkerRow
 from txbroker.core.states import UNDECIDED, IllegalStep, Step
-from txbroker.core.transaction import Transaction, Verdict, fingerprint, places
+from txbroker.core.transaction import Place, Transaction, Verdict, fingerprint, places
 
 WAITING_SWEEP_MIN = 1000
 """Ids with waiting markers below which nobody looks whether some can be forgotten."""
@@ -184,7 +185,47 @@ class Ledger(Holdings):
         if part.sequence + 1 < part.count:
             return Outcome(Effect.PARTIAL)
         half, self._parts = join_parts(self._parts), []
-        return self._half(half, self._parts_offset)
+        mark = fingerprint(half.messages, half.group)
+        outcome = self._half(half, self._parts_offset, mark, places(half.messages))
+        if outcome.effect is Effect.APPLIED:
+            self._forget()
+        return outcome
+
+    def apply_halves(
+        self, rows: Sequence[HalfRow], offset: int, timestamp_ms: int
+    ) -> list[Outcome]:
+        """Apply half messages that this proxy has just appended as one batch.
+
+        It comes to what `apply_half` of their records one by one comes to.
+
+        Args:
+            offset: where the first record is.
+            timestamp_ms: when the batch was appended.
+
+        Raises:
+            Gap: it is not the next one.
+        """
+        if offset != self.half_position:
+            raise Gap(f"half {self.partition}: offset {offset}, not {self.half_position}")
+        self._parts = []
+        if timestamp_ms > self.half_clock_ms:
+            self.half_clock_ms = timestamp_ms
+        before, outcomes, at = self.half_anchor, [], offset
+        forgotten = False
+        for row in rows:
+            if at > offset:
+                before = Anchor(at - 1, timestamp_ms)
+            self._parts_offset, self._half_before = at, before
+            outcome = self._half(row.half, at, row.fingerprint, row.places)
+            if not forgotten and outcome.effect is Effect.APPLIED:
+                # The log clock is the same for all of the run: once is enough.
+                forgotten = True
+                self._forget()
+            outcomes.append(outcome)
+            at += len(row.records)
+        if rows:
+            self.half_position, self.half_anchor = at, Anchor(at - 1, timestamp_ms)
+        return outcomes
 
     def skip_half(self, offsets: range) -> None:
         """Go past offsets of the half topic that hold no record and have none behind them yet.
@@ -203,19 +244,19 @@ class Ledger(Holdings):
             self._parts = []  # a batch has no such offsets in between
             self.half_position = offsets.stop
 
-    def _half(self, half: Half, offset: int) -> Outcome:
+    def _half(self, half: Half, offset: int, mark: bytes, where: tuple[Place, ...]) -> Outcome:
+        id = half.id
         try:
-            parts = parse_id(half.id)
+            parts = parse_id(id)
         except ValueError as error:
             return Outcome(Effect.VOID, why=str(error))
         if parts.partition != self.partition:
-            return Outcome(Effect.VOID, why=f"{half.id} belongs to partition {parts.partition}")
-        standing = self.get(half.id)
+            return Outcome(Effect.VOID, why=f"{id} belongs to partition {parts.partition}")
+        standing = self.transactions.get(id) or self.settled.get(id)
         if standing is None and half.dedup_key is not None:
             earlier = self.by_dedup_key(half.group, half.dedup_key)
             if earlier and self.half_clock_ms - earlier.prepared_at_ms <= self.dedup_window_ms:
                 standing = earlier
-        mark = fingerprint(half.messages, half.group)
         if standing is not None:
             effect = Effect.REPEATED if standing.fingerprint == mark else Effect.CONFLICT
             return Outcome(effect, standing)
@@ -223,21 +264,17 @@ class Ledger(Holdings):
             return Outcome(
                 Effect.EXPIRED, why=f"{self.half_clock_ms - parts.time_ms} ms from its id's time"
             )
-        transaction = self._made(half, offset, self.half_clock_ms, mark)
-        self._enter(transaction)
-        self._forget()
-        return Outcome(Effect.APPLIED, transaction)
-
-    def _made(self, half: Half, offset: int, at_ms: int, mark: bytes) -> Transaction:
         first = half.messages[0]
         order = order_mark(half.order_key, first.topic, first.key)
-        return Transaction(half, offset, at_ms, mark, places(half.messages), order)
+        transaction = Transaction(half, offset, self.half_clock_ms, mark, where, order)
+        self._enter(transaction)
+        return Outcome(Effect.APPLIED, transaction)
 
     def _enter(self, transaction: Transaction) -> None:
-        half = transaction.half
         self.take_in(transaction)
-        for entry in self.waiting.pop(half.id, ()):
-            self._marker(transaction, entry)
+        if self.waiting:
+            for entry in self.waiting.pop(transaction.half.id, ()):
+                self._marker(transaction, entry)
 
     def restore(self, kept: Kept) -> None:
         """Take a transaction from its copy: half's retention has taken the half message.
@@ -257,8 +294,15 @@ class Ledger(Holdings):
 
     def _from_copy(self, kept: Kept) -> Transaction:
         half = kept.half
-        mark = fingerprint(half.messages, half.group)
-        transaction = self._made(half, kept.half_offset, kept.prepared_at_ms, mark)
+        first = half.messages[0]
+        transaction = Transaction(
+            half,
+            kept.half_offset,
+            kept.prepared_at_ms,
+            fingerprint(half.messages, half.group),
+            places(half.messages),
+            order_mark(half.order_key, first.topic, first.key),
+        )
         transaction.kept = True
         return transaction
 
@@ -294,6 +338,33 @@ class Ledger(Holdings):
             self._op_before = before
             return Outcome(Effect.PARTIAL)
         return self._entry(Waiting(marker, record.offset, self.op_clock_ms, record.timestamp_ms))
+
+    def apply_markers(
+        self, rows: Sequence[MarkerRow], offset: int, timestamp_ms: int
+    ) -> list[Outcome]:
+        """Apply markers that this proxy has just appended as one batch.
+
+        It comes to what `apply_op` of their records one by one comes to; see `apply_halves`.
+
+        Raises:
+            Gap: it is not the next one.
+        """
+        if offset != self.op_position:
+            raise Gap(f"op {self.partition}: offset {offset}, not {self.op_position}")
+        self._batch = None
+        self.op_clock_ms = clock_ms = max(self.op_clock_ms, timestamp_ms)
+        outcomes, at = [], offset
+        for row in rows:
+            marker = row.marker
+            entry = Waiting(marker, at, clock_ms, timestamp_ms, row.contents)
+            try:
+                outcomes.append(self._entry(entry))
+            except ValueError as error:
+                outcomes.append(Outcome(Effect.VOID, why=str(error)))
+            at += len(row.records)
+        if rows:
+            self.op_position, self.op_anchor = at, Anchor(at - 1, timestamp_ms)
+        return outcomes
 
     def skip_op(self, offsets: range) -> None:
         """Go past offsets of the operation topic, as `skip_half` does.
@@ -335,7 +406,7 @@ class Ledger(Holdings):
 
     def _entry(self, entry: Waiting) -> Outcome:
         marker = entry.marker
-        transaction = self.get(marker.id)
+        transaction = self.transactions.get(marker.id) or self.settled.get(marker.id)
         if transaction is not None:
             return self._marker(transaction, entry)
         id = parse_id(marker.id)
@@ -351,7 +422,8 @@ class Ledger(Holdings):
     def _marker(self, transaction: Transaction, entry: Waiting) -> Outcome:
         marker, at_ms = entry.marker, entry.at_ms
         kind = marker.kind
-        self._changing(transaction)
+        if self.watcher is not None:
+            self.watcher.before(transaction)
         try:
             if kind is MarkerKind.COMMIT or kind is MarkerKind.ROLLBACK:
                 return self._decide(transaction, entry)
@@ -379,7 +451,7 @@ class Ledger(Holdings):
         marker, decision = entry.marker, _DECISIONS[entry.marker.kind]
         if marker.group and marker.group != transaction.half.group:
             return Outcome(Effect.ILLEGAL, transaction, f"group {marker.group!r} does not own it")
-        if transaction.decision is not None:
+        if transaction.verdict is not None:
             same = transaction.decision is decision and same_contents(transaction, entry.contents)
             if same and transaction.op_offset < 0:
                 self._marker_at(transaction, entry.offset)

@@ -1,7 +1,7 @@
 """When something is to be done for a pending transaction: a check, or parking."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from txbroker.core.records import State
 from txbroker.core.transaction import Transaction
@@ -11,7 +11,8 @@ def due_ms(transaction: Transaction) -> int | None:
     """Return when a transaction next needs attention by its own rules, ms; None if it does not."""
     if transaction.state is not State.PENDING:
         return None
-    park_ms = transaction.park_ms()
+    # Most have had no attempt yet: there is nothing to park.
+    park_ms = None if transaction.checks is None else transaction.park_ms()
     return transaction.next_check_ms() if park_ms is None else park_ms
 
 
@@ -26,20 +27,28 @@ class Schedule:
         return len(self._due)
 
     def set(self, id: str, at_ms: int | None) -> bool:
-        """Put `id` at a time, or take it out with None; say whether whoever waits for what was
-        first would wait too long. Where that was moved or taken out since, he is awake by then."""
-        if at_ms is None:
-            self._due.pop(id, None)
-            return False
-        if self._due.get(id) == at_ms:
-            return False
-        self._due[id] = at_ms
-        first = not self._heap or at_ms < self._heap[0][0]
-        heapq.heappush(self._heap, (at_ms, id))
-        if len(self._heap) > 64 + 4 * len(self._due):
-            self._heap = [(at, each) for each, at in self._due.items()]
+        """Put `id` at a time, or take it out with None; see `set_run`."""
+        return self.set_run(((id, at_ms),))
+
+    def set_run(self, times: Iterable[tuple[str, int | None]]) -> bool:
+        """Put ids at their times, or take them out with None.
+
+        Returns:
+            Whether something comes earlier than what was first: a wait for that is too long now.
+            Where what was first was moved or taken out since, the wait ends too early, at worst.
+        """
+        due, heap, earlier = self._due, self._heap, False
+        for id, at_ms in times:
+            if at_ms is None:
+                due.pop(id, None)
+            elif due.get(id) != at_ms:
+                due[id] = at_ms
+                earlier = earlier or not heap or at_ms < heap[0][0]
+                heapq.heappush(heap, (at_ms, id))
+        if len(heap) > 64 + 4 * len(due):
+            self._heap = [(at, each) for each, at in due.items()]
             heapq.heapify(self._heap)
-        return first
+        return earlier
 
     def next_ms(self) -> int | None:
         """Return the time of the first id, None if there is none."""

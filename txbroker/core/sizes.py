@@ -6,18 +6,25 @@ from txbroker.core.records import Header, Message, Record
 
 RECORD_OVERHEAD_BYTES = 96
 """More than a record costs in a batch beside its key, value and headers."""
+HEADER_OVERHEAD_BYTES = 10
+"""More than a header costs beside its name and value."""
 BATCH_OVERHEAD_BYTES = 61
 """The header of a record batch."""
 
 
-def bytes_in_batch(record: Record | Message) -> int:
-    """Return an upper bound of a record's size in a batch, or of a message's once promoted, bytes.
+def bytes_in_batch(records: Iterable[Record | Message]) -> int:
+    """Return an upper bound of what records take in a batch, or messages once promoted, bytes.
 
-    Names of headers count as the UTF-8 in which they are written. What a promoted record says of
-    its installation is not in it.
+    Names of headers count as the UTF-8 in which they are written. What promoted records say of
+    their installation is not in it.
     """
-    size = RECORD_OVERHEAD_BYTES + len(record.key or b"") + len(record.value or b"")
-    return size + headers_bytes(record.headers) if record.headers else size
+    size = 0
+    for record in records:
+        size += RECORD_OVERHEAD_BYTES + len(record.key or b"") + len(record.value or b"")
+        for name, value in record.headers:
+            name_bytes = len(name) if name.isascii() else len(name.encode())
+            size += HEADER_OVERHEAD_BYTES + name_bytes + len(value or b"")
+    return size
 
 
 def headers_bytes(headers: Iterable[Header]) -> int:
@@ -25,5 +32,5 @@ def headers_bytes(headers: Iterable[Header]) -> int:
     size = 0
     for name, value in headers:
         name_bytes = len(name) if name.isascii() else len(name.encode())
-        size += 10 + name_bytes + len(value or b"")
+        size += HEADER_OVERHEAD_BYTES + name_bytes + len(value or b"")
     return size

@@ -24,7 +24,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.sizes import bytes_in_batch
-from txbroker.core.states import IllegalStep, Step, follow
+from txbroker.core.states import TRANSITIONS, IllegalStep, Step, follow
 from txbroker.core.trace_context import HEADERS as TRACE_HEADERS
 
 ASK_SPACING_MS = 1000
@@ -259,7 +259,10 @@ class Transaction(Struct, gc=False):
         Raises:
             IllegalStep: nothing was changed.
         """
-        self.take(_DECIDING[decision])
+        after = _AFTER[decision].get(self.state)
+        if after is None:
+            raise IllegalStep(self.state, _DECIDING[decision])
+        self.state = after
         self.verdict = Verdict(decision, offset, at_ms, marker.source, marker.by, marker.reason)
 
     def replace(self, contents: tuple[Message, ...]) -> None:
@@ -419,7 +422,10 @@ def _bare_as(shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
 
 def places(messages: Sequence[Message]) -> tuple[Place, ...]:
     """Return where messages go and how large they are; equal ones are the same object."""
-    shape = tuple([(m.topic, m.partition, bytes_in_batch(m)) for m in messages])
+    parts = []
+    for message in messages:
+        parts.append((message.topic, message.partition, bytes_in_batch((message,))))
+    shape = tuple(parts)
     found = _places.get(shape)
     if found is None:
         if len(_places) >= _CACHED_MAX:
@@ -430,6 +436,11 @@ def places(messages: Sequence[Message]) -> tuple[Place, ...]:
 
 
 _DECIDING = {Decision.COMMIT: Step.COMMIT, Decision.ROLLBACK: Step.ROLLBACK}
+_AFTER = {
+    decision: {state: steps[step] for state, steps in TRANSITIONS.items() if step in steps}
+    for decision, step in _DECIDING.items()
+}
+"""The table's columns of the deciding steps: every transaction comes through one of them."""
 _NULL = b"\xff\xff\xff\xff\xff"
 
 
@@ -442,17 +453,26 @@ def fingerprint(messages: Sequence[Message], group: str = "") -> bytes:
     """
     told_apart = [_name(group)]
     for message in messages:
-        stamp = message.timestamp_ms
-        headers = [header for header in message.headers if header[0] not in TRACE_HEADERS]
+        key, value, stamp, headers = (
+            message.key,
+            message.value,
+            message.timestamp_ms,
+            message.headers,
+        )
+        # Each part behind its length, in line: every prepare comes through here.
         told_apart += (
             _name(message.topic),
-            _sized(message.key),
-            _sized(message.value),
+            *((_NULL,) if key is None else (len(key).to_bytes(5, "big"), key)),
+            *((_NULL,) if value is None else (len(value).to_bytes(5, "big"), value)),
             _NULL if stamp is None else _sized(b"%d" % stamp),
-            _sized(b"%d" % len(headers)),
         )
-        for name, value in headers:
-            told_apart += (_sized(name.encode()), _sized(value))
+        if not headers:
+            told_apart.append(_NO_HEADERS)
+            continue
+        kept = [header for header in headers if header[0] not in TRACE_HEADERS]
+        told_apart.append(_sized(b"%d" % len(kept)))
+        for name, content in kept:
+            told_apart += (_sized(name.encode()), _sized(content))
     whole = b"".join(told_apart)
     return hashlib.blake2b(whole, digest_size=16, person=b"txb-content").digest()
 
@@ -460,6 +480,9 @@ def fingerprint(messages: Sequence[Message], group: str = "") -> bytes:
 def _sized(part: bytes | None) -> bytes:
     """Return what is told apart from any other wherever it stands."""
     return _NULL if part is None else len(part).to_bytes(5, "big") + part
+
+
+_NO_HEADERS = _sized(b"0")
 
 
 @lru_cache(maxsize=10_000)
