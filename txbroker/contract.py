@@ -4,8 +4,9 @@
 thin shells round it, and the command line reads the same answers as JSON.
 """
 
+from collections.abc import Awaitable, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -17,6 +18,7 @@ from txbroker.core.records import (
     Source,
     State,
 )
+from txbroker.errors import RequestError
 
 
 class PrepareRequest(Struct, frozen=True):
@@ -69,6 +71,22 @@ class Standing(Struct, frozen=True):
     state: State
     decision: Decision | None = None
     created: bool = False
+
+
+Answer: TypeAlias = Standing | RequestError
+"""What became of one operation of a run."""
+
+
+class Run(NamedTuple):
+    """Operations that are carried out together, and what becomes of them.
+
+    Attributes:
+        numbers: which ones of the operations that were handed over.
+        answers: an answer of each, in their order; to be awaited once.
+    """
+
+    numbers: Sequence[int]
+    answers: Awaitable[Sequence[Answer]]
 
 
 class PlacedMessage(Struct, frozen=True):
@@ -295,6 +313,13 @@ class Overview(Struct, frozen=True):
 class Service(Protocol):
     """What a proxy does. Every method raises `txbroker.errors.RequestError` where it cannot."""
 
+    def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
+        """Return the operations of one group as the runs in which they are carried out.
+
+        What can only be done alone, or what is refused at once, is a run of one.
+        """
+        ...
+
     async def prepare(self, request: PrepareRequest) -> Standing:
         """Store a half message; answered after the brokers have it (acks=all)."""
         ...
@@ -344,3 +369,13 @@ class Service(Protocol):
     def now_ms(self) -> int:
         """Return the clock by which ids are made: that of the brokers, as far as known."""
         ...
+
+
+async def alone(service: Service, request: PrepareRequest | DecideRequest) -> Sequence[Answer]:
+    """Carry one operation out, as what becomes of a run of one."""
+    try:
+        if isinstance(request, PrepareRequest):
+            return (await service.prepare(request),)
+        return (await service.decide(request),)
+    except RequestError as error:
+        return (error,)

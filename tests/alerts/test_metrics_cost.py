@@ -45,7 +45,7 @@ def test_counting_a_whole_transaction_takes_microseconds() -> None:
         for number in range(TRANSACTIONS):
             observer.prepared(transaction)
             observer.decided(transaction)
-            metrics.decision_took(0.001)
+            metrics.decisions_took(0.001)
             if number % len(turn) == 0:
                 observer.promoted(turn)
         return (time.process_time() - begun_s) / TRANSACTIONS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -15,8 +15,10 @@ from txbroker.contract import (
     PlacedMessage,
     PrepareRequest,
     Readiness,
+    Run,
     Standing,
     TransactionView,
+    alone,
 )
 from txbroker.core.ids import dedup_randomness, make_id
 from txbroker.core.records import Decision, State
@@ -52,6 +54,9 @@ class FakeService:
             await self.gate.wait()
         if self.failure is not None:
             raise self.failure
+
+    def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
+        return [Run((number,), alone(self, request)) for number, request in enumerate(requests)]
 
     async def prepare(self, request: PrepareRequest) -> Standing:
         await self._come_in(request)

@@ -51,7 +51,7 @@ def test_what_happens_is_counted() -> None:
 def test_latencies_fall_into_buckets() -> None:
     metrics = Metrics()
     for seconds in (0.001, 0.003, 99.0):
-        metrics.decision_took(seconds)
+        metrics.decisions_took(seconds)
         metrics.promotion_took(seconds)
     metrics.recovery_took(1.5)
     found = samples(metrics)

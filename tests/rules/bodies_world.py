@@ -11,11 +11,12 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from msgspec import structs
+from rules_world import Told
 
 from txbroker.contract import DecideRequest, Standing
-from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.ids import make_id
 from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Outcome
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import (
     RECORD_VERSION,
@@ -29,11 +30,12 @@ from txbroker.core.records import (
     Message,
     Record,
 )
+from txbroker.core.runs import half_row, marker_row
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, Claimed, Log, Turn, TurnHandle
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import KafkaUnavailable, RequestError
 from txbroker.proxy.partition.appender import Appender
-from txbroker.proxy.partition.applier import Applier
+from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.checkback import CheckBack
 from txbroker.proxy.partition.promoter import Promoter
@@ -197,15 +199,10 @@ class Small:
         assert isinstance(inner, MemoryPartitionDoor)
         self.door = WatchedPartition(inner)
         await self.door.claim(Claim(RECORD_VERSION, "c", "one", "http://one"))
-        self.applier = Applier(
-            self.ledger, self._changed, lambda _: None, lambda _topic, _count: None
-        )
-        self.half = Appender(
-            self.door.half, self.applier.half, lambda: self.ledger.half_position, lambda: None
-        )
-        self.op = Appender(
-            self.door.op, self.applier.op, lambda: self.ledger.op_position, lambda: None
-        )
+        applier = Applier(self.ledger, Told())
+        self.half = Appender(self.door.half, HalfReplica(applier), lambda: None)
+        self.op = Appender(self.door.op, OpReplica(applier), lambda: None)
+        applier.followers.append(self)
         self.bodies = Bodies(
             self.door, self.ledger, lambda: self.share, self.lost.append, self.stops.append
         )
@@ -255,9 +252,10 @@ class Small:
         except Exception as error:
             self.stops.append(error)
 
-    def _changed(self, transaction: Transaction) -> None:
-        self.bodies.trim()
-        self.checks.touch(transaction)
+    def changed(self, transactions: Sequence[Transaction]) -> None:
+        """Have the parts follow the ledger."""
+        self.bodies.changed(transactions)
+        self.checks.changed(transactions)
         self.promoter.wake()
 
     async def _reclaim(self, unseen: frozenset[str]) -> None:
@@ -288,7 +286,9 @@ class Small:
         """Prepare a transaction of one plain message, or of these."""
         id = make_id(0, self.clock.now_ms(), next(_NUMBERS))
         half = Half(id, "g", messages or (Message("t", b"k", id.encode(), partition=0),))
-        outcome = await self.half.append(encode_half(structs.replace(half, **fields)))
+        row = half_row(structs.replace(half, **fields), RECORD_VERSION)
+        [outcome] = await self.half.append((row,))
+        assert isinstance(outcome, Outcome)
         assert outcome.transaction is not None
         self.bodies.trim()
         return outcome.transaction
@@ -305,10 +305,9 @@ class Small:
             contents=len(contents),
             **fields,  # type: ignore[arg-type]
         )
-        records = [encode_marker(marker)]
-        if contents:
-            records.extend(encode_contents(transaction.half, contents))
-        await self.op.append(records)
+        [outcome] = await self.op.append((marker_row(marker, transaction.half, contents or None),))
+        if isinstance(outcome, RequestError):
+            raise outcome
 
     async def commit(self, transaction: Transaction, *contents: Message) -> None:
         """Commit."""

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from txbroker.checkers.groups import Groups
 from txbroker.config import Settings
-from txbroker.contract import DecideRequest, Standing
+from txbroker.contract import Answer, DecideRequest, Standing
 from txbroker.core.codec import decode_checkpoint, decode_marker, encode_half, encode_marker
 from txbroker.core.ids import make_id
 from txbroker.core.outcome import Effect, Outcome
@@ -39,10 +39,12 @@ from txbroker.core.records import (
 from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
+from txbroker.errors import RequestError
 from txbroker.principals import NO_PRINCIPALS
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.partition.checkback import CheckBack
-from txbroker.proxy.partition.owner import Owner, OwnerSettings
+from txbroker.proxy.partition.context import OwnerSettings
+from txbroker.proxy.partition.owner import Owner
 from txbroker.proxy.partition.turn_pace import TurnPace
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
@@ -218,7 +220,7 @@ class Handed:
 
 
 class Told:
-    """`OwnerEvents` that remembers everything."""
+    """`PartitionEvents` that remembers everything."""
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
@@ -236,13 +238,13 @@ class Told:
         """A record changed nothing."""
         self.outcomes.append(outcome)
 
-    def prepared(self, transaction: Transaction) -> None:
-        """A half message was stored."""
-        self.prepares.append(transaction.id)
+    def prepared(self, transactions: Sequence[Transaction]) -> None:
+        """Half messages were stored."""
+        self.prepares.extend(transaction.id for transaction in transactions)
 
-    def decided(self, transaction: Transaction) -> None:
-        """A deciding marker took effect."""
-        self.decisions.append(transaction.id)
+    def decided(self, transactions: Sequence[Transaction]) -> None:
+        """Deciding markers took effect."""
+        self.decisions.extend(transaction.id for transaction in transactions)
 
     def promoted(self, transactions: list[Transaction]) -> None:
         """These are visible."""
@@ -400,7 +402,7 @@ class World:
     async def prepared(self, owner: Owner, *messages: Message, **fields: object) -> str:
         """Prepare a transaction and return its id."""
         half = self.half(*messages, **fields)
-        await owner.prepare(half)
+        await prepare(owner, half)
         return half.id
 
     async def committed(self, owner: Owner, *messages: Message, **fields: object) -> str:
@@ -462,9 +464,22 @@ def marker(kind: MarkerKind | str, id: str, **fields: object) -> Marker:
     return structs.replace(Marker(RECORD_VERSION, MarkerKind(kind), id), **fields)
 
 
+async def prepare(owner: Owner, half: Half, instance: str = "") -> Standing:
+    """Store one half message."""
+    [answer] = await owner.api.prepare((half,), instance)
+    if isinstance(answer, RequestError):
+        raise answer
+    return answer
+
+
 async def commit(owner: Owner, id: str, **fields: object) -> Standing:
     """Commit."""
-    return await owner.decide(structs.replace(DecideRequest(id, Decision.COMMIT), **fields))
+    request = structs.replace(DecideRequest(id, Decision.COMMIT), **fields)
+    answer: Answer = await owner.decide(request)
+    if request.wait:
+        answer = await owner.api.visible_by(request, answer)
+    assert isinstance(answer, Standing)
+    return answer
 
 
 async def roll_back(owner: Owner, id: str, **fields: object) -> Standing:

@@ -6,24 +6,25 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Sequence
 
-import pytest
 from msgspec import structs
-from rules_world import Gate, World, commit, marker, settled, until
+from rules_world import START_MS, Gate, World, commit, marker, settled, until
 
-from txbroker.core.codec import encode_marker
+from txbroker.core.ids import make_id
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import MarkerKind, Record
+from txbroker.core.runs import MarkerRow, Row, marker_row
 from txbroker.door import Appended, Log
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.partition import appender
 from txbroker.proxy.partition.owner import Owner
 
 STORM = 100_000
+ID = make_id(0, START_MS, 1)
 
 
-def check(id: str) -> Record:
+def check(id: str) -> MarkerRow:
     """Return an attempt's marker."""
-    return encode_marker(marker(MarkerKind.CHECK, id, round=1, number=1, reason="due"))
+    return marker_row(marker(MarkerKind.CHECK, id, round=1, number=1, reason="due"))
 
 
 async def held_up(world: World, owner: Owner) -> tuple[Gate, list[Sequence[Record]]]:
@@ -56,8 +57,9 @@ async def test_a_failed_append_leaves_nothing_for_the_garbage_collector(world: W
     try:
         before = len(_entries())  # other tests of the session may have left some
         for _ in range(5):
-            with pytest.raises(OwnerUnavailable):
-                await owner._op.append([check(id)])
+            [outcome] = await owner._op.append([check(id)])
+            assert isinstance(outcome, OwnerUnavailable)
+            del outcome
         await settled()
         left = len(_entries()) - before
     finally:
@@ -99,7 +101,7 @@ async def test_a_flood_of_decisions_does_not_hold_back_checks(world: World) -> N
     await settled()
     gate.open()
     await attempt
-    assert check(ids[-1]).value in [record.value for record in batches[0]]
+    assert check(ids[-1]).records[0].value in [record.value for record in batches[0]]
     await asyncio.gather(*flood)
 
 
@@ -171,20 +173,38 @@ class Told:
             yield [Record(b"mine", b"", offset=start + len(theirs), timestamp_ms=1)]
 
 
-async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
-    log, position = Told(), 0
+class Reader:
+    """A `Replica` that counts."""
 
-    def apply(record: Record) -> Outcome:
-        nonlocal position
-        assert record.offset == position
-        position += 1
+    anchor = None
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def apply(self, record: Record) -> Outcome:
+        """Count one."""
+        assert record.offset == self.position
+        self.position += 1
         return Outcome(Effect.APPLIED)
 
-    own = appender.Appender(log, apply, lambda: position, lambda: None)  # type: ignore[arg-type]
+    def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+        """Count all."""
+        assert offset == self.position
+        self.position += len(rows)
+        return [Outcome(Effect.APPLIED)] * len(rows)
+
+    def skip(self, offsets: range) -> None:
+        """Go past."""
+        self.position = offsets.stop
+
+
+async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
+    log = Told()
+    own = appender.Appender(log, Reader(), lambda: None)  # type: ignore[arg-type]
     running = asyncio.create_task(own.run())
     await own.look(60.0)
     assert log.asked == 1
-    await own.append([Record(b"mine", b"")])
+    await own.append([check(ID)])
     await own.look(60.0)
     assert log.asked == 1
     # Not of the last moments any more.
@@ -194,18 +214,12 @@ async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
 
 
 async def test_an_append_behind_a_gap_has_told_nothing() -> None:
-    log, position = Told(), 0
-
-    def apply(_: Record) -> Outcome:
-        nonlocal position
-        position += 1
-        return Outcome(Effect.APPLIED)
-
-    own = appender.Appender(log, apply, lambda: position, lambda: None)  # type: ignore[arg-type]
+    log, reader = Told(), Reader()
+    own = appender.Appender(log, reader, lambda: None)  # type: ignore[arg-type]
     running = asyncio.create_task(own.run())
     log.strangers.append(Record(b"theirs", b""))
-    await own.append([Record(b"mine", b"")])
-    assert position == 2
+    await own.append([check(ID)])
+    assert reader.position == 2
     asked = log.asked
     await own.look(60.0)
     assert log.asked == asked + 1

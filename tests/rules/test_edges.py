@@ -15,6 +15,7 @@ from rules_world import (
     commit,
     known,
     message,
+    prepare,
     raising,
     settled,
     until,
@@ -444,12 +445,12 @@ async def test_a_newer_half_message_stops_a_takeover(world: World) -> None:
 async def test_one_group_cannot_take_all_the_room(world: World) -> None:
     owner = await world.owner(pending_group_max=3)
     halves = [world.half() for _ in range(10)]
-    done = await asyncio.gather(*[owner.prepare(h) for h in halves], return_exceptions=True)
+    done = await asyncio.gather(*[prepare(owner, h) for h in halves], return_exceptions=True)
     refused = [each for each in done if isinstance(each, Overloaded)]
     assert len(done) - len(refused) == 3
     assert all(GROUP in str(each) and each.details["group"] == GROUP for each in refused)
     other = world.half(group="another")
-    assert (await owner.prepare(other)).id == other.id
+    assert (await prepare(owner, other)).id == other.id
     await commit(owner, next(iter(owner.ledger.transactions)))
     await until(lambda: world.told.promotions)
-    assert (await owner.prepare(world.half())).state is State.PENDING
+    assert (await prepare(owner, world.half())).state is State.PENDING

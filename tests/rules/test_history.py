@@ -263,8 +263,8 @@ async def test_a_silent_kafka_holds_no_answer_up(
     await roll_back(owner, id)
     owner.ledger.settled.seal()
     owner.ledger.settled.shown.clear()
-    assert (await owner.find(id)).source is Source.PRODUCER
+    assert (await owner.api.find(id)).source is Source.PRODUCER
     monkeypatch.setattr(answers, "VERDICT_S", 0.01)
-    monkeypatch.setattr(owner._answers._logs[1], "pick", lambda _: asyncio.Event().wait())
-    found = await owner.find(id)
+    monkeypatch.setattr(owner.api._logs[1], "pick", lambda _: asyncio.Event().wait())
+    found = await owner.api.find(id)
     assert (found.state, found.source) == (State.ROLLED_BACK, None)

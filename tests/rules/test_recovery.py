@@ -13,6 +13,7 @@ from recovery_world import forget_bodies, positions, remembered, snapshot, unset
 from rules_world import (
     DAY_MS,
     WINDOW_MS,
+    Told,
     World,
     commit,
     message,
@@ -137,7 +138,7 @@ class Work:
         """Revive a parked or refused one."""
         found = self._any(State.PARKED, State.REFUSED)
         if found is not None:
-            await self.owner.revive(found.id, "ops", "")
+            await self.owner.api.revive(found.id, "ops", "")
 
     async def snapshot(self) -> None:
         """Write a snapshot, beside everything that follows."""
@@ -182,7 +183,7 @@ async def _not_ours() -> bool:
 async def recovered(world: World) -> tuple[Ledger, Recovered]:
     """Return the ledger of an owner that claims now and does nothing else."""
     ledger = Ledger(0, WINDOW_MS, 1000)
-    applier = Applier(ledger, lambda _: None, lambda _: None, lambda _topic, _count: None)
+    applier = Applier(ledger, Told())
     claim = Claim(RECORD_VERSION, f"claim-{random.random()}", "test", "")
     door = world.door.partition(0)
     found = await recover(door, claim, applier, 14 * DAY_MS, lambda: None)

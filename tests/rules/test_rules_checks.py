@@ -17,6 +17,7 @@ from rules_world import (
     commit,
     known,
     lost_unanswered,
+    prepare,
     roll_back,
     settled,
     until,
@@ -306,7 +307,7 @@ async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored
     await until(lambda: known(owner, id).state is State.PARKED)
     with pytest.raises(NotPending):
         owner.checks.ask(known(owner, id))
-    assert (await owner.revive(id, "ops", "fixed")).state is State.PENDING
+    assert (await owner.api.revive(id, "ops", "fixed")).state is State.PENDING
     assert (world.markers()[-1].kind, world.markers()[-1].round) == ("revive", 1)
     for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
         await owner.checks.answered(old, "http://group", result)
@@ -404,7 +405,7 @@ async def test_not_yet_costs_nothing_and_is_kept_to(world: World) -> None:
 async def test_the_instance_that_prepared_is_preferred(world: World) -> None:
     owner = await world.owner()
     half = world.half()
-    await owner.prepare(half, "instance-7")
+    await prepare(owner, half, "instance-7")
     world.advance(6.1)
     owner.checks.look_again()
     await until(lambda: world.runner.due_now == [(half.id, DUE)])

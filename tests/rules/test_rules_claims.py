@@ -20,6 +20,7 @@ from rules_world import (
     known,
     marker,
     message,
+    prepare,
     raising,
     settled,
     until,
@@ -160,7 +161,7 @@ async def test_a_marker_below_progress_whose_half_came_later_is_not_done(world: 
 async def test_attempts_count_over_a_restart(world: World) -> None:
     owner = await world.owner()
     half = world.half()
-    await owner.prepare(half)
+    await prepare(owner, half)
     for number in (1, 2):
         world.advance(40.0)
         world.zombie_mark(MarkerKind.CHECK, half.id, round=1, number=number, reason="due")
@@ -292,10 +293,10 @@ async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: 
     await commit(owner, id)
     await until(lambda: world.told.refusals == [id])
     owner._promoter._trouble._retries.set(id, None)
-    assert (await owner.revive(id, "ops", "again")).state is State.REFUSED
+    assert (await owner.api.revive(id, "ops", "again")).state is State.REFUSED
     assert known(owner, id).round == 1
     world.kafka.set_message_bytes_max("t", 1000)
-    await owner.revive(id, "ops", "raised")
+    await owner.api.revive(id, "ops", "raised")
     await until(lambda: world.visible() == ["big" * 100])
     await until(lambda: world.parked()[-1] == (f"{id}/0".encode(), False))
     await owner.close()
@@ -426,7 +427,7 @@ async def test_a_call_to_an_owner_that_has_closed_fails_at_once(world: World) ->
     await owner.close()
     async with asyncio.timeout(1.0):
         with pytest.raises(OwnerUnavailable):
-            await owner.prepare(world.half())
+            await prepare(owner, world.half())
         with pytest.raises(OwnerUnavailable):
             await commit(owner, id)
 

@@ -17,6 +17,7 @@ from rules_world import (
     commit,
     known,
     message,
+    prepare,
     roll_back,
     until,
 )
@@ -131,7 +132,7 @@ async def test_an_id_too_far_from_now_is_refused_before_it_is_written(world: Wor
     for away_ms in (-WINDOW_MS - 1000, WINDOW_MS + 1000):
         id = make_id(0, world.clock.now_ms() + away_ms, 1)
         with pytest.raises(IdExpired):
-            await owner.prepare(world.half(id=id))
+            await prepare(owner, world.half(id=id))
     assert world.kafka.visible("txbroker.half") == []
 
 
@@ -139,7 +140,7 @@ async def test_a_half_message_that_is_appended_too_late_is_void(world: World) ->
     owner = await world.owner()
     half, gate = world.half(), Gate()
     world.partition.half.script.append(gate.append)
-    preparing = asyncio.create_task(owner.prepare(half))
+    preparing = asyncio.create_task(prepare(owner, half))
     await gate.reached.wait()
     world.advance(WINDOW_MS / 1000 + 1)
     gate.open()
@@ -172,14 +173,14 @@ async def test_a_retried_prepare_gets_the_standing_state(
 ) -> None:
     owner = await world.owner()
     half = world.half()
-    assert (await owner.prepare(half)).created
-    assert not (await owner.prepare(half)).created
+    assert (await prepare(owner, half)).created
+    assert not (await prepare(owner, half)).created
     await decide(owner, half.id)  # type: ignore[operator]
     await until(lambda: known(owner, half.id).state is state)
-    again = await owner.prepare(half)
+    again = await prepare(owner, half)
     assert (again.state, again.created) == (state, False)
     messages = half.messages
-    standing = owner.standing_prepare(half.id, GROUP, None, messages)
+    standing = owner.api.standing_prepare(PrepareRequest(GROUP, messages, half.id, None))
     assert standing is not None
     assert standing.state is state
     assert world.visible() == ([half.id] if state is State.PROMOTED else [])
@@ -188,7 +189,7 @@ async def test_a_retried_prepare_gets_the_standing_state(
 async def test_of_two_prepares_with_one_key_at_once_one_counts(world: World) -> None:
     owner = await world.owner()
     halves = [world.half(message("same"), dedup_key="d") for _ in range(2)]
-    standings = await asyncio.gather(*[owner.prepare(half) for half in halves])
+    standings = await asyncio.gather(*[prepare(owner, half) for half in halves])
     assert [standing.id for standing in standings] == [halves[0].id] * 2
     assert [standing.created for standing in standings] == [True, False]
     assert len(world.kafka.visible("txbroker.half")) == 2
@@ -200,11 +201,11 @@ async def test_a_key_stands_while_its_transaction_is_unsettled_however_old(world
     owner = await world.owner()
     id = await world.prepared(owner, message("same"), dedup_key="d")
     world.advance(10 * WINDOW_MS / 1000)
-    standing = owner.standing_prepare(None, GROUP, "d", (message("same"),))
+    standing = owner.api.standing_prepare(PrepareRequest(GROUP, (message("same"),), None, "d"))
     assert standing is not None
     assert standing.id == id
     await roll_back(owner, id)
-    assert owner.standing_prepare(None, GROUP, "d", (message("same"),)) is None
+    assert owner.api.standing_prepare(PrepareRequest(GROUP, (message("same"),), None, "d")) is None
 
 
 async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -> None:
@@ -213,9 +214,9 @@ async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -
     other = (message("two"),)
     for half_id, key in ((id, None), (None, "d")):
         with pytest.raises(IdConflict):
-            owner.standing_prepare(half_id, GROUP, key, other)
+            owner.api.standing_prepare(PrepareRequest(GROUP, other, half_id, key))
     with pytest.raises(IdConflict):
-        await owner.prepare(world.half(*other, id=id))
+        await prepare(owner, world.half(*other, id=id))
     assert parse_id(id).partition == 0
     assert known(owner, id).messages == (message("one"),)
 
@@ -235,10 +236,10 @@ async def test_prepares_wait_while_the_settled_window_is_full(world: World) -> N
         await world.committed(owner)
     await until(lambda: len(world.told.promotions) == 2)
     with pytest.raises(Overloaded):
-        await owner.prepare(world.half())
+        await prepare(owner, world.half())
     # Half's log clock stands still now; if it decided alone, this would never end.
     world.advance(WINDOW_MS / 1000 + 1)
-    await owner.prepare(world.half())
+    await prepare(owner, world.half())
 
 
 async def test_what_waits_to_be_promoted_counts_as_held(world: World) -> None:
@@ -247,4 +248,4 @@ async def test_what_waits_to_be_promoted_counts_as_held(world: World) -> None:
     for _ in range(2):
         await world.committed(owner, message("one"))
     with pytest.raises(Overloaded):
-        await owner.prepare(world.half())
+        await prepare(owner, world.half())

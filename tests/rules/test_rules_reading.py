@@ -16,6 +16,7 @@ from rules_world import (
     known,
     lost_unanswered,
     message,
+    prepare,
     roll_back,
     settled,
     stored_unanswered,
@@ -47,8 +48,8 @@ async def test_a_prepare_without_an_answer_is_no_ack_and_can_be_sent_again(
     half = world.half(message("once"))
     world.partition.half.script.append(fate)  # type: ignore[arg-type]
     with pytest.raises(OwnerUnavailable):
-        await owner.prepare(half)
-    assert (await owner.prepare(half)).id == half.id
+        await prepare(owner, half)
+    assert (await prepare(owner, half)).id == half.id
     await commit(owner, half.id)
     await until(lambda: world.visible() == ["once"])
     assert [transaction.id for transaction in owner.ledger] == [half.id]
@@ -88,7 +89,7 @@ async def test_a_gap_in_half_is_fetched_and_applied_first(world: World) -> None:
     half = world.half(message("mine"), dedup_key="d")
     theirs = world.half(message("theirs"))
     world.partition.half.script.append(behind(lambda: world.zombie_half(theirs)))
-    assert (await owner.prepare(half)).created
+    assert (await prepare(owner, half)).created
     assert known(owner, theirs.id).offset == 0
     assert known(owner, half.id).offset == 1
 
@@ -101,7 +102,7 @@ async def test_without_an_offset_the_log_is_read_back(world: World) -> None:
     assert known(owner, id).op_offset == 0
     half = world.half()
     world.partition.half.script.append(without_offset)
-    assert (await owner.prepare(half)).created
+    assert (await prepare(owner, half)).created
     assert known(owner, half.id).offset == 1
 
 
@@ -115,7 +116,7 @@ async def test_without_an_offset_ours_is_not_taken_for_what_stood_before_it(worl
         return await without_offset(log, records)  # type: ignore[arg-type]
 
     world.partition.half.script.append(hidden_behind_another)  # type: ignore[arg-type]
-    assert (await owner.prepare(half)).id == half.id
+    assert (await prepare(owner, half)).id == half.id
     assert [known(owner, each.id).offset for each in (theirs, half)] == [0, 1]
 
 
@@ -202,11 +203,11 @@ async def test_not_found_only_after_half_was_read_to_an_end_asked_for_now(world:
     await owner.close()
     theirs = world.half()
     world.zombie_half(theirs)
-    assert (await owner.get(theirs.id)).offset == 0
+    assert (await owner.api.get(theirs.id)).offset == 0
     calls = world.partition.calls
     before = calls.count("half.bounds")
     with pytest.raises(NotFound):
-        await owner.get(world.half().id)
+        await owner.api.get(world.half().id)
     assert calls.count("half.bounds") == before + 1
 
 
@@ -296,7 +297,7 @@ async def test_a_marker_before_its_half_waits_for_it(world: World) -> None:
     world.zombie_mark(MarkerKind.COMMIT, half.id, group=GROUP)
     await until(lambda: owner.ledger.op_position == 1)
     assert world.told.effects() == [Effect.WAITING]
-    assert (await owner.prepare(half)).state is State.COMMITTED
+    assert (await prepare(owner, half)).state is State.COMMITTED
     await until(lambda: world.visible() == ["late"])
 
 
@@ -357,6 +358,6 @@ async def test_other_content_under_a_known_id_is_a_conflict_also_in_a_gap(world:
         behind(lambda: world.zombie_half(structs.replace(mine, messages=(theirs,))))
     )
     with pytest.raises(IdConflict):
-        await owner.prepare(mine)
+        await prepare(owner, mine)
     await commit(owner, mine.id)
     await until(lambda: world.visible() == ["theirs"])

@@ -13,6 +13,7 @@ from rules_world import (
     commit,
     known,
     message,
+    prepare,
     raising,
     roll_back,
     settled,
@@ -86,8 +87,9 @@ async def _batch(world: World, owner: object) -> tuple[str, str]:
     """Commit one that is refused for one of its two topics, and one that is well."""
     bad = await world.prepared(owner, message("x", topic="u"), message("x" * 500))  # type: ignore[arg-type]
     good = world.half()
-    await owner.prepare(  # type: ignore[attr-defined]
-        world.half(message(good.id, topic="u"), id=good.id)
+    await prepare(
+        owner,  # type: ignore[attr-defined]
+        world.half(message(good.id, topic="u"), id=good.id),
     )
     world.kafka.set_message_bytes_max("t", 300)
     await commit(owner, bad)  # type: ignore[arg-type]
@@ -278,13 +280,13 @@ async def test_a_full_list_stops_promotion_and_prepares_are_overloaded(world: Wo
     await commit(owner, beside)
     await until(lambda: owner._promoter.full)
     with pytest.raises(Overloaded):
-        await owner.prepare(world.half(group="another"))
+        await prepare(owner, world.half(group="another"))
     assert world.visible("t", 1) == []
     world.kafka.set_leaderless("t")
     await until(lambda: len(world.told.promotions) == 5)
     assert world.visible() == ids
     await until(lambda: not owner._promoter.full)
-    await owner.prepare(world.half())
+    await prepare(owner, world.half())
 
 
 # --- 18 ------------------------------------------------------------------------------------------
@@ -369,7 +371,7 @@ async def test_what_fits_no_batch_is_refused_before_it_is_sent(world: World) -> 
     owner = await world.owner()
     log = world.partition.half
     with pytest.raises(TooLarge):
-        await owner.prepare(world.half(message("x" * (log.batch_bytes_max + 1))))
+        await prepare(owner, world.half(message("x" * (log.batch_bytes_max + 1))))
     assert "half.append" not in world.partition.calls
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rules_world import WINDOW_MS, World, commit, message, roll_back, until
+from rules_world import WINDOW_MS, World, commit, message, prepare, roll_back, until
 
 from txbroker.core import settled
 from txbroker.core.promotion import TurnLimits
@@ -19,7 +19,7 @@ def directory(*names: str) -> Directory:
 
 async def refused(world: World, owner: Owner, group: str) -> str:
     with pytest.raises(Overloaded) as caught:
-        await owner.prepare(world.half(group=group))
+        await prepare(owner, world.half(group=group))
     assert caught.value.details["group"] == group
     return str(caught.value)
 

@@ -87,7 +87,7 @@ async def test_look_ups_of_unknown_ids_share_a_look_at_the_end_of_half(world: Wo
     writing = asyncio.create_task(world.prepared(owner))
     await gate.reached.wait()
     unknown = [world.half().id for _ in range(100)]
-    looks = [asyncio.create_task(owner.get(id)) for id in unknown]
+    looks = [asyncio.create_task(owner.api.get(id)) for id in unknown]
     await settled()
     before = world.partition.calls.count("half.bounds")
     gate.open()
@@ -320,7 +320,7 @@ async def test_a_client_that_stops_waiting_for_promotion_is_forgotten(world: Wor
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await commit(owner, id, wait=True)
-    assert not owner._visible
+    assert not owner.api.visible
 
 
 async def test_nobody_waits_for_promotion_at_an_owner_that_is_closed(world: World) -> None:

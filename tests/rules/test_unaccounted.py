@@ -5,8 +5,20 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 from recovery_world import forget_bodies, partition, records, snapshot
-from rules_world import DAY_MS, GROUP, WINDOW_MS, World, commit, known, message, roll_back, until
+from rules_world import (
+    DAY_MS,
+    GROUP,
+    WINDOW_MS,
+    World,
+    commit,
+    known,
+    message,
+    prepare,
+    roll_back,
+    until,
+)
 
+from txbroker.contract import PrepareRequest
 from txbroker.core.codec import encode_progress
 from txbroker.core.records import Half, Message, State
 from txbroker.core.snapshot import Capture, find_whole
@@ -211,7 +223,7 @@ async def test_what_was_settled_is_remembered_for_the_dedup_window(
     assert await snapshot(owner)
     await roll_back(owner, next(iter(owner.ledger.transactions)))
     half = world.half()
-    await owner.prepare(half)
+    await prepare(owner, half)
     await commit(owner, half.id)
     await until(lambda: world.visible() == [half.id])
     assert world.progress().accounted == 2
@@ -292,7 +304,7 @@ async def test_what_was_deleted_is_written_down_at_once(
     first = await world.committed(owner)
     await until(lambda: written(world, owner) == (1, 1))
     half = world.half()
-    await owner.prepare(half)
+    await prepare(owner, half)
     await commit(owner, half.id)
     await until(lambda: world.visible() == [first, half.id])
     assert not owner._snapshots.due
@@ -301,7 +313,7 @@ async def test_what_was_deleted_is_written_down_at_once(
     await owner.close()
     again = await world.owner(snapshot_records_min=1000)
     assert (await again.get(half.id)).state == "promoted"
-    repeated = again.standing_prepare(half.id, GROUP, None, half.messages)
+    repeated = again.api.standing_prepare(PrepareRequest(GROUP, half.messages, half.id, None))
     assert repeated is not None
     assert not repeated.created
     assert world.told.losses == []
@@ -334,7 +346,7 @@ async def test_what_is_lost_is_written_down_at_once_and_counted_once(
 async def lost(world: World, owner: Owner, *messages: Message, **fields: object) -> Half:
     """Prepare a transaction, and delete all half messages that are there by then."""
     half = world.half(*messages, **fields)
-    await owner.prepare(half)
+    await prepare(owner, half)
     forget_bodies(owner)
     world.kafka.truncate("txbroker.half", before=owner.ledger.half_position)
     await until(lambda: known(owner, half.id).lost)
@@ -359,9 +371,9 @@ async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
     for id, key in ((second.id, None), (None, "first")):
         half = second if id else first
         with pytest.raises(BodyLost):
-            owner.standing_prepare(id, GROUP, key, half.messages)
+            owner.api.standing_prepare(PrepareRequest(GROUP, half.messages, id, key))
     with pytest.raises(BodyLost):
-        await owner.prepare(structs.replace(first, id=world.half().id))
+        await prepare(owner, structs.replace(first, id=world.half().id))
     assert world.kinds() == []
     assert (await commit(owner, first.id, messages=first.messages)).decision == "commit"
     assert (await roll_back(owner, second.id)).state == "rolled_back"

@@ -63,9 +63,7 @@ def half_row(half: Half, version: int, mark: bytes = b"") -> HalfRow:
     records = encode_half(half, version)
     messages = half.messages
     size = bytes_in_batch(records)
-    return HalfRow(
-        records, size, half, mark or fingerprint(messages, half.group), places(messages)
-    )
+    return HalfRow(records, size, half, mark or fingerprint(messages, half.group), places(messages))
 
 
 def marker_row(

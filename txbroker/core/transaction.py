@@ -422,10 +422,9 @@ def _bare_as(shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
 
 def places(messages: Sequence[Message]) -> tuple[Place, ...]:
     """Return where messages go and how large they are; equal ones are the same object."""
-    parts = []
+    shape: tuple[tuple[str, int | None, int], ...] = ()
     for message in messages:
-        parts.append((message.topic, message.partition, bytes_in_batch((message,))))
-    shape = tuple(parts)
+        shape += ((message.topic, message.partition, bytes_in_batch((message,))),)
     found = _places.get(shape)
     if found is None:
         if len(_places) >= _CACHED_MAX:

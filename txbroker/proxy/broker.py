@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median_low
 
 from msgspec import structs
@@ -11,6 +12,7 @@ from txbroker import tracing
 from txbroker.checkers.groups import Groups
 from txbroker.config import Settings
 from txbroker.contract import (
+    Answer,
     DecideRequest,
     ListRequest,
     Overview,
@@ -18,22 +20,25 @@ from txbroker.contract import (
     PartitionState,
     PrepareRequest,
     Readiness,
+    Run,
     Standing,
     TransactionView,
+    alone,
 )
 from txbroker.core.codec import installation_headers
-from txbroker.core.records import CheckPolicy, Half, Message
+from txbroker.core.records import Cause, CheckPolicy, Half, Message
 from txbroker.core.sizes import headers_bytes
 from txbroker.core.states import SETTLED
 from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import Transaction
-from txbroker.door import Door
+from txbroker.door import Door, TargetFacts
 from txbroker.errors import (
     BadRequest,
     BadSchedule,
     IdExpired,
     KafkaUnavailable,
     OwnerUnavailable,
+    RequestError,
     TooLarge,
 )
 from txbroker.principals import Directory, no_principals
@@ -49,8 +54,9 @@ from txbroker.proxy.overview import Surroundings, local_overview
 from txbroker.proxy.ownership import Ownership
 from txbroker.proxy.partition.checkback import Runner, placed_like
 from txbroker.proxy.partition.clock import LogTime
-from txbroker.proxy.partition.owner import Owner, OwnerEvents, standing
-from txbroker.proxy.partition.partition_api import check_group
+from txbroker.proxy.partition.context import PartitionEvents
+from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.partition_api import check_group, standing
 from txbroker.proxy.partition.targets import FreeTargets, Placing, examine_all, examine_final
 from txbroker.proxy.tracing import deciding
 from txbroker.proxy.views import view
@@ -64,7 +70,7 @@ log = get_logger(__name__)
 
 
 class _Calls:
-    """The calls under way: each is one while it is inside.
+    """The calls under way.
 
     Args:
         check_open: raises where no more are taken.
@@ -76,15 +82,22 @@ class _Calls:
         self.over.set()
         self._check_open = check_open
 
-    def __enter__(self) -> None:
-        self._check_open()
-        self.count += 1
-        self.over.clear()
+    @contextmanager
+    def take(self, count: int = 1) -> Iterator[None]:
+        """Count so many while the block lasts.
 
-    def __exit__(self, *_: object) -> None:
-        self.count -= 1
-        if not self.count:
-            self.over.set()
+        Raises:
+            OwnerUnavailable: no more are taken.
+        """
+        self._check_open()
+        self.count += count
+        self.over.clear()
+        try:
+            yield
+        finally:
+            self.count -= count
+            if not self.count:
+                self.over.set()
 
 
 class Broker:
@@ -110,7 +123,7 @@ class Broker:
         settings: Settings,
         groups: Groups,
         runner: Runner,
-        events: OwnerEvents,
+        events: PartitionEvents,
         around: Surroundings = Surroundings(),  # noqa: B008 - frozen
         principals: Callable[[], Directory] = no_principals,
     ) -> None:
@@ -237,69 +250,141 @@ class Broker:
     def _owner_of(self, id: str) -> Owner:
         return self._ownership.owner(partition_of(id, self._door.partitions), id)
 
+    # --- runs ------------------------------------------------------------------------------
+
+    def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
+        """Return the operations of one group as runs, one for each log that they go to."""
+        prepares: dict[int, tuple[list[int], list[PrepareRequest]]] = {}
+        decides: dict[int, tuple[list[int], list[DecideRequest]]] = {}
+        owners: dict[int, Owner] = {}
+        runs: list[Run] = []
+        partitions, traced = self._door.partitions, tracing.is_on()
+        for number, request in enumerate(requests):
+            try:
+                if isinstance(request, PrepareRequest):
+                    partition = self._home(request)
+                else:
+                    partition = partition_of(request.id, partitions)
+                owner = owners.get(partition)
+                if owner is None:
+                    owner = owners[partition] = self._ownership.owner(partition, request.id)
+            except RequestError as error:
+                runs.append(Run((number,), _refused(error)))
+                continue
+            if traced:
+                runs.append(Run((number,), alone(self, request)))
+            elif isinstance(request, PrepareRequest):
+                numbers, prepared = prepares.setdefault(partition, ([], []))
+                numbers.append(number)
+                prepared.append(request)
+            elif (
+                # It would hold the others up: messages that are to be examined or to become
+                # visible, a transaction that is to be looked up.
+                request.wait
+                or request.messages is not None
+                or request.id not in owner.ledger.transactions
+            ):
+                runs.append(Run((number,), alone(self, request)))
+            else:
+                numbers, decided = decides.setdefault(partition, ([], []))
+                numbers.append(number)
+                decided.append(request)
+        for partition, (numbers, prepared) in prepares.items():
+            runs.append(Run(numbers, self._prepare(owners[partition], prepared)))
+        for partition, (numbers, decided) in decides.items():
+            runs.append(Run(numbers, self._decide(owners[partition], decided)))
+        return runs
+
     # --- prepare ---------------------------------------------------------------------------
 
     async def prepare(self, request: PrepareRequest) -> Standing:
         """Store a half message; see `txbroker.contract.Service`."""
-        with self._calls:
-            return await self._prepare(request)
+        self.check_open()
+        owner = self._ownership.owner(self._home(request), request.id)
+        return _only(await self._prepare(owner, (request,)))
 
-    async def _prepare(self, request: PrepareRequest) -> Standing:
-        if not request.messages:
-            raise BadRequest("a transaction holds at least one message")
-        owner = self._prepare_owner(request)
-        known = owner.standing_prepare(
-            request.id, request.group, request.dedup_key, request.messages
-        )
-        if known is not None:
-            return known
-        policy = self._policy(request)
-        id = request.id or new_id(request, owner.partition, owner.id_ms())
+    async def _prepare(self, owner: Owner, requests: Sequence[PrepareRequest]) -> Sequence[Answer]:
+        """Store half messages of one group in one half partition."""
+        answers: list[Answer | None] = [None] * len(requests)
+        halves: list[Half] = []
+        numbers: list[int] = []
+        with self._calls.take(len(requests)):
+            facts = await self._facts(requests)
+            now_ms, id_ms = owner.now_ms(), owner.id_ms()
+            policies: dict[tuple[float | None, float | None], CheckPolicy] = {}
+            for number, request in enumerate(requests):
+                id = request.id
+                try:
+                    known = owner.api.standing_prepare(request)
+                    if known is not None:
+                        answers[number] = known
+                        continue
+                    times = request.check_after_s, request.check_interval_s
+                    policy = policies.get(times)
+                    if policy is None:
+                        policy = policies[times] = self._policy(request)
+                    if id is None:
+                        id = new_id(request, owner.partition, id_ms)
+                    if isinstance(facts, OwnerUnavailable):
+                        raise OwnerUnavailable(str(facts), id=id)
+                    messages = self._placing.place(request.messages, facts, now_ms)
+                except RequestError as error:
+                    answers[number] = error
+                    continue
+                halves.append(
+                    Half(id, request.group, messages, request.order_key, request.dedup_key, policy)
+                )
+                numbers.append(number)
+            if halves:
+                stored = await owner.api.prepare(halves, requests[0].instance)
+                for number, half, answer in zip(numbers, halves, stored, strict=True):
+                    request = requests[number]
+                    if isinstance(answer, IdExpired) and request.id is None:
+                        # The id was ours, by a clock that the half topic's broker has left: now
+                        # we know.
+                        id = new_id(request, owner.partition, owner.id_ms())
+                        half = structs.replace(half, id=id)
+                        [answer] = await owner.api.prepare((half,), request.instance)
+                    if isinstance(answer, OwnerUnavailable):
+                        # The id goes back to the caller, who sends it again and so never counts
+                        # twice.
+                        answer.details.setdefault("id", half.id)
+                    answers[number] = answer
+        return [each for each in answers if each is not None]
+
+    async def _facts(
+        self, requests: Sequence[PrepareRequest]
+    ) -> dict[str, TargetFacts | Cause] | OwnerUnavailable:
+        """Return what is known of all topics of a run, or that Kafka does not say."""
+        topics: dict[str, None] = {}
+        for request in requests:
+            for message in request.messages:
+                topics[message.topic] = None
         try:
-            facts = await examine_all(
-                self._targets,
-                dict.fromkeys(message.topic for message in request.messages),
-                create=self._settings.create_target_topics,
+            return await examine_all(
+                self._targets, topics, create=self._settings.create_target_topics
             )
         except KafkaUnavailable as error:
-            raise OwnerUnavailable(f"Kafka does not answer: {error}", id=id) from None
-        half = Half(
-            id,
-            request.group,
-            self._placing.place(request.messages, facts, owner.now_ms()),
-            request.order_key,
-            request.dedup_key,
-            policy,
-        )
-        try:
-            try:
-                return await owner.prepare(half, request.instance)
-            except IdExpired:
-                if request.id is not None:
-                    raise
-                # The id was ours, by a clock that the half topic's broker has left: now we know.
-                id = new_id(request, owner.partition, owner.id_ms())
-                return await owner.prepare(structs.replace(half, id=id), request.instance)
-        except OwnerUnavailable as error:
-            # The id goes back to the caller, who sends it again and so never counts twice.
-            error.details.setdefault("id", id)
-            raise
+            return OwnerUnavailable(f"Kafka does not answer: {error}")
 
-    def _prepare_owner(self, request: PrepareRequest) -> Owner:
-        """Return the owner of the half partition that a transaction belongs into.
+    def _home(self, request: PrepareRequest) -> int:
+        """Return the half partition that a transaction belongs into.
 
         Raises:
+            BadRequest: it holds no message.
             BadId: the id names another partition than its order key.
-            OwnerUnavailable: it is not ours now.
+            OwnerUnavailable: it may go into any, and none is ours now.
         """
+        if not request.messages:
+            raise BadRequest("a transaction holds at least one message")
         partition = home(request, self._door.partitions)
         if partition is not None:
-            return self._ownership.owner(partition, request.id)
+            return partition
         owners = self._ownership.open()
         if not owners:
             raise OwnerUnavailable("this proxy owns no half partition now: try again")
         able = [n for n, each in owners.items() if each.phase is not PartitionState.SUSPENDED]
-        return owners[self._keyless.choose(able or list(owners))]
+        return self._keyless.choose(able or list(owners))
 
     def _policy(self, request: PrepareRequest) -> CheckPolicy:
         """Return when this transaction is checked: the request's word, else its group's.
@@ -332,14 +417,32 @@ class Broker:
 
     async def decide(self, request: DecideRequest) -> Standing:
         """Write a deciding marker; see `txbroker.contract.Service`."""
-        with self._calls:
-            owner = self._owner_of(request.id)
-            with deciding(request, owner.ledger.transactions.get(request.id)):
-                if request.messages is not None:
-                    transaction = await owner.get(request.id)
-                    messages = await self._replacing(owner, transaction, request.messages)
-                    request = structs.replace(request, messages=messages)
-                return await owner.decide(request)
+        self.check_open()
+        owner = self._owner_of(request.id)
+        with deciding(request, owner.ledger.transactions.get(request.id)):
+            return _only(await self._decide(owner, (request,)))
+
+    async def _decide(self, owner: Owner, requests: Sequence[DecideRequest]) -> Sequence[Answer]:
+        """Write deciding markers of one half partition.
+
+        One that replaces messages, or waits until they are visible, is alone in its run.
+        """
+        with self._calls.take(len(requests)):
+            first = requests[0]
+            if first.messages is not None:
+                try:
+                    transaction = await owner.api.get(first.id)
+                    messages = await self._replacing(owner, transaction, first.messages)
+                except RequestError as error:
+                    return (error,)
+                requests = (structs.replace(first, messages=messages),)
+            answers = await owner.api.decide(requests)
+            if first.wait:
+                try:
+                    answers = [await owner.api.visible_by(first, answers[0])]
+                except RequestError as error:
+                    return (error,)
+            return answers
 
     async def _replacing(
         self, owner: Owner, transaction: Transaction, messages: Sequence[Message]
@@ -373,9 +476,9 @@ class Broker:
 
     async def check(self, id: str, *, by: str = "", reason: str = "", group: str = "") -> Standing:
         """Pull the next attempt forward; see `txbroker.contract.Service`."""
-        with self._calls:
+        with self._calls.take():
             owner = self._owner_of(id)
-            transaction = await owner.get(id)
+            transaction = await owner.api.get(id)
             check_group(transaction, group)
             owner.checks.ask(transaction, by, reason)
             log.debug("check asked for", id=id, by=by, reason=reason)
@@ -383,8 +486,8 @@ class Broker:
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:
         """Begin a new round, or retry a refused one; see `txbroker.contract.Service`."""
-        with self._calls:
-            return await self._owner_of(id).revive(id, by, reason)
+        with self._calls.take():
+            return await self._owner_of(id).api.revive(id, by, reason)
 
     # --- look ------------------------------------------------------------------------------
 
@@ -395,9 +498,9 @@ class Broker:
             OwnerUnavailable: it is not ours, or may be another's by now: what is remembered of it
                 may be long out of date.
         """
-        with self._calls:
+        with self._calls.take():
             owner = self._owner_of(id)
-            transaction = await owner.find(id)
+            transaction = await owner.api.find(id)
             if bodies:
                 await owner.bodies.show(transaction)
             self._ownership.check_in_touch(id)
@@ -423,7 +526,7 @@ class Broker:
         wanted = range(self._door.partitions) if request.partitions is None else request.partitions
         if any(not 0 <= partition < self._door.partitions for partition in wanted):
             raise BadRequest(f"half partitions are 0 to {self._door.partitions - 1}")
-        with self._calls:
+        with self._calls.take():
             owners = [self._ownership.owner(partition) for partition in wanted]
             pages = [await page_of(owner.ledger, request, owner.now_ms()) for owner in owners]
             for owner in owners:
@@ -461,3 +564,19 @@ class Broker:
     def topic_problems(self) -> Sequence[str]:
         """Return what has happened to txbroker's own topics that it cannot work with."""
         return self._ownership.topic_problems()
+
+
+async def _refused(error: RequestError) -> Sequence[Answer]:
+    return (error,)
+
+
+def _only(answers: Sequence[Answer]) -> Standing:
+    """Return what became of a run of one.
+
+    Raises:
+        RequestError: it was not carried out.
+    """
+    [answer] = answers
+    if isinstance(answer, RequestError):
+        raise answer
+    return answer

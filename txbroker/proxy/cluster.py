@@ -6,7 +6,7 @@ a call that was handed on answers it alone.
 
 import asyncio
 import random
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from msgspec import structs
@@ -18,9 +18,11 @@ from txbroker.contract import (
     Page,
     PrepareRequest,
     Readiness,
+    Run,
     Service,
     Standing,
     TransactionView,
+    alone,
 )
 from txbroker.errors import BadRequest, IdExpired, OwnerUnavailable, RequestError
 from txbroker.proxy.forwarding import decode_cursor, home, merge, new_id, partition_of
@@ -93,6 +95,33 @@ class Cluster:
 
     def _owner_of(self, id: str) -> str | None:
         return self._owner(partition_of(id, self._partitions()), id)
+
+    # --- runs --------------------------------------------------------------------------------
+
+    def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
+        """Return operations as the runs of this proxy's own part; what goes to other proxies, or
+        is refused at once, goes alone."""
+        here: list[int] = []
+        runs: list[Run] = []
+        for number, request in enumerate(requests):
+            if self._is_here(request):
+                here.append(number)
+            else:
+                runs.append(Run((number,), alone(self, request)))
+        own = self._local.runs([requests[number] for number in here])
+        return runs + [
+            run._replace(numbers=[here[number] for number in run.numbers]) for run in own
+        ]
+
+    def _is_here(self, request: PrepareRequest | DecideRequest) -> bool:
+        """Say whether an operation is for this proxy's own part."""
+        try:
+            if isinstance(request, DecideRequest):
+                return self._owner_of(request.id) is None
+            partition = home(request, self._partitions()) if request.messages else None
+            return partition is not None and self._owner(partition, request.id) is None
+        except RequestError:
+            return False
 
     # --- prepare -----------------------------------------------------------------------------
 

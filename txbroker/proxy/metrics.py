@@ -343,9 +343,10 @@ class Metrics:
         """Count a snapshot that could not be written."""
         self._snapshot_failed.inc()
 
-    def decision_took(self, seconds: float) -> None:
-        """Record the time from a decision's call to its answer."""
-        self._decision_s.observe(seconds)
+    def decisions_took(self, seconds: float, count: int = 1) -> None:
+        """Record the time from the calls of decisions to their answers, which came together."""
+        for _ in range(count):
+            self._decision_s.observe(seconds)
 
     def promotion_took(self, seconds: float) -> None:
         """Record the time from a commit's marker until it is visible."""

@@ -107,14 +107,25 @@ class Observer:
         if outcome.effect is Effect.CONFLICT:
             self._metrics.conflict()
 
-    def prepared(self, transaction: Transaction) -> None:
-        """A half message was stored."""
-        for message in transaction.messages:
-            self._metrics.prepared(message.topic)
+    def prepared(self, transactions: Sequence[Transaction]) -> None:
+        """Half messages were stored."""
+        topics: dict[str, int] = {}
+        for transaction in transactions:
+            for place in transaction.places:
+                topics[place.topic] = topics.get(place.topic, 0) + 1
+        for topic, count in topics.items():
+            self._metrics.prepared(topic, count)
 
-    def decided(self, transaction: Transaction) -> None:
-        """A deciding marker took effect."""
-        self._metrics.decided(str(transaction.decision), str(transaction.source))
+    def decided(self, transactions: Sequence[Transaction]) -> None:
+        """Deciding markers took effect."""
+        counts: dict[tuple[str, str], int] = {}
+        for transaction in transactions:
+            verdict = transaction.verdict
+            if verdict is not None:
+                told = str(verdict.decision), str(verdict.source)
+                counts[told] = counts.get(told, 0) + 1
+        for (decision, source), count in counts.items():
+            self._metrics.decided(decision, source, count)
 
     def promoted(self, transactions: list[Transaction]) -> None:
         """These are visible."""

@@ -20,7 +20,8 @@ from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.partition.checkback import Runner
-from txbroker.proxy.partition.owner import Owner, OwnerEvents, OwnerSettings
+from txbroker.proxy.partition.context import OwnerSettings, PartitionEvents
+from txbroker.proxy.partition.owner import Owner
 from txbroker.proxy.partition.turn_pace import TurnPace
 
 REOPEN_S = 1.0
@@ -113,7 +114,7 @@ class Ownership:
         targets: Targets,
         settings: Settings,
         runner: Runner,
-        events: OwnerEvents,
+        events: PartitionEvents,
         *,
         principals: Callable[[], Directory] = no_principals,
         rejoin_s: float = REJOIN_S,

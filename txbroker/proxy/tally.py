@@ -9,9 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from txbroker.contract import Rates
-from txbroker.core.outcome import Outcome
-from txbroker.core.transaction import Transaction
-from txbroker.proxy.partition.partition_api import AnswerEvents
 
 WINDOW_S = 10.0
 """Rates are those of about so many last seconds."""
@@ -25,38 +22,18 @@ class _Look(NamedTuple):
 
 
 class Tally:
-    """Counts what the calls of one half partition did, and passes on what it is told.
+    """Counts what the calls of one half partition did.
 
     Args:
-        events: who is told too.
         clock_s: a monotonic clock, seconds.
+
+    `prepared`, `decided` and `promoted` are how many transactions were so far.
     """
 
-    def __init__(self, events: AnswerEvents, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._events = events
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self.prepared = self.decided = self.promoted = 0
         self._clock_s = clock_s
-        self._prepared = 0
-        self._decided = 0
-        self._promoted = 0
         self._looks: deque[_Look] = deque([self._look()])
-
-    def prepared(self, transaction: Transaction) -> None:
-        """A half message was stored by this owner."""
-        self._prepared += 1
-        self._events.prepared(transaction)
-
-    def decided(self, transaction: Transaction) -> None:
-        """A deciding marker took effect."""
-        self._decided += 1
-        self._events.decided(transaction)
-
-    def outcome(self, outcome: Outcome) -> None:
-        """A decision changed nothing."""
-        self._events.outcome(outcome)
-
-    def promoted(self, count: int) -> None:
-        """So many transactions are visible."""
-        self._promoted += count
 
     def sample(self) -> None:
         """Remember how far the counts are now."""
@@ -86,4 +63,4 @@ class Tally:
         )
 
     def _look(self) -> _Look:
-        return _Look(self._clock_s(), self._prepared, self._decided, self._promoted)
+        return _Look(self._clock_s(), self.prepared, self.decided, self.promoted)

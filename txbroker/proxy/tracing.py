@@ -5,13 +5,20 @@ HTTP call that prepares it, so what nobody traces costs a look at the headers.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from msgspec import Struct, structs
 
 from txbroker import tracing
-from txbroker.contract import DecideRequest, PrepareRequest, Service, Standing
+from txbroker.contract import (
+    Answer,
+    DecideRequest,
+    PrepareRequest,
+    Service,
+    Standing,
+    alone,
+)
 from txbroker.core.trace_context import TraceContext, context_of, with_context
 from txbroker.core.transaction import Transaction
 
@@ -38,12 +45,18 @@ def note_standing(step: tracing.Step | None, standing: Standing) -> None:
         step.note({tracing.ID: standing.id})
 
 
-async def traced_prepare(service: Service, request: PrepareRequest) -> Standing:
-    """Prepare what an SDK sent, whose messages carry their context already."""
+async def traced_alone(
+    service: Service, request: PrepareRequest | DecideRequest
+) -> Sequence[Answer]:
+    """Carry one operation of an SDK out, as what becomes of a run of one; its messages carry their
+    context already."""
+    if isinstance(request, DecideRequest):
+        return await alone(service, request)
     with preparing(request) as step:
-        standing = await service.prepare(request)
-        note_standing(step, standing)
-        return standing
+        answers = await alone(service, request)
+        if isinstance(answers[0], Standing):
+            note_standing(step, answers[0])
+        return answers
 
 
 def deciding(

@@ -8,7 +8,7 @@ answers is cut off.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
@@ -40,7 +40,7 @@ from txbroker.proxy.http.shell import (
     message_bytes,
 )
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.tracing import traced_prepare
+from txbroker.proxy.tracing import traced_alone
 
 log = get_logger(__name__)
 
@@ -56,6 +56,16 @@ SHUTDOWN_S = 3.0
 
 class ProtocolError(Exception):
     """The producer sent what the protocol does not know: the session ends."""
+
+
+class _Part:
+    """The operations of one kind in a frame, as far as they are in bounds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[int] = []
+        self.requests: list[Any] = []
+        self.sizes: list[int] = []
 
 
 class Session:
@@ -96,9 +106,13 @@ class Session:
 
     # --- out ---
 
-    def send(self, operation: wire.FromProxy) -> bool:
-        """Hand an operation to the writer; False where the session is closed."""
-        return self._hand_over(operation, _answer_bytes(operation))
+    def send(self, *operations: wire.FromProxy) -> bool:
+        """Hand operations to the writer; False where the session is closed."""
+        size = ANSWER_BYTES * len(operations)
+        for operation in operations:
+            if type(operation) is wire.Failure:
+                size += len(operation.message)
+        return self._hand_over(operations, size)
 
     def send_check(self, check: wire.Check) -> bool:
         """Hand a check to the writer; False where it cannot be sent."""
@@ -109,20 +123,20 @@ class Session:
         if self.closed or not self._shell.outgoing.reserve(size, prepare=False):
             return False
         self._checks_unread += size
-        return self._hand_over(check, size)
+        return self._hand_over((check,), size)
 
-    def _hand_over(self, operation: wire.FromProxy, size: int) -> bool:
+    def _hand_over(self, operations: Sequence[wire.FromProxy], size: int) -> bool:
         if self.closed:
             return False
         if (
-            self._unread >= self._settings.session_answers_max
+            self._unread + len(operations) > self._settings.session_answers_max
             or self._unread_bytes + size > self._settings.session_in_flight_bytes_max
         ):
             self.cut_off("it does not read its answers")
             return False
-        self._unread += 1
+        self._unread += len(operations)
         self._unread_bytes += size
-        self._outbox.append(operation)
+        self._outbox += operations
         self._wake.set()
         return True
 
@@ -164,8 +178,10 @@ class Session:
     def _was_read(self, operations: list[wire.FromProxy]) -> None:
         self._unread -= len(operations)
         for operation in operations:
-            size = _answer_bytes(operation)
-            if type(operation) is wire.Check:
+            size = ANSWER_BYTES
+            if type(operation) is wire.Failure:
+                size += len(operation.message)
+            elif type(operation) is wire.Check:
                 size = OPERATION_BYTES + sum(map(message_bytes, operation.messages))
                 if not self.closed:
                     self._checks_unread -= size
@@ -197,20 +213,25 @@ class Session:
         Raises:
             ProtocolError: one of them has no place here.
         """
+        prepares = _Part("prepare")
+        decides = _Part("decide")
         for operation in operations:
             kind = type(operation)
             if kind is wire.Prepare:
-                self._begin("prepare", operation, self._prepare)
+                self._check(prepares, operation, self._prepare)
             elif kind is wire.Decide:
-                self._begin("decide", operation, self._decide)
-            elif kind is wire.AskEarly:
-                self._begin("check", operation, self._ask_early)
+                self._check(decides, operation, self._decide)
+            elif isinstance(operation, wire.AskEarly):
+                self._begin_one(operation)
             elif isinstance(operation, wire.CheckAnswer):
                 self._shell.sessions.answer(self.group, self, self._in_bounds(operation))
             elif kind is wire.Drain:
                 self.draining = True
             else:
                 raise ProtocolError("a session has only one hello")
+        for part in (prepares, decides):
+            if part.requests:
+                self._begin(part)
 
     def _in_bounds(self, answer: wire.CheckAnswer) -> wire.CheckAnswer:
         """Return a check's answer; unknown where its messages would not be taken in a decision."""
@@ -220,59 +241,116 @@ class Session:
             return wire.CheckAnswer(answer.call, Decision.UNKNOWN, detail=str(error))
         return answer
 
-    def _begin(self, name: str, operation: Any, make: Any) -> None:
-        shell = self._shell
-        prepare = name == "prepare"
-        size = OPERATION_BYTES + sum(map(message_bytes, getattr(operation, "messages", None) or ()))
-        if not self._in_flight.reserve(size, prepare=prepare):
-            self._overloaded(name, operation.call, "too many bytes of this session are in flight")
-        elif not shell.in_flight.reserve(size, prepare=prepare, who=self._who):
-            self._in_flight.release(size, prepare=prepare)
-            self._overloaded(
-                name,
-                operation.call,
-                "too many bytes are in flight, of this principal or of all callers",
-            )
-        else:
-            self._begun = number = self._begun + 1
-            self._tasks[number] = self._loop.create_task(
-                self._answer(number, name, operation, size, make)
-            )
-
-    def _overloaded(self, name: str, call: int, why: str) -> None:
-        self._shell.metrics.overloaded(name)
-        self.send(_failure(call, Overloaded(f"{why}: send the same again a little later")))
-
-    async def _answer(self, number: int, name: str, operation: Any, size: int, make: Any) -> None:
-        call = operation.call
+    def _check(self, part: "_Part", operation: Any, check: Any) -> None:
+        """Add an operation to those of its frame, or answer it at once where it is refused."""
         try:
-            standing = await make(operation)
-            self.send(wire.Standing(call, standing.id, standing.state, standing.decision))
+            request, size = check(operation)
         except RequestError as error:
-            if isinstance(error, Overloaded):
+            self._fail((operation.call,), error, part.name)
+        else:
+            part.calls.append(operation.call)
+            part.requests.append(request)
+            part.sizes.append(OPERATION_BYTES + size)
+
+    def _begin(self, part: "_Part") -> None:
+        """Begin the operations of one kind of a frame, as many as there is room for."""
+        taken = self._reserve(part)
+        if not taken:
+            return
+        for run in self._runs(part.requests[:taken]):
+            self._begun = number = self._begun + 1
+            self._tasks[number] = self._loop.create_task(self._carry_out(number, part, run))
+
+    def _runs(self, requests: list[Any]) -> Sequence[contract.Run]:
+        if not tracing.is_on():
+            return self._service.runs(requests)
+        return [
+            contract.Run((number,), traced_alone(self._service, request))
+            for number, request in enumerate(requests)
+        ]
+
+    def _reserve(self, part: "_Part") -> int:
+        """Take the bytes of operations; where they do not all fit, of as many as do.
+
+        Returns:
+            How many fit. The others are answered.
+        """
+        sizes, prepare = part.sizes, part.name == "prepare"
+        if self._reserve_bytes(sum(sizes), prepare=prepare) is None:
+            return len(sizes)
+        why = None
+        taken = 0
+        for size in sizes:
+            why = self._reserve_bytes(size, prepare=prepare)
+            if why is not None:
+                break
+            taken += 1
+        if why is not None:
+            error = Overloaded(f"{why}: send the same again a little later")
+            self._fail(part.calls[taken:], error, part.name)
+        return taken
+
+    def _reserve_bytes(self, size: int, *, prepare: bool) -> str | None:
+        """Take bytes; say why not where they do not fit."""
+        shell = self._shell
+        if not self._in_flight.reserve(size, prepare=prepare):
+            return "too many bytes of this session are in flight"
+        if not shell.in_flight.reserve(size, prepare=prepare, who=self._who):
+            self._in_flight.release(size, prepare=prepare)
+            return "too many bytes are in flight, of this principal or of all callers"
+        return None
+
+    def _release(self, size: int, *, prepare: bool) -> None:
+        self._in_flight.release(size, prepare=prepare)
+        self._shell.in_flight.release(size, prepare=prepare, who=self._who)
+
+    def _fail(self, calls: Iterable[int], error: Exception, name: str) -> None:
+        """Answer calls that were not carried out."""
+        known = self._known(error)
+        if isinstance(known, Overloaded):
+            for _ in calls:
                 self._shell.metrics.overloaded(name)
-            self.send(_failure(call, error))
-        except KafkaUnavailable as error:
-            self.send(_failure(call, KafkaDown(str(error))))
+        self.send(*[_failure(call, known) for call in calls])
+
+    def _known(self, error: Exception) -> RequestError:
+        """Return an error as the client gets to see it."""
+        if isinstance(error, RequestError):
+            return error
+        if isinstance(error, KafkaUnavailable):
+            return KafkaDown(str(error))
+        log.error(
+            "operation failed", group=self.group, error=telling(error), where=where_raised(error)
+        )
+        return RequestError("something went wrong inside the proxy; its log says what")
+
+    async def _carry_out(self, number: int, part: "_Part", run: contract.Run) -> None:
+        """Carry a run out, and answer its operations in one go."""
+        started, calls = time.monotonic(), part.calls
+        try:
+            answers = await run.answers
+            told: list[wire.FromProxy] = []
+            failed: list[tuple[int, RequestError]] = []
+            for place, answer in zip(run.numbers, answers, strict=True):
+                if isinstance(answer, RequestError):
+                    failed.append((calls[place], answer))
+                else:
+                    told.append(
+                        wire.Standing(calls[place], answer.id, answer.state, answer.decision)
+                    )
+            if part.name == "decide" and told:
+                self._shell.metrics.decisions_took(time.monotonic() - started, len(told))
+            if told:
+                self.send(*told)
+            for call, error in failed:
+                self._fail((call,), error, part.name)
         except Exception as error:
-            log.error(
-                "operation failed",
-                group=self.group,
-                error=telling(error),
-                where=where_raised(error),
-            )
-            self.send(
-                _failure(
-                    call, RequestError("something went wrong inside the proxy; its log says what")
-                )
-            )
+            self._fail([calls[place] for place in run.numbers], error, part.name)
         finally:
             del self._tasks[number]
-            prepare = name == "prepare"
-            self._in_flight.release(size, prepare=prepare)
-            self._shell.in_flight.release(size, prepare=prepare, who=self._who)
+            size = sum([part.sizes[place] for place in run.numbers])
+            self._release(size, prepare=part.name == "prepare")
 
-    def _prepare(self, operation: wire.Prepare) -> Awaitable[contract.Standing]:
+    def _prepare(self, operation: wire.Prepare) -> tuple[contract.PrepareRequest, int]:
         request = contract.PrepareRequest(
             group=self.group,
             messages=operation.messages,
@@ -283,13 +361,12 @@ class Session:
             instance=self.instance,
             retry=operation.retry,
         )
-        self._shell.check_prepare(request)
-        self.principal.check_topics(message.topic for message in request.messages)
-        if not tracing.is_on():
-            return self._service.prepare(request)
-        return traced_prepare(self._service, request)
+        size = self._shell.check_prepare(request)
+        if not self.principal.topics.everything:
+            self.principal.check_topics(message.topic for message in request.messages)
+        return request, size
 
-    async def _decide(self, operation: wire.Decide) -> contract.Standing:
+    def _decide(self, operation: wire.Decide) -> tuple[contract.DecideRequest, int]:
         if operation.decision is Decision.UNKNOWN:
             raise BadRequest("unknown is no decision: ask for an early check instead")
         request = contract.DecideRequest(
@@ -302,17 +379,32 @@ class Session:
             by=self.principal.by(self.instance),
             wait=operation.wait,
         )
-        self._shell.check_decide(request)
-        started = time.monotonic()
-        standing = await self._service.decide(request)
-        self._shell.metrics.decision_took(time.monotonic() - started)
-        return standing
+        return request, self._shell.check_decide(request)
 
-    def _ask_early(self, operation: wire.AskEarly) -> Awaitable[contract.Standing]:
-        check_id(operation.id)
-        check_reason(operation.reason)
-        by = self.principal.by(self.instance)
-        return self._service.check(operation.id, group=self.group, by=by, reason=operation.reason)
+    def _begin_one(self, operation: wire.AskEarly) -> None:
+        why = self._reserve_bytes(OPERATION_BYTES, prepare=False)
+        if why is not None:
+            error = Overloaded(f"{why}: send the same again a little later")
+            self._fail((operation.call,), error, "check")
+            return
+        self._begun = number = self._begun + 1
+        self._tasks[number] = self._loop.create_task(self._ask_early(number, operation))
+
+    async def _ask_early(self, number: int, operation: wire.AskEarly) -> None:
+        call = operation.call
+        try:
+            check_id(operation.id)
+            check_reason(operation.reason)
+            by = self.principal.by(self.instance)
+            standing = await self._service.check(
+                operation.id, group=self.group, by=by, reason=operation.reason
+            )
+            self.send(wire.Standing(call, standing.id, standing.state, standing.decision))
+        except Exception as error:
+            self._fail((call,), error, "check")
+        finally:
+            del self._tasks[number]
+            self._release(OPERATION_BYTES, prepare=False)
 
     async def finish(self, timeout_s: float) -> None:
         """Let operations under way end; after `timeout_s` they are given up."""
@@ -325,13 +417,6 @@ class Session:
 def _failure(call: int, error: RequestError) -> wire.Failure:
     details = {name: str(value) for name, value in error.details.items()}
     return wire.Failure(call, error.code, str(error), details)
-
-
-def _answer_bytes(operation: wire.FromProxy) -> int:
-    """Return what an answer that waits takes in memory, about."""
-    if type(operation) is wire.Failure:
-        return ANSWER_BYTES + len(operation.message)
-    return ANSWER_BYTES
 
 
 @runtime_checkable

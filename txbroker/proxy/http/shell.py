@@ -113,8 +113,9 @@ class Shell:
             found[file.name] = found.get(file.name, False) or file.unread
         return found
 
-    def check_prepare(self, request: PrepareRequest) -> None:
-        """Refuse what is out of bounds before anybody works on it.
+    def check_prepare(self, request: PrepareRequest) -> int:
+        """Refuse what is out of bounds before anybody works on it; return what its messages take
+        in memory, bytes.
 
         Raises:
             BadRequest, BadId, TooLarge: names the field.
@@ -123,25 +124,30 @@ class Shell:
             check_id(request.id)
         if not request.messages:
             raise BadRequest("messages: a transaction has at least one message", path="messages")
-        _check_seconds("check_after_s", request.check_after_s)
-        _check_seconds("check_interval_s", request.check_interval_s)
-        _check_key("order_key", request.order_key)
-        _check_key("dedup_key", request.dedup_key)
-        self.check_messages(request.messages)
+        if request.check_after_s is not None:
+            _check_seconds("check_after_s", request.check_after_s)
+        if request.check_interval_s is not None:
+            _check_seconds("check_interval_s", request.check_interval_s)
+        if request.order_key is not None:
+            _check_key("order_key", request.order_key)
+        if request.dedup_key is not None:
+            _check_key("dedup_key", request.dedup_key)
+        return self.check_messages(request.messages)
 
-    def check_decide(self, request: DecideRequest) -> None:
-        """Refuse what is out of bounds before anybody works on it.
+    def check_decide(self, request: DecideRequest) -> int:
+        """Refuse what is out of bounds before anybody works on it; return what its messages take
+        in memory, bytes.
 
         Raises:
             BadRequest, BadId, TooLarge: names the field.
         """
         check_id(request.id)
         check_reason(request.reason)
-        if request.messages is not None:
-            self.check_messages(request.messages)
+        return 0 if request.messages is None else self.check_messages(request.messages)
 
-    def check_messages(self, messages: Sequence[Message]) -> None:
-        """Refuse messages that are malformed or too large or too many.
+    def check_messages(self, messages: Sequence[Message]) -> int:
+        """Refuse messages that are malformed or too large or too many; return what they take in
+        memory, bytes.
 
         Raises:
             BadRequest, TooLarge: names the field.
@@ -168,6 +174,7 @@ class Shell:
                 f"the transaction has {total} bytes; at most "
                 f"{settings.transaction_bytes_max} are taken"
             )
+        return total
 
 
 def message_bytes(message: Message) -> int:
@@ -192,13 +199,13 @@ def _check_message(message: Message, number: int) -> None:
         )
 
 
-def _check_seconds(name: str, seconds: float | None) -> None:
-    if seconds is not None and not 0 <= seconds <= SECONDS_MAX:
+def _check_seconds(name: str, seconds: float) -> None:
+    if not 0 <= seconds <= SECONDS_MAX:
         raise BadRequest(f"{name} must be from 0 to {SECONDS_MAX} seconds", path=name)
 
 
-def _check_key(name: str, key: str | None) -> None:
-    if key is not None and not 1 <= len(key) <= TEXT_MAX:
+def _check_key(name: str, key: str) -> None:
+    if not 1 <= len(key) <= TEXT_MAX:
         raise BadRequest(f"{name} must have 1 to {TEXT_MAX} characters", path=name)
 
 

@@ -143,7 +143,7 @@ async def _decide(
     call.shell.check_decide(request)
     started = time.monotonic()
     standing = await call.shell.service.decide(request)
-    call.shell.metrics.decision_took(time.monotonic() - started)
+    call.shell.metrics.decisions_took(time.monotonic() - started)
     return Reply(200, _standing(standing))
 
 

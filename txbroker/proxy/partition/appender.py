@@ -1,32 +1,44 @@
 """Group commit: what arrives while a batch is on its way forms the next one.
 
-An appender is the only writer of one log, and the only one that reads it for the ledger. Records
-that it wrote itself need not be read back as long as their offsets follow one another; whatever
-somebody else wrote in between (an owner that does not know yet that it was fenced) shows as a gap
-and is read and applied first.
+An appender is the only writer of one log, and the only one that reads it for the ledger. It takes
+runs: the rows of several operations, each of which stays whole. Records that it wrote itself need
+not be read back as long as their offsets follow one another; whatever somebody else wrote in
+between (an owner that does not know yet that it was fenced) shows as a gap and is read and applied
+first.
 
 Each log has a queue of its own, so prepares never stand in the way of decisions and checks; and in
-the operation topic decisions and what the schedule writes take turns, so a storm of checks does not
-hold decisions back, nor the other way round.
+the operation topic decisions and what the schedule writes share each batch, so a storm of checks
+does not hold decisions back, nor the other way round.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from typing import NamedTuple, Protocol, TypeAlias
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Anchor, Record
-from txbroker.core.sizes import BATCH_OVERHEAD_BYTES, bytes_in_batch
+from txbroker.core.runs import Row
+from txbroker.core.sizes import BATCH_OVERHEAD_BYTES
 from txbroker.door import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
-from txbroker.errors import KafkaUnavailable, Overloaded, OwnerUnavailable, TooLarge
+from txbroker.errors import (
+    KafkaUnavailable,
+    Overloaded,
+    OwnerUnavailable,
+    RequestError,
+    TooLarge,
+)
 
 QUEUE_BYTES_MAX = 64 * 1024 * 1024
 """What may wait in one lane for the next batches before callers are told to come again."""
 BATCH_RECORDS_MAX = 1000
 """Records in one batch: applying them takes about ten milliseconds, in which nobody else runs."""
+
+Applied: TypeAlias = Outcome | RequestError
+"""What became of a row: what applying it did, or why it was not applied."""
 
 
 class Lane(Enum):
@@ -38,10 +50,50 @@ class Lane(Enum):
     """Markers of checks, and of what becomes of them."""
 
 
+class Replica(Protocol):
+    """One log as far as the ledger has applied it."""
+
+    @property
+    def position(self) -> int:
+        """The next offset that is to be applied."""
+        ...
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The last record that was applied, by which the log is recognised where others wrote."""
+        ...
+
+    def apply(self, record: Record) -> Outcome:
+        """Apply the next record, as it was read."""
+        ...
+
+    def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+        """Apply rows that were just appended as one batch; return an outcome of each."""
+        ...
+
+    def skip(self, offsets: range) -> None:
+        """Go past offsets that hold no record."""
+        ...
+
+
 class _Entry(Struct, eq=False):
-    records: Sequence[Record]
-    size: int
-    outcome: asyncio.Future[Outcome]
+    """A run that waits, and what became of its rows so far."""
+
+    rows: Sequence[Row]
+    found: list[Applied | None]
+    over: asyncio.Future[None]
+    taken: int = 0
+    """How many of its rows are on their way or done."""
+    left: int = 0
+    """How many rows it is not known what became of."""
+
+
+class _Part(NamedTuple):
+    """Rows of one run that go into a batch: those from `start` up to, not including, `stop`."""
+
+    entry: _Entry
+    start: int
+    stop: int
 
 
 class _Queue:
@@ -49,60 +101,90 @@ class _Queue:
 
     def __init__(self) -> None:
         self.size = 0
+        # In order, and whoever gives up is taken out at once wherever it stands.
         self._entries: OrderedDict[_Entry, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, entry: _Entry) -> None:
-        """Put an entry at the end."""
+    def add(self, entry: _Entry, size: int) -> None:
+        """Put a run at the end."""
         self._entries[entry] = None
-        self.size += entry.size
-
-    def first(self) -> _Entry | None:
-        """Return the entry whose turn it is."""
-        return next(iter(self._entries), None)
+        self.size += size
 
     def remove(self, entry: _Entry) -> None:
-        """Take an entry out, wherever it stands; nothing happens if it was taken before."""
-        if entry in self._entries:
+        """Take out what is not on its way yet of a run whose caller has given up."""
+        if entry.taken < len(entry.rows):
             del self._entries[entry]
-            self.size -= entry.size
+            self._took(entry, len(entry.rows))
+
+    def clear(self) -> list[_Part]:
+        """Take everything out."""
+        parts = []
+        for entry in self._entries:
+            parts.append(_Part(entry, entry.taken, len(entry.rows)))
+            self._took(entry, len(entry.rows))
+        self._entries.clear()
+        return parts
+
+    def take(self, bytes_max: int, records_max: int, *, one: bool) -> tuple[list[_Part], int, int]:
+        """Take as many rows as fit, in order; with `one` the first row whatever its size.
+
+        Returns:
+            The rows, how many bytes they take, and how many records they are.
+        """
+        parts: list[_Part] = []
+        size = count = 0
+        while self._entries:
+            entry = next(iter(self._entries))
+            rows, stop = entry.rows, entry.taken
+            while stop < len(rows):
+                row = rows[stop]
+                fits = size + row.size <= bytes_max and count + len(row.records) <= records_max
+                if not fits and not one:
+                    break
+                size += row.size
+                count += len(row.records)
+                stop += 1
+                one = False
+            if stop == entry.taken:
+                break
+            parts.append(_Part(entry, entry.taken, stop))
+            self._took(entry, stop)
+            if stop < len(rows):
+                break
+            del self._entries[entry]
+        return parts, size, count
+
+    def _took(self, entry: _Entry, stop: int) -> None:
+        for row in entry.rows[entry.taken : stop]:
+            self.size -= row.size
+        entry.taken = stop
 
 
 class Appender:
-    """Appends records to one log and applies them, with everything between, to the ledger.
+    """Appends runs to one log and applies them, with everything between, to the ledger.
 
     Args:
         log: one partition of the half or operation topic.
-        apply: applies one record to the ledger; gets every record of the log, in order.
-        position: the next offset that `apply` expects.
+        replica: the ledger's side of it; gets every record of the log, in order.
         unanswered: told whenever Kafka did not answer an append.
-        anchor: the last record that was applied, by which the log is recognised where others
-            wrote to it.
         gate: nothing is taken from the queue while it is not set; always open without.
-        skipped: told which offsets behind the last record hold none.
     """
 
     def __init__(
         self,
         log: Log,
-        apply: Callable[[Record], Outcome],
-        position: Callable[[], int],
+        replica: Replica,
         unanswered: Callable[[], None],
-        anchor: Callable[[], Anchor | None] = lambda: None,
         gate: asyncio.Event | None = None,
-        skipped: Callable[[range], None] | None = None,
     ) -> None:
         self._log = log
-        self._apply = apply
-        self._position = position
+        self._replica = replica
         self._unanswered = unanswered
-        self._anchor = anchor
         self._gate = gate
-        self._skipped = skipped
         self._queues = {lane: _Queue() for lane in Lane}
-        self._next_lane = Lane.CALLS
+        self._first = Lane.CALLS
         self._wake = asyncio.Event()
         self._ended = False
         # Held from sending a batch until it is applied, and while reading what others wrote.
@@ -112,36 +194,62 @@ class Appender:
         self._told_s = float("-inf")
         """When an append was sent that told where the log ends, on the event loop's clock."""
 
-    async def append(self, records: Sequence[Record], lane: Lane = Lane.SCHEDULE) -> Outcome:
-        """Append records that belong together, and return what applying the last one did.
+    async def append(self, rows: Sequence[Row], lane: Lane = Lane.SCHEDULE) -> list[Applied]:
+        """Append the rows of a run, each whole, and return what became of each.
 
-        A caller that gives up takes its records along, if they are not on their way yet.
+        A caller that gives up takes its rows along, as far as they are not on their way yet.
 
-        Raises:
-            TooLarge: they do not fit a batch of this topic.
-            Overloaded: too much is waiting already.
-            OwnerUnavailable: Kafka did not answer; the records may or may not be stored.
+        Returns:
+            Of each row what applying it did, or `TooLarge` where it does not fit a batch of this
+            topic, `Overloaded` where too much is waiting already, `OwnerUnavailable` where Kafka
+            did not answer and it may or may not be stored.
         """
-        if self._ended:
-            # Nobody would ever take it from the queue.
-            raise OwnerUnavailable("the partition is moving to another owner")
-        size = sum([bytes_in_batch(record) for record in records])
-        if size + BATCH_OVERHEAD_BYTES > self._log.batch_bytes_max:
-            raise TooLarge(
-                f"the transaction takes {size} bytes; {self._log.batch_bytes_max} fit a batch"
-            )
+        found: list[Applied | None] = [None] * len(rows)
         queue = self._queues[lane]
-        if queue.size + size > QUEUE_BYTES_MAX:
-            raise Overloaded("Kafka takes records slower than they arrive")
-        entry = _Entry(records, size, asyncio.get_running_loop().create_future())
-        queue.add(entry)
+        room = QUEUE_BYTES_MAX - queue.size
+        bytes_max = self._log.batch_bytes_max - BATCH_OVERHEAD_BYTES
+        size, turned_away = 0, False
+        for row in rows:
+            size += row.size
+            turned_away = turned_away or row.size > bytes_max
+        if self._ended or turned_away or size > room:
+            return await self._append_some(rows, lane, found, room)
+        entry = _Entry(rows, found, asyncio.get_running_loop().create_future(), left=len(rows))
+        queue.add(entry, size)
         self._wake.set()
         try:
-            return await entry.outcome
+            await entry.over
         finally:
             queue.remove(entry)
-            # Its error holds this frame: without this each failed append is a cycle, with its body.
+            # Its errors hold this frame: without this each failed append is a cycle, with its body.
             del entry
+        return [each for each in found if each is not None]
+
+    async def _append_some(
+        self, rows: Sequence[Row], lane: Lane, found: list[Applied | None], room: int
+    ) -> list[Applied]:
+        """Append those rows of a run that can be, and say of the others why they cannot."""
+        bytes_max = self._log.batch_bytes_max - BATCH_OVERHEAD_BYTES
+        kept: list[int] = []
+        for number, row in enumerate(rows):
+            if self._ended:
+                # Nobody would ever take it from the queue.
+                found[number] = _moving()
+            elif row.size > bytes_max:
+                found[number] = TooLarge(
+                    f"the transaction takes {row.size} bytes; {self._log.batch_bytes_max} fit a "
+                    "batch"
+                )
+            elif row.size > room:
+                found[number] = Overloaded("Kafka takes records slower than they arrive")
+            else:
+                room -= row.size
+                kept.append(number)
+        if kept:
+            appended = await self.append([rows[number] for number in kept], lane)
+            for number, each in zip(kept, appended, strict=True):
+                found[number] = each
+        return [each for each in found if each is not None]
 
     async def catch_up(self) -> None:
         """Read and apply the log up to an end offset that is asked for now: all that was
@@ -187,90 +295,93 @@ class Appender:
                         # Not under the lock: reading goes on.
                         await self._gate.wait()
                     async with self._lock:
-                        entries = self._take()
-                        if entries:
-                            await self._send(entries)
+                        parts = self._take()
+                        if parts:
+                            await self._send(parts)
         finally:
             self._ended = True
-            for entry in self._waiting():
-                _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
+            _fail(self._waiting(), _moving)
 
     def turn_away(self) -> None:
         """Answer those that wait, and are not on their way yet: nobody knows when it would be."""
-        for entry in self._waiting():
-            _fail(entry, OwnerUnavailable("nobody knows now whose the partition is: try again"))
+        _fail(
+            self._waiting(),
+            lambda: OwnerUnavailable("nobody knows now whose the partition is: try again"),
+        )
 
-    def _waiting(self) -> list[_Entry]:
-        entries = []
-        for queue in self._queues.values():
-            while (entry := queue.first()) is not None:
-                queue.remove(entry)
-                entries.append(entry)
-        return entries
+    def _waiting(self) -> list[_Part]:
+        return [part for queue in self._queues.values() for part in queue.clear()]
 
-    def _take(self) -> list[_Entry]:
-        """Take as many entries as fit one batch, from each lane in turn.
+    def _take(self) -> list[_Part]:
+        """Take as many rows as fit one batch, as many from either lane where both wait.
 
         None where those that waited have given up meanwhile.
         """
-        entries: list[_Entry] = []
-        size, count = BATCH_OVERHEAD_BYTES, 0
-        while True:
-            queue = self._whose_turn()
-            entry = None if queue is None else queue.first()
-            if queue is None or entry is None:
-                return entries
-            size += entry.size
-            count += len(entry.records)
-            too_much = size > self._log.batch_bytes_max or count > BATCH_RECORDS_MAX
-            if entries and too_much:
-                # It is first in the next batch, as its lane's turn has not passed.
-                return entries
-            self._next_lane = _other(self._next_lane)
-            queue.remove(entry)
-            entries.append(entry)
+        size = self._log.batch_bytes_max - BATCH_OVERHEAD_BYTES
+        count = BATCH_RECORDS_MAX
+        first = self._queues[self._first]
+        self._first = Lane.SCHEDULE if self._first is Lane.CALLS else Lane.CALLS
+        second = self._queues[self._first]
+        if not (first and second):
+            return (first or second).take(size, count, one=True)[0]
+        # Half for the first, then all that is left: for the other, and for the first again.
+        parts, took, records = first.take(size // 2, count // 2, one=True)
+        for queue in (second, first):
+            size, count = size - took, count - records
+            more, took, records = queue.take(size, count, one=False)
+            parts += more
+        return parts
 
-    def _whose_turn(self) -> _Queue | None:
-        """Return the queue whose turn it is; None where nobody waits."""
-        if not self._queues[self._next_lane]:
-            self._next_lane = _other(self._next_lane)
-        return self._queues[self._next_lane] or None
-
-    async def _send(self, entries: list[_Entry]) -> None:
-        records = [record for entry in entries for record in entry.records]
+    async def _send(self, parts: list[_Part]) -> None:
+        rows = [row for entry, start, stop in parts for row in entry.rows[start:stop]]
+        records = [record for row in rows for record in row.records]
         sent_s = asyncio.get_running_loop().time()
         try:
             where = await self._log.append(records)
-            await self._settle(entries, records, where, sent_s)
+            await self._settle(parts, rows, records, where, sent_s)
         except AppendRefused as error:
-            if len(entries) == 1:
-                _fail(entries[0], TooLarge(f"Kafka does not take this transaction: {error}"))
+            if len(rows) == 1:
+                why = f"Kafka does not take this transaction: {error}"
+                _fail(parts, lambda: TooLarge(why))
                 return
-            # One of them spoils the batch: alone, each shows what it is.
-            await self._send_each(entries)
+            # One of them spoils the batch: alone it shows what it is.
+            await self._send_halves(parts, len(rows) // 2)
         except (AppendUnknown, KafkaUnavailable) as error:
             self._unanswered()
-            for entry in entries:
-                _fail(entry, OwnerUnavailable(f"Kafka did not answer: {error}"))
+            why = f"Kafka did not answer: {error}"
+            _fail(parts, lambda: OwnerUnavailable(why))
         except BaseException:
-            for entry in entries:
-                _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
+            _fail(parts, _moving)
             raise
 
-    async def _send_each(self, entries: list[_Entry]) -> None:
+    async def _send_halves(self, parts: list[_Part], count: int) -> None:
+        """Send so many rows, then the others."""
+        first: list[_Part] = []
+        rest: list[_Part] = []
+        for part in parts:
+            middle = min(part.stop, part.start + count)
+            count -= middle - part.start
+            if middle > part.start:
+                first.append(part._replace(stop=middle))
+            if middle < part.stop:
+                rest.append(part._replace(start=middle))
         try:
-            for entry in entries:
-                await self._send([entry])
+            await self._send(first)
+            await self._send(rest)
         finally:
             # Given up half-way: nobody else knows of those that were not sent any more.
-            for entry in entries:
-                _fail(entry, OwnerUnavailable("the partition is moving to another owner"))
+            _fail(parts, _moving)
 
     async def _settle(
-        self, entries: list[_Entry], records: list[Record], where: Appended, sent_s: float
+        self,
+        parts: list[_Part],
+        rows: list[Row],
+        records: list[Record],
+        where: Appended,
+        sent_s: float,
     ) -> None:
         base_offset, timestamp_ms = where
-        position = self._position()
+        position = self._replica.position
         if 0 <= base_offset < position:
             raise LogTruncated(
                 f"records were appended at offset {base_offset}, but {position} were read before: "
@@ -278,17 +389,18 @@ class Appender:
             )
         if base_offset == position and timestamp_ms >= 0:
             self._told_s = sent_s
-            outcomes = [
-                self._apply(structs.replace(record, timestamp_ms=timestamp_ms, offset=offset))
-                for offset, record in enumerate(records, position)
-            ]
+            outcomes = self._replica.apply_run(rows, base_offset, timestamp_ms)
         else:
-            outcomes = await self._read_back(records, base_offset)
-        last = -1
-        for entry in entries:
-            last += len(entry.records)
-            if not entry.outcome.done():
-                entry.outcome.set_result(outcomes[last])
+            of_records = await self._read_back(records, base_offset)
+            outcomes, last = [], -1
+            for row in rows:
+                last += len(row.records)
+                outcomes.append(of_records[last])
+        taken = 0
+        for entry, start, stop in parts:
+            entry.found[start:stop] = outcomes[taken : taken + stop - start]
+            taken += stop - start
+            _account(entry, stop - start)
 
     async def _read_back(self, records: list[Record], base_offset: int) -> list[Outcome]:
         """Apply the log up to its end and find our records in it.
@@ -319,8 +431,9 @@ class Appender:
     async def _catch_up(
         self, note: Callable[[Record, Outcome], None] | None = None, *, sure: bool = True
     ) -> None:
+        replica = self._replica
         start, end = await self._log.bounds(sure=sure)
-        position = self._position()
+        position = replica.position
         if not (sure or start <= position <= end):
             start, end = await self._log.bounds()
         if position > end or position < start:
@@ -330,15 +443,15 @@ class Appender:
             )
         if position == end:
             return
-        anchor = self._anchor()
+        anchor = replica.anchor
         # Others wrote: from the record on that was read last, to see that it is the same log.
         first = position if anchor is None else max(start, anchor.offset)
-        async for records in self._log.read(first, end, self._skipped):
+        async for records in self._log.read(first, end, replica.skip):
             for record in records:
                 if record.offset < position:
                     _check_same(record, anchor)
                     continue
-                outcome = self._apply(record)
+                outcome = replica.apply(record)
                 if note is not None:
                     note(record, outcome)
 
@@ -357,10 +470,23 @@ def _check_same(record: Record, anchor: Anchor | None) -> None:
         )
 
 
-def _other(lane: Lane) -> Lane:
-    return Lane.SCHEDULE if lane is Lane.CALLS else Lane.CALLS
+def _moving() -> RequestError:
+    return OwnerUnavailable("the partition is moving to another owner")
 
 
-def _fail(entry: _Entry, error: Exception) -> None:
-    if not entry.outcome.done():
-        entry.outcome.set_exception(error)
+def _fail(parts: Iterable[_Part], error: Callable[[], RequestError]) -> None:
+    """Say of each row that is not known otherwise why it was not applied."""
+    for entry, start, stop in parts:
+        failed = 0
+        for number in range(start, stop):
+            if entry.found[number] is None:
+                entry.found[number] = error()
+                failed += 1
+        _account(entry, failed)
+
+
+def _account(entry: _Entry, count: int) -> None:
+    """It is known what became of so many more rows."""
+    entry.left -= count
+    if not entry.left and not entry.over.done():
+        entry.over.set_result(None)

@@ -1,11 +1,16 @@
-"""Every record of a partition goes through here: into the ledger, and on to who waits for it."""
+"""Every record of a partition goes through here: into the ledger, and on to what follows it."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from msgspec import structs
 
 from txbroker.core.codec import passed_over
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
-from txbroker.core.records import Record, Skip
+from txbroker.core.records import Anchor, Record, Skip
+from txbroker.core.runs import HalfRow, MarkerRow, Row
 from txbroker.core.transaction import Transaction
 from txbroker.door import Claimed, SetAside
 from txbroker.errors import NewerRecord
@@ -16,29 +21,41 @@ from txbroker.proxy.partition.parked_copies import Copies
 log = get_logger(__name__)
 
 
+class Follower(Protocol):
+    """What follows the ledger: it acts on what records have changed."""
+
+    def changed(self, transactions: Sequence[Transaction]) -> None:
+        """Records changed these transactions."""
+        ...
+
+
+class ApplierEvents(Protocol):
+    """Who counts what came of records."""
+
+    def outcome(self, outcome: Outcome) -> None:
+        """A record changed nothing."""
+        ...
+
+    def foreign(self, topic: str, count: int) -> None:
+        """So many records of one of our topics are none of ours."""
+        ...
+
+
 class Applier:
-    """Applies records to the ledger and reports what changed.
+    """Reports what came of the records that the two replicas apply.
 
     Args:
         ledger: the partition's ledger.
-        changed: told of every transaction that a record changed.
-        noted: told of every other outcome, for counting.
-        foreign: told how many records of a topic are none of ours, and are set aside.
+        events: told of every record that changed nothing.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        changed: Callable[[Transaction], None],
-        noted: Callable[[Outcome], None],
-        foreign: Callable[[str, int], None],
-    ) -> None:
+    def __init__(self, ledger: Ledger, events: ApplierEvents) -> None:
         self.ledger = ledger
-        self._foreign = foreign
+        self.followers: list[Follower] = []
+        """Told, in this order, of all transactions that records have changed."""
         self.skips: Sequence[Skip] = ()
         """What operators have decided to pass over."""
-        self._changed = changed
-        self._noted = noted
+        self._events = events
 
     def claimed(self, found: Claimed) -> None:
         """Take over what a claim has found besides progress."""
@@ -51,7 +68,7 @@ class Applier:
 
     def _set_aside(self, topic: str, count: int, shown: Sequence[SetAside]) -> None:
         if count:
-            self._foreign(topic, count)
+            self._events.foreign(topic, count)
         for record, why in shown:
             log.warning(
                 "record set aside",
@@ -61,30 +78,143 @@ class Applier:
                 why=why,
             )
 
-    def half(self, record: Record) -> Outcome:
-        """Apply a record of the half topic."""
-        return self._report(self.ledger.apply_half(record), "half", record)
+    def changed(self, transactions: Sequence[Transaction]) -> None:
+        """Pass on that records changed these."""
+        for follower in self.followers:
+            follower.changed(transactions)
 
-    def op(self, record: Record) -> Outcome:
-        """Apply a record of the operation topic."""
-        return self._report(self.ledger.apply_op(record), "op", record)
+    def unchanged(self, topic: str, outcome: Outcome, record: Record) -> None:
+        """Count a record that changed nothing, and show it where it is none of ours.
 
-    def _report(self, outcome: Outcome, topic: str, record: Record) -> Outcome:
+        Raises:
+            NewerRecord: a newer version wrote it, and nobody has decided to pass it over.
+        """
         if outcome.effect is Effect.NEWER:
             why = foreign_why(topic, record, self.ledger.partition)
             if why:
                 outcome = Outcome(Effect.VOID, why=f"{outcome.why}, but {why}")
-        if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
-            self._changed(outcome.transaction)
-        elif outcome.effect is Effect.NEWER and not passed_over(self.skips, topic, record):
+        if outcome.effect is Effect.NEWER and not passed_over(self.skips, topic, record):
             # It may decide a transaction in a way that this build does not know: going on could
             # promote what was rolled back.
             raise NewerRecord(
                 f"{topic} record at offset {record.offset} was written by a newer txbroker "
                 f"({outcome.why}): upgrade this proxy. To pass it over see docs/operate/repair.md"
             )
-        elif outcome.effect is not Effect.PARTIAL:
+        if outcome.effect is not Effect.PARTIAL:
             if outcome.effect is Effect.VOID:
                 self._set_aside(topic, 1, [SetAside(record, outcome.why)])
-            self._noted(outcome)
+            self._events.outcome(outcome)
+
+
+class LogReplica(ABC):
+    """One log as far as the ledger has applied it: a `txbroker.proxy.partition.appender.Replica`.
+
+    Args:
+        applier: where what came of records is reported.
+    """
+
+    topic: str
+
+    def __init__(self, applier: Applier) -> None:
+        self._applier = applier
+        self._ledger = applier.ledger
+
+    @property
+    @abstractmethod
+    def position(self) -> int:
+        """The next offset that is to be applied."""
+
+    @property
+    @abstractmethod
+    def anchor(self) -> Anchor | None:
+        """The last record that was applied."""
+
+    @abstractmethod
+    def skip(self, offsets: range) -> None:
+        """Go past offsets that hold no record."""
+
+    def apply(self, record: Record) -> Outcome:
+        """Apply the next record, as it was read.
+
+        Raises:
+            NewerRecord: a newer version wrote it.
+        """
+        outcome = self._apply(record)
+        if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
+            self._applier.changed((outcome.transaction,))
+        else:
+            self._applier.unchanged(self.topic, outcome, record)
         return outcome
+
+    def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+        """Apply rows that were just appended as one batch; return an outcome of each."""
+        outcomes = self._apply_run(rows, offset, timestamp_ms)
+        changed: list[Transaction] = []
+        for row, outcome in zip(rows, outcomes, strict=True):
+            offset += len(row.records)
+            if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
+                changed.append(outcome.transaction)
+            else:
+                last = structs.replace(row.records[-1], offset=offset - 1)
+                self._applier.unchanged(self.topic, outcome, last)
+        if changed:
+            self._applier.changed(changed)
+        return outcomes
+
+    @abstractmethod
+    def _apply(self, record: Record) -> Outcome: ...
+
+    @abstractmethod
+    def _apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]: ...
+
+
+class HalfReplica(LogReplica):
+    """The half topic's partition."""
+
+    topic = "half"
+
+    @property
+    def position(self) -> int:
+        """The next offset that is to be applied."""
+        return self._ledger.half_position
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The last record that was applied."""
+        return self._ledger.half_anchor
+
+    def skip(self, offsets: range) -> None:
+        """Go past offsets that hold no record."""
+        self._ledger.skip_half(offsets)
+
+    def _apply(self, record: Record) -> Outcome:
+        return self._ledger.apply_half(record)
+
+    def _apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+        return self._ledger.apply_halves(cast(Sequence[HalfRow], rows), offset, timestamp_ms)
+
+
+class OpReplica(LogReplica):
+    """The operation topic's partition."""
+
+    topic = "op"
+
+    @property
+    def position(self) -> int:
+        """The next offset that is to be applied."""
+        return self._ledger.op_position
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The last record that was applied."""
+        return self._ledger.op_anchor
+
+    def skip(self, offsets: range) -> None:
+        """Go past offsets that hold no record."""
+        self._ledger.skip_op(offsets)
+
+    def _apply(self, record: Record) -> Outcome:
+        return self._ledger.apply_op(record)
+
+    def _apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+        return self._ledger.apply_markers(cast(Sequence[MarkerRow], rows), offset, timestamp_ms)

@@ -99,6 +99,10 @@ class Bodies:
 
     # --- evicting --------------------------------------------------------------------------
 
+    def changed(self, transactions: Sequence[Transaction]) -> None:
+        """Records changed these, and may have brought messages."""
+        self.trim()
+
     def trim(self) -> None:
         """Evict, the oldest first, until no more is held than the partition's share."""
         ledger, share = self._ledger, self._share()

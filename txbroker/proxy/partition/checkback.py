@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 from txbroker import tracing
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached, shortened
 from txbroker.contract import DecideRequest, Standing
-from txbroker.core.codec import encode_marker
 from txbroker.core.ledger import Ledger, fits
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
@@ -27,6 +26,7 @@ from txbroker.core.records import (
     Source,
     State,
 )
+from txbroker.core.runs import marker_row
 from txbroker.core.schedule import Schedule, due_ms
 from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import ASK_SPACING_MS, Transaction
@@ -81,6 +81,9 @@ class _Crowd:
 
     def __contains__(self, group: str) -> bool:
         return group in self._ids
+
+    def __len__(self) -> int:
+        return len(self._group_of)
 
     def add(self, group: str, id: str) -> None:
         """Let a check wait behind the others of its group."""
@@ -171,15 +174,29 @@ class CheckBack:
 
     def touch(self, transaction: Transaction) -> None:
         """Put a transaction to its next time, after anything that may have moved it."""
-        at_ms = due_ms(transaction)
-        if at_ms is None or transaction.park_ms() is not None:
-            self._asked.pop(transaction.id, None)
-        elif transaction.lost:
-            # See `attempt`.
-            at_ms = None
-        elif (asked := self._asked.get(transaction.id)) is not None:
-            at_ms = min(at_ms, asked.at_ms)
-        self._set(transaction.id, at_ms)
+        self.changed((transaction,))
+
+    def changed(self, transactions: Sequence[Transaction]) -> None:
+        """Put transactions to their next times, after anything that may have moved them."""
+        asked, crowded = self._asked, len(self._crowd)
+        times: list[tuple[str, int | None]] = []
+        for transaction in transactions:
+            id, at_ms = transaction.half.id, due_ms(transaction)
+            if crowded:
+                self._crowd.remove(id)
+            if at_ms is None:
+                asked.pop(id, None)
+            elif transaction.lost:
+                # See `attempt`.
+                at_ms = None
+            elif id in asked:
+                if transaction.park_ms() is None:
+                    at_ms = min(at_ms, asked[id].at_ms)
+                else:
+                    del asked[id]
+            times.append((id, at_ms))
+        if self._schedule.set_run(times):
+            self._changed.set()
 
     def look_again(self) -> None:
         """The clock has moved more than the time that passed: something may be due already."""
@@ -510,7 +527,10 @@ class CheckBack:
             previous=previous,
             later_s=later_s,
         )
-        return await self._op.append([encode_marker(marker)])
+        [outcome] = await self._op.append((marker_row(marker),))
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
 
 
 def _question(transaction: Transaction, reason: CheckReason, number: int) -> CheckCall:

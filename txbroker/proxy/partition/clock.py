@@ -1,6 +1,10 @@
 """The time by the brokers' clock, as far as an owner knows it."""
 
 import time
+from collections.abc import Sequence
+
+from txbroker.core.ledger import Ledger
+from txbroker.core.transaction import Transaction
 
 CLOCKS_APART_MS = 1000
 """How far the clocks of two brokers may be apart; `txbroker doctor` alarms beyond that."""
@@ -35,3 +39,20 @@ class LogTime:
     def now_ms(self) -> int:
         """Return the time, ms since 1970."""
         return self._base_ms + int((time.monotonic() - self._base) * 1000)
+
+
+class LogClockFollower:
+    """Keeps a clock no earlier than where the clocks of both logs stand.
+
+    Args:
+        clock: is put forward.
+        ledger: has applied the logs.
+    """
+
+    def __init__(self, clock: LogTime, ledger: Ledger) -> None:
+        self._clock = clock
+        self._ledger = ledger
+
+    def changed(self, transactions: Sequence[Transaction]) -> None:
+        """Records changed these, and told the time."""
+        self._clock.at_least(max(self._ledger.half_clock_ms, self._ledger.op_clock_ms))

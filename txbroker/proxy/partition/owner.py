@@ -6,32 +6,32 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
-
-from msgspec import Struct
 
 from txbroker.contract import DecideRequest, PartitionState, Standing
 from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Outcome
-from txbroker.core.promotion import TurnLimits
-from txbroker.core.records import Claim, Half, Header, Message, State
-from txbroker.core.shares import part_of
+from txbroker.core.records import Claim, Message, State
 from txbroker.core.sizes import headers_bytes
 from txbroker.core.transaction import Transaction
 from txbroker.door import Fenced, Hanging, PartitionDoor, Targets
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import KafkaUnavailable, RequestError
 from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.partition.appender import Appender
-from txbroker.proxy.partition.applier import Applier
+from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.checkback import CheckBack, Runner
-from txbroker.proxy.partition.clock import LogTime
+from txbroker.proxy.partition.clock import LogClockFollower, LogTime
+from txbroker.proxy.partition.context import (
+    CurrentClaim,
+    OwnerSettings,
+    PartitionContext,
+    PartitionEvents,
+)
 from txbroker.proxy.partition.gate import GatedDoor
 from txbroker.proxy.partition.pace import Pace
 from txbroker.proxy.partition.parked_copies import read_copies
-from txbroker.proxy.partition.partition_api import Answers, Bounds, Parts, standing
+from txbroker.proxy.partition.partition_api import PartitionApi
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.recovery import Recovered, recover
 from txbroker.proxy.partition.retention import Edges
@@ -39,8 +39,6 @@ from txbroker.proxy.partition.snapshots import SnapshotWriter
 from txbroker.proxy.partition.targets import examine_final
 from txbroker.proxy.partition.turn_pace import TurnPace
 from txbroker.proxy.tally import Tally
-
-__all__ = ["Owner", "OwnerEvents", "OwnerSettings", "standing"]
 
 IDLE_S = 1.0
 """An owner that has appended nothing for so long looks whether somebody else wrote to its logs."""
@@ -51,83 +49,6 @@ CLAIM_PAUSE_MAX_S = 2.0
 """Pauses between claims are random and grow to this."""
 
 log = get_logger(__name__)
-
-
-class OwnerSettings(Struct, frozen=True):
-    """What an owner needs of the configuration."""
-
-    dedup_window_ms: int
-    pending_max: int
-    pending_group_max: int
-    settled_max: int
-    half_retention_ms: int
-    turns: TurnLimits = TurnLimits()
-    snapshot_records_min: int = 20_000
-    installation: tuple[Header, ...] = ()
-    """What the headers of promoted records begin with."""
-
-    def bounds(self) -> Bounds:
-        """Return how much a half partition holds."""
-        return Bounds(
-            self.dedup_window_ms,
-            self.pending_max,
-            self.pending_group_max,
-            self.settled_max,
-            settled_share_max=part_of(self.settled_max),
-            waiting_share_max=part_of(self.turns.deferred_max),
-        )
-
-
-class OwnerEvents(Protocol):
-    """Who is told what happens on a partition; called from the event loop."""
-
-    def outcome(self, outcome: Outcome) -> None:
-        """A record changed nothing: repeated, contrary, illegal or void."""
-        ...
-
-    def prepared(self, transaction: Transaction) -> None:
-        """A half message was stored by this owner."""
-        ...
-
-    def decided(self, transaction: Transaction) -> None:
-        """A deciding marker took effect."""
-        ...
-
-    def promoted(self, transactions: list[Transaction]) -> None:
-        """These are visible now."""
-        ...
-
-    def refused(self, transactions: list[Transaction]) -> None:
-        """These were set aside: a target does not take them."""
-        ...
-
-    def lost(self, count: int) -> None:
-        """So many half messages vanished before their transactions were settled."""
-        ...
-
-    def snapshot_written(self, seconds: float, entries: int) -> None:
-        """A snapshot of so many transactions was written, in so many seconds."""
-        ...
-
-    def snapshot_failed(self) -> None:
-        """A snapshot could not be written."""
-        ...
-
-    def recovered(self, seconds: float) -> None:
-        """A partition was gained and caught up on, in so many seconds."""
-        ...
-
-    def foreign(self, topic: str, count: int) -> None:
-        """So many records of one of our topics (`half`, say) are none of ours."""
-        ...
-
-    def fenced(self) -> None:
-        """Another owner has taken a partition."""
-        ...
-
-    def kafka_failed(self, operation: str) -> None:
-        """Kafka did not do what was asked: an `append`, a `turn` or a `claim`."""
-        ...
 
 
 class Owner:
@@ -153,7 +74,7 @@ class Owner:
         door: PartitionDoor,
         targets: Targets,
         runner: Runner,
-        events: OwnerEvents,
+        events: PartitionEvents,
         settings: OwnerSettings,
         *,
         identity: tuple[str, str],
@@ -172,7 +93,7 @@ class Owner:
         self._gate.set()
         self._door = GatedDoor(door, self._gate)
         self._events = events
-        self.tally = Tally(events)
+        self.tally = Tally()
         self._settings = settings
         self._identity = identity
         self._still_ours = still_ours
@@ -180,38 +101,36 @@ class Owner:
         self._record_version = record_version
         self._phase = PartitionState.CLAIMING
         self._resumed_s = time.monotonic()
-        self._claim = ""
+        self._claim = CurrentClaim()
         self._clock = LogTime(0)
-        # The half topic's own: ids are void by its log clock alone, wherever the others stand.
         self._id_clock = LogTime(0)
         self._tasks: list[asyncio.Task[None]] = []
         self._checking: asyncio.Task[None] | None = None
         self._closed = False
+        self._context = PartitionContext(
+            door.partition,
+            self.ledger,
+            settings,
+            events,
+            record_version,
+            stopped,
+            self._clock,
+            self._id_clock,
+            self._claim,
+            self._gate,
+            self.tally,
+        )
         self._make_parts(targets, runner, bodies_share, pace)
 
     def _make_parts(
         self, targets: Targets, runner: Runner, bodies_share: Callable[[], int], pace: TurnPace
     ) -> None:
-        door, ledger, events = self._door, self.ledger, self._events
-        self._applier = Applier(ledger, self._changed, events.outcome, events.foreign)
+        door, ledger, events, context = self._door, self.ledger, self._events, self._context
+        self._applier = Applier(ledger, events)
         self._half = Appender(
-            door.half,
-            self._applier.half,
-            lambda: ledger.half_position,
-            self._append_failed,
-            lambda: ledger.half_anchor,
-            self._gate,
-            ledger.skip_half,
+            door.half, HalfReplica(self._applier), self._append_failed, self._gate
         )
-        self._op = Appender(
-            door.op,
-            self._applier.op,
-            lambda: ledger.op_position,
-            self._append_failed,
-            lambda: ledger.op_anchor,
-            self._gate,
-            ledger.skip_op,
-        )
+        self._op = Appender(door.op, OpReplica(self._applier), self._append_failed, self._gate)
         self.bodies = Bodies(door, ledger, bodies_share, self._lost, self._stopped)
         self._promoter = Promoter(
             door,
@@ -257,28 +176,11 @@ class Owner:
             self.now_ms,
             self._settings.half_retention_ms,
         )
-        self._answers = self._make_answers()
-        self._visible = self._answers.visible
-
-    def _make_answers(self) -> Answers:
-        door = self._door
-        return Answers(
-            Parts(
-                self.ledger,
-                self._half,
-                self._op,
-                door.half,
-                door.op,
-                self._id_clock,
-                self._promoter,
-                self.checks,
-            ),
-            self._settings.bounds(),
-            self.tally,
-            self._claim_name,
-            self._record_version,
-            self._stopped,
+        self.api = PartitionApi(
+            context, self._half, self._op, (door.half, door.op), self._promoter, self.checks
         )
+        # While the logs are replayed only memory is looked after; all else once they are known.
+        self._applier.followers.append(self.bodies)
 
     # --- life ------------------------------------------------------------------------------
 
@@ -305,6 +207,11 @@ class Owner:
             except Fenced:
                 pause_s = await self._claim_again(pause_s)
         await self._begin(found)
+        self._applier.followers += (
+            LogClockFollower(self._clock, self.ledger),
+            self.checks,
+            self._promoter,
+        )
         hit("recover.done")
         loops = (
             self._half.run,
@@ -352,7 +259,7 @@ class Owner:
         await asyncio.gather(*tasks, return_exceptions=True)
         if last_snapshot and self.phase is PartitionState.OWNED:
             await self._snapshots.last()
-        self._visible.close()
+        self.api.visible.close()
         await self._door.close()
         hit("handover.closed")
 
@@ -365,7 +272,7 @@ class Owner:
         if self._gate.is_set():
             self._gate.clear()
             hit("handover.suspended")
-            self._answers.suspended = True
+            self.api.suspended = True
             self._half.turn_away()
             self._op.turn_away()
             self._snapshots.abandon()
@@ -378,7 +285,7 @@ class Owner:
         next turn would be fenced, and what it appended is read before ours is applied."""
         if not self._gate.is_set() and not self._closed:
             self._gate.set()
-            self._answers.suspended = False
+            self.api.suspended = False
             self._resumed_s = time.monotonic()
             if self._tasks:
                 self._begin_checks()
@@ -448,12 +355,12 @@ class Owner:
     # --- claims ----------------------------------------------------------------------------
 
     def _claim_name(self) -> str:
-        return self._claim
+        return self._claim.id
 
     def _new_claim(self) -> Claim:
-        self._claim = uuid.uuid4().hex
+        self._claim.id = uuid.uuid4().hex
         name, url = self._identity
-        return Claim(self._record_version(), self._claim, name, url)
+        return Claim(self._record_version(), self._claim.id, name, url)
 
     async def _claim_again(self, pause_s: float) -> float:
         """Pause before another claim, unless the partition has moved.
@@ -524,32 +431,21 @@ class Owner:
         if done:
             self.promoted(done)
         # The lost turns may have refused some.
-        waited_for = [self.ledger.transactions.get(id) for id in self._visible]
-        self._visible.release([t for t in waited_for if t and t.state is not State.COMMITTED])
+        waited_for = [self.ledger.transactions.get(id) for id in self.api.visible]
+        self.api.visible.release([t for t in waited_for if t and t.state is not State.COMMITTED])
 
     # --- what changed ----------------------------------------------------------------------
-
-    def _changed(self, transaction: Transaction) -> None:
-        """A record changed this transaction."""
-        self.bodies.trim()
-        if self._phase is PartitionState.REPLAYING:
-            # All are looked at once they are known.
-            return
-        self.checks.touch(transaction)
-        self._clock.at_least(max(self.ledger.half_clock_ms, self.ledger.op_clock_ms))
-        if transaction.state is State.COMMITTED or self.ledger.to_keep or self.ledger.to_release:
-            self._promoter.wake()
 
     def promoted(self, transactions: list[Transaction]) -> None:
         """Tell whoever waits that these are visible."""
         self._events.promoted(transactions)
-        self.tally.promoted(len(transactions))
-        self._visible.release(transactions)
+        self.tally.promoted += len(transactions)
+        self.api.visible.release(transactions)
 
     def refused(self, transactions: list[Transaction]) -> None:
         """Tell whoever waits that these will not become visible by themselves."""
         self._events.refused(transactions)
-        self._visible.release(transactions)
+        self.api.visible.release(transactions)
 
     def turn_lost(self) -> None:
         """Count that a turn's outcome is unknown."""
@@ -563,34 +459,17 @@ class Owner:
     def _append_failed(self) -> None:
         self._events.kafka_failed("append")
 
-    # --- calls ------------------------------------------------------------------------------
-
-    def standing_prepare(
-        self, half_id: str | None, group: str, dedup_key: str | None, messages: Sequence[Message]
-    ) -> Standing | None:
-        """Return the standing of a prepare that was stored before, None for a new one."""
-        return self._answers.standing_prepare(half_id, group, dedup_key, messages)
-
-    async def prepare(self, half: Half, instance: str = "") -> Standing:
-        """Store a half message whose target partitions are fixed."""
-        return await self._answers.prepare(half, instance)
-
-    async def get(self, id: str) -> Transaction:
-        """Return a transaction, after reading half to an end asked for now if it is unknown."""
-        return await self._answers.get(id)
-
-    async def find(self, id: str) -> Transaction:
-        """Return a transaction as `get` does, with who decided it and why, to be shown."""
-        return await self._answers.find(id)
-
     async def decide(self, request: DecideRequest) -> Standing:
-        """Write a deciding marker; answered when the ledger has applied it."""
-        return await self._answers.decide(request)
+        """Write one deciding marker.
+
+        Raises:
+            RequestError: as `PartitionApi.decide` says.
+        """
+        [answer] = await self.api.decide((request,))
+        if isinstance(answer, RequestError):
+            raise answer
+        return answer
 
     async def _examine_final(self, targets: Targets, messages: Sequence[Message]) -> None:
         beside = headers_bytes(self._settings.installation)
         await examine_final(targets, messages, self.now_ms(), beside)
-
-    async def revive(self, id: str, by: str, reason: str) -> Standing:
-        """Begin a new round for a parked transaction, or try a refused one again now."""
-        return await self._answers.revive(id, by, reason)

@@ -1,14 +1,10 @@
 """What one half partition answers: prepare, decide and revive, each by the rules of the ledger."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol
 
-from msgspec import Struct
-
-from txbroker.contract import DecideRequest, Standing
-from txbroker.core.codec import encode_contents, encode_half, encode_marker
+from txbroker.contract import Answer, DecideRequest, PrepareRequest, Standing
 from txbroker.core.ids import parse_id
 from txbroker.core.ledger import Ledger, same_contents
 from txbroker.core.outcome import Effect, Outcome
@@ -17,11 +13,10 @@ from txbroker.core.records import (
     Half,
     Marker,
     MarkerKind,
-    Message,
-    Record,
     Source,
     State,
 )
+from txbroker.core.runs import HalfRow, half_row, marker_row
 from txbroker.core.shares import Use
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction, fingerprint
@@ -38,72 +33,25 @@ from txbroker.errors import (
     NotPending,
     Overloaded,
     OwnerUnavailable,
+    RequestError,
     WrongGroup,
 )
 from txbroker.failpoints import hit
-from txbroker.proxy.partition.appender import Appender, Lane
+from txbroker.proxy.partition.appender import Appender, Applied, Lane
 from txbroker.proxy.partition.body_cache import lost_cause
 from txbroker.proxy.partition.checkback import CheckBack
-from txbroker.proxy.partition.clock import LogTime
+from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.history import search, tell_verdict
 from txbroker.proxy.partition.promoter import Promoter
 
 VERDICT_S = 1.0
 """Maximum time to read who decided a settled transaction, seconds; later it is shown without."""
+_KINDS = {
+    Decision.COMMIT: MarkerKind.COMMIT,
+    Decision.ROLLBACK: MarkerKind.ROLLBACK,
+}
 VERDICTS_MAX = 8
 """Such readings at a time: each fetches a batch of op."""
-
-
-class Bounds(Struct, frozen=True):
-    """How much a half partition holds.
-
-    Attributes:
-        dedup_window_ms: for how long ids and keys are remembered.
-        pending_max: transactions that are not settled.
-        pending_group_max: those of one share.
-        settled_max: settled ones of the dedup window.
-        settled_share_max: those of one share.
-        waiting_share_max: those of one share that wait for targets that do not take them now.
-    """
-
-    dedup_window_ms: int
-    pending_max: int
-    pending_group_max: int
-    settled_max: int
-    settled_share_max: int
-    waiting_share_max: int
-
-
-class AnswerEvents(Protocol):
-    """Who is told what was answered; called from the event loop."""
-
-    def prepared(self, transaction: Transaction) -> None:
-        """A half message was stored by this owner."""
-        ...
-
-    def decided(self, transaction: Transaction) -> None:
-        """A deciding marker took effect."""
-        ...
-
-    def outcome(self, outcome: Outcome) -> None:
-        """A decision changed nothing: it is contrary to the standing one."""
-        ...
-
-
-class Parts(Struct, frozen=True):
-    """What answers are made with: the owner's own, all of one partition.
-
-    `half_log` and `op_log` are read for transactions that the ledger has forgotten.
-    """
-
-    ledger: Ledger
-    half: Appender
-    op: Appender
-    half_log: Log
-    op_log: Log
-    id_clock: LogTime
-    promoter: Promoter
-    checks: CheckBack
 
 
 class Visible:
@@ -157,42 +105,39 @@ class Visible:
                 self._waiting.pop(id, None)
 
 
-class Answers:
+class PartitionApi:
     """Answers the calls for one half partition.
 
     Args:
-        parts: what answers are made with.
-        bounds: how much the partition holds.
-        events: told what was stored.
-        claim: the name of the owner's present claim, for markers.
-        record_version: the version of the records to write.
-        stopped: told where a call met a log that is not what it was.
+        context: what all parts of the partition share.
+        half, op: where half messages and markers are written.
+        logs: the half and the operation topic, read for transactions that the ledger has forgotten.
+        promoter: knows how many wait for their targets.
+        checks: writes what operators ask for.
     """
 
     def __init__(
         self,
-        parts: Parts,
-        bounds: Bounds,
-        events: AnswerEvents,
-        claim: Callable[[], str],
-        record_version: Callable[[], int],
-        stopped: Callable[[Exception], None],
+        context: PartitionContext,
+        half: Appender,
+        op: Appender,
+        logs: tuple[Log, Log],
+        promoter: Promoter,
+        checks: CheckBack,
     ) -> None:
         self.visible = Visible()
         self.suspended = False
         """Whether nobody knows whose the partition is: then nothing new is taken."""
-        self._ledger = parts.ledger
-        self._half = parts.half
-        self._op = parts.op
-        self._logs = (parts.half_log, parts.op_log)
-        self._id_clock = parts.id_clock
-        self._promoter = parts.promoter
-        self._checks = parts.checks
-        self._bounds = bounds
-        self._events = events
-        self._claim = claim
-        self._record_version = record_version
-        self._stopped = stopped
+        self._context = context
+        self._ledger = context.ledger
+        self._id_clock = context.id_clock
+        self._events = context.events
+        self._bounds = context.settings.bounds()
+        self._half = half
+        self._op = op
+        self._logs = logs
+        self._promoter = promoter
+        self._checks = checks
         # On their way into the half topic, by share.
         self._preparing = Use()
         self._searching = asyncio.Semaphore()
@@ -208,77 +153,125 @@ class Answers:
 
     # --- prepare ---------------------------------------------------------------------------
 
-    def standing_prepare(
-        self, half_id: str | None, group: str, dedup_key: str | None, messages: Sequence[Message]
-    ) -> Standing | None:
+    def standing_prepare(self, request: PrepareRequest) -> Standing | None:
         """Return the standing of a prepare that was stored before, None for a new one.
 
         Raises:
             IdConflict: the id or key was used for other content.
             BodyLost: what was stored is gone, and the transaction is undecided.
         """
-        transaction = self._ledger.get(half_id) if half_id else None
-        if transaction is None and dedup_key is not None:
-            transaction = self._ledger.by_dedup_key(group, dedup_key)
+        ledger, id = self._ledger, request.id
+        transaction = ledger.get(id) if id else None
+        if transaction is None and request.dedup_key is not None:
+            transaction = ledger.by_dedup_key(request.group, request.dedup_key)
             if transaction is not None and transaction.state in SETTLED:
                 age_ms = self._id_clock.now_ms() - transaction.prepared_at_ms
                 if age_ms > self._bounds.dedup_window_ms:
                     return None
         if transaction is None:
             return None
-        if transaction.fingerprint != fingerprint(messages, group):
+        if transaction.fingerprint != fingerprint(request.messages, request.group):
             raise IdConflict(id=transaction.id, state=transaction.state)
         return _repeated(transaction)
 
-    async def prepare(self, half: Half, instance: str = "") -> Standing:
-        """Store a half message whose target partitions are fixed.
+    async def prepare(self, halves: Sequence[Half], instance: str = "") -> list[Answer]:
+        """Store half messages whose target partitions are fixed.
 
-        Raises:
-            IdExpired: it was not stored; `now_ms` of the details is the time for another id.
-            IdConflict, TooLarge, Overloaded: it was not stored.
-            BodyLost: it was stored before, and is gone.
-            OwnerUnavailable: it may or may not be stored; the same again is safe.
+        Args:
+            halves: all of one group.
+            instance: the SDK process that prepares them.
+
+        Returns:
+            Of each where it stands, or: `IdExpired` where it was not stored (`now_ms` of the
+            details is the time for another id), `IdConflict`, `TooLarge`, `Overloaded`;
+            `BodyLost` where it was stored before, and is gone; `OwnerUnavailable` where it may or
+            may not be stored, and the same again is safe.
         """
-        now_ms = self._id_clock.now_ms()
-        age_ms = abs(now_ms - parse_id(half.id).time_ms)
-        if age_ms > self._bounds.dedup_window_ms:
-            why = f"the id is {age_ms // 1000} s away from Kafka's clock"
-            raise IdExpired(why, id=half.id, now_ms=now_ms)
-        self._check_open(half.id)
-        share = self._ledger.share_of(half.group)
-        self._check_room(half, share)
-        self._preparing.add(share)
-        try:
-            records = encode_half(half, self._record_version())
-            hit("prepare.received")
-            outcome = await self._half.append(records, Lane.CALLS)
-        finally:
-            self._preparing.add(share, -1)
-        self._id_clock.follow(self._ledger.half_clock_ms)
-        transaction = outcome.transaction
-        if outcome.effect is Effect.APPLIED and transaction is not None:
-            transaction.instance = instance
-            self._events.prepared(transaction)
-            hit("prepare.applied")
-            return standing(transaction, created=True)
-        if outcome.effect is Effect.REPEATED and transaction is not None:
-            return _repeated(transaction)
-        if outcome.effect is Effect.CONFLICT and transaction is not None:
-            raise IdConflict(id=transaction.id, state=transaction.state)
-        if outcome.effect is Effect.EXPIRED:
-            raise IdExpired(id=half.id, now_ms=self._id_clock.now_ms())
-        raise BadRequest(f"the half message is void: {outcome.why}", id=half.id)
+        version, now_ms = self._context.record_version(), self._id_clock.now_ms()
+        window_ms = self._bounds.dedup_window_ms
+        share = self._ledger.share_of(halves[0].group)
+        answers: list[Answer | None] = [None] * len(halves)
+        rows: list[HalfRow] = []
+        numbers: list[int] = []
+        room = 0
+        for number, half in enumerate(halves):
+            try:
+                age_ms = abs(now_ms - parse_id(half.id).time_ms)
+                if age_ms > window_ms:
+                    why = f"the id is {age_ms // 1000} s away from Kafka's clock"
+                    raise IdExpired(why, id=half.id, now_ms=now_ms)
+                if len(rows) >= room:
+                    self._check_open(half.id)
+                    room = len(rows) + self._check_room(half, share, len(rows))
+            except RequestError as error:
+                answers[number] = error
+                continue
+            rows.append(half_row(half, version))
+            numbers.append(number)
+        if rows:
+            await self._store(rows, numbers, share, instance, answers)
+        return [each for each in answers if each is not None]
 
-    def _check_room(self, half: Half, share: str) -> None:
+    async def _store(
+        self,
+        rows: list[HalfRow],
+        numbers: list[int],
+        share: str,
+        instance: str,
+        answers: list[Answer | None],
+    ) -> None:
+        """Append half messages, and note the answer of each under its number."""
+        self._preparing.add(share, len(rows))
+        try:
+            hit("prepare.received")
+            outcomes = await self._half.append(rows, Lane.CALLS)
+        finally:
+            self._preparing.add(share, -len(rows))
+        self._id_clock.follow(self._ledger.half_clock_ms)
+        stored: list[Transaction] = []
+        for number, row, outcome in zip(numbers, rows, outcomes, strict=True):
+            if isinstance(outcome, Outcome) and outcome.effect is Effect.APPLIED:
+                transaction = outcome.transaction
+                assert transaction is not None
+                transaction.instance = instance
+                stored.append(transaction)
+                answers[number] = Standing(row.half.id, transaction.state, None, True)
+            else:
+                answers[number] = self._not_stored(row.half, outcome)
+        if stored:
+            self._context.tally.prepared += len(stored)
+            self._events.prepared(stored)
+            hit("prepare.applied")
+
+    def _not_stored(self, half: Half, outcome: Applied) -> Answer:
+        """Return the answer to a prepare that was not the first one of its id."""
+        if isinstance(outcome, RequestError):
+            return outcome
+        transaction = outcome.transaction
+        if outcome.effect is Effect.REPEATED and transaction is not None:
+            try:
+                return _repeated(transaction)
+            except BodyLost as error:
+                return error
+        if outcome.effect is Effect.CONFLICT and transaction is not None:
+            return IdConflict(id=transaction.id, state=transaction.state)
+        if outcome.effect is Effect.EXPIRED:
+            return IdExpired(id=half.id, now_ms=self._id_clock.now_ms())
+        return BadRequest(f"the half message is void: {outcome.why}", id=half.id)
+
+    def _check_room(self, half: Half, share: str, ahead: int) -> int:
         """Refuse a prepare that would make the partition hold more than it can, or its share more
-        than the part that one may use.
+        than the part that one may use; return for how many, this one included, there is room.
+
+        Args:
+            ahead: how many of its run go before it.
 
         Raises:
             Overloaded: with what has to happen first.
         """
         ledger, bounds = self._ledger, self._bounds
-        held = len(ledger.transactions) + self._preparing.total
-        held_of = ledger.unsettled.of(share) + self._preparing.of(share)
+        held = len(ledger.transactions) + self._preparing.total + ahead
+        held_of = ledger.unsettled.of(share) + self._preparing.of(share) + ahead
         if held >= bounds.pending_max:
             raise Overloaded(
                 f"partition {ledger.partition} holds {held} transactions that are not settled, its "
@@ -297,6 +290,7 @@ class Answers:
             why = f"{waiting} transactions that wait for target partitions without a leader"
             raise _too_much(half, share, ledger, why, "wait until the targets take them")
         self._check_remembered(half, share)
+        return min(bounds.pending_max - held, bounds.pending_group_max - held_of)
 
     def _check_remembered(self, half: Half, share: str) -> None:
         """Refuse a prepare while too many settled transactions have to be remembered.
@@ -337,7 +331,7 @@ class Answers:
                 raise OwnerUnavailable(str(error), id=id) from None
             except (InvariantBroken, LogTruncated) as error:
                 # The record that cannot be applied is behind us now: nobody else would meet it.
-                self._stopped(error)
+                self._context.stopped(error)
                 raise OwnerUnavailable(str(error), id=id) from None
             transaction = self._ledger.get(id)
         return transaction or await self._settled_before(id)
@@ -363,77 +357,131 @@ class Answers:
             except KafkaUnavailable as error:
                 raise OwnerUnavailable(str(error), id=id) from None
 
-    async def decide(self, request: DecideRequest) -> Standing:
-        """Write a deciding marker; answered when the ledger has applied it.
+    async def decide(self, requests: Sequence[DecideRequest]) -> list[Answer]:
+        """Write deciding markers; answered when the ledger has applied them.
+
+        Returns:
+            Of each where it stands, or: `AlreadyDecided`, `WrongGroup`, `NotFound`, `TooOld`,
+            `TooLarge`, `BadRequest` where it was not written, or had no effect; `BodyLost` where
+            it was not written, as a commit could promote nothing; `OwnerUnavailable` where it may
+            or may not be written, and the same again is safe.
+        """
+        ledger = self._ledger
+        answers: list[Answer | None] = [None] * len(requests)
+        found: list[tuple[int, DecideRequest, Transaction]] = []
+        for number, request in enumerate(requests):
+            id = request.id
+            try:
+                if self.suspended:
+                    self._check_open(id)
+                transaction = ledger.transactions.get(id) or await self.get(id)
+                if transaction.verdict is not None:
+                    self._stands(transaction, request)
+                    answers[number] = standing(transaction)
+                    continue
+                if request.group and request.group != transaction.half.group:
+                    check_group(transaction, request.group)
+                if transaction.lost and request.messages is None:
+                    _check_commit(transaction, request)
+            except RequestError as error:
+                answers[number] = error
+            else:
+                found.append((number, request, transaction))
+        if found:
+            await self._mark(found, answers)
+        return [each for each in answers if each is not None]
+
+    async def _mark(
+        self,
+        found: list[tuple[int, DecideRequest, Transaction]],
+        answers: list[Answer | None],
+    ) -> None:
+        """Append deciding markers, and note the answer of each under its number."""
+        if self.suspended:
+            # Touch may be lost since: nobody knows when it would be written.
+            for number, request, _ in found:
+                try:
+                    self._check_open(request.id)
+                except RequestError as error:
+                    answers[number] = error
+            return
+        hit("decide.received")
+        version, claim = self._context.record_version(), self._context.claim.id
+        rows = []
+        for _, request, transaction in found:
+            contents = request.messages
+            marker = Marker(
+                v=version,
+                kind=_KINDS[request.decision],
+                id=request.id,
+                half=transaction.offset,
+                source=request.source,
+                group=request.group,
+                by=request.by,
+                reason=request.reason,
+                round=transaction.round,
+                number=transaction.number,
+                claim=claim,
+                contents=0 if contents is None else len(contents),
+            )
+            rows.append(marker_row(marker, transaction.half, contents))
+        outcomes = await self._op.append(rows, Lane.CALLS)
+        decided: list[Transaction] = []
+        for (number, request, transaction), outcome in zip(found, outcomes, strict=True):
+            if isinstance(outcome, Outcome) and outcome.effect is Effect.APPLIED:
+                decided.append(transaction)
+                answers[number] = Standing(request.id, transaction.state, request.decision)
+            else:
+                answers[number] = self._not_marked(transaction, request, outcome)
+        if decided:
+            self._context.tally.decided += len(decided)
+            self._events.decided(decided)
+            hit("decide.applied")
+
+    def _not_marked(
+        self, transaction: Transaction, request: DecideRequest, outcome: Applied
+    ) -> Answer:
+        """Return the answer to a decision whose marker was not the first one."""
+        if isinstance(outcome, RequestError):
+            return outcome
+        if transaction.verdict is None:
+            return OwnerUnavailable(f"the marker had no effect: {outcome.why}", id=request.id)
+        try:
+            _check_same(transaction, request)
+        except AlreadyDecided as error:
+            return error
+        return standing(transaction)
+
+    def _stands(self, transaction: Transaction, request: DecideRequest) -> None:
+        """Raise if a decision is not the one that stands.
 
         Raises:
-            AlreadyDecided, WrongGroup, NotFound, TooOld, TooLarge, BadRequest: not written, or
-                without effect.
-            BodyLost: not written, as a commit could promote nothing.
-            OwnerUnavailable: it may or may not be written; the same again is safe.
+            WrongGroup: the transaction belongs to another group.
+            AlreadyDecided: it was decided otherwise.
         """
-        self._check_open(request.id)
-        transaction = await self.get(request.id)
+        check_group(transaction, request.group)
         try:
-            self._may_decide(transaction, request)
+            _check_same(transaction, request)
         except AlreadyDecided:
             # No marker is written that could count it.
             self._events.outcome(Outcome(Effect.CONFLICT, transaction))
             raise
-        if transaction.decision is None:
-            if request.decision is Decision.COMMIT and request.messages is None:
-                _check_body(transaction)
-            # Touch may be lost since: nobody knows when it would be written.
-            self._check_open(request.id)
-            hit("decide.received")
-            outcome = await self._op.append(self._deciding(transaction, request), Lane.CALLS)
-            if outcome.effect is Effect.APPLIED:
-                self._events.decided(transaction)
-                hit("decide.applied")
-            elif transaction.decision is None:
-                raise OwnerUnavailable(f"the marker had no effect: {outcome.why}", id=request.id)
-            self._may_decide(transaction, request)
-        if request.wait and transaction.state is State.COMMITTED:
+
+    async def visible_by(self, request: DecideRequest, answer: Answer) -> Answer:
+        """Return where a transaction stands once its messages are visible, or the request's time
+        is over.
+
+        Raises:
+            OwnerUnavailable: this owner closes.
+        """
+        if isinstance(answer, RequestError) or answer.state is not State.COMMITTED:
+            return answer
+        transaction = await self.get(request.id)
+        if transaction.state is State.COMMITTED:
             with suppress(TimeoutError):
                 async with asyncio.timeout(request.wait_s or None):
-                    await self.visible.wait(transaction.id)
+                    await self.visible.wait(request.id)
         return standing(transaction)
-
-    def _may_decide(self, transaction: Transaction, request: DecideRequest) -> None:
-        """Raise if the request cannot be, or was not, what decides the transaction."""
-        check_group(transaction, request.group)
-        if transaction.decision is None:
-            return
-        if transaction.decision is not request.decision:
-            why = f"the transaction was decided before: {transaction.decision}"
-        elif not same_contents(transaction, request.messages):
-            why = "the transaction was committed before, with other messages"
-        else:
-            return
-        raise AlreadyDecided(
-            why, id=request.id, decision=transaction.decision, state=transaction.state
-        )
-
-    def _deciding(self, transaction: Transaction, request: DecideRequest) -> list[Record]:
-        contents = request.messages
-        marker = Marker(
-            v=self._record_version(),
-            kind=MarkerKind(request.decision),
-            id=transaction.id,
-            half=transaction.offset,
-            source=request.source,
-            group=request.group,
-            by=request.by,
-            reason=request.reason,
-            round=transaction.round,
-            number=transaction.number,
-            claim=self._claim(),
-            contents=0 if contents is None else len(contents),
-        )
-        records = [encode_marker(marker)]
-        if contents is not None:
-            records.extend(encode_contents(transaction.half, contents, marker.v))
-        return records
 
     async def revive(self, id: str, by: str, reason: str) -> Standing:
         """Begin a new round for a parked transaction, or try a refused one again now.
@@ -456,6 +504,31 @@ class Answers:
         if transaction.state is State.REFUSED:
             self._promoter.retry_refused(id)
         return standing(transaction)
+
+
+def _check_commit(transaction: Transaction, request: DecideRequest) -> None:
+    """Refuse a commit that could promote nothing.
+
+    Raises:
+        BodyLost: the messages are gone.
+    """
+    if request.decision is Decision.COMMIT:
+        _check_body(transaction)
+
+
+def _check_same(transaction: Transaction, request: DecideRequest) -> None:
+    """Raise if a request is not what has decided the transaction.
+
+    Raises:
+        AlreadyDecided: it is another decision, or one with other messages.
+    """
+    if transaction.decision is not request.decision:
+        why = f"the transaction was decided before: {transaction.decision}"
+    elif not same_contents(transaction, request.messages):
+        why = "the transaction was committed before, with other messages"
+    else:
+        return
+    raise AlreadyDecided(why, id=request.id, decision=transaction.decision, state=transaction.state)
 
 
 def _too_much(half: Half, share: str, ledger: Ledger, what: str, remedy: str) -> Overloaded:

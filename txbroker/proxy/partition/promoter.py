@@ -12,7 +12,7 @@ This file tells how turns are written; `quarantine.py` holds what is kept away f
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -176,6 +176,15 @@ class Promoter:
     def wake(self) -> None:
         """There may be something to do."""
         self._wake.set()
+
+    def changed(self, transactions: Sequence[Transaction]) -> None:
+        """Records changed these: there may be something to promote or to copy."""
+        wanted = bool(self._ledger.to_keep or self._ledger.to_release)
+        for transaction in transactions:
+            if transaction.state is State.COMMITTED:
+                wanted = True
+        if wanted:
+            self._wake.set()
 
     def retry_refused(self, id: str) -> None:
         """Try a refused transaction again now, whatever was found out about it before."""

@@ -15,7 +15,7 @@ from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.own_topics import foreign_why
-from txbroker.proxy.partition.applier import Applier
+from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.pace import Pace
 from txbroker.proxy.partition.parked_copies import Copies, batches, read_copies, with_messages
 
@@ -436,6 +436,7 @@ async def _replay(
     all of the past are in memory at once.
     """
     half, op = _Feed(halves), _Feed(markers)
+    half_replica, op_replica = HalfReplica(applier), OpReplica(applier)
     await half.move()
     await op.move()
     pace = Pace()
@@ -444,10 +445,10 @@ async def _replay(
             half.record is not None and half.record.timestamp_ms <= op.record.timestamp_ms
         ):
             assert half.record is not None
-            applier.half(half.record)
+            half_replica.apply(half.record)
             await half.move()
         else:
-            applier.op(op.record)
+            op_replica.apply(op.record)
             await op.move()
         await pace.step()
 

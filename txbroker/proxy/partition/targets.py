@@ -72,7 +72,7 @@ def verdict(message: Message, facts: TargetFacts | Cause, beside: int = 0) -> Ve
     Args:
         beside: bytes that its installation's header takes.
     """
-    return takes(message.topic, message.partition, bytes_in_batch(message) + beside, facts)
+    return takes(message.topic, message.partition, bytes_in_batch((message,)) + beside, facts)
 
 
 def takes(topic: str, partition: int | None, size: int, facts: TargetFacts | Cause) -> Verdict:
@@ -170,8 +170,9 @@ class Placing:
             cause = verdict(message, known, self._beside)
             if cause is not None and not cause.passing:
                 raise _refusal(cause)
+            if message.timestamp_ms is not None:
+                check_timestamps((message,), now_ms)
             placed.append(message)
-        check_timestamps(placed, now_ms)
         return tuple(placed)
 
     def _any(self, topic: str, facts: TargetFacts) -> int:

@@ -1,0 +1,152 @@
+"""What all parts of a half partition share, and what they report."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from txbroker.core.ledger import Ledger
+from txbroker.core.outcome import Outcome
+from txbroker.core.promotion import TurnLimits
+from txbroker.core.records import Header
+from txbroker.core.shares import part_of
+from txbroker.core.transaction import Transaction
+from txbroker.proxy.partition.clock import LogTime
+from txbroker.proxy.tally import Tally
+
+
+class Bounds(Struct, frozen=True):
+    """How much a half partition holds.
+
+    Attributes:
+        dedup_window_ms: for how long ids and keys are remembered.
+        pending_max: transactions that are not settled.
+        pending_group_max: those of one share.
+        settled_max: settled ones of the dedup window.
+        settled_share_max: those of one share.
+        waiting_share_max: those of one share that wait for targets that do not take them now.
+    """
+
+    dedup_window_ms: int
+    pending_max: int
+    pending_group_max: int
+    settled_max: int
+    settled_share_max: int
+    waiting_share_max: int
+
+
+class OwnerSettings(Struct, frozen=True):
+    """What an owner needs of the configuration."""
+
+    dedup_window_ms: int
+    pending_max: int
+    pending_group_max: int
+    settled_max: int
+    half_retention_ms: int
+    turns: TurnLimits = TurnLimits()
+    snapshot_records_min: int = 20_000
+    installation: tuple[Header, ...] = ()
+    """What the headers of promoted records begin with."""
+
+    def bounds(self) -> Bounds:
+        """Return how much a half partition holds."""
+        return Bounds(
+            self.dedup_window_ms,
+            self.pending_max,
+            self.pending_group_max,
+            self.settled_max,
+            settled_share_max=part_of(self.settled_max),
+            waiting_share_max=part_of(self.turns.deferred_max),
+        )
+
+
+class PartitionEvents(Protocol):
+    """Who is told what happens on a partition; called from the event loop, once a run or turn."""
+
+    def outcome(self, outcome: Outcome) -> None:
+        """A record, or a decision that came too late for one, changed nothing: it is repeated,
+        contrary, illegal or void."""
+        ...
+
+    def prepared(self, transactions: Sequence[Transaction]) -> None:
+        """Half messages were stored by this owner."""
+        ...
+
+    def decided(self, transactions: Sequence[Transaction]) -> None:
+        """Deciding markers took effect."""
+        ...
+
+    def promoted(self, transactions: list[Transaction]) -> None:
+        """These are visible now."""
+        ...
+
+    def refused(self, transactions: list[Transaction]) -> None:
+        """These were set aside: a target does not take them."""
+        ...
+
+    def lost(self, count: int) -> None:
+        """So many half messages vanished before their transactions were settled."""
+        ...
+
+    def snapshot_written(self, seconds: float, entries: int) -> None:
+        """A snapshot of so many transactions was written, in so many seconds."""
+        ...
+
+    def snapshot_failed(self) -> None:
+        """A snapshot could not be written."""
+        ...
+
+    def recovered(self, seconds: float) -> None:
+        """A partition was gained and caught up on, in so many seconds."""
+        ...
+
+    def foreign(self, topic: str, count: int) -> None:
+        """So many records of one of our topics (`half`, say) are none of ours."""
+        ...
+
+    def fenced(self) -> None:
+        """Another owner has taken a partition."""
+        ...
+
+    def kafka_failed(self, operation: str) -> None:
+        """Kafka did not do what was asked: an `append`, a `turn` or a `claim`."""
+        ...
+
+
+class CurrentClaim:
+    """The claim under which an owner works: another one after each reclaim."""
+
+    def __init__(self, id: str = "") -> None:
+        self.id = id
+
+
+class PartitionContext(Struct, frozen=True):
+    """What all parts of one half partition share.
+
+    Attributes:
+        partition: the half partition.
+        ledger: its transactions.
+        settings: limits and windows.
+        events: told what happens.
+        record_version: returns the version of the records to write.
+        stopped: told why, once, if the partition cannot go on.
+        clock: the brokers' clock.
+        id_clock: the half topic's own: ids are void by its log clock alone, wherever the others
+            stand.
+        claim: the owner's present claim.
+        gate: nothing is written while it is not set: the owner is suspended.
+        tally: counts what is shown as rates.
+    """
+
+    partition: int
+    ledger: Ledger
+    settings: OwnerSettings
+    events: PartitionEvents
+    record_version: Callable[[], int]
+    stopped: Callable[[Exception], None]
+    clock: LogTime
+    id_clock: LogTime
+    claim: CurrentClaim
+    gate: asyncio.Event
+    tally: Tally
