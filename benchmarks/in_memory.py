@@ -12,8 +12,10 @@ import gc
 import sys
 import tempfile
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvloop
@@ -22,6 +24,7 @@ from txbroker.principals import Role, digest_of, format_principal, make_token
 from txbroker.sdk import Limits, Message, TransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
 
+PROXY_THREAD = "txbroker-testing"
 WARMUP = 3_000
 SWITCH_S = 0.02
 """How long a thread runs before the other: each switch costs, and two processes have none."""
@@ -35,9 +38,19 @@ def processor_us(thread: int) -> float:
 
 def thread_of_proxy() -> int:
     """Return the number of the thread in which the proxy runs."""
-    found = [each.native_id for each in threading.enumerate() if each.name == "txbroker-testing"]
+    found = [each.native_id for each in threading.enumerate() if each.name == PROXY_THREAD]
     assert found[0] is not None
     return found[0]
+
+
+@contextmanager
+def in_memory_broker(**settings: Any) -> Iterator[InMemoryBroker]:
+    """Start a proxy on a Kafka in memory, set up so that rounds of a measurement compare."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    gc.disable()
+    sys.setswitchinterval(SWITCH_S)
+    with InMemoryBroker(partitions=4, settled_max=10_000_000, **settings) as broker:
+        yield broker
 
 
 def with_principals(folder: Path) -> tuple[dict[str, Path], str]:
@@ -90,18 +103,13 @@ def main() -> None:
         "--principals", action="store_true", help="authenticate and authorize the producers"
     )
     given = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    gc.disable()
-    sys.setswitchinterval(SWITCH_S)
     rounds: list[tuple[float, float]] = []
     settings: dict[str, Path] = {}
     token = ""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if given.principals:
             settings, token = with_principals(Path(folder))
-        broker = stack.enter_context(
-            InMemoryBroker(partitions=4, settled_max=10_000_000, **settings)
-        )
+        broker = stack.enter_context(in_memory_broker(**settings))
         proxy, client = thread_of_proxy(), threading.get_native_id()
         uvloop.run(transactions(broker.url, WARMUP, given.in_flight, given.size, token))
         for _ in range(given.rounds):

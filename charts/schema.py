@@ -19,10 +19,11 @@ MADE_HERE = frozenset(
         "listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure",
         "principals_file", "peer_secret_file", "peer_names", "peer_listen", "peer_advertise",
         "admin_listen", "admin_token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file",
-        "peers_ca_file", "secrets_dir",
+        "peers_ca_file", "secrets_dir", "workers",
     }
 )  # fmt: skip
-"""Settings that templates make from other values; so are all that begin with `kafka`."""
+"""Settings that templates make from other values, and `workers`, as pods are what shares the work
+there; so are all that begin with `kafka`."""
 
 TEXT: Json = {"type": "string"}
 NAME: Json = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"}

@@ -36,7 +36,8 @@ from txbroker.kafka.counting import (
 
 END_TIMEOUT_S = 40.0
 """More than a producer takes to drain."""
-_OURS = ("listen", "advertise", "admin_", "token_", "tls_", "peers_", "kafka", "data_", "instance")
+_OURS = ("listen", "advertise", "admin_", "token_", "tls_", "peers_", "kafka", "data_", "instance",
+         "workers")  # fmt: skip
 """What a proxy of the measurement's own does not take from the user's settings."""
 
 

@@ -1,7 +1,6 @@
 """`txbroker dev`: everything that it takes, in one process and one Java beside it."""
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,15 @@ import click
 from txbroker.addresses import Address
 from txbroker.cli.instance import named
 from txbroker.cli.run import Failed, run_async
-from txbroker.cli.serving import owns_all, serve, until_signal
+from txbroker.cli.serving import owns_all, serve, until_signal, why_not_free
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka
 from txbroker.proxy.logging import configure_logging
 
-_OF_ANOTHER_KAFKA = (*KAFKA_SETTINGS, "wait_for_kafka_s")
-DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in _OF_ANOTHER_KAFKA)
+_OF_OTHERS = (*KAFKA_SETTINGS, "wait_for_kafka_s", "workers")
+"""What is about another Kafka, or several proxies."""
+DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in _OF_OTHERS)
 
 
 @click.command("dev")
@@ -55,16 +55,11 @@ def require_free(address: Address) -> None:
     Raises:
         Failed: it is taken, or not this machine's.
     """
-    try:
-        # Whoever takes it from here on is found when the proxy listens.
-        with socket.create_server(address[:2]):
-            pass
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+    if reason := why_not_free(address):
         raise Failed(
             f"cannot listen on {address.host}:{address.port}: {reason}. "
             "Choose another address with --listen"
-        ) from None
+        )
 
 
 async def develop(kafka: EmbeddedKafka, settings: Settings) -> None:

@@ -9,6 +9,7 @@ from txbroker.cli.instance import named
 from txbroker.cli.run import run_async
 from txbroker.cli.serving import serve, until_signal
 from txbroker.cli.setting_options import setting_options, settings_from
+from txbroker.cli.workers import run_workers
 from txbroker.config import Settings
 from txbroker.proxy.logging import configure_logging
 
@@ -20,10 +21,21 @@ def command(config: Path | None, **options: Any) -> None:
 
     It makes its own topics where they are missing, shares the half partitions with the other
     proxies of the same --topic-prefix, and prints `ready URL kafka SERVERS` on stdout once it can
-    take calls. Everything else goes to stderr.
+    take calls. Everything else goes to stderr. With --workers it runs several, each of which has
+    such a line once all of them can take calls.
     """
-    with named(settings_from(config, options)) as settings:
+    settings = settings_from(config, options)
+    if settings.workers > 1:
         configure_logging(settings.log_format, settings.log_level)
+        run_async(until_signal(run_workers(settings)))
+    else:
+        run_one(settings)
+
+
+def run_one(settings: Settings, *, worker: int = 0, lifeline: int | None = None) -> None:
+    """Run one proxy in this process, until a signal comes or its `lifeline` says so."""
+    with named(settings) as settings:
+        configure_logging(settings.log_format, settings.log_level, worker=worker)
         run_async(
             until_signal(
                 serve(
@@ -32,5 +44,6 @@ def command(config: Path | None, **options: Any) -> None:
                     lambda: None,
                     wait_s=settings.wait_for_kafka_s,
                 ),
+                lifeline,
             )
         )

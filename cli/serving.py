@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from typing import NoReturn
 
 import click
 
+from txbroker.addresses import Address
 from txbroker.cli.run import Failed
 from txbroker.config import Settings
 from txbroker.kafka.wiring import door_from
@@ -17,6 +20,7 @@ from txbroker.proxy.process import Proxy, run_proxy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_AT_START_S, _LOOK_S = 0.02, 0.5
+_LIFELINE_BYTES = 1024
 _COLLECT_EVERY = 20_000
 """New objects from which on Python looks for those that only refer to one another. It does so from
 700 on by itself, and looks through everything that calls in flight hold each time."""
@@ -38,10 +42,12 @@ def rare_collections() -> Iterator[None]:
 
 
 @contextmanager
-def stop_event() -> Iterator[asyncio.Event]:
+def stop_event(lifeline: int | None = None) -> Iterator[asyncio.Event]:
     """Give an event that the first SIGINT or SIGTERM sets; a second one ends the process at once.
 
-    What an embedded Kafka is then left with, its own watcher ends.
+    What an embedded Kafka is then left with, its own watcher ends. A `lifeline` is a pipe from a
+    parent process: what it writes asks for a stop, and its end, as the parent has died, counts
+    like a SIGTERM.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -52,22 +58,34 @@ def stop_event() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
 
+    def on_lifeline(pipe: int) -> None:
+        if not os.read(pipe, _LIFELINE_BYTES):
+            loop.remove_reader(pipe)
+            signal.raise_signal(signal.SIGTERM)
+        elif not stop.is_set():
+            on_signal()
+
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
+    if lifeline is not None:
+        loop.add_reader(lifeline, on_lifeline, lifeline)
     try:
         yield stop
     finally:
+        if lifeline is not None:
+            loop.remove_reader(lifeline)
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
 
-async def until_signal(work: Coroutine[None, None, None]) -> bool:
-    """Do `work` until it ends or a signal comes; then it is cancelled, and cleans up after itself.
+async def until_signal(work: Coroutine[None, None, None], lifeline: int | None = None) -> bool:
+    """Do `work` until it ends or a signal comes, or a parent says so by a `lifeline`; then it is
+    cancelled, and cleans up after itself.
 
     Returns False where a signal came. Raises whatever `work` raises, and RuntimeError where it was
     cancelled by nobody but itself.
     """
-    with stop_event() as stop:
+    with stop_event(lifeline) as stop:
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(stop.wait())
         try:
@@ -111,6 +129,19 @@ async def serve(
                     click.echo(f"ready {proxy.url} kafka {settings.kafka}{admin}")
                     sys.stdout.flush()
                 await asyncio.sleep(_LOOK_S if announced else _LOOK_AT_START_S)
+
+
+def why_not_free(address: Address) -> str:
+    """Say why an address cannot be listened on, before anything is started for it; "" where it
+    can. Whoever takes it from here on is found when the proxy listens."""
+    try:
+        for family, _, _, _, at in socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        ):
+            socket.create_server((str(at[0]), int(at[1])), family=family).close()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
 
 
 def owns_all(proxy: Proxy) -> bool:

@@ -92,6 +92,7 @@ def _metavar(name: str) -> str:
         "_s": "SECONDS",
         "_bytes_max": "BYTES",
         "_max": "N",
+        "workers": "N",
         "_file": "FILE",
         "_dir": "DIR",
         "partitions": "N",

@@ -31,6 +31,7 @@ PRIVATE_NETWORKS: tuple[IpNetwork, ...] = tuple(
 )  # fmt: skip
 
 
+PORT_MAX = 65535
 TOKEN_CHARS_MIN = 16
 """A shorter token can be guessed by whoever may try often."""
 OPEN_MODE = stat.S_IRWXO | stat.S_IWGRP
@@ -72,6 +73,13 @@ class Address(NamedTuple):
         return f"{'https' if secure else 'http'}://{host}:{self.port}"
 
 
+def with_later_port(text: str, later: int) -> str:
+    """Return `host:port`, or a URL that ends so, with a port that is `later` higher; port 0, any
+    free one, stays."""
+    host, _, port = text.rpartition(":")
+    return f"{host}:{int(port) + later}" if int(port) else text
+
+
 def parse_address(text: str) -> Address:
     """Return the host and port that `text` names.
 
@@ -81,7 +89,7 @@ def parse_address(text: str) -> Address:
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
-    sound = colon and port.isdecimal() and port.isascii() and int(port) <= 65535
+    sound = colon and port.isdecimal() and port.isascii() and int(port) <= PORT_MAX
     if not sound or not _is_host(host) or (":" in host) != bracketed:
         raise ConfigurationError(f"{text!r} is not an address: expected host:port")
     return Address(host, int(port))

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from txbroker.addresses import PORT_MAX, Address, with_later_port
 from txbroker.config_access import ListenerAccess
 from txbroker.config_kafka import KafkaAccess, secret_settings
 from txbroker.core.codec import DEFAULT_PREFIX, OWN_TOPICS
@@ -45,6 +46,9 @@ SESSION_MIN_S, SESSION_MAX_S = 6.0, 1800.0
 """What brokers allow unless told otherwise."""
 DEDUP_WINDOW_MIN_S = 10.0
 """Below this, a client that waits for one request timeout could not repeat its prepare."""
+WORKERS_MAX = 64
+PORT_SETTINGS = ("listen", "admin_listen", "peer_listen", "advertise", "peer_advertise")
+"""Each worker has other ports in these."""
 FRAME_ROOM_BYTES = 64 * KIB
 """What a frame or a record batch needs beside the messages in it."""
 
@@ -65,6 +69,13 @@ class Settings(ListenerAccess, KafkaAccess):
         description="The name of this proxy among the others, the same after a restart, and of "
         "one process at a time. Empty: made once for each `listen` address, and kept in "
         "`data_dir`.",
+    )
+    workers: Annotated[int, Field(ge=1, le=WORKERS_MAX)] = Field(
+        1,
+        description="How many proxies `txbroker proxy` runs, each a process of its own: one for "
+        "each core. The first has the ports of `listen`, `admin_listen`, `peer_listen`, "
+        "`advertise` and `peer_advertise`, the second those after them, and so on; limits count "
+        "for each.",
     )
     wait_for_kafka_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         60.0,
@@ -258,6 +269,16 @@ class Settings(ListenerAccess, KafkaAccess):
         """The full names of all of txbroker's own topics."""
         return frozenset(map(self.topic, OWN_TOPICS))
 
+    def of_worker(self, number: int) -> "Settings":
+        """Return the settings of one of the `workers`, counted from 1: of one process."""
+        later = number - 1
+        changes: dict[str, Any] = {"workers": 1}
+        if later:
+            named = {name: getattr(self, name) for name in PORT_SETTINGS}
+            changes |= {name: with_later_port(at, later) for name, at in named.items() if at}
+            changes["instance"] = self.instance and f"{self.instance}-{number}"
+        return self.model_copy(update=changes)
+
     def validate_whole(self) -> None:
         """Refuse what contradicts itself or cannot work.
 
@@ -266,6 +287,7 @@ class Settings(ListenerAccess, KafkaAccess):
         """
         self.check_kafka()
         self.check_access()
+        _check_workers(self)
         _check_times(self)
         _check_sizes(self)
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", self.topic_prefix):
@@ -380,6 +402,42 @@ def _in_words(error: ValidationError, given: Mapping[str, tuple[Any, str]]) -> s
 
 
 # --- contradictions --------------------------------------------------------------------------
+
+
+def _check_workers(settings: Settings) -> None:
+    if settings.workers == 1:
+        return
+    if settings.guarded and not settings.peer_identity:
+        raise ConfigurationError(
+            f"workers {settings.workers} call one another, and callers need a credential: set "
+            "peer_secret_file or peer_names, by which they prove to be proxies"
+        )
+    taken: dict[Address, str] = {}
+    for name in PORT_SETTINGS:
+        given = getattr(settings, name)
+        if given and not _has_port(given):
+            raise ConfigurationError(
+                f"{name} {given} names no port, and each of the {settings.workers} workers has "
+                "the next one: give that of the first"
+            )
+        for number in range(1, settings.workers + 1 if given else 1):
+            address = _server(getattr(settings.of_worker(number), name))
+            holder = name if "advertise" in name else taken.setdefault(address, name)
+            if address.port and (holder != name or address.port > PORT_MAX):
+                why = f"is one of {holder}" if holder != name else "does not exist"
+                raise ConfigurationError(
+                    f"{name} {given}: worker {number} has the port {address.port}, which {why}. "
+                    f"Leave room for {settings.workers} ports"
+                )
+
+
+def _has_port(address_or_url: str) -> bool:
+    return re.search(r":\d+$", address_or_url) is not None
+
+
+def _server(address_or_url: str) -> Address:
+    host, _, port = address_or_url.rpartition("/")[2].rpartition(":")
+    return Address(host, int(port))
 
 
 def _check_times(settings: Settings) -> None:

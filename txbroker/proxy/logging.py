@@ -60,6 +60,15 @@ def _plain_traceback(out: TextIO, error: structlog.typing.ExcInfo) -> None:
             out.write(f"\n{_MARGIN}{printable(line)}")
 
 
+def _naming(worker: int) -> structlog.typing.Processor:
+    """Return what adds to each line of which worker it is."""
+
+    def name(_: Any, __: str, event: EventDict) -> EventDict:
+        return {**event, "worker": worker}
+
+    return name
+
+
 # --- how many lines --------------------------------------------------------------------------
 
 
@@ -101,13 +110,14 @@ def flush_lines() -> None:
 
 
 def configure_logging(
-    style: Literal["auto", "console", "json"] = "auto", level: str = "info"
+    style: Literal["auto", "console", "json"] = "auto", level: str = "info", *, worker: int = 0
 ) -> None:
     """Send every log line of the process to stderr, structlog's and the libraries' alike.
 
     Args:
         style: `console` for people, `json` for machines; `auto` looks whether a person watches.
         level: the least important lines to show.
+        worker: which of several proxies of one command this is, told in each line; 0: it is alone.
     """
     _begin_bounds()
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
@@ -115,6 +125,7 @@ def configure_logging(
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
+        *([_naming(worker)] if worker else []),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         hide_secrets,
     ]

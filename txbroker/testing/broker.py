@@ -70,6 +70,7 @@ class InMemoryBroker:
         self._settings = Settings(**chosen)
         self._settings.validate_whole()
         self._kafka: MemoryKafka
+        self._door: MemoryDoor
         self._proxy: Proxy
         self._stack = AsyncExitStack()
         self._loop = asyncio.new_event_loop()
@@ -124,9 +125,12 @@ class InMemoryBroker:
         Raises:
             ValueError: no topic can have that name.
         """
-        self._do(
-            lambda: self._kafka.create_topic(topic, partitions, message_bytes_max=message_bytes_max)
-        )
+
+        def create() -> None:
+            self._kafka.create_topic(topic, partitions, message_bytes_max=message_bytes_max)
+            self._door.targets.forget(topic)
+
+        self._do(create)
 
     def delete_topic(self, topic: str) -> None:
         """Delete a topic with its messages.
@@ -134,7 +138,12 @@ class InMemoryBroker:
         Raises:
             KeyError: there is none.
         """
-        self._do(lambda: self._kafka.delete_topic(topic))
+
+        def delete() -> None:
+            self._kafka.delete_topic(topic)
+            self._door.targets.forget(topic)
+
+        self._do(delete)
 
     def messages(self, topic: str) -> list[PromotedMessage]:
         """Return what consumers see of a topic, partition by partition; nothing where there is
@@ -206,14 +215,13 @@ class InMemoryBroker:
 
     async def _start_proxy(self) -> None:
         settings = self._settings
-        door = MemoryDoor(
+        self._door = MemoryDoor(
             self._kafka,
             instance=settings.instance,
             topic_prefix=settings.topic_prefix,
             half_partitions=settings.partitions,
-            facts_ttl_s=0.1,
         )
-        self._proxy = await self._stack.enter_async_context(run_proxy(door, settings))
+        self._proxy = await self._stack.enter_async_context(run_proxy(self._door, settings))
         await _until(lambda: self._proxy.broker.readiness().ready, SETTLED_TIMEOUT_S)
 
     async def _again(self) -> None:

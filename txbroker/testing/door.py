@@ -69,7 +69,8 @@ class MemoryDoor:
         topic_prefix: what the names of txbroker's own topics begin with.
         half_partitions: to create; a half topic that exists keeps its own number.
         message_bytes_max: the largest half batch, bytes.
-        facts_ttl_s: for how long facts of target topics are remembered, seconds.
+        facts_ttl_s: for how long facts of target topics are remembered, seconds; by default as
+            long as behind the door to a real Kafka.
         claim_timeout_s: seconds until a claim that a hanging transaction hides is given up.
     """
 
@@ -81,7 +82,7 @@ class MemoryDoor:
         topic_prefix: str = "txbroker",
         half_partitions: int = 4,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
-        facts_ttl_s: float = 1.0,
+        facts_ttl_s: float = 5.0,
         claim_timeout_s: float = 30.0,
     ) -> None:
         self.partitions = 0

@@ -9,6 +9,9 @@ from txbroker.door import TargetFacts
 from txbroker.own_topics import belongs_to, half_partitions, installation_of, is_layout, is_owners
 from txbroker.testing.memory import MemoryKafka, valid_name
 
+_CAUSE_TTL_S = 1.0
+"""Somebody may be creating the topic just now."""
+
 
 class MemoryTargets:
     """A `txbroker.door.Targets` in memory."""
@@ -68,4 +71,5 @@ class MemoryTargets:
         self.forget(cause.topic)
 
     def _remember(self, topic: str, facts: TargetFacts | Cause) -> None:
-        self._known[topic] = (asyncio.get_running_loop().time() + self._ttl_s, facts)
+        ttl_s = min(self._ttl_s, _CAUSE_TTL_S) if isinstance(facts, Cause) else self._ttl_s
+        self._known[topic] = (asyncio.get_running_loop().time() + ttl_s, facts)
