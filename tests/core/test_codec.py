@@ -26,10 +26,10 @@ from txbroker.core.codec import (
     encode_progress,
     installation_headers,
     is_content,
+    join_parts,
     kept_tombstones,
     promoted_headers,
 )
-from txbroker.core.ledger import join_parts
 from txbroker.core.records import (
     Anchor,
     CheckPolicy,

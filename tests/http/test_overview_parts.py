@@ -128,11 +128,11 @@ def test_rates_are_those_of_the_last_seconds() -> None:
 def test_looks_that_come_late_lie_about_nothing() -> None:
     clock = Clock()
     tally = Tally(clock)
-    tally.promoted(50)
+    tally.promoted += 50
     clock.now_s += 1
     tally.sample()
     clock.now_s += 99  # Kafka did not answer for so long
-    tally.promoted(10)
+    tally.promoted += 10
     assert tally.rates().promoted_per_s == pytest.approx(10 / 99)
 
 

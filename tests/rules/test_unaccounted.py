@@ -312,7 +312,7 @@ async def test_what_was_deleted_is_written_down_at_once(
     await until(lambda: written(world, owner) == (2, 2))
     await owner.close()
     again = await world.owner(snapshot_records_min=1000)
-    assert (await again.get(half.id)).state == "promoted"
+    assert (await again.api.get(half.id)).state == "promoted"
     repeated = again.api.standing_prepare(PrepareRequest(GROUP, half.messages, half.id, None))
     assert repeated is not None
     assert not repeated.created
@@ -337,7 +337,7 @@ async def test_what_is_lost_is_written_down_at_once_and_counted_once(
     for _ in range(2):
         again = await world.owner(snapshot_records_min=1000)
         for id in ids:
-            shown = view(await again.get(id))
+            shown = view(await again.api.get(id))
             assert (shown.state, shown.cause and shown.cause.code) == ("pending", "body_lost")
         await again.close()
     assert sum(world.told.losses) == 2
@@ -393,7 +393,7 @@ async def test_a_committed_one_that_was_not_promoted_is_refused_over_restarts(wo
     for _ in range(2):
         again = await world.owner()
         await until(lambda again=again: known(again, id).state is State.REFUSED)
-        shown = view(await again.get(id))
+        shown = view(await again.api.get(id))
         assert shown.cause is not None
         assert (shown.cause.code, shown.decision) == ("body_lost", "commit")
         assert (await commit(again, id)).state == "refused"

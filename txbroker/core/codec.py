@@ -280,6 +280,27 @@ def _decode_policy(text: bytes | None) -> CheckPolicy:
     )
 
 
+def follows(parts: Sequence[HalfPart], part: HalfPart) -> bool:
+    """Say whether `part` is the next message of the half message that `parts` begin."""
+    if not parts or len(parts) != part.sequence:
+        return False
+    first = parts[0]
+    return (first.id, first.group, first.count) == (part.id, part.group, part.count)
+
+
+def join_parts(parts: list[HalfPart]) -> Half:
+    """Return the half message whose records these are, all of one transaction, in order."""
+    first = parts[0]
+    return Half(
+        first.id,
+        first.group,
+        tuple([part.message for part in parts]),
+        first.order_key,
+        first.dedup_key,
+        first.policy,
+    )
+
+
 # --- promoted messages -----------------------------------------------------------------------
 
 

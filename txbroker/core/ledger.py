@@ -16,7 +16,9 @@ from txbroker.core.codec import (
     NewerVersion,
     decode_half,
     decode_marker,
+    follows,
     is_content,
+    join_parts,
 )
 from txbroker.core.holdings import Holdings
 from txbroker.core.ids import parse_id
@@ -30,14 +32,22 @@ from txbroker.core.records import (
     Kept,
     Marker,
     MarkerKind,
-    Message,
     Progress,
     Record,
     State,
+    anchor_of,
 )
 from txbroker.core.runs import HalfRow, MarkerRow
 from txbroker.core.states import UNDECIDED, IllegalStep, Step
-from txbroker.core.transaction import Place, Transaction, Verdict, fingerprint, places
+from txbroker.core.transaction import (
+    Place,
+    Transaction,
+    Verdict,
+    fingerprint,
+    fits,
+    places,
+    same_contents,
+)
 
 WAITING_SWEEP_MIN = 1000
 """Ids with waiting markers below which nobody looks whether some can be forgotten."""
@@ -178,7 +188,7 @@ class Ledger(Holdings):
             self._parts = []
             self._parts_offset = record.offset
             self._half_before = before
-        elif not _follows(self._parts, part):
+        elif not follows(self._parts, part):
             self._parts = []
             return Outcome(Effect.VOID, why=f"{part.id}: message {part.sequence} without the first")
         self._parts.append(part)
@@ -194,16 +204,9 @@ class Ledger(Holdings):
     def apply_halves(
         self, rows: Sequence[HalfRow], offset: int, timestamp_ms: int
     ) -> list[Outcome]:
-        """Apply half messages that this proxy has just appended as one batch.
+        """Apply half messages that this proxy has just appended as one batch, from `offset` on.
 
         It comes to what `apply_half` of their records one by one comes to.
-
-        Args:
-            offset: where the first record is.
-            timestamp_ms: when the batch was appended.
-
-        Raises:
-            Gap: it is not the next one.
         """
         if offset != self.half_position:
             raise Gap(f"half {self.partition}: offset {offset}, not {self.half_position}")
@@ -213,8 +216,6 @@ class Ledger(Holdings):
         before, outcomes, at = self.half_anchor, [], offset
         forgotten = False
         for row in rows:
-            if at > offset:
-                before = Anchor(at - 1, timestamp_ms)
             self._parts_offset, self._half_before = at, before
             outcome = self._half(row.half, at, row.fingerprint, row.places)
             if not forgotten and outcome.effect is Effect.APPLIED:
@@ -223,8 +224,8 @@ class Ledger(Holdings):
                 self._forget()
             outcomes.append(outcome)
             at += len(row.records)
-        if rows:
-            self.half_position, self.half_anchor = at, Anchor(at - 1, timestamp_ms)
+            before = Anchor(at - 1, timestamp_ms)
+        self.half_position, self.half_anchor = at, before
         return outcomes
 
     def skip_half(self, offsets: range) -> None:
@@ -342,13 +343,7 @@ class Ledger(Holdings):
     def apply_markers(
         self, rows: Sequence[MarkerRow], offset: int, timestamp_ms: int
     ) -> list[Outcome]:
-        """Apply markers that this proxy has just appended as one batch.
-
-        It comes to what `apply_op` of their records one by one comes to; see `apply_halves`.
-
-        Raises:
-            Gap: it is not the next one.
-        """
+        """Apply markers that this proxy has just appended; see `apply_halves`."""
         if offset != self.op_position:
             raise Gap(f"op {self.partition}: offset {offset}, not {self.op_position}")
         self._batch = None
@@ -362,8 +357,7 @@ class Ledger(Holdings):
             except ValueError as error:
                 outcomes.append(Outcome(Effect.VOID, why=str(error)))
             at += len(row.records)
-        if rows:
-            self.op_position, self.op_anchor = at, Anchor(at - 1, timestamp_ms)
+        self.op_position, self.op_anchor = at, Anchor(at - 1, timestamp_ms)
         return outcomes
 
     def skip_op(self, offsets: range) -> None:
@@ -604,45 +598,3 @@ _DECISIONS = {
     MarkerKind.ROLLBACK: Decision.ROLLBACK,
 }
 _CAUSE_LOST = Cause("unknown", "the copy does not say why", "", -1)
-
-
-def _follows(parts: Sequence[HalfPart], part: HalfPart) -> bool:
-    """Say whether `part` is the next message of the half message that `parts` begin."""
-    if not parts or len(parts) != part.sequence:
-        return False
-    first = parts[0]
-    return (first.id, first.group, first.count) == (part.id, part.group, part.count)
-
-
-def same_contents(transaction: Transaction, contents: Sequence[Message] | None) -> bool:
-    """Say whether a repeated commit means the messages that stand."""
-    if contents is None:
-        return True
-    if transaction.contents_fingerprint:
-        return fingerprint(contents) == transaction.contents_fingerprint
-    return fingerprint(contents, transaction.half.group) == transaction.fingerprint
-
-
-def anchor_of(record: Record) -> Anchor:
-    """Return what tells a record from any other that could stand at its offset."""
-    return Anchor(record.offset, record.timestamp_ms)
-
-
-def fits(half: Half, contents: Sequence[Message]) -> bool:
-    """Say whether messages can replace the prepared ones: same topics, same partitions."""
-    return [(m.topic, m.partition) for m in contents] == [
-        (m.topic, m.partition) for m in half.messages
-    ]
-
-
-def join_parts(parts: list[HalfPart]) -> Half:
-    """Return the half message whose records these are, all of one transaction, in order."""
-    first = parts[0]
-    return Half(
-        first.id,
-        first.group,
-        tuple([part.message for part in parts]),
-        first.order_key,
-        first.dedup_key,
-        first.policy,
-    )

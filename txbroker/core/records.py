@@ -182,6 +182,11 @@ class Anchor(Struct, frozen=True, gc=False):
     timestamp_ms: int
 
 
+def anchor_of(record: Record) -> Anchor:
+    """Return what tells a record from any other that could stand at its offset."""
+    return Anchor(record.offset, record.timestamp_ms)
+
+
 class Claim(Struct, frozen=True):
     """The first record of an owner: whoever reads it knows that all earlier owners are fenced."""
 

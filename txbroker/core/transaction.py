@@ -487,3 +487,19 @@ _NO_HEADERS = _sized(b"0")
 @lru_cache(maxsize=10_000)
 def _name(text: str) -> bytes:
     return _sized(text.encode())
+
+
+def same_contents(transaction: Transaction, contents: Sequence[Message] | None) -> bool:
+    """Say whether a repeated commit means the messages that stand."""
+    if contents is None:
+        return True
+    if transaction.contents_fingerprint:
+        return fingerprint(contents) == transaction.contents_fingerprint
+    return fingerprint(contents, transaction.half.group) == transaction.fingerprint
+
+
+def fits(half: Half, contents: Sequence[Message]) -> bool:
+    """Say whether messages can replace the prepared ones: same topics, same partitions."""
+    return [(m.topic, m.partition) for m in contents] == [
+        (m.topic, m.partition) for m in half.messages
+    ]

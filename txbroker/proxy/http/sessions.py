@@ -1,422 +1,41 @@
-"""The server of SDK sessions: operations in, answers out, many of either in a frame.
+"""The server of SDK sessions: opens them, and tells all of them what changes.
 
 A session costs two tasks: one reads frames and starts operations, one writes what was answered.
-Whatever is answered during one turn of the event loop goes back in one frame, because the writer
-wakes up only in the next. Every queue of a session is bounded; a client that does not read its
-answers is cut off.
 """
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 from aiohttp import ClientConnectionResetError, WSCloseCode, WSMsgType, web
 
-from txbroker import contract, tracing, wire
+from txbroker import wire
 from txbroker.checkers.groups import PolicyError, check_group_name
-from txbroker.core.records import Decision, Source
 from txbroker.core.shares import Use, part_of
-from txbroker.core.telling import telling, where_raised
 from txbroker.errors import (
     BadRequest,
-    KafkaDown,
-    KafkaUnavailable,
     Overloaded,
     RequestError,
 )
 from txbroker.principals import ANYBODY, Principal
-from txbroker.proxy.forwarding import CALLER
-from txbroker.proxy.http.guards import PRINCIPAL, Guard, credential_of
+from txbroker.proxy.http.guards import PRINCIPAL, Guard
 from txbroker.proxy.http.operations import WHO_WRITES
+from txbroker.proxy.http.session import ProtocolError, Session, failure
 from txbroker.proxy.http.shell import (
-    OPERATION_BYTES,
-    InFlight,
     Shell,
-    check_id,
-    check_reason,
-    message_bytes,
 )
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.tracing import traced_alone
 
 log = get_logger(__name__)
 
-ANSWER_BYTES = 256
-"""What an answer that waits to be read takes in memory, about."""
 CLOCK_S = 60.0
 """How often sessions get the proxy's clock."""
 OWNERS_POLL_S = 0.25
 """How often owners are looked at, in case that nobody tells of a change."""
 SHUTDOWN_S = 3.0
 """How long operations under way may take to end when the proxy stops."""
-
-
-class ProtocolError(Exception):
-    """The producer sent what the protocol does not know: the session ends."""
-
-
-class _Part:
-    """The operations of one kind in a frame, as far as they are in bounds."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.calls: list[int] = []
-        self.requests: list[Any] = []
-        self.sizes: list[int] = []
-
-
-class Session:
-    """One SDK session: a `CheckableSession` of the registry."""
-
-    def __init__(
-        self, shell: Shell, socket: web.WebSocketResponse, request: web.Request, hello: wire.Hello
-    ) -> None:
-        self.credential = credential_of(request)
-        self.principal: Principal = request.get(PRINCIPAL, ANYBODY)
-        self._shell = shell
-        self._service = shell.service
-        self._settings = shell.settings
-        self._socket = socket
-        self._request = request
-        self._outbox: list[wire.FromProxy] = []
-        self._wake = asyncio.Event()
-        self._unread = 0
-        self._unread_bytes = 0
-        self._checks_unread = 0
-        self._in_flight = InFlight(shell.settings.session_in_flight_bytes_max)
-        # By the number of the operation: a done callback would cost another turn of the loop.
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        # Fixed, so that bytes are released as they were reserved when the principals file changes.
-        self._who = CALLER.get()
-        self._begun = 0
-        self._loop = asyncio.get_running_loop()
-        self.group = hello.group
-        self.instance = hello.instance
-        self.checks = hello.checks
-        self.draining = False
-        self.closed = False
-
-    @property
-    def principal_name(self) -> str:
-        """Whose credential it came with, "" where none was asked for."""
-        return self.principal.name
-
-    # --- out ---
-
-    def send(self, *operations: wire.FromProxy) -> bool:
-        """Hand operations to the writer; False where the session is closed."""
-        size = ANSWER_BYTES * len(operations)
-        for operation in operations:
-            if type(operation) is wire.Failure:
-                size += len(operation.message)
-        return self._hand_over(operations, size)
-
-    def send_check(self, check: wire.Check) -> bool:
-        """Hand a check to the writer; False where it cannot be sent."""
-        size = OPERATION_BYTES + sum(map(message_bytes, check.messages))
-        # Nobody's fault where a session has much to read: somebody else is asked.
-        if self._unread_bytes + size > self._settings.session_in_flight_bytes_max:
-            return False
-        if self.closed or not self._shell.outgoing.reserve(size, prepare=False):
-            return False
-        self._checks_unread += size
-        return self._hand_over((check,), size)
-
-    def _hand_over(self, operations: Sequence[wire.FromProxy], size: int) -> bool:
-        if self.closed:
-            return False
-        if (
-            self._unread + len(operations) > self._settings.session_answers_max
-            or self._unread_bytes + size > self._settings.session_in_flight_bytes_max
-        ):
-            self.cut_off("it does not read its answers")
-            return False
-        self._unread += len(operations)
-        self._unread_bytes += size
-        self._outbox += operations
-        self._wake.set()
-        return True
-
-    async def write(self) -> None:
-        """Send what is handed over until the session ends."""
-        try:
-            while not self.closed:
-                await self._wake.wait()
-                self._wake.clear()
-                operations, self._outbox = self._outbox, []
-                for part in self._parts(operations):
-                    async with asyncio.timeout(self._settings.request_timeout_s):
-                        await self._socket.send_bytes(wire.encode_frame(part))
-                    self._was_read(part)
-        except TimeoutError:
-            self.cut_off("it does not read its answers")
-        except (ClientConnectionResetError, ConnectionError):
-            self.closed = True
-
-    def _parts(self, operations: list[wire.FromProxy]) -> Iterator[list[wire.FromProxy]]:
-        """Share operations out over frames: so many, and of checks, which are large, so few, that
-        the client works on the first ones while others are on their way."""
-        begun: list[wire.FromProxy] = []
-        size = 0
-        for operation in operations:
-            if type(operation) is wire.Check:
-                check_bytes = sum(map(message_bytes, operation.messages))
-                if begun and size + check_bytes > self._settings.frame_bytes_max // 2:
-                    yield begun
-                    begun, size = [], 0
-                size += check_bytes
-            begun.append(operation)
-            if len(begun) == wire.FRAME_OPERATIONS_MAX:
-                yield begun
-                begun, size = [], 0
-        if begun:
-            yield begun
-
-    def _was_read(self, operations: list[wire.FromProxy]) -> None:
-        self._unread -= len(operations)
-        for operation in operations:
-            size = ANSWER_BYTES
-            if type(operation) is wire.Failure:
-                size += len(operation.message)
-            elif type(operation) is wire.Check:
-                size = OPERATION_BYTES + sum(map(message_bytes, operation.messages))
-                if not self.closed:
-                    self._checks_unread -= size
-                    self._shell.outgoing.release(size, prepare=False)
-            self._unread_bytes -= size
-
-    def let_go(self) -> None:
-        """Free what waited to be read: nobody will."""
-        self.closed = True
-        self._outbox.clear()
-        self._shell.outgoing.release(self._checks_unread, prepare=False)
-        self._checks_unread = 0
-
-    def cut_off(self, why: str) -> None:
-        """Drop the connection at once, with whatever was to be sent."""
-        if self.closed:
-            return
-        self.let_go()
-        log.warning("session cut off", group=self.group, instance=self.instance, why=why)
-        transport = self._request.transport
-        if transport is not None:
-            transport.abort()
-
-    # --- in ---
-
-    def take(self, operations: list[wire.FromProducer]) -> None:
-        """Start the operations of a frame.
-
-        Raises:
-            ProtocolError: one of them has no place here.
-        """
-        prepares = _Part("prepare")
-        decides = _Part("decide")
-        for operation in operations:
-            kind = type(operation)
-            if kind is wire.Prepare:
-                self._check(prepares, operation, self._prepare)
-            elif kind is wire.Decide:
-                self._check(decides, operation, self._decide)
-            elif isinstance(operation, wire.AskEarly):
-                self._begin_one(operation)
-            elif isinstance(operation, wire.CheckAnswer):
-                self._shell.sessions.answer(self.group, self, self._in_bounds(operation))
-            elif kind is wire.Drain:
-                self.draining = True
-            else:
-                raise ProtocolError("a session has only one hello")
-        for part in (prepares, decides):
-            if part.requests:
-                self._begin(part)
-
-    def _in_bounds(self, answer: wire.CheckAnswer) -> wire.CheckAnswer:
-        """Return a check's answer; unknown where its messages would not be taken in a decision."""
-        try:
-            self._shell.check_messages(answer.messages or ())
-        except RequestError as error:
-            return wire.CheckAnswer(answer.call, Decision.UNKNOWN, detail=str(error))
-        return answer
-
-    def _check(self, part: "_Part", operation: Any, check: Any) -> None:
-        """Add an operation to those of its frame, or answer it at once where it is refused."""
-        try:
-            request, size = check(operation)
-        except RequestError as error:
-            self._fail((operation.call,), error, part.name)
-        else:
-            part.calls.append(operation.call)
-            part.requests.append(request)
-            part.sizes.append(OPERATION_BYTES + size)
-
-    def _begin(self, part: "_Part") -> None:
-        """Begin the operations of one kind of a frame, as many as there is room for."""
-        taken = self._reserve(part)
-        if not taken:
-            return
-        for run in self._runs(part.requests[:taken]):
-            self._begun = number = self._begun + 1
-            self._tasks[number] = self._loop.create_task(self._carry_out(number, part, run))
-
-    def _runs(self, requests: list[Any]) -> Sequence[contract.Run]:
-        if not tracing.is_on():
-            return self._service.runs(requests)
-        return [
-            contract.Run((number,), traced_alone(self._service, request))
-            for number, request in enumerate(requests)
-        ]
-
-    def _reserve(self, part: "_Part") -> int:
-        """Take the bytes of operations; where they do not all fit, of as many as do.
-
-        Returns:
-            How many fit. The others are answered.
-        """
-        sizes, prepare = part.sizes, part.name == "prepare"
-        if self._reserve_bytes(sum(sizes), prepare=prepare) is None:
-            return len(sizes)
-        why = None
-        taken = 0
-        for size in sizes:
-            why = self._reserve_bytes(size, prepare=prepare)
-            if why is not None:
-                break
-            taken += 1
-        if why is not None:
-            error = Overloaded(f"{why}: send the same again a little later")
-            self._fail(part.calls[taken:], error, part.name)
-        return taken
-
-    def _reserve_bytes(self, size: int, *, prepare: bool) -> str | None:
-        """Take bytes; say why not where they do not fit."""
-        shell = self._shell
-        if not self._in_flight.reserve(size, prepare=prepare):
-            return "too many bytes of this session are in flight"
-        if not shell.in_flight.reserve(size, prepare=prepare, who=self._who):
-            self._in_flight.release(size, prepare=prepare)
-            return "too many bytes are in flight, of this principal or of all callers"
-        return None
-
-    def _release(self, size: int, *, prepare: bool) -> None:
-        self._in_flight.release(size, prepare=prepare)
-        self._shell.in_flight.release(size, prepare=prepare, who=self._who)
-
-    def _fail(self, calls: Iterable[int], error: Exception, name: str) -> None:
-        """Answer calls that were not carried out."""
-        known = self._known(error)
-        if isinstance(known, Overloaded):
-            for _ in calls:
-                self._shell.metrics.overloaded(name)
-        self.send(*[_failure(call, known) for call in calls])
-
-    def _known(self, error: Exception) -> RequestError:
-        """Return an error as the client gets to see it."""
-        if isinstance(error, RequestError):
-            return error
-        if isinstance(error, KafkaUnavailable):
-            return KafkaDown(str(error))
-        log.error(
-            "operation failed", group=self.group, error=telling(error), where=where_raised(error)
-        )
-        return RequestError("something went wrong inside the proxy; its log says what")
-
-    async def _carry_out(self, number: int, part: "_Part", run: contract.Run) -> None:
-        """Carry a run out, and answer its operations in one go."""
-        started, calls = time.monotonic(), part.calls
-        try:
-            answers = await run.answers
-            told: list[wire.FromProxy] = []
-            failed: list[tuple[int, RequestError]] = []
-            for place, answer in zip(run.numbers, answers, strict=True):
-                if isinstance(answer, RequestError):
-                    failed.append((calls[place], answer))
-                else:
-                    told.append(
-                        wire.Standing(calls[place], answer.id, answer.state, answer.decision)
-                    )
-            if part.name == "decide" and told:
-                self._shell.metrics.decisions_took(time.monotonic() - started, len(told))
-            if told:
-                self.send(*told)
-            for call, error in failed:
-                self._fail((call,), error, part.name)
-        except Exception as error:
-            self._fail([calls[place] for place in run.numbers], error, part.name)
-        finally:
-            del self._tasks[number]
-            size = sum([part.sizes[place] for place in run.numbers])
-            self._release(size, prepare=part.name == "prepare")
-
-    def _prepare(self, operation: wire.Prepare) -> tuple[contract.PrepareRequest, int]:
-        request = contract.PrepareRequest(
-            group=self.group,
-            messages=operation.messages,
-            id=operation.id,
-            order_key=operation.order_key,
-            check_after_s=operation.check_after_s,
-            check_interval_s=operation.check_interval_s,
-            instance=self.instance,
-            retry=operation.retry,
-        )
-        size = self._shell.check_prepare(request)
-        if not self.principal.topics.everything:
-            self.principal.check_topics(message.topic for message in request.messages)
-        return request, size
-
-    def _decide(self, operation: wire.Decide) -> tuple[contract.DecideRequest, int]:
-        if operation.decision is Decision.UNKNOWN:
-            raise BadRequest("unknown is no decision: ask for an early check instead")
-        request = contract.DecideRequest(
-            id=operation.id,
-            decision=operation.decision,
-            group=self.group,
-            messages=operation.messages,
-            reason=operation.reason,
-            source=Source.PRODUCER,
-            by=self.principal.by(self.instance),
-            wait=operation.wait,
-        )
-        return request, self._shell.check_decide(request)
-
-    def _begin_one(self, operation: wire.AskEarly) -> None:
-        why = self._reserve_bytes(OPERATION_BYTES, prepare=False)
-        if why is not None:
-            error = Overloaded(f"{why}: send the same again a little later")
-            self._fail((operation.call,), error, "check")
-            return
-        self._begun = number = self._begun + 1
-        self._tasks[number] = self._loop.create_task(self._ask_early(number, operation))
-
-    async def _ask_early(self, number: int, operation: wire.AskEarly) -> None:
-        call = operation.call
-        try:
-            check_id(operation.id)
-            check_reason(operation.reason)
-            by = self.principal.by(self.instance)
-            standing = await self._service.check(
-                operation.id, group=self.group, by=by, reason=operation.reason
-            )
-            self.send(wire.Standing(call, standing.id, standing.state, standing.decision))
-        except Exception as error:
-            self._fail((call,), error, "check")
-        finally:
-            del self._tasks[number]
-            self._release(OPERATION_BYTES, prepare=False)
-
-    async def finish(self, timeout_s: float) -> None:
-        """Let operations under way end; after `timeout_s` they are given up."""
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks.values(), timeout=timeout_s)
-            for task in late:
-                task.cancel()
-
-
-def _failure(call: int, error: RequestError) -> wire.Failure:
-    details = {name: str(value) for name, value in error.details.items()}
-    return wire.Failure(call, error.code, str(error), details)
 
 
 @runtime_checkable
@@ -547,7 +166,7 @@ class SessionServer:
         with suppress(TimeoutError, ConnectionError, ClientConnectionResetError):
             async with asyncio.timeout(self._settings.request_timeout_s):
                 if not socket.closed:
-                    await socket.send_bytes(wire.encode_frame([_failure(0, error)]))
+                    await socket.send_bytes(wire.encode_frame([failure(0, error)]))
                 await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
 
     async def lifetime(self, _: web.Application) -> AsyncIterator[None]:

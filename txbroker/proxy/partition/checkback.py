@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from txbroker import tracing
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached, shortened
 from txbroker.contract import DecideRequest, Standing
-from txbroker.core.ledger import Ledger, fits
+from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     CheckReason,
@@ -29,7 +29,7 @@ from txbroker.core.records import (
 from txbroker.core.runs import marker_row
 from txbroker.core.schedule import Schedule, due_ms
 from txbroker.core.trace_context import carried_over
-from txbroker.core.transaction import ASK_SPACING_MS, Transaction
+from txbroker.core.transaction import ASK_SPACING_MS, Transaction, fits
 from txbroker.errors import (
     BadTarget,
     KafkaUnavailable,

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from txbroker.contract import Answer, DecideRequest, PrepareRequest, Standing
 from txbroker.core.ids import parse_id
-from txbroker.core.ledger import Ledger, same_contents
+from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     Decision,
@@ -19,7 +19,7 @@ from txbroker.core.records import (
 from txbroker.core.runs import HalfRow, half_row, marker_row
 from txbroker.core.shares import Use
 from txbroker.core.states import SETTLED
-from txbroker.core.transaction import Transaction, fingerprint
+from txbroker.core.transaction import Transaction, fingerprint, same_contents
 from txbroker.door import Log, LogTruncated
 from txbroker.errors import (
     AlreadyDecided,
@@ -227,7 +227,9 @@ class PartitionApi:
             outcomes = await self._half.append(rows, Lane.CALLS)
         finally:
             self._preparing.add(share, -len(rows))
-        self._id_clock.follow(self._ledger.half_clock_ms)
+        if any(isinstance(outcome, Outcome) for outcome in outcomes):
+            # Else nothing was applied, and the log clock does not tell what time it is now.
+            self._id_clock.follow(self._ledger.half_clock_ms)
         stored: list[Transaction] = []
         for number, row, outcome in zip(numbers, rows, outcomes, strict=True):
             if isinstance(outcome, Outcome) and outcome.effect is Effect.APPLIED:
