@@ -79,7 +79,7 @@ def test_messages_without_a_key_go_together_and_where_there_is_a_leader(clock: C
     facts = {topic: TargetFacts(6, 1 << 20, log_append_time=False) for topic in "tu"}
 
     def placed(message: Message) -> int | None:
-        return placing.place([message], facts, 0)[0].partition
+        return placing.place([message], facts, 0)[0][0].partition
 
     first, other = placed(Message("t")), placed(Message("u"))
     keys = [b"%d" % number for number in range(30)]
@@ -88,7 +88,7 @@ def test_messages_without_a_key_go_together_and_where_there_is_a_leader(clock: C
     # One at least of those that were chosen by key or by hand would have counted.
     assert [placed(Message("t")) for _ in range(TIMES - 1)] == [first] * (TIMES - 1)
     assert placed(Message("u")) == other
-    several = placing.place([Message("t")] * 3 * TIMES, facts, 0)
+    several, _ = placing.place([Message("t")] * 3 * TIMES, facts, 0)
     assert len({message.partition for message in several}) == 1
     facts["t"] = TargetFacts(6, 1 << 20, log_append_time=False, leaderless=frozenset({0, 2, 3, 5}))
     found = Counter(placed(Message("t")) for _ in range(40 * TIMES))

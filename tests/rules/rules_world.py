@@ -17,7 +17,7 @@ from msgspec import structs
 
 from txbroker.checkers.groups import Groups
 from txbroker.config import Settings
-from txbroker.contract import Answer, DecideRequest, Standing
+from txbroker.contract import Answer, DecideRequest, PrepareRequest, Standing
 from txbroker.core.codec import decode_checkpoint, decode_marker, encode_half, encode_marker
 from txbroker.core.ids import make_id
 from txbroker.core.outcome import Effect, Outcome
@@ -466,7 +466,15 @@ def marker(kind: MarkerKind | str, id: str, **fields: object) -> Marker:
 
 async def prepare(owner: Owner, half: Half, instance: str = "") -> Standing:
     """Store one half message."""
-    [answer] = await owner.api.prepare((half,), instance)
+    [answer] = await owner.api.prepare(((half, None),), instance)
+    if isinstance(answer, RequestError):
+        raise answer
+    return answer
+
+
+def standing_of(owner: Owner, request: PrepareRequest) -> Standing | None:
+    """Return the standing of a prepare that was stored before, None for a new one."""
+    answer = owner.api.standing_prepares((request,)).get(0)
     if isinstance(answer, RequestError):
         raise answer
     return answer

@@ -19,6 +19,7 @@ from rules_world import (
     message,
     prepare,
     roll_back,
+    standing_of,
     until,
 )
 
@@ -180,7 +181,7 @@ async def test_a_retried_prepare_gets_the_standing_state(
     again = await prepare(owner, half)
     assert (again.state, again.created) == (state, False)
     messages = half.messages
-    standing = owner.api.standing_prepare(PrepareRequest(GROUP, messages, half.id, None))
+    standing = standing_of(owner, PrepareRequest(GROUP, messages, half.id, None))
     assert standing is not None
     assert standing.state is state
     assert world.visible() == ([half.id] if state is State.PROMOTED else [])
@@ -201,11 +202,11 @@ async def test_a_key_stands_while_its_transaction_is_unsettled_however_old(world
     owner = await world.owner()
     id = await world.prepared(owner, message("same"), dedup_key="d")
     world.advance(10 * WINDOW_MS / 1000)
-    standing = owner.api.standing_prepare(PrepareRequest(GROUP, (message("same"),), None, "d"))
+    standing = standing_of(owner, PrepareRequest(GROUP, (message("same"),), None, "d"))
     assert standing is not None
     assert standing.id == id
     await roll_back(owner, id)
-    assert owner.api.standing_prepare(PrepareRequest(GROUP, (message("same"),), None, "d")) is None
+    assert standing_of(owner, PrepareRequest(GROUP, (message("same"),), None, "d")) is None
 
 
 async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -> None:
@@ -214,7 +215,7 @@ async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -
     other = (message("two"),)
     for half_id, key in ((id, None), (None, "d")):
         with pytest.raises(IdConflict):
-            owner.api.standing_prepare(PrepareRequest(GROUP, other, half_id, key))
+            standing_of(owner, PrepareRequest(GROUP, other, half_id, key))
     with pytest.raises(IdConflict):
         await prepare(owner, world.half(*other, id=id))
     assert parse_id(id).partition == 0

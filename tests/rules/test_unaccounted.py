@@ -15,6 +15,7 @@ from rules_world import (
     message,
     prepare,
     roll_back,
+    standing_of,
     until,
 )
 
@@ -313,7 +314,7 @@ async def test_what_was_deleted_is_written_down_at_once(
     await owner.close()
     again = await world.owner(snapshot_records_min=1000)
     assert (await again.api.get(half.id)).state == "promoted"
-    repeated = again.api.standing_prepare(PrepareRequest(GROUP, half.messages, half.id, None))
+    repeated = standing_of(again, PrepareRequest(GROUP, half.messages, half.id, None))
     assert repeated is not None
     assert not repeated.created
     assert world.told.losses == []
@@ -371,7 +372,7 @@ async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
     for id, key in ((second.id, None), (None, "first")):
         half = second if id else first
         with pytest.raises(BodyLost):
-            owner.api.standing_prepare(PrepareRequest(GROUP, half.messages, id, key))
+            standing_of(owner, PrepareRequest(GROUP, half.messages, id, key))
     with pytest.raises(BodyLost):
         await prepare(owner, structs.replace(first, id=world.half().id))
     assert world.kinds() == []

@@ -50,20 +50,24 @@ class MarkerRow(Struct, frozen=True, gc=False):
 Row: TypeAlias = HalfRow | MarkerRow
 
 
-def half_row(half: Half, version: int, mark: bytes = b"") -> HalfRow:
+def half_row(half: Half, version: int, where: tuple[Place, ...] | None = None) -> HalfRow:
     """Return what preparing a transaction writes.
 
     Args:
         version: of the records.
-        mark: the fingerprint of its messages and group, where that is known already.
+        where: where its messages go, as `places` has it, where that is known already.
 
     Raises:
         ValueError: a message has no partition yet, or a number is one that cannot be read back.
     """
     records = encode_half(half, version)
-    messages = half.messages
-    size = bytes_in_batch(records)
-    return HalfRow(records, size, half, mark or fingerprint(messages, half.group), places(messages))
+    return HalfRow(
+        records,
+        bytes_in_batch(records),
+        half,
+        fingerprint(half.messages, half.group),
+        places(half.messages) if where is None else where,
+    )
 
 
 def marker_row(

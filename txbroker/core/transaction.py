@@ -425,6 +425,11 @@ def places(messages: Sequence[Message]) -> tuple[Place, ...]:
     shape: tuple[tuple[str, int | None, int], ...] = ()
     for message in messages:
         shape += ((message.topic, message.partition, bytes_in_batch((message,))),)
+    return places_of(shape)
+
+
+def places_of(shape: tuple[tuple[str, int | None, int], ...]) -> tuple[Place, ...]:
+    """Return places by topic, partition and size in a batch; equal ones are the same object."""
     found = _places.get(shape)
     if found is None:
         if len(_places) >= _CACHED_MAX:

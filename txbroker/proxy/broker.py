@@ -30,7 +30,7 @@ from txbroker.core.records import Cause, CheckPolicy, Half, Message
 from txbroker.core.sizes import headers_bytes
 from txbroker.core.states import SETTLED
 from txbroker.core.trace_context import carried_over
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import Place, Transaction
 from txbroker.door import Door, TargetFacts
 from txbroker.errors import (
     BadRequest,
@@ -306,19 +306,19 @@ class Broker:
     async def _prepare(self, owner: Owner, requests: Sequence[PrepareRequest]) -> Sequence[Answer]:
         """Store half messages of one group in one half partition."""
         answers: list[Answer | None] = [None] * len(requests)
-        halves: list[Half] = []
+        halves: list[tuple[Half, tuple[Place, ...]]] = []
         numbers: list[int] = []
         with self._calls.take(len(requests)):
             facts = await self._facts(requests)
             now_ms, id_ms = owner.now_ms(), owner.id_ms()
+            known = owner.api.standing_prepares(requests)
             policies: dict[tuple[float | None, float | None], CheckPolicy] = {}
             for number, request in enumerate(requests):
                 id = request.id
+                if number in known:
+                    answers[number] = known[number]
+                    continue
                 try:
-                    known = owner.api.standing_prepare(request)
-                    if known is not None:
-                        answers[number] = known
-                        continue
                     times = request.check_after_s, request.check_interval_s
                     policy = policies.get(times)
                     if policy is None:
@@ -327,24 +327,25 @@ class Broker:
                         id = new_id(request, owner.partition, id_ms)
                     if isinstance(facts, OwnerUnavailable):
                         raise OwnerUnavailable(str(facts), id=id)
-                    messages = self._placing.place(request.messages, facts, now_ms)
+                    messages, where = self._placing.place(request.messages, facts, now_ms)
                 except RequestError as error:
                     answers[number] = error
                     continue
-                halves.append(
-                    Half(id, request.group, messages, request.order_key, request.dedup_key, policy)
+                half = Half(
+                    id, request.group, messages, request.order_key, request.dedup_key, policy
                 )
+                halves.append((half, where))
                 numbers.append(number)
             if halves:
                 stored = await owner.api.prepare(halves, requests[0].instance)
-                for number, half, answer in zip(numbers, halves, stored, strict=True):
+                for number, (half, where), answer in zip(numbers, halves, stored, strict=True):
                     request = requests[number]
                     if isinstance(answer, IdExpired) and request.id is None:
                         # The id was ours, by a clock that the half topic's broker has left: now
                         # we know.
                         id = new_id(request, owner.partition, owner.id_ms())
                         half = structs.replace(half, id=id)
-                        [answer] = await owner.api.prepare((half,), request.instance)
+                        [answer] = await owner.api.prepare(((half, where),), request.instance)
                     if isinstance(answer, OwnerUnavailable):
                         # The id goes back to the caller, who sends it again and so never counts
                         # twice.

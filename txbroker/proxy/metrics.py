@@ -185,9 +185,9 @@ class _Latency(Collector):
         self._counts = [0] * (len(_LATENCY_S) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(_LATENCY_S, seconds)] += 1
-        self._sum += seconds
+    def observe(self, seconds: float, count: int = 1) -> None:
+        self._counts[bisect_left(_LATENCY_S, seconds)] += count
+        self._sum += seconds * count
 
     def collect(self) -> Iterable[Metric]:
         bounds = [*map(str, _LATENCY_S), "+Inf"]
@@ -345,8 +345,7 @@ class Metrics:
 
     def decisions_took(self, seconds: float, count: int = 1) -> None:
         """Record the time from the calls of decisions to their answers, which came together."""
-        for _ in range(count):
-            self._decision_s.observe(seconds)
+        self._decision_s.observe(seconds, count)
 
     def promotion_took(self, seconds: float) -> None:
         """Record the time from a commit's marker until it is visible."""

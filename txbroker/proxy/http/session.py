@@ -80,6 +80,9 @@ class Session:
         # Fixed, so that bytes are released as they were reserved when the principals file changes.
         self._who = CALLER.get()
         self._begun = 0
+        # As of the frame that is being taken.
+        self._by = ""
+        self._every_topic = False
         self._loop = asyncio.get_running_loop()
         self.group = hello.group
         self.instance = hello.instance
@@ -201,6 +204,8 @@ class Session:
         Raises:
             ProtocolError: one of them has no place here.
         """
+        self._by = self.principal.by(self.instance)
+        self._every_topic = self.principal.topics.everything
         prepares = _Part("prepare")
         decides = _Part("decide")
         for operation in operations:
@@ -350,7 +355,7 @@ class Session:
             retry=operation.retry,
         )
         size = self._shell.check_prepare(request)
-        if not self.principal.topics.everything:
+        if not self._every_topic:
             self.principal.check_topics(message.topic for message in request.messages)
         return request, size
 
@@ -364,7 +369,7 @@ class Session:
             messages=operation.messages,
             reason=operation.reason,
             source=Source.PRODUCER,
-            by=self.principal.by(self.instance),
+            by=self._by,
             wait=operation.wait,
         )
         return request, self._shell.check_decide(request)

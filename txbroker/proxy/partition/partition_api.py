@@ -19,7 +19,7 @@ from txbroker.core.records import (
 from txbroker.core.runs import HalfRow, half_row, marker_row
 from txbroker.core.shares import Use
 from txbroker.core.states import SETTLED
-from txbroker.core.transaction import Transaction, fingerprint, same_contents
+from txbroker.core.transaction import Place, Transaction, fingerprint, same_contents
 from txbroker.door import Log, LogTruncated
 from txbroker.errors import (
     AlreadyDecided,
@@ -153,32 +153,44 @@ class PartitionApi:
 
     # --- prepare ---------------------------------------------------------------------------
 
-    def standing_prepare(self, request: PrepareRequest) -> Standing | None:
-        """Return the standing of a prepare that was stored before, None for a new one.
+    def standing_prepares(self, requests: Sequence[PrepareRequest]) -> dict[int, Answer]:
+        """Return by number where those stand that were stored before.
 
-        Raises:
-            IdConflict: the id or key was used for other content.
-            BodyLost: what was stored is gone, and the transaction is undecided.
+        Also `IdConflict` where the id or key was used for other content, `BodyLost` where what
+        was stored is gone, and the transaction is undecided.
         """
-        ledger, id = self._ledger, request.id
-        transaction = ledger.get(id) if id else None
-        if transaction is None and request.dedup_key is not None:
-            transaction = ledger.by_dedup_key(request.group, request.dedup_key)
-            if transaction is not None and transaction.state in SETTLED:
-                age_ms = self._id_clock.now_ms() - transaction.prepared_at_ms
-                if age_ms > self._bounds.dedup_window_ms:
-                    return None
-        if transaction is None:
-            return None
-        if transaction.fingerprint != fingerprint(request.messages, request.group):
-            raise IdConflict(id=transaction.id, state=transaction.state)
-        return _repeated(transaction)
+        ledger, settled = self._ledger, self._ledger.settled
+        found: dict[int, Answer] = {}
+        for number, request in enumerate(requests):
+            id = request.id
+            known = None
+            if id is not None:
+                known = ledger.transactions.get(id) or settled.get(id)
+            if known is None and request.dedup_key is not None:
+                known = self._by_dedup_key(request.group, request.dedup_key)
+            if known is None:
+                continue
+            if known.fingerprint != fingerprint(request.messages, request.group):
+                found[number] = IdConflict(id=known.id, state=known.state)
+            else:
+                found[number] = _repeated(known)
+        return found
 
-    async def prepare(self, halves: Sequence[Half], instance: str = "") -> list[Answer]:
+    def _by_dedup_key(self, group: str, dedup_key: str) -> Transaction | None:
+        transaction = self._ledger.by_dedup_key(group, dedup_key)
+        if transaction is not None and transaction.state in SETTLED:
+            age_ms = self._id_clock.now_ms() - transaction.prepared_at_ms
+            if age_ms > self._bounds.dedup_window_ms:
+                return None
+        return transaction
+
+    async def prepare(
+        self, halves: Sequence[tuple[Half, tuple[Place, ...] | None]], instance: str = ""
+    ) -> list[Answer]:
         """Store half messages whose target partitions are fixed.
 
         Args:
-            halves: all of one group.
+            halves: all of one group, each with where its messages go, None where that is not known.
             instance: the SDK process that prepares them.
 
         Returns:
@@ -189,12 +201,12 @@ class PartitionApi:
         """
         version, now_ms = self._context.record_version(), self._id_clock.now_ms()
         window_ms = self._bounds.dedup_window_ms
-        share = self._ledger.share_of(halves[0].group)
+        share = self._ledger.share_of(halves[0][0].group)
         answers: list[Answer | None] = [None] * len(halves)
         rows: list[HalfRow] = []
         numbers: list[int] = []
         room = 0
-        for number, half in enumerate(halves):
+        for number, (half, where) in enumerate(halves):
             try:
                 age_ms = abs(now_ms - parse_id(half.id).time_ms)
                 if age_ms > window_ms:
@@ -206,7 +218,7 @@ class PartitionApi:
             except RequestError as error:
                 answers[number] = error
                 continue
-            rows.append(half_row(half, version))
+            rows.append(half_row(half, version, where))
             numbers.append(number)
         if rows:
             await self._store(rows, numbers, share, instance, answers)
@@ -251,10 +263,7 @@ class PartitionApi:
             return outcome
         transaction = outcome.transaction
         if outcome.effect is Effect.REPEATED and transaction is not None:
-            try:
-                return _repeated(transaction)
-            except BodyLost as error:
-                return error
+            return _repeated(transaction)
         if outcome.effect is Effect.CONFLICT and transaction is not None:
             return IdConflict(id=transaction.id, state=transaction.state)
         if outcome.effect is Effect.EXPIRED:
@@ -383,8 +392,13 @@ class PartitionApi:
                     continue
                 if request.group and request.group != transaction.half.group:
                     check_group(transaction, request.group)
-                if transaction.lost and request.messages is None:
-                    _check_commit(transaction, request)
+                if (
+                    transaction.lost
+                    and request.messages is None
+                    and request.decision is Decision.COMMIT
+                ):
+                    # It could promote nothing.
+                    raise _body_lost(transaction)
             except RequestError as error:
                 answers[number] = error
             else:
@@ -508,16 +522,6 @@ class PartitionApi:
         return standing(transaction)
 
 
-def _check_commit(transaction: Transaction, request: DecideRequest) -> None:
-    """Refuse a commit that could promote nothing.
-
-    Raises:
-        BodyLost: the messages are gone.
-    """
-    if request.decision is Decision.COMMIT:
-        _check_body(transaction)
-
-
 def _check_same(transaction: Transaction, request: DecideRequest) -> None:
     """Raise if a request is not what has decided the transaction.
 
@@ -554,26 +558,18 @@ def check_group(transaction: Transaction, group: str) -> None:
         raise WrongGroup("the transaction belongs to another producer group", id=transaction.id)
 
 
-def _repeated(transaction: Transaction) -> Standing:
-    """Return the standing of a prepare that was stored before.
-
-    Raises:
-        BodyLost: what was stored is gone, and the transaction is undecided.
-    """
-    if transaction.decision is None:
-        _check_body(transaction)
+def _repeated(transaction: Transaction) -> Answer:
+    """Return the answer to a prepare that was stored before: `BodyLost` where what was stored is
+    gone, and the transaction is undecided."""
+    if transaction.decision is None and transaction.lost:
+        return _body_lost(transaction)
     return standing(transaction)
 
 
-def _check_body(transaction: Transaction) -> None:
-    """Raise where there is nothing to be promoted.
-
-    Raises:
-        BodyLost: the messages are gone.
-    """
-    if transaction.lost:
-        why = lost_cause(transaction).message
-        raise BodyLost(why, id=transaction.id, state=transaction.state)
+def _body_lost(transaction: Transaction) -> BodyLost:
+    """Return that there is nothing to be promoted."""
+    why = lost_cause(transaction).message
+    return BodyLost(why, id=transaction.id, state=transaction.state)
 
 
 def standing(transaction: Transaction, *, created: bool = False) -> Standing:

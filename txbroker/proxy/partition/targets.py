@@ -9,6 +9,7 @@ from txbroker.core.placement import murmur2
 from txbroker.core.promotion import Verdict
 from txbroker.core.records import Cause, Message
 from txbroker.core.sizes import BATCH_OVERHEAD_BYTES, bytes_in_batch
+from txbroker.core.transaction import Place, places_of
 from txbroker.door import TargetFacts, Targets
 from txbroker.errors import BadTarget, RequestError, TooLarge, UnknownTopic
 from txbroker.sticky import Sticky
@@ -64,15 +65,6 @@ class FreeTargets(Targets):
         else:
             return None
         return Cause("reserved", f"topic {topic} {why}: it is no target", topic, -1)
-
-
-def verdict(message: Message, facts: TargetFacts | Cause, beside: int = 0) -> Verdict:
-    """Say whether a target with these facts takes a message, or why not.
-
-    Args:
-        beside: bytes that its installation's header takes.
-    """
-    return takes(message.topic, message.partition, bytes_in_batch((message,)) + beside, facts)
 
 
 def takes(topic: str, partition: int | None, size: int, facts: TargetFacts | Cause) -> Verdict:
@@ -147,33 +139,37 @@ class Placing:
 
     def place(
         self, messages: Sequence[Message], facts: dict[str, TargetFacts | Cause], now_ms: int
-    ) -> tuple[Message, ...]:
-        """Return the messages with their target partitions fixed.
+    ) -> tuple[tuple[Message, ...], tuple[Place, ...]]:
+        """Return the messages with their target partitions fixed, and where they go.
 
         Raises:
             UnknownTopic, TooLarge, BadTarget: a target would not take its message.
         """
         placed = []
+        shape: tuple[tuple[str, int | None, int], ...] = ()
         keyless: dict[str, int] = {}
         for message in messages:
-            known = facts[message.topic]
+            topic, partition = message.topic, message.partition
+            known = facts[topic]
             if isinstance(known, Cause):
                 raise _refusal(known)
-            if message.partition is None:
+            if partition is None:
                 if message.key is not None:
                     partition = murmur2(message.key) % known.partitions
-                elif message.topic in keyless:
-                    partition = keyless[message.topic]
+                elif topic in keyless:
+                    partition = keyless[topic]
                 else:
-                    partition = keyless[message.topic] = self._any(message.topic, known)
+                    partition = keyless[topic] = self._any(topic, known)
                 message = structs.replace(message, partition=partition)
-            cause = verdict(message, known, self._beside)
+            size = bytes_in_batch((message,))
+            cause = takes(topic, partition, size + self._beside, known)
             if cause is not None and not cause.passing:
                 raise _refusal(cause)
             if message.timestamp_ms is not None:
                 check_timestamps((message,), now_ms)
             placed.append(message)
-        return tuple(placed)
+            shape += ((topic, partition, size),)
+        return tuple(placed), places_of(shape)
 
     def _any(self, topic: str, facts: TargetFacts) -> int:
         sticky = self._keyless.get(topic)
@@ -208,7 +204,8 @@ async def examine_final(
     )
     check_timestamps(messages, now_ms)
     for message in messages:
-        cause = verdict(message, facts[message.topic], beside)
+        size = bytes_in_batch((message,)) + beside
+        cause = takes(message.topic, message.partition, size, facts[message.topic])
         if cause is not None and cause.code == "too_large":
             raise TooLarge(cause.message)
 
