@@ -458,7 +458,7 @@ class MemoryKafka:
             sentence = f"{name}-{number} may not be written by this proxy"
             return Cause("not_authorized", sentence, name, number)
         latest_ms = self.clock.now_ms() + TIMESTAMP_AHEAD_MAX_MS
-        # Whoever writes puts no more than the topic takes into a batch, so each may be alone in one.
+        # Whoever writes cuts a batch that is too large, so what counts is each record alone.
         alone = _record_bytes(records, itertools.repeat(0))
         for size, record in zip(alone, records, strict=True):
             if _BATCH_HEADER_BYTES + size > topic.message_bytes_max:

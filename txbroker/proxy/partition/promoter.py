@@ -550,8 +550,7 @@ class Promoter:
 
 def _places(plan: Plan) -> Collection[tuple[str, int]]:
     # In the order of decisions, as a set has none that comes again.
-    places = [(each.topic, each.partition) for one in plan.promote for each in one.places]
-    return dict.fromkeys(places)
+    return dict.fromkeys([(at.topic, at.partition) for one in plan.promote for at in one.places])
 
 
 def _decided_by(plan: Plan) -> list[Transaction]:
@@ -569,15 +568,13 @@ def _targets(
     """Return the records to promote of each transaction, in the order of its messages."""
     targets: list[Target] = []
     for transaction in transactions:
-        id, messages = transaction.half.id, transaction.messages
+        half, verdict = transaction.half, transaction.verdict
+        messages = transaction.contents or half.messages
+        decided_at_ms = 0 if verdict is None else verdict.at_ms
         for sequence, message in enumerate(messages):
-            stamp = message.timestamp_ms
-            record = Record(
-                message.key,
-                message.value,
-                promoted_headers(id, sequence, len(messages), message, installation),
-                transaction.decided_at_ms if stamp is None else stamp,
-            )
+            headers = promoted_headers(half.id, sequence, len(messages), message, installation)
+            at_ms = decided_at_ms if message.timestamp_ms is None else message.timestamp_ms
+            record = Record(message.key, message.value, headers, at_ms)
             assert message.partition is not None
             targets.append(Target(message.topic, message.partition, record))
     return tuple(targets)
