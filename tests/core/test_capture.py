@@ -133,8 +133,7 @@ def test_what_turns_do_in_between_is_not_in_it() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("txbroker.core.snapshot.CHUNK_ENTRIES", 10)
         records = [next(taken), next(taken)]
-        for number in range(0, 150, 2):
-            ledger.promote(id_of(number))
+        ledger.promote_run([ledger.transactions[id_of(number)] for number in range(0, 150, 2)])
         for number in range(1, 50, 2):
             ledger.refuse(id_of(number), CAUSE)
         records += taken

@@ -202,7 +202,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.refuse(transaction.id, CAUSE)
             else:
                 self.copies.pop(transaction.id, None)
-                self.ledger.promote(transaction.id)
+                self.ledger.promote_run([transaction])
         for transaction in list(self.ledger.to_keep.values()):
             self.copies[transaction.id] = transaction.copy(transaction.state, None)
             transaction.kept = True

@@ -129,7 +129,7 @@ def test_progress_does_not_go_back_when_deferred_ones_come_in_pieces() -> None:
     ledger = committed(simple(1, "ill"), simple(2, "ill"), simple(3, "ill"), simple(4, "t"))
     first = plan_of(ledger, sick(ill=PASSING))
     assert (numbers(first.promote), first.op) == ([4], 4)
-    ledger.promote(id_of(4))
+    ledger.promote_run(first.promote)
     second = plan_turn(
         ledger.ready.values(), ledger.op_whole, well, TurnLimits(1), progressed=first.op
     )
@@ -178,8 +178,7 @@ def test_planning_looks_at_no_more_than_the_turn_holds() -> None:
         ready = ledger.ready
         plan = plan_turn(watched(ready.values()), ledger.op_whole, well, TurnLimits(per_turn))
         assert len(plan.promote) == per_turn
-        for transaction in plan.promote:
-            ledger.promote(transaction.id)
+        ledger.promote_run(plan.promote)
         # Not sorted anew, which would make another.
         assert ledger.ready is ready
     assert not ledger.ready
@@ -288,8 +287,7 @@ class World:
             self.copies[transaction.id] = transaction.copy(State.REFUSED, cause)
         if not told:
             return
-        for transaction in plan.promote:
-            self.ledger.promote(transaction.id)
+        self.ledger.promote_run(plan.promote)
         for transaction, cause in plan.refuse:
             self.ledger.refuse(transaction.id, cause)
 

@@ -54,8 +54,7 @@ def test_what_is_undecided_committed_or_refused_is_counted_until_it_is_settled()
     assert used(ledger, "shop", "bank") == [5, 3]
     ledger.refuse(id_of(1), Cause("too_large", "", "t", 0))
     assert used(ledger, "shop", "bank") == [5, 3]
-    ledger.promote(id_of(1))
-    ledger.promote(id_of(2))
+    ledger.promote_run([ledger.transactions[id_of(number)] for number in (1, 2)])
     assert used(ledger, "shop", "bank") == [4, 2]
     assert ledger.unsettled.total == len(ledger.transactions)
     # The same counts where they are made at once, as after another principals file.

@@ -159,7 +159,7 @@ def test_a_snapshot_and_the_rest_are_a_replay(logs: Logs, seed: int) -> None:
             for id in list(ledger.ready):
                 turn = chance.choice(["", "", "promote", "refuse"])
                 if turn == "promote":
-                    ledger.promote(id)
+                    ledger.promote_run([ledger.transactions[id]])
                     promoted.append(id)
                 elif turn == "refuse":
                     ledger.refuse(id, CAUSE)
@@ -170,8 +170,7 @@ def test_a_snapshot_and_the_rest_are_a_replay(logs: Logs, seed: int) -> None:
         records.extend(taken)
     assert ledger.watcher is None
     expected = replayed(logs)
-    for id in expected_promoted:
-        expected.promote(id)
+    expected.promote_run([expected.transactions[id] for id in expected_promoted])
     for id in expected_refused:
         expected.refuse(id, CAUSE)
     found = loaded(records)
@@ -365,7 +364,7 @@ def bytes_of(count: int, logs: Logs, finish: bool) -> float:
         if finish:
             # One by one: what makes room for the others would count otherwise.
             ledger.apply_op(logs.op.records[number])
-            ledger.promote(transaction.id)
+            ledger.promote_run([transaction])
         else:
             ledger.evict(transaction)
         schedule.set(transaction.id, due_ms(transaction))

@@ -52,7 +52,7 @@ def test_latencies_fall_into_buckets() -> None:
     metrics = Metrics()
     for seconds in (0.001, 0.003, 99.0):
         metrics.decisions_took(seconds)
-        metrics.promotion_took(seconds)
+    metrics.promotions_took([0.001, 0.003, 99.0])
     metrics.recovery_took(1.5)
     found = samples(metrics)
 

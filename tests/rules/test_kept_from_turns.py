@@ -145,7 +145,7 @@ def test_a_promoted_one_is_not_tried_again() -> None:
     world = World(1, refused=True)
     transaction = world.ledger.refused[world.ids[0]]
     world.trouble.retry_all()
-    world.ledger.promote(transaction.id)
+    world.ledger.promote_run([transaction])
     world.trouble.promoted([transaction])
     world.clock.at_s += 0.5
     assert world.due() == []
@@ -177,7 +177,7 @@ def test_turns_are_as_large_as_ever_once_no_suspect_is_left() -> None:
     good, poison = world.ids[:2]
     world.isolate(good, poison)
     assert world.turn_size() == 1
-    world.ledger.promote(good)
+    world.ledger.promote_run([world.ledger.transactions[good]])
     world.ledger.refuse(poison, POISON)
     # Refused, it may spoil only the turn in which it is tried again.
     assert world.turn_size() == LIMITS.transactions_max

@@ -164,8 +164,7 @@ class Holdings:
 
     def evict(self, transaction: Transaction) -> None:
         """Drop a transaction's messages from memory."""
-        self.body_bytes -= transaction.body_bytes
-        transaction.evict()
+        self.body_bytes -= transaction.evict()
 
     def fill(self, transaction: Transaction, messages: tuple[Message, ...]) -> None:
         """Take messages that were read again.

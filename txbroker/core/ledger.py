@@ -38,7 +38,7 @@ from txbroker.core.records import (
     anchor_of,
 )
 from txbroker.core.runs import HalfRow, MarkerRow
-from txbroker.core.states import UNDECIDED, IllegalStep, Step
+from txbroker.core.states import UNDECIDED, IllegalStep, Step, follow
 from txbroker.core.transaction import (
     Place,
     Transaction,
@@ -476,17 +476,35 @@ class Ledger(Holdings):
 
     # --- turns ---------------------------------------------------------------------------
 
-    def promote(self, id: str, offsets: tuple[int, ...] = ()) -> None:
-        """A turn with this transaction was committed: it is settled."""
-        transaction = self.transactions[id]
-        self._changing(transaction)
-        transaction.take(Step.PROMOTE)
-        self._ready.pop(id, None)
-        self._no_more_refused(transaction)
-        transaction.offsets = offsets
-        transaction.cause = None
-        transaction.kept = False
-        self._settle(transaction)
+    def promote_run(
+        self, transactions: Sequence[Transaction], offsets: Sequence[int] = (), now_ms: int = 0
+    ) -> None:
+        """A turn with these transactions was committed: they are settled.
+
+        Args:
+            transactions: not settled, in the order of the turn.
+            offsets: where their messages are in their targets, one transaction's behind the
+                other's; empty if this owner did not see that.
+            now_ms: when it saw them visible; 0 if it did not.
+
+        Raises:
+            IllegalStep: one is undecided, or was settled before.
+        """
+        taken = 0
+        for transaction in transactions:
+            if self.watcher is not None:
+                self.watcher.before(transaction)
+            transaction.state = follow(transaction.state, Step.PROMOTE)
+            id, count = transaction.half.id, len(transaction.half.messages)
+            self._ready.pop(id, None)
+            if id in self.refused:
+                self._no_more_refused(transaction)
+            transaction.offsets = tuple(offsets[taken : taken + count])
+            transaction.promoted_at_ms = now_ms
+            transaction.cause = None
+            transaction.kept = False
+            taken += count
+        self._settle(*transactions)
 
     def refuse(self, id: str, cause: Cause) -> None:
         """A turn was committed that set this transaction aside: a target does not take it."""
@@ -516,7 +534,7 @@ class Ledger(Holdings):
         for transaction in done:
             if transaction.kept:
                 self.to_release[transaction.id] = transaction
-            self.promote(transaction.id)
+        self.promote_run(done)
         return done
 
     def _take_copies(self, copies: dict[str, Kept]) -> None:
@@ -565,13 +583,17 @@ class Ledger(Holdings):
 
     # --- memory --------------------------------------------------------------------------
 
-    def _settle(self, transaction: Transaction) -> None:
-        del self.transactions[transaction.id]
-        self.unsettled.add(self.share_of(transaction.half.group), -1)
-        self._line.remove(transaction)
-        if transaction.has_bodies:
-            self.evict(transaction)
-        self.settled.add(transaction)
+    def _settle(self, *transactions: Transaction) -> None:
+        by_group: dict[str, int] = {}
+        for transaction in transactions:
+            half = transaction.half
+            del self.transactions[half.id]
+            by_group[half.group] = by_group.get(half.group, 0) + 1
+            self._line.remove(transaction)
+            self.body_bytes -= transaction.evict()
+            self.settled.add(transaction)
+        for group, count in by_group.items():
+            self.unsettled.add(self.share_of(group), -count)
         self._forget()
 
     def _forget(self) -> None:

@@ -21,6 +21,10 @@ Verdict: TypeAlias = Cause | None
 
 
 _TURN_FULL = "turn_full"
+_Blocked: TypeAlias = dict[int | None, dict[tuple[str, int], Cause]]
+"""By order, never None: where something deferred holds back what comes later, and why."""
+_Taken: TypeAlias = dict[tuple[str, int], int]
+"""Up to which size, bytes, a target partition was found to take a message."""
 
 
 class TurnLimits(Struct, frozen=True):
@@ -78,6 +82,7 @@ def plan_turn(
             more of them are looked at than fit the turn.
         op_position: how far the ledger has applied the operation topic, in whole batches.
         examine: says whether a target takes a message of this size, from what is known already.
+            One that takes it is not asked again about a message that is no larger.
         limits: how much goes into one turn.
         in_flight: ids that an earlier turn, not yet committed, has promoted or refused.
         retried: refused transactions to be tried again. Their place in the order is lost.
@@ -87,7 +92,8 @@ def plan_turn(
             lies below it and finds no room in this turn is in this turn's `deferred`.
     """
     plan = Plan([], [], {}, op_position)
-    blocked: dict[tuple[int, str, int], Cause] = {}
+    blocked: _Blocked = {}
+    taken: _Taken = {}
     size = 0
     # First, so that one that is suspected of spoiling turns is alone in a turn for one.
     for transaction in retried:
@@ -95,24 +101,33 @@ def plan_turn(
         count = len(plan.promote) + len(plan.refuse)
         if count and (count >= limits.transactions_max or size + bytes_more > limits.bytes_max):
             break
-        if transaction.id not in in_flight and _cause(transaction, examine, {}) is None:
+        if transaction.id not in in_flight and _cause(transaction, examine, {}, taken) is None:
             size += bytes_more
             plan.promote.append(transaction)
-    queue = (transaction for transaction in ready if transaction.id not in in_flight)
+    queue = iter(ready)
     for transaction in queue:
-        cause = tried.get(transaction.id) or _cause(transaction, examine, blocked)
+        # Thousands come by here in each turn: nothing is called for those that just go.
+        id, places = transaction.half.id, transaction.places
+        if id in in_flight:
+            continue
+        cause, doubtful, bytes_more = tried.get(id), transaction.order in blocked, 0
+        for place in places:
+            bytes_more += place.size
+            if place.size > taken.get((place.topic, place.partition), -1):
+                doubtful = True
+        if doubtful and cause is None:
+            cause = _cause(transaction, examine, blocked, taken)
         if cause is not None and cause.passing:
             if len(plan.deferred) >= limits.deferred_max:
                 plan.full = True
-                _cut(plan, transaction, queue, progressed)
+                _cut(plan, transaction, queue, in_flight, progressed)
                 break
-            plan.deferred[transaction.id] = cause
+            plan.deferred[id] = cause
             _block(transaction, cause, blocked)
             continue
-        bytes_more = transaction_bytes(transaction)
         count = len(plan.promote) + len(plan.refuse)
         if count and (count >= limits.transactions_max or size + bytes_more > limits.bytes_max):
-            _cut(plan, transaction, queue, progressed)
+            _cut(plan, transaction, queue, in_flight, progressed)
             break
         size += bytes_more
         if cause is None:
@@ -122,12 +137,20 @@ def plan_turn(
     return plan
 
 
-def _cut(plan: Plan, first: Transaction, rest: Iterable[Transaction], progressed: int) -> None:
+def _cut(
+    plan: Plan,
+    first: Transaction,
+    rest: Iterable[Transaction],
+    in_flight: Collection[str],
+    progressed: int,
+) -> None:
     """End the turn before `first`: progress stops there, unless it has been further already."""
     plan.op = max(first.op_offset, progressed)
     for transaction in chain((first,), rest):
         if transaction.op_offset >= plan.op:
             break
+        if transaction.id in in_flight:
+            continue
         place = transaction.places[0]
         plan.deferred[transaction.id] = Cause(
             _TURN_FULL, "it goes with the next turn", place.topic, place.partition, True
@@ -137,33 +160,33 @@ def _cut(plan: Plan, first: Transaction, rest: Iterable[Transaction], progressed
 def _cause(
     transaction: Transaction,
     examine: Callable[[Place], Verdict],
-    blocked: Mapping[tuple[int, str, int], Cause],
+    blocked: _Blocked,
+    taken: _Taken,
 ) -> Cause | None:
     """Why a transaction does not go now: a lasting cause weighs more than a passing one."""
     passing: Cause | None = None
     for place in transaction.places:
+        where = place.topic, place.partition
+        if place.size <= taken.get(where, -1):
+            continue
         cause = examine(place)
-        if cause is not None:
-            if not cause.passing:
-                return cause
+        if cause is None:
+            taken[where] = place.size
+        elif not cause.passing:
+            return cause
+        else:
             passing = passing or cause
-    if passing is None and blocked:
-        for where in _ordered_places(transaction):
-            if where in blocked:
-                return blocked[where]
+    if passing is None and transaction.order in blocked:
+        before = blocked[transaction.order]
+        for place in transaction.places:
+            if (place.topic, place.partition) in before:
+                return before[place.topic, place.partition]
     return passing
 
 
-def _ordered_places(transaction: Transaction) -> list[tuple[int, str, int]]:
-    """Where a transaction's order matters: nowhere if it has no order key."""
-    order = transaction.order
-    if order is None:
-        return []
-    return [(order, place.topic, place.partition) for place in transaction.places]
-
-
-def _block(
-    transaction: Transaction, cause: Cause, blocked: dict[tuple[int, str, int], Cause]
-) -> None:
-    for where in _ordered_places(transaction):
-        blocked.setdefault(where, cause)
+def _block(transaction: Transaction, cause: Cause, blocked: _Blocked) -> None:
+    """Hold back what comes later of the same order, if it has any, to the same places."""
+    if transaction.order is not None:
+        before = blocked.setdefault(transaction.order, {})
+        for place in transaction.places:
+            before.setdefault((place.topic, place.partition), cause)

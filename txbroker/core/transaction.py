@@ -7,6 +7,7 @@ nothing else goes into it, so every replay comes to the same one.
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 
 from msgspec import Struct, structs
 
@@ -221,11 +222,15 @@ class Transaction(Struct, gc=False):
         places = self.places
         return places[0].size if len(places) == 1 else sum([place.size for place in places])
 
-    def evict(self) -> None:
-        """Drop the messages' keys, values and headers; where they go stays known."""
+    def evict(self) -> int:
+        """Drop the messages' keys, values and headers, if they are in memory; where they go stays
+        known. Returns what they took, bytes."""
+        if not self.has_bodies:
+            return 0
         self.half = structs.replace(self.half, messages=bare(self.half.messages))
         self.contents = None
         self.has_bodies = False
+        return sum(map(_size, self.places))
 
     def fill(self, messages: tuple[Message, ...]) -> None:
         """Put messages back that were read again.
@@ -396,28 +401,32 @@ class Transaction(Struct, gc=False):
 
 
 _CACHED_MAX = 10_000
-_bare: dict[tuple[tuple[str, int | None], ...], tuple[Message, ...]] = {}
+_place = attrgetter("topic", "partition")
+_size = attrgetter("size")
 _places: dict[tuple[tuple[str, int | None, int], ...], tuple[Place, ...]] = {}
 
 
 def bare(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return messages without key, value and headers; equal ones are the same object."""
-    return _bare_as(tuple([(message.topic, message.partition) for message in messages]))
+    return _bare[tuple(map(_place, messages))]
 
 
 def bare_of(places: Sequence[Place]) -> tuple[Message, ...]:
     """Return the bare messages that go to these places."""
-    return _bare_as(tuple([(place.topic, place.partition) for place in places]))
+    return _bare[tuple(map(_place, places))]
 
 
-def _bare_as(shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
-    found = _bare.get(shape)
-    if found is None:
-        if len(_bare) >= _CACHED_MAX:
-            _bare.clear()
-        found = tuple([Message(alike(topic), partition=at) for topic, at in shape])
-        _bare[shape] = found
-    return found
+class _Bare(dict[tuple[tuple[str, int | None], ...], tuple[Message, ...]]):
+    """Bare messages by where they go; made when they are asked for first."""
+
+    def __missing__(self, shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
+        if len(self) >= _CACHED_MAX:
+            self.clear()
+        made = self[shape] = tuple([Message(alike(topic), partition=at) for topic, at in shape])
+        return made
+
+
+_bare = _Bare()
 
 
 def places(messages: Sequence[Message]) -> tuple[Place, ...]:

@@ -185,9 +185,11 @@ class _Latency(Collector):
         self._counts = [0] * (len(_LATENCY_S) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float, count: int = 1) -> None:
-        self._counts[bisect_left(_LATENCY_S, seconds)] += count
-        self._sum += seconds * count
+    def observe(self, seconds: Iterable[float]) -> None:
+        counts = self._counts
+        for each in seconds:
+            counts[bisect_left(_LATENCY_S, each)] += 1
+            self._sum += each
 
     def collect(self) -> Iterable[Metric]:
         bounds = [*map(str, _LATENCY_S), "+Inf"]
@@ -345,10 +347,10 @@ class Metrics:
 
     def decisions_took(self, seconds: float, count: int = 1) -> None:
         """Record the time from the calls of decisions to their answers, which came together."""
-        self._decision_s.observe(seconds, count)
+        self._decision_s.observe([seconds] * count)
 
-    def promotion_took(self, seconds: float) -> None:
-        """Record the time from a commit's marker until it is visible."""
+    def promotions_took(self, seconds: Iterable[float]) -> None:
+        """Record of each transaction the time from its commit's marker until it is visible."""
         self._promotion_s.observe(seconds)
 
     def recovery_took(self, seconds: float) -> None:

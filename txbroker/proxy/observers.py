@@ -129,13 +129,16 @@ class Observer:
 
     def promoted(self, transactions: list[Transaction]) -> None:
         """These are visible."""
-        topics = Counter(m.topic for t in transactions for m in t.messages)
+        topics = Counter([place.topic for each in transactions for place in each.places])
         for topic, count in topics.items():
             self._metrics.promoted(topic, count)
-        for transaction in transactions:
-            if transaction.promoted_at_ms:
-                took_ms = transaction.promoted_at_ms - transaction.decided_at_ms
-                self._metrics.promotion_took(max(0, took_ms) / 1000)
+        self._metrics.promotions_took(
+            [
+                max(0, each.promoted_at_ms - each.verdict.at_ms) / 1000
+                for each in transactions
+                if each.promoted_at_ms and each.verdict is not None
+            ]
+        )
 
     def refused(self, transactions: list[Transaction]) -> None:
         """These were set aside; the gauge shows them."""

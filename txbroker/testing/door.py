@@ -470,22 +470,26 @@ class _Writer:
         return MemoryTurn(self._kafka, written, self._before)
 
     def _write_all(self, turn: Turn, transaction: Transaction) -> "_Written":
-        """Write everything; return where it is."""
-        written = _Written([], [], {})
-        own = [(self._parked, record) for record in turn.parked]
-        own.append((self._checkpoint, encode_progress(turn.progress)))
+        """Write everything, one batch to each partition; return where it is."""
+        batches: dict[tuple[str, int], list[Record]] = {}
+        places = []
+        for topic, number, record in turn.promoted:
+            records = batches.setdefault((topic, number), [])
+            places.append(((topic, number), len(records)))
+            records.append(record)
+        parked, checkpoint = (self._parked, self._partition), (self._checkpoint, self._partition)
+        if turn.parked:
+            batches[parked] = list(turn.parked)
+        batches[checkpoint] = [encode_progress(turn.progress)]
+        base: dict[tuple[str, int], int] = {}
+        last: dict[tuple[str, int], tuple[Partition, int]] = {}
         with _translated():
-            for topic, number, record in turn.promoted:
-                offset = self._kafka.write(topic, number, [record], transaction)
-                written.offsets.append(offset)
-                written.last[topic, number] = (self._kafka.partition(topic, number), offset)
-            for topic, record in own:
-                offset = self._kafka.write(topic, self._partition, [record], transaction)
-                if topic == self._parked:
-                    written.parked.append(offset)
-                partition = self._kafka.partition(topic, self._partition)
-                written.last[topic, self._partition] = (partition, offset)
-        return written
+            for where, records in batches.items():
+                base[where] = self._kafka.write(*where, records, transaction)
+                last[where] = self._kafka.partition(*where), base[where] + len(records) - 1
+        offsets = [base[where] + number for where, number in places]
+        first = base.get(parked, 0)
+        return _Written(offsets, range(first, first + len(turn.parked)), last)
 
     async def _commit(self, transaction: Transaction, before: asyncio.Task[None] | None) -> None:
         with self._breaking():
@@ -523,8 +527,8 @@ class _Writer:
 class _Written(NamedTuple):
     """Where a turn's records are: promoted ones, parked ones, and each partition's last."""
 
-    offsets: list[int]
-    parked: list[int]
+    offsets: Sequence[int]
+    parked: Sequence[int]
     last: dict[tuple[str, int], tuple[Partition, int]]
 
 

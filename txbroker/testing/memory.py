@@ -11,7 +11,8 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from msgspec import Struct, structs
@@ -27,6 +28,8 @@ TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 """Kafka's own default: records dated further ahead of its clock are refused."""
 
 _BATCH_HEADER_BYTES = 61
+_MORE_BYTES = tuple(1 << bits for bits in range(6, 63, 7))
+"""From each of these on a number, zigzag encoded, takes one byte more than the first."""
 _ANY_PARTITION = -1
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
@@ -455,8 +458,10 @@ class MemoryKafka:
             sentence = f"{name}-{number} may not be written by this proxy"
             return Cause("not_authorized", sentence, name, number)
         latest_ms = self.clock.now_ms() + TIMESTAMP_AHEAD_MAX_MS
-        for record in records:
-            if batch_bytes([record]) > topic.message_bytes_max:
+        # Whoever writes cuts a batch that is too large, so what counts is each record alone.
+        alone = _record_bytes(records, itertools.repeat(0))
+        for size, record in zip(alone, records, strict=True):
+            if _BATCH_HEADER_BYTES + size > topic.message_bytes_max:
                 sentence = f"{name}-{number} is larger than max.message.bytes: raise that setting"
                 return Cause("too_large", sentence, name, number)
             if record.timestamp_ms > latest_ms and not topic.log_append_time:
@@ -516,19 +521,21 @@ def batch_bytes(records: Sequence[Record]) -> int:
 
     The times of one batch are taken to be equal, which holds for what an owner appends.
     """
-    total = _BATCH_HEADER_BYTES
-    for number, record in enumerate(records):
-        fields = [record.key, record.value]
+    return _BATCH_HEADER_BYTES + sum(_record_bytes(records, itertools.count()))
+
+
+def _record_bytes(records: Iterable[Record], numbers: Iterable[int]) -> list[int]:
+    """Return what each record takes in a batch as the one of this number there, bytes."""
+    sizes = []
+    for record, number in zip(records, numbers, strict=False):
+        parts = [record.key, record.value]
         for name, value in record.headers:
-            fields += (name.encode(), value)
-        # A number takes a byte for each seven bits of its zigzag form, and one at least: in line,
-        # as calls here would be counted among the proxy's.
-        size = 2 + (-(-(number * 2).bit_length() // 7) or 1)
-        size += -(-(len(record.headers) * 2).bit_length() // 7) or 1
-        for field in fields:
-            if field is None:
-                size += 1
-            else:
-                size += len(field) + (-(-(len(field) * 2).bit_length() // 7) or 1)
-        total += size + (-(-(size * 2).bit_length() // 7) or 1)
-    return total
+            parts += (name.encode(), value)
+        # A byte each for attributes, time, and the first of both numbers and of every length.
+        size = 4 + len(parts) + bisect_right(_MORE_BYTES, number)
+        size += bisect_right(_MORE_BYTES, len(record.headers))
+        for part in parts:
+            if part:
+                size += len(part) + bisect_right(_MORE_BYTES, len(part))
+        sizes.append(size + 1 + bisect_right(_MORE_BYTES, size))
+    return sizes

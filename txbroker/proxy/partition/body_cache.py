@@ -137,21 +137,23 @@ class Bodies:
         """Keep what is in memory of these from being evicted, and what is loaded meanwhile."""
         held = list(transactions)
         for transaction in held:
-            _, holders = self._held.get(transaction.id, (transaction, 0))
-            self._held[transaction.id] = transaction, holders + 1
-            self._behind.pop(transaction.id, None)
+            id = transaction.half.id
+            _, holders = self._held.get(id, (transaction, 0))
+            self._held[id] = transaction, holders + 1
+            self._behind.pop(id, None)
         try:
             yield
         finally:
-            for transaction in held:
-                self._let_go(transaction)
+            self._let_go(held)
 
-    def _let_go(self, transaction: Transaction) -> None:
-        _, holders = self._held.pop(transaction.id)
-        if holders > 1:
-            self._held[transaction.id] = transaction, holders - 1
-        elif transaction.has_bodies and transaction.offset <= self._hand:
-            self._behind[transaction.id] = transaction
+    def _let_go(self, held: Iterable[Transaction]) -> None:
+        for transaction in held:
+            id = transaction.half.id
+            _, holders = self._held.pop(id)
+            if holders > 1:
+                self._held[id] = transaction, holders - 1
+            elif transaction.has_bodies and transaction.offset <= self._hand:
+                self._behind[id] = transaction
 
     # --- loading ---------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class Bodies:
         """
         wanted = list(transactions)
         # Once more for those whose messages were replaced by a commit while they were read.
-        while missing := [each for each in wanted if _missing(each)]:
+        while missing := [each for each in wanted if not each.has_bodies and _missing(each)]:
             # Neighbours in the log are fetched together.
             missing.sort(key=_first_offset)
             for batch in _batches(missing):

@@ -88,14 +88,9 @@ class _Flight(Struct, eq=False):
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is known whether the turn was committed."""
 
-    def ids(self) -> Iterable[str]:
-        """The transactions whose fate the turn decides."""
-        yield from (transaction.id for transaction in self.plan.promote)
-        yield from (transaction.id for transaction, _ in self.plan.refuse)
-
     def whole(self) -> list[Transaction]:
         """The transactions whose messages the turn writes."""
-        return [*self.plan.promote, *[each for each, _ in self.plan.refuse], *self.keep]
+        return [*_decided_by(self.plan), *self.keep]
 
     @property
     def empty(self) -> bool:
@@ -256,8 +251,7 @@ class Promoter:
             return await self._read_ahead()
         # From here to the progress of this very plan nothing is awaited.
         self._note_deferred(plan)
-        self._in_flight.update(transaction.id for transaction in plan.promote)
-        self._in_flight.update(transaction.id for transaction, _ in plan.refuse)
+        self._in_flight.update(_ids(_decided_by(plan)))
         flight = _Flight(
             plan,
             self._progress(plan),
@@ -299,7 +293,7 @@ class Promoter:
             gone = await self._bodies.load(flight.whole())
         except KafkaUnavailable as error:
             log.warning("messages not read", partition=self._door.partition, why=str(error))
-            self._in_flight.difference_update(flight.ids())
+            self._in_flight.difference_update(_ids(_decided_by(flight.plan)))
             self._failed(flight)
             self._trouble.note_deferred(waiting=True)
             return False
@@ -445,7 +439,7 @@ class Promoter:
 
     def _encode(self, flight: _Flight) -> Turn:
         plan = flight.plan
-        promoted: list[Target] = []
+        promoted = _targets(plan.promote, self._installation)
         parked: list[Record] = []
         copied: list[tuple[Transaction, State, Cause | None]] = [
             *[(transaction, State.REFUSED, cause) for transaction, cause in plan.refuse],
@@ -455,9 +449,7 @@ class Promoter:
             records = encode_kept(transaction.copy(state, cause), self._record_version())
             parked.extend(records)
             flight.copies.append((transaction, len(records)))
-        flight.traced = traced_turn([*plan.promote, *[each for each, _ in plan.refuse]])
-        for transaction in plan.promote:
-            promoted.extend(_targets(transaction, self._installation))
+        flight.traced = traced_turn(_decided_by(plan))
         for transaction in [*[each for each in plan.promote if each.kept], *flight.release]:
             parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
         # Not as of the plan: refused are also those whose messages turned out to be gone.
@@ -466,7 +458,7 @@ class Promoter:
         accounted = min(flight.progress.half, self._ledger.accounted(self._in_flight))
         refused = self._ledger.wrote_refused
         progress = structs.replace(flight.progress, refused=refused, accounted=accounted)
-        return Turn(tuple(promoted), tuple(parked), progress)
+        return Turn(promoted, tuple(parked), progress)
 
     def _progress(self, plan: Plan) -> Progress:
         ledger = self._ledger
@@ -505,7 +497,7 @@ class Promoter:
         hit("turn.committed")
         self._open.discard(flight)
         self._failing_since_s = None
-        promoted = [transaction.id for transaction in plan.promote]
+        promoted = _ids(plan.promote)
         self._unseen.update(promoted)
         for transaction, cause in plan.refuse:
             ledger.refuse(transaction.id, cause)
@@ -519,13 +511,7 @@ class Promoter:
         _note_copies(flight, handle)
         await self._visible(plan, handle)
         hit("turn.visible")
-        now_ms = self._now_ms()
-        taken = 0
-        for transaction in plan.promote:
-            count = len(transaction.messages)
-            ledger.promote(transaction.id, tuple(handle.offsets[taken : taken + count]))
-            transaction.promoted_at_ms = now_ms
-            taken += count
+        ledger.promote_run(plan.promote, handle.offsets, self._now_ms())
         self._in_flight.difference_update(promoted)
         self._unseen.difference_update(promoted)
         turn_ended(flight.traced, {each.id: cause.code for each, cause in plan.refuse})
@@ -573,22 +559,34 @@ class Promoter:
 
 def _places(plan: Plan) -> Collection[tuple[str, int]]:
     # In the order of decisions, as a set has none that comes again.
-    places = ((each.topic, each.partition) for one in plan.promote for each in one.places)
-    return dict.fromkeys(places)
+    return dict.fromkeys([(at.topic, at.partition) for one in plan.promote for at in one.places])
 
 
-def _targets(transaction: Transaction, installation: tuple[Header, ...]) -> Iterable[Target]:
-    messages = transaction.messages
-    for sequence, message in enumerate(messages):
-        stamp = message.timestamp_ms
-        record = Record(
-            message.key,
-            message.value,
-            promoted_headers(transaction.id, sequence, len(messages), message, installation),
-            transaction.decided_at_ms if stamp is None else stamp,
-        )
-        assert message.partition is not None
-        yield Target(message.topic, message.partition, record)
+def _decided_by(plan: Plan) -> list[Transaction]:
+    """Return the transactions whose fate a turn decides."""
+    return [*plan.promote, *[each for each, _ in plan.refuse]]
+
+
+def _ids(transactions: Iterable[Transaction]) -> list[str]:
+    return [transaction.half.id for transaction in transactions]
+
+
+def _targets(
+    transactions: Iterable[Transaction], installation: tuple[Header, ...]
+) -> tuple[Target, ...]:
+    """Return the records to promote of each transaction, in the order of its messages."""
+    targets: list[Target] = []
+    for transaction in transactions:
+        half, verdict = transaction.half, transaction.verdict
+        messages = transaction.contents or half.messages
+        decided_at_ms = 0 if verdict is None else verdict.at_ms
+        for sequence, message in enumerate(messages):
+            headers = promoted_headers(half.id, sequence, len(messages), message, installation)
+            at_ms = decided_at_ms if message.timestamp_ms is None else message.timestamp_ms
+            record = Record(message.key, message.value, headers, at_ms)
+            assert message.partition is not None
+            targets.append(Target(message.topic, message.partition, record))
+    return tuple(targets)
 
 
 def _refuse_lost(plan: Plan, lost: set[str]) -> None:

@@ -104,14 +104,16 @@ class Trouble:
 
     def promoted(self, transactions: Iterable[Transaction]) -> None:
         """Forget what was known against these, and places whose last pause ended long ago."""
-        for transaction in transactions:
-            self._refused_alone.discard(transaction.id)
-            self._given_up.discard(transaction.id)
-            self._retry_pauses_s.pop(transaction.id, None)
+        ids = [transaction.half.id for transaction in transactions]
+        self._refused_alone.difference_update(ids)
+        self._given_up.difference_update(ids)
+        for id in self._retry_pauses_s.keys() & ids:
+            del self._retry_pauses_s[id]
+        long_ago_s = self._monotonic_s() - RETRY_MAX_S
         self._avoided = {
             place: avoided
             for place, avoided in self._avoided.items()
-            if avoided.retry.at_s > self._monotonic_s() - RETRY_MAX_S
+            if avoided.retry.at_s > long_ago_s
         }
 
     # --- target partitions, and what is deferred because of them -------------------------------
