@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from txbroker.core.records import Decision, Message
-from txbroker.core.trace_context import with_context
 from txbroker.errors import ConfigurationError
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.checks import CheckDesk, is_coroutine_function
@@ -29,14 +28,13 @@ from txbroker.sdk.transaction import (
     Transaction,
     TransactionBlock,
     checked_wait,
-    deciding,
-    note_standing,
+    decided,
     outcome_of,
-    preparing,
+    prepared,
 )
 from txbroker.sdk.types import CheckFunction, Outcome, ProducerClosed, Rollback, Wait
 from txbroker.tls import ClientTls, TlsFiles
-from txbroker.wire import SESSION_VERSION, Check, Drain, Hello
+from txbroker.wire import SESSION_VERSION, Check, Decide, Drain, Hello
 
 START_TIMEOUT_S = 15.0
 """How long the first session may take by default."""
@@ -256,9 +254,7 @@ class TransactionalProducer:
         """
         draft = self._draft(messages, order_key, check_after_s, check_interval_s)
         self._book.require_open()
-        with preparing(draft) as step:
-            standing = await self._calls.prepare(draft.within(step))
-            note_standing(step, standing)
+        standing = await prepared(self._calls, draft)
         self._book.settled(standing.id)
         return standing.id
 
@@ -278,13 +274,10 @@ class TransactionalProducer:
         self._book.require_started()
         final = None if messages is None else checked(messages)
         promoted = checked_wait(wait)
-        with deciding(Decision.COMMIT, transaction_id, final or ()) as step:
-            if final is not None and step is not None and step.context is not None:
-                final = with_context(final, step.context)
-            standing = await self._calls.decide(
-                transaction_id, Decision.COMMIT, messages=final, reason=reason, wait=promoted
-            )
-        return outcome_of(standing)
+        operation = Decide(
+            self._calls.number(), transaction_id, Decision.COMMIT, final, reason, promoted
+        )
+        return outcome_of(await decided(self._calls, operation))
 
     async def rollback(self, transaction_id: str, *, reason: str = "") -> Outcome:
         """Roll a prepared transaction back.
@@ -292,9 +285,8 @@ class TransactionalProducer:
         Raises: as `commit`.
         """
         self._book.require_started()
-        with deciding(Decision.ROLLBACK, transaction_id, ()):
-            standing = await self._calls.decide(transaction_id, Decision.ROLLBACK, reason=reason)
-        return outcome_of(standing)
+        operation = Decide(self._calls.number(), transaction_id, Decision.ROLLBACK, reason=reason)
+        return outcome_of(await decided(self._calls, operation))
 
     def _draft(
         self,
@@ -306,8 +298,10 @@ class TransactionalProducer:
         return Draft(
             checked(messages),
             None if order_key is None else checked_text("order_key", order_key),
-            checked_seconds("check_after_s", check_after_s),
-            checked_seconds("check_interval_s", check_interval_s),
+            None if check_after_s is None else checked_seconds("check_after_s", check_after_s),
+            None
+            if check_interval_s is None
+            else checked_seconds("check_interval_s", check_interval_s),
         )
 
     # --- sessions ------------------------------------------------------------------------
