@@ -245,7 +245,13 @@ class Calls:
 
     def _draw(self, draft: Draft, session: Session, partition: int) -> Prepare:
         """Return a draft as an operation with an id of its own, which is in the book now."""
-        id = make_id(partition, session.now_ms(), _randomness())
+        try:
+            randomness = _randomness_left.pop()
+        except IndexError:  # not looked at before: another thread may take the last one
+            drawn = os.urandom(8 * RANDOMNESS_AT_ONCE)
+            randomness, *rest = unpack(f"{RANDOMNESS_AT_ONCE}Q", drawn)
+            _randomness_left.extend(rest)
+        id = make_id(partition, session.now_ms(), randomness)
         self._book.running(id)
         return Prepare(
             self.number(),
@@ -271,7 +277,10 @@ class Calls:
         Raises:
             RequestError: it was refused; or time was up, and what became of it is unknown.
         """
-        partition = partition_of(operation.id)
+        try:
+            partition = parse_id(operation.id).partition
+        except (ValueError, TypeError) as error:
+            raise BadId(str(error)) from None
         time_s, limits = asyncio.get_running_loop().time, self._limits
         began_s = time_s()
         patience: _Patience | None = None
@@ -369,19 +378,7 @@ class Calls:
         operation = AskEarly(self.number(), transaction_id, reason)
         patience = self._patience(asyncio.get_running_loop().time(), operation)
         patience.until_s -= max(0.0, self._limits.retry_s - ASK_RETRY_S)
-        await self._again(operation, partition_of(transaction_id), patience, None)
-
-
-def partition_of(transaction_id: str) -> int:
-    """Return the half partition that an id names.
-
-    Raises:
-        BadId: it is no transaction id.
-    """
-    try:
-        return parse_id(transaction_id).partition
-    except (ValueError, TypeError) as error:
-        raise BadId(str(error)) from None
+        await self._again(operation, parse_id(transaction_id).partition, patience, None)
 
 
 async def _quietly(work: Awaitable[object]) -> None:
@@ -391,13 +388,3 @@ async def _quietly(work: Awaitable[object]) -> None:
         _log.info("left to the check-back: %s", error)
     except Exception:
         _log.exception("left to the check-back")
-
-
-def _randomness() -> int:
-    """Return 64 bits that nobody can guess."""
-    try:
-        return _randomness_left.pop()
-    except IndexError:  # not looked at before: another thread may take the last one
-        first, *rest = unpack(f"{RANDOMNESS_AT_ONCE}Q", os.urandom(8 * RANDOMNESS_AT_ONCE))
-        _randomness_left.extend(rest)
-        return int(first)

@@ -191,7 +191,13 @@ class TransactionalProducer:
             will be published; other RequestErrors: it was refused.
             On leaving: as `Transaction.commit`.
         """
-        draft = self._draft(messages, order_key, check_after_s, check_interval_s)
+        if order_key is not None:
+            order_key = checked_text("order_key", order_key)
+        if check_after_s is not None:
+            check_after_s = checked_seconds("check_after_s", check_after_s)
+        if check_interval_s is not None:
+            check_interval_s = checked_seconds("check_interval_s", check_interval_s)
+        draft = Draft(checked(messages), order_key, check_after_s, check_interval_s)
         return TransactionBlock(draft, self._calls, self._book)
 
     async def send_in_transaction(
@@ -252,9 +258,14 @@ class TransactionalProducer:
 
         Errors as on entry of `transaction`.
         """
-        draft = self._draft(messages, order_key, check_after_s, check_interval_s)
+        block = self.transaction(
+            *messages,
+            order_key=order_key,
+            check_after_s=check_after_s,
+            check_interval_s=check_interval_s,
+        )
         self._book.require_open()
-        standing = await prepared(self._calls, draft)
+        standing = await prepared(self._calls, block.draft)
         self._book.settled(standing.id)
         return standing.id
 
@@ -287,22 +298,6 @@ class TransactionalProducer:
         self._book.require_started()
         operation = Decide(self._calls.number(), transaction_id, Decision.ROLLBACK, reason=reason)
         return outcome_of(await decided(self._calls, operation))
-
-    def _draft(
-        self,
-        messages: Iterable[Message],
-        order_key: str | None,
-        check_after_s: float | None,
-        check_interval_s: float | None,
-    ) -> Draft:
-        return Draft(
-            checked(messages),
-            None if order_key is None else checked_text("order_key", order_key),
-            None if check_after_s is None else checked_seconds("check_after_s", check_after_s),
-            None
-            if check_interval_s is None
-            else checked_seconds("check_interval_s", check_interval_s),
-        )
 
     # --- sessions ------------------------------------------------------------------------
 

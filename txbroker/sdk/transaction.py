@@ -74,16 +74,18 @@ class Transaction:
             OwnerUnavailable: nobody answered in time; the check-back will settle it.
             RequestError: it was refused otherwise.
         """
-        return await self._decide(Decision.COMMIT, wait=checked_wait(wait))
+        await self._decide(Decision.COMMIT, wait=checked_wait(wait))
+        return self.outcome
 
     async def rollback(self, reason: str = "") -> Outcome:
         """Roll back; the messages will never be visible.
 
         Raises: as `commit`.
         """
-        return await self._decide(Decision.ROLLBACK, reason=reason)
+        await self._decide(Decision.ROLLBACK, reason=reason)
+        return self.outcome
 
-    async def _decide(self, decision: Decision, *, wait: bool = False, reason: str = "") -> Outcome:
+    async def _decide(self, decision: Decision, *, wait: bool = False, reason: str = "") -> None:
         if (known := self._standing) is not None:
             if known.decision is not decision:
                 raise AlreadyDecided(
@@ -92,7 +94,7 @@ class Transaction:
                     decision=known.decision,
                 )
             if not wait:
-                return self.outcome
+                return
         self._intent = decision
         final = self._final if decision is Decision.COMMIT else None
         self._book.deciding(self.id, Commit(final) if final is not None else decision)
@@ -108,7 +110,6 @@ class Transaction:
             self._book.running(self.id)  # until the block is left, which says how it ended
             raise
         self._book.settled(self.id)
-        return self.outcome
 
     # --- leaving the block ---------------------------------------------------------------
 
@@ -174,7 +175,7 @@ class TransactionBlock:
     """`async with producer.transaction(…) as tx`: prepares on entry, decides on leaving."""
 
     def __init__(self, draft: Draft, calls: Calls, book: LocalBook) -> None:
-        self._draft = draft
+        self.draft = draft
         self._calls = calls
         self._book = book
         self._transaction: Transaction | None = None
@@ -184,11 +185,11 @@ class TransactionBlock:
             raise BadRequest("a transaction's block can be entered only once")
         self._book.block_opened()
         try:
-            standing = await prepared(self._calls, self._draft)
+            standing = await prepared(self._calls, self.draft)
         except BaseException:
             self._book.block_closed()
             raise
-        self._transaction = Transaction(standing.id, self._draft.messages, self._calls, self._book)
+        self._transaction = Transaction(standing.id, self.draft.messages, self._calls, self._book)
         return self._transaction
 
     def __aexit__(
