@@ -19,8 +19,12 @@ async def test_callers_who_give_up_together_have_given_up_and_leave_no_trace() -
     room = Room(calls_max=1, bytes_max=100)
 
     async def call() -> None:
-        async with room.take(10):
+        if not room.enter(10):
+            await room.wait(10)
+        try:
             await asyncio.Event().wait()
+        finally:
+            room.leave(10)
 
     calls = [asyncio.create_task(call()) for _ in range(4)]
     await rounds()
@@ -30,14 +34,15 @@ async def test_callers_who_give_up_together_have_given_up_and_leave_no_trace() -
     await asyncio.wait(calls)
     assert [each.cancelled() for each in calls] == [True] * 4
     assert room.calls == 0
-    async with room.take(100):
-        assert room.calls == 1
+    assert room.enter(100)
+    assert room.calls == 1
 
 
 async def test_who_is_given_room_and_gives_up_at_once_passes_it_on() -> None:
     room = Room(calls_max=1, bytes_max=100)
-    await room.enter(10)
-    gone, next_one = (asyncio.create_task(room.enter(10)) for _ in range(2))
+    assert room.enter(10)
+    assert not room.enter(10)
+    gone, next_one = (asyncio.create_task(room.wait(10)) for _ in range(2))
     await rounds()
     room.leave(10)
     gone.cancel()
@@ -50,9 +55,10 @@ async def test_who_is_given_room_and_gives_up_at_once_passes_it_on() -> None:
 
 async def test_who_comes_later_waits_behind_a_call_that_does_not_fit() -> None:
     room = Room(calls_max=5, bytes_max=100)
-    await room.enter(60)
-    large, small = (asyncio.create_task(room.enter(size)) for size in (70, 10))
+    assert room.enter(60)
+    large, small = (asyncio.create_task(room.wait(size)) for size in (70, 10))
     await rounds()
+    assert not room.enter(10)
     assert not large.done()
     assert not small.done()
     room.leave(60)

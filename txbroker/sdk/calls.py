@@ -1,23 +1,26 @@
 """Prepare, decide, ask: each repeated, with the same id, until it is answered or time is up.
 
+The first try is an operation, its place in a session and a future. Only where it fails, or has to
+wait, does a call need patience: that carries its id and what is known of it on.
+
 Repeating is safe because a prepare counts once by its id and a decision is idempotent. Only
 before its block has run may a transaction take another id: whatever became of the old one, its
 local transaction never happened, so its check can only end in a rollback.
 """
 
 import asyncio
+import itertools
 import logging
-import random
+import os
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from types import TracebackType
+from struct import unpack
+from typing import TypeVar
 
-from txbroker import tracing
+from msgspec import Struct, structs
+
 from txbroker.core.ids import make_id, parse_id
 from txbroker.core.placement import order_hash
 from txbroker.core.records import Decision, Message
-from txbroker.core.trace_context import with_context
-from txbroker.deadlines import Deadlines
 from txbroker.errors import (
     AlreadyDecided,
     BadId,
@@ -30,8 +33,8 @@ from txbroker.sdk.limits import RETRY_SHARE_OF_WINDOW, Limits, Room
 from txbroker.sdk.local import LocalBook
 from txbroker.sdk.messages import size_of
 from txbroker.sdk.router import Router
-from txbroker.sdk.session import Session, SessionLost
-from txbroker.wire import AskEarly, Decide, FromProducer, Prepare, Standing
+from txbroker.sdk.session import Asked, Session, SessionLost
+from txbroker.wire import AskEarly, Decide, Prepare, Standing
 
 _log = logging.getLogger("txbroker.sdk")
 
@@ -43,11 +46,17 @@ ASKING_MAX = 1000
 CALL_BACKOFF_MAX_S = 1.0
 """Between two tries of one call: a partition finds a new owner within seconds."""
 
-_random = random.SystemRandom()
+RANDOMNESS_AT_ONCE = 256
+"""Ids for which the system is asked for randomness at one time: each question costs."""
+
+_randomness_left: list[int] = []
+if hasattr(os, "register_at_fork"):  # or two processes would give the same ids
+    os.register_at_fork(after_in_child=_randomness_left.clear)
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(Struct):
     """What is to be prepared."""
 
     messages: tuple[Message, ...]
@@ -55,132 +64,125 @@ class Draft:
     check_after_s: float | None = None
     check_interval_s: float | None = None
 
-    def within(self, step: tracing.Step | None) -> "Draft":
-        """Return the draft whose messages carry a span's context, so that whoever gets them can
-        continue its trace."""
-        if step is None or step.context is None:
-            return self
-        return replace(self, messages=with_context(self.messages, step.context))
-
-    def order(self) -> int | None:
-        """Return the hash that its half partition comes from; None if any will do."""
-        return order_hash(self.order_key, self.messages[0].topic, self.messages[0].key)
-
 
 class _Patience:
-    """The tries of one call: how long yet, why the last one failed, was anything sent.
+    """What a call needs once its first try has failed, or has to wait.
 
-    `async with patience:` raises TimeoutError when the time is up, as `asyncio.timeout` does.
+    Every wait of such a call raises `exhausted()` when the time is up.
     """
 
     def __init__(
         self,
-        deadlines: "Deadlines[_Patience]",
         limits: Limits,
         trouble: Callable[[], OwnerUnavailable | None],
+        began_s: float,
+        operation: Asked | None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._deadlines = deadlines
+        self._time_s = asyncio.get_running_loop().time
         self._limits = limits
         self._trouble = trouble
-        self._started_at = self._loop.time()
-        self._until = self._started_at + limits.retry_s
-        self._timeout = asyncio.timeout(None)
+        self._began_s = began_s
+        self._operation = operation
+        self.until_s = began_s + limits.retry_s
         self.turn = 0
         self.choice = 0
         """Which one of the owners that views name is next: the newest after a move, for whoever
         hangs goes on to call itself the owner."""
         self.sent = False
         """An earlier try with the same id may have reached the proxy."""
-        self.transaction_id: str | None = None
-        """The id that is being tried, or that the call is about."""
         self._last: Exception | None = None
 
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-        self._deadlines.begin(self)
+    async def wait(self, work: Awaitable[T]) -> T:
+        """Return what `work` returns, unless the time is up before."""
+        try:
+            async with asyncio.timeout_at(self.until_s) as bound:
+                return await work
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise self.exhausted() from None
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._deadlines.end(self)
-        await self._timeout.__aexit__(kind, error, trace)
+    def due_s(self, operation: Asked) -> float:
+        """Return until when a try's answer must have come: a slow one's may take all the time."""
+        if isinstance(operation, Decide) and operation.wait:
+            return self.until_s
+        return min(self.until_s, self._time_s() + self._limits.answer_timeout_s)
 
-    @property
-    def expired(self) -> bool:
-        """Whether the time was up."""
-        return self._timeout.expired()
-
-    def expire(self) -> None:
-        """The time is up."""
-        if not self._timeout.expired():
-            self._timeout.reschedule(self._loop.time())
-
-    def shorten(self, seconds: float) -> None:
-        """Be patient for at most so long from now."""
-        if (until := self._loop.time() + seconds) < self._until:
-            self._until = until
-            self._timeout.reschedule(until)
-
-    async def attempt(
-        self, session: Session, make: Callable[[int], FromProducer], partition: int, *, slow: bool
-    ) -> Standing | None:
-        """Try once; return None, after a pause, where another try can do better.
+    def failed(self, error: SessionLost | RequestError) -> None:
+        """A try failed.
 
         Raises:
-            RequestError: one that repeating does not cure.
+            RequestError: repeating does not cure it.
         """
-        try:
-            return await session.call(make, partition, slow=slow)
-        except SessionLost as error:
+        if isinstance(error, SessionLost):
             self.sent = self.sent or error.sent
-            self._last = error
             if error.moved:
                 self.choice = -1
-        except RequestError as error:
-            if not error.retryable:
-                raise
+        elif not error.retryable:
+            raise error
+        else:
             self.sent = True  # the proxy had it, and need not have said the last word about it
-            self._last = error
-        await self.pause()
-        return None
+        self._last = error
 
     async def pause(self) -> None:
         """Wait before the next try; not before the first one after a lost session."""
+        if self._time_s() >= self.until_s:
+            raise self.exhausted()
         self.turn += 1
         self.choice += 1
         if not (isinstance(self._last, SessionLost) and self.turn == 1):
-            await asyncio.sleep(min(CALL_BACKOFF_MAX_S, self._limits.backoff_s(self.turn)))
+            pause_s = min(CALL_BACKOFF_MAX_S, self._limits.backoff_s(self.turn))
+            await self.wait(asyncio.sleep(pause_s))
 
-    def exhausted(self, what: str) -> RequestError:
+    def exhausted(self) -> RequestError:
         """Return the error to raise when the time is up."""
         trouble = self._trouble()
         why = str(self._last or trouble or "no owner was found")
-        tried_s = self._loop.time() - self._started_at
+        tried_s = self._time_s() - self._began_s
         kind: type[RequestError] = OwnerUnavailable
         if isinstance(self._last, Overloaded):
             kind = Overloaded
         elif self._last is None and trouble is not None:
             kind = type(trouble)
-        return kind(f"{what} (tried for {tried_s:.1f} s; last: {why})", id=self.transaction_id)
+        operation = self._operation
+        return kind(
+            f"{_left_open(operation)} (tried for {tried_s:.1f} s; last: {why})",
+            id=None if operation is None else operation.id,
+        )
+
+
+def _left_open(operation: Asked | None) -> str:
+    """Return what is not known of a call whose time is up; None is a prepare, of whatever id."""
+    if isinstance(operation, Decide):
+        promoted = " and promoted" if operation.wait else ""
+        return (
+            f"whether the {operation.decision} of {operation.id} was stored{promoted} is not "
+            "known; the check-back will settle it"
+        )
+    if isinstance(operation, AskEarly):
+        return f"no early check of {operation.id} could be asked for"
+    return (
+        "the transaction could not be prepared and its block has not run; if it was stored after "
+        "all, its check will roll it back"
+    )
 
 
 class Calls:
-    """The operations of one producer."""
+    """The operations of one producer.
+
+    Attributes:
+        number: returns the number of a new call.
+    """
 
     def __init__(self, router: Router, book: LocalBook, limits: Limits) -> None:
         self._router = router
         self._book = book
         self._limits = limits
+        self.number = itertools.count(1).__next__
         # Two rooms: decisions make room for prepares, so they must not queue up behind them.
         self._prepares = Room(limits.in_flight_max, limits.in_flight_bytes_max)
         self._decisions = Room(limits.in_flight_max, limits.in_flight_bytes_max)
         self._background: set[asyncio.Task[None]] = set()
-        self._deadlines: Deadlines[_Patience] | None = None
-        """Made by the first call, as a producer may be made outside an event loop."""
 
     # --- prepare -------------------------------------------------------------------------
 
@@ -190,133 +192,163 @@ class Calls:
         Raises:
             RequestError: it was refused; or time was up, and what became of it is unknown.
         """
-        patience = self._patience()
+        time_s, limits = asyncio.get_running_loop().time, self._limits
+        began_s = time_s()
+        first = draft.messages[0]
+        order = order_hash(draft.order_key, first.topic, first.key)
+        patience: _Patience | None = None
+        operation: Prepare | None = None
+        room, size = self._prepares, size_of(draft.messages)
+        if not room.enter(size):
+            patience = self._patience(began_s)
+            await patience.wait(room.wait(size))
         try:
-            async with patience, self._prepares.take(size_of(draft.messages)):
-                return await self._prepare(draft, patience)
-        except RequestError as error:
-            if error.status >= 500:
-                patience.sent = True  # an inner error does not say that nothing was stored
-            self._abandon(patience)
-            raise
+            while True:
+                found = self._router.open_place(order)
+                if found is None:
+                    patience = patience or self._patience(began_s)
+                    found = await patience.wait(self._router.place(order))
+                session, partition = found
+                now_s = time_s()
+                until_s = now_s + session.dedup_window_s * RETRY_SHARE_OF_WINDOW
+                until_s = min(until_s, patience.until_s if patience else began_s + limits.retry_s)
+                operation = self._draw(draft, session, partition)
+                due_s = min(until_s, now_s + limits.answer_timeout_s)
+                try:
+                    standing: Standing | None = await session.send(operation, partition, due_s)
+                except (SessionLost, RequestError) as error:
+                    patience = patience or self._patience(began_s)
+                    patience.until_s = until_s
+                    standing = await self._again(operation, partition, patience, error)
+                if standing is not None and standing.decision is None:
+                    return standing
+                if standing is not None and standing.decision is Decision.COMMIT:
+                    raise AlreadyDecided(
+                        "the transaction was committed before its block ran", id=standing.id
+                    )
+                # Nothing was sent, or the id is void, or a check was quicker than our retry and
+                # rolled it back: the block has not run, so another id starts afresh.
+                patience = patience or self._patience(began_s)
+                self._abandon(operation.id, sent=patience.sent)
+                operation, patience.sent = None, False
+                await patience.pause()
         except BaseException as error:
-            patience.sent = True  # cancelled or timed out while the answer was awaited
-            self._abandon(patience)
-            if isinstance(error, TimeoutError) and patience.expired:
-                raise patience.exhausted(
-                    "the transaction could not be prepared and its block has not run; if it was "
-                    "stored after all, its check will roll it back"
-                ) from None
+            if operation is not None:
+                session.forget(operation.call)
+                # Cancelled, or an inner error: that does not say that nothing was stored.
+                unsure = not isinstance(error, RequestError) or error.status >= 500
+                sent = unsure or (patience is not None and patience.sent)
+                self._abandon(operation.id, sent=sent)
             raise
+        finally:
+            room.leave(size)
 
-    async def _prepare(self, draft: Draft, patience: _Patience) -> Standing:
-        while True:
-            session, partition = await self._router.place(draft.order())
-            patience.transaction_id = make_id(partition, session.now_ms(), _random.getrandbits(64))
-            patience.shorten(session.dedup_window_s * RETRY_SHARE_OF_WINDOW)
-            self._book.running(patience.transaction_id)
-            standing = await self._prepare_as(session, draft, patience)
-            if standing is not None and standing.decision is None:
-                return standing
-            if standing is not None and standing.decision is Decision.COMMIT:
-                raise AlreadyDecided(
-                    "the transaction was committed before its block ran", id=standing.id
-                )
-            # Nothing was sent, or the id is void, or a check was quicker than our retry and
-            # rolled it back: the block has not run, so another id starts afresh.
-            self._abandon(patience)
-            await patience.pause()
+    def _draw(self, draft: Draft, session: Session, partition: int) -> Prepare:
+        """Return a draft as an operation with an id of its own, which is in the book now."""
+        try:
+            randomness = _randomness_left.pop()
+        except IndexError:  # not looked at before: another thread may take the last one
+            drawn = os.urandom(8 * RANDOMNESS_AT_ONCE)
+            randomness, *rest = unpack(f"{RANDOMNESS_AT_ONCE}Q", drawn)
+            _randomness_left.extend(rest)
+        id = make_id(partition, session.now_ms(), randomness)
+        self._book.running(id)
+        return Prepare(
+            self.number(),
+            id,
+            draft.messages,
+            draft.order_key,
+            draft.check_after_s,
+            draft.check_interval_s,
+        )
 
-    def _abandon(self, patience: _Patience) -> None:
+    def _abandon(self, transaction_id: str, *, sent: bool) -> None:
         """Give up an id; should it be stored after all, the answer to its check is known."""
-        transaction_id, patience.transaction_id = patience.transaction_id, None
-        if transaction_id is None:
-            return
-        if patience.sent:
+        if sent:
             self._book.undelivered(transaction_id, Decision.ROLLBACK)
         else:
             self._book.settled(transaction_id)
-        patience.sent = False
-
-    async def _prepare_as(
-        self, first: Session, draft: Draft, patience: _Patience
-    ) -> Standing | None:
-        """Prepare under one id; None where another id must be taken, or may as well be."""
-        transaction_id = patience.transaction_id or ""
-        partition = partition_of(transaction_id)
-        session = first
-        while True:
-            retry = patience.sent
-
-            def make(call: int, retry: bool = retry) -> Prepare:
-                return Prepare(
-                    call,
-                    transaction_id,
-                    draft.messages,
-                    draft.order_key,
-                    draft.check_after_s,
-                    draft.check_interval_s,
-                    retry,
-                )
-
-            try:
-                standing = await patience.attempt(session, make, partition, slow=False)
-            except IdExpired:
-                return None
-            if standing is not None:
-                return standing
-            if not patience.sent:
-                return None
-            session = await self._router.owner(partition, patience.choice)
 
     # --- decide --------------------------------------------------------------------------
 
-    async def decide(
-        self,
-        transaction_id: str,
-        decision: Decision,
-        *,
-        messages: tuple[Message, ...] | None = None,
-        reason: str = "",
-        wait: bool = False,
-    ) -> Standing:
+    async def decide(self, operation: Decide) -> Standing:
         """Commit or roll back; `wait` returns when consumers can see the messages.
 
         Raises:
             RequestError: it was refused; or time was up, and what became of it is unknown.
         """
-        partition = partition_of(transaction_id)
-
-        def make(call: int) -> Decide:
-            return Decide(call, transaction_id, decision, messages, reason, wait)
-
-        patience = self._patience()
-        patience.transaction_id = transaction_id
-        size = size_of(messages or ())
         try:
-            async with patience, self._decisions.take(size):
-                return await self._repeat(make, partition, patience, slow=wait)
-        except TimeoutError:
-            if not patience.expired:
-                raise
-            raise patience.exhausted(
-                f"whether the {decision} of {transaction_id} was stored"
-                f"{' and promoted' if wait else ''} is not known; the check-back will settle it"
-            ) from None
+            partition = parse_id(operation.id).partition
+        except (ValueError, TypeError) as error:
+            raise BadId(str(error)) from None
+        time_s, limits = asyncio.get_running_loop().time, self._limits
+        began_s = time_s()
+        patience: _Patience | None = None
+        room, messages = self._decisions, operation.messages
+        size = size_of(messages) if messages else 0
+        if not room.enter(size):
+            patience = self._patience(began_s, operation)
+            await patience.wait(room.wait(size))
+        failure: SessionLost | RequestError | None = None
+        session = self._router.open_owner(partition)
+        try:
+            if session is not None:
+                longest_s = limits.retry_s if operation.wait else limits.answer_timeout_s
+                due_s = min(began_s + limits.retry_s, time_s() + longest_s)
+                try:
+                    return await session.send(operation, partition, due_s)
+                except (SessionLost, RequestError) as error:
+                    failure = error
+            patience = patience or self._patience(began_s, operation)
+            standing = await self._again(operation, partition, patience, failure)
+        except BaseException:
+            if session is not None:
+                session.forget(operation.call)
+            raise
+        finally:
+            room.leave(size)
+        assert standing is not None, "that is for prepares"
+        return standing
 
-    async def _repeat(
+    # --- once more -----------------------------------------------------------------------
+
+    async def _again(
         self,
-        make: Callable[[int], FromProducer],
+        operation: Asked,
         partition: int,
         patience: _Patience,
-        *,
-        slow: bool,
-    ) -> Standing:
+        failure: SessionLost | RequestError | None,
+    ) -> Standing | None:
+        """Repeat what failed, with the same id, until it is answered; where `failure` is None, no
+        session was there for the first try. Return None where a prepare must take another id, or
+        may as well, as nothing was sent.
+
+        Raises:
+            RequestError: one that repeating does not cure, or the time is up.
+        """
+        preparing = isinstance(operation, Prepare)
         while True:
-            session = await self._router.owner(partition, patience.choice)
-            standing = await patience.attempt(session, make, partition, slow=slow)
-            if standing is not None:
-                return standing
+            if failure is not None:
+                if preparing and isinstance(failure, IdExpired):
+                    return None
+                patience.failed(failure)
+                if preparing and not patience.sent:
+                    return None
+                await patience.pause()
+            session = await patience.wait(self._router.owner(partition, patience.choice))
+            operation = structs.replace(operation, call=self.number())
+            if preparing:
+                operation = structs.replace(operation, retry=True)
+            try:
+                return await session.send(operation, partition, patience.due_s(operation))
+            except (SessionLost, RequestError) as error:
+                failure = error
+            except BaseException:
+                session.forget(operation.call)
+                raise
+
+    def _patience(self, began_s: float, operation: Asked | None = None) -> _Patience:
+        return _Patience(self._limits, lambda: self._router.last_trouble, began_s, operation)
 
     # --- in the background ---------------------------------------------------------------
 
@@ -343,36 +375,16 @@ class Calls:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _ask(self, transaction_id: str, reason: str) -> None:
-        def make(call: int) -> AskEarly:
-            return AskEarly(call, transaction_id, reason)
-
-        patience = self._patience()
-        async with patience:
-            patience.shorten(ASK_RETRY_S)
-            await self._repeat(make, partition_of(transaction_id), patience, slow=False)
-
-    def _patience(self) -> _Patience:
-        if self._deadlines is None:
-            self._deadlines = Deadlines(self._limits.retry_s, _Patience.expire)
-        return _Patience(self._deadlines, self._limits, lambda: self._router.last_trouble)
-
-
-def partition_of(transaction_id: str) -> int:
-    """Return the half partition that an id names.
-
-    Raises:
-        BadId: it is no transaction id.
-    """
-    try:
-        return parse_id(transaction_id).partition
-    except (ValueError, TypeError) as error:
-        raise BadId(str(error)) from None
+        operation = AskEarly(self.number(), transaction_id, reason)
+        patience = self._patience(asyncio.get_running_loop().time(), operation)
+        patience.until_s -= max(0.0, self._limits.retry_s - ASK_RETRY_S)
+        await self._again(operation, parse_id(transaction_id).partition, patience, None)
 
 
 async def _quietly(work: Awaitable[object]) -> None:
     try:
         await work
-    except (RequestError, TimeoutError) as error:
+    except RequestError as error:
         _log.info("left to the check-back: %s", error)
     except Exception:
         _log.exception("left to the check-back")

@@ -83,27 +83,27 @@ class Room:
         """How many calls are in flight."""
         return self._calls
 
-    def take(self, size: int) -> "_Place":
-        """Hold room for one call of `size` bytes: `async with room.take(size): …`."""
-        return _Place(self, size)
-
-    async def enter(self, size: int) -> None:
-        """Wait until there is room for one call of `size` bytes, and hold it."""
-        if self._waiting or not self._fits(size):
-            await self._wait(size)
-        else:
-            self._enter(size)
+    def enter(self, size: int) -> bool:
+        """Hold room for one call of `size` bytes; return False where it has to `wait`."""
+        calls, taken = self._calls, self._bytes + size
+        if self._waiting or (calls and (calls >= self._calls_max or taken > self._bytes_max)):
+            return False
+        self._calls, self._bytes = calls + 1, taken
+        return True
 
     def leave(self, size: int) -> None:
         """Give the room of one call of `size` bytes back."""
         self._calls -= 1
         self._bytes -= size
-        self._admit()
+        if self._waiting:
+            self._admit()
 
-    async def _wait(self, size: int) -> None:
+    async def wait(self, size: int) -> None:
+        """Wait until there is room for one call of `size` bytes, and hold it."""
         turn = asyncio.get_running_loop().create_future()
         entry = (size, turn)
         self._waiting.append(entry)
+        self._admit()
         try:
             await turn
         except asyncio.CancelledError:
@@ -116,34 +116,11 @@ class Room:
                 self._admit()
             raise
 
-    def _fits(self, size: int) -> bool:
-        if self._calls == 0:
-            return True
-        return self._calls < self._calls_max and self._bytes + size <= self._bytes_max
-
-    def _enter(self, size: int) -> None:
-        self._calls += 1
-        self._bytes += size
-
     def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            size, turn = self._waiting.popleft()
+        """Let those in, in turn, for whom there is room now."""
+        waiting, self._waiting = self._waiting, deque()
+        while waiting and (waiting[0][1].done() or self.enter(waiting[0][0])):
+            _, turn = waiting.popleft()
             if not turn.done():
-                self._enter(size)
                 turn.set_result(None)
-
-
-class _Place:
-    """The room of one call: a class, as a generator's context costs more."""
-
-    __slots__ = ("_room", "_size")
-
-    def __init__(self, room: Room, size: int) -> None:
-        self._room = room
-        self._size = size
-
-    async def __aenter__(self) -> None:
-        await self._room.enter(self._size)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._room.leave(self._size)
+        self._waiting = waiting

@@ -22,7 +22,7 @@ class LocalBook:
         """No transaction may begin any more."""
         self._blocks = 0
         self._no_blocks = asyncio.Event()
-        self._no_blocks.set()
+        """Set when the last one ends after `closed`."""
 
     def require_open(self) -> None:
         """Return if a transaction may begin.
@@ -68,16 +68,21 @@ class LocalBook:
             self._remembered.popitem(last=False)
 
     def block_opened(self) -> None:
-        """A transaction begins here."""
+        """A transaction begins here.
+
+        Raises: as `require_open`.
+        """
+        if self.closed or not self.started:
+            self.require_open()
         self._blocks += 1
-        self._no_blocks.clear()
 
     def block_closed(self) -> None:
         """A transaction ended here, however."""
         self._blocks -= 1
-        if self._blocks == 0:
+        if self.closed and self._blocks == 0:
             self._no_blocks.set()
 
     async def no_blocks(self) -> None:
-        """Wait until no transaction runs here."""
-        await self._no_blocks.wait()
+        """Wait until no transaction runs here; after `closed`, so that none begins."""
+        if self._blocks:
+            await self._no_blocks.wait()

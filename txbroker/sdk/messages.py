@@ -17,10 +17,29 @@ def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
     Raises:
         BadRequest: there is none, or one has a field of a wrong type or range.
     """
-    result = tuple(_checked(message) for message in messages)
+    result = []
+    # Flat: what most messages are is seen here, and only other fields are looked at one by one.
+    for message in messages:
+        if not isinstance(message, Message):
+            raise BadRequest(f"a message is a txbroker.sdk.Message, not {type(message).__name__}")
+        topic, key, value = message.topic, message.key, message.value
+        headers, partition, timestamp_ms = message.headers, message.partition, message.timestamp_ms
+        if type(topic) is not str or not topic or not topic.isascii():
+            topic = checked_text("topic", topic)
+        if key is not None and type(key) is not bytes:
+            key = _bytes("key", key)
+        if value is not None and type(value) is not bytes:
+            value = _bytes("value", value)
+        if headers != ():
+            headers = tuple(_header(header) for header in headers)
+        if partition is not None:
+            partition = _whole("partition", partition, _INT32_MAX)
+        if timestamp_ms is not None:
+            timestamp_ms = _whole("timestamp_ms", timestamp_ms, _INT64_MAX)
+        result.append(Message(topic, key, value, headers, partition, timestamp_ms))
     if not result:
         raise BadRequest("a transaction needs at least one message")
-    return result
+    return tuple(result)
 
 
 def checked_replacement(
@@ -37,14 +56,12 @@ def checked_replacement(
     return result
 
 
-def checked_seconds(name: str, value: float | None) -> float | None:
-    """Return a duration in seconds, or None where none is given.
+def checked_seconds(name: str, value: float) -> float:
+    """Return a duration in seconds.
 
     Raises:
         BadRequest: it is no finite number above 0.
     """
-    if value is None:
-        return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise BadRequest(f"{name} is a number of seconds, not {value!r}")
     if not (math.isfinite(value) and value > 0):
@@ -78,19 +95,6 @@ def size_of(messages: Iterable[Message]) -> int:
     return total
 
 
-def _checked(message: Message) -> Message:
-    if not isinstance(message, Message):
-        raise BadRequest(f"a message is a txbroker.sdk.Message, not {type(message).__name__}")
-    return Message(
-        topic=checked_text("topic", message.topic),
-        key=_bytes("key", message.key),
-        value=_bytes("value", message.value),
-        headers=tuple(_header(header) for header in message.headers),
-        partition=_whole("partition", message.partition, _INT32_MAX),
-        timestamp_ms=_whole("timestamp_ms", message.timestamp_ms, _INT64_MAX),
-    )
-
-
 def _bytes(name: str, value: object) -> bytes | None:
     if value is None or type(value) is bytes:
         return value
@@ -108,9 +112,7 @@ def _header(header: object) -> Header:
     return checked_text("a header's name", name), _bytes("header", value)
 
 
-def _whole(name: str, value: object, largest: int) -> int | None:
-    if value is None:
-        return None
+def _whole(name: str, value: object, largest: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
         raise BadRequest(f"{name} is a whole number from 0 to {largest}, not {value!r}")
     return value

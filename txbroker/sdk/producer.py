@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from txbroker.core.records import Decision, Message
-from txbroker.core.trace_context import with_context
 from txbroker.errors import ConfigurationError
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.checks import CheckDesk, is_coroutine_function
@@ -29,14 +28,13 @@ from txbroker.sdk.transaction import (
     Transaction,
     TransactionBlock,
     checked_wait,
-    deciding,
-    note_standing,
+    decided,
     outcome_of,
-    preparing,
+    prepared,
 )
 from txbroker.sdk.types import CheckFunction, Outcome, ProducerClosed, Rollback, Wait
 from txbroker.tls import ClientTls, TlsFiles
-from txbroker.wire import SESSION_VERSION, Check, Drain, Hello
+from txbroker.wire import SESSION_VERSION, Check, Decide, Drain, Hello
 
 START_TIMEOUT_S = 15.0
 """How long the first session may take by default."""
@@ -193,7 +191,13 @@ class TransactionalProducer:
             will be published; other RequestErrors: it was refused.
             On leaving: as `Transaction.commit`.
         """
-        draft = self._draft(messages, order_key, check_after_s, check_interval_s)
+        if order_key is not None:
+            order_key = checked_text("order_key", order_key)
+        if check_after_s is not None:
+            check_after_s = checked_seconds("check_after_s", check_after_s)
+        if check_interval_s is not None:
+            check_interval_s = checked_seconds("check_interval_s", check_interval_s)
+        draft = Draft(checked(messages), order_key, check_after_s, check_interval_s)
         return TransactionBlock(draft, self._calls, self._book)
 
     async def send_in_transaction(
@@ -254,11 +258,14 @@ class TransactionalProducer:
 
         Errors as on entry of `transaction`.
         """
-        draft = self._draft(messages, order_key, check_after_s, check_interval_s)
+        block = self.transaction(
+            *messages,
+            order_key=order_key,
+            check_after_s=check_after_s,
+            check_interval_s=check_interval_s,
+        )
         self._book.require_open()
-        with preparing(draft) as step:
-            standing = await self._calls.prepare(draft.within(step))
-            note_standing(step, standing)
+        standing = await prepared(self._calls, block.draft)
         self._book.settled(standing.id)
         return standing.id
 
@@ -278,13 +285,10 @@ class TransactionalProducer:
         self._book.require_started()
         final = None if messages is None else checked(messages)
         promoted = checked_wait(wait)
-        with deciding(Decision.COMMIT, transaction_id, final or ()) as step:
-            if final is not None and step is not None and step.context is not None:
-                final = with_context(final, step.context)
-            standing = await self._calls.decide(
-                transaction_id, Decision.COMMIT, messages=final, reason=reason, wait=promoted
-            )
-        return outcome_of(standing)
+        operation = Decide(
+            self._calls.number(), transaction_id, Decision.COMMIT, final, reason, promoted
+        )
+        return outcome_of(await decided(self._calls, operation))
 
     async def rollback(self, transaction_id: str, *, reason: str = "") -> Outcome:
         """Roll a prepared transaction back.
@@ -292,23 +296,8 @@ class TransactionalProducer:
         Raises: as `commit`.
         """
         self._book.require_started()
-        with deciding(Decision.ROLLBACK, transaction_id, ()):
-            standing = await self._calls.decide(transaction_id, Decision.ROLLBACK, reason=reason)
-        return outcome_of(standing)
-
-    def _draft(
-        self,
-        messages: Iterable[Message],
-        order_key: str | None,
-        check_after_s: float | None,
-        check_interval_s: float | None,
-    ) -> Draft:
-        return Draft(
-            checked(messages),
-            None if order_key is None else checked_text("order_key", order_key),
-            checked_seconds("check_after_s", check_after_s),
-            checked_seconds("check_interval_s", check_interval_s),
-        )
+        operation = Decide(self._calls.number(), transaction_id, Decision.ROLLBACK, reason=reason)
+        return outcome_of(await decided(self._calls, operation))
 
     # --- sessions ------------------------------------------------------------------------
 

@@ -60,7 +60,8 @@ class Router:
         self._changed = asyncio.Event()
         # What follows from sessions and views; None: to be looked up anew.
         self._newest: list[_View] | None = None
-        self._own: list[tuple[Session, int]] | None = None
+        self._owners: list[Session | None] | None = None
+        self._own: list[tuple[Session, int]] = []
         self._sticky: Sticky[tuple[Session, int]] = Sticky()
         self._keeper: asyncio.Task[None] | None = None
         self._tidier: asyncio.Task[None] | None = None
@@ -99,6 +100,7 @@ class Router:
     async def close(self) -> None:
         """End all sessions; what is queued in them is sent first."""
         self._closed = True
+        self._look_anew()
         tasks = [link.task for link in self._links.values() if link.task is not None]
         tasks += [task for task in (self._keeper, self._tidier) if task is not None]
         retiring = list(self._retiring)
@@ -118,22 +120,44 @@ class Router:
 
     # --- where to send -------------------------------------------------------------------
 
-    async def place(self, order: int | None) -> tuple[Session, int]:
-        """Return the half partition of a new transaction, and a session with its owner.
+    def open_place(self, order: int | None) -> tuple[Session, int] | None:
+        """Return the half partition of a new transaction, and a session with its owner; None
+        where that has to be waited for, by `place`.
 
         `order` is the hash of what keeps its order; None takes any partition that a connected
         proxy owns.
+        """
+        owners = self._owners
+        if owners is None:
+            owners = self._look_up_owners()
+        if not owners:
+            return None
+        if order is None:
+            return self._sticky.choose(self._own) if self._own else None
+        partition = order % len(owners)
+        session = owners[partition]
+        return None if session is None else (session, partition)
+
+    def open_owner(self, partition: int) -> Session | None:
+        """Return a session with the owner of a half partition, by the newest view that names one;
+        None where that has to be waited for, by `owner`."""
+        owners = self._owners
+        if owners is None:
+            owners = self._look_up_owners()
+        return owners[partition] if partition < len(owners) else None
+
+    async def place(self, order: int | None) -> tuple[Session, int]:
+        """Wait for what `open_place` returns.
 
         Raises: as `owner`.
         """
         while not self._views:
             await self._wait_for_change()
+        if (found := self.open_place(order)) is not None:
+            return found
         if order is None:
-            own = self._own_partitions()
-            if own:
-                return self._sticky.choose(own)
             order = random.getrandbits(31)
-        partition = order % self._partitions()
+        partition = order % len(self._newest_views()[0].owners)
         return await self.owner(partition, 0), partition
 
     async def owner(self, partition: int, turn: int) -> Session:
@@ -156,19 +180,19 @@ class Router:
             if await self._dial_or_change(url):
                 turn += 1
 
-    def _own_partitions(self) -> list[tuple[Session, int]]:
-        own = self._own
-        if own is None:
-            own = self._own = [
-                (session, partition)
-                for session in self._sessions.values()
-                for partition, url in enumerate(session.owners)
-                if url == session.url
-            ]
-        return own
-
-    def _partitions(self) -> int:
-        return len(self._newest_views()[0].owners)
+    def _look_up_owners(self) -> list[Session | None]:
+        """Return what is open to each partition's first choice; nothing once it is closed."""
+        views = [] if self._closed else self._newest_views()
+        partitions = range(len(views[0].owners) if views else 0)
+        owners = [self._sessions.get(self._owner_url(p, 0) or "") for p in partitions]
+        self._owners = owners
+        self._own = [
+            (session, partition)
+            for session in self._sessions.values()
+            for partition, url in enumerate(session.owners)
+            if url == session.url
+        ]
+        return owners
 
     def _owner_url(self, partition: int, turn: int) -> str | None:
         urls: list[str] = []
@@ -361,7 +385,7 @@ class Router:
 
     def _look_anew(self) -> None:
         """Sessions or views have changed."""
-        self._newest = self._own = None
+        self._newest = self._owners = None
 
     def _notify(self) -> None:
         self._look_anew()

@@ -6,16 +6,14 @@ reconnects; when it is lost, every call that still waits learns whether it had b
 
 import asyncio
 import contextlib
-import itertools
 import logging
+import math
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import aiohttp
 import msgspec
 
-from txbroker.deadlines import Deadlines
 from txbroker.errors import (
     CertificateRequired,
     Forbidden,
@@ -31,14 +29,17 @@ from txbroker.wire import (
     CODE_HEADER,
     FRAME_BYTES_MAX,
     FRAME_OPERATIONS_MAX,
+    AskEarly,
     Check,
     CheckAnswer,
     Clock,
+    Decide,
     Failure,
     FromProducer,
     FromProxy,
     Hello,
     Owners,
+    Prepare,
     Standing,
     Welcome,
     decode_from_proxy,
@@ -55,6 +56,9 @@ CLOSE_TIMEOUT_S = 2.0
 """How long a proxy may take over the closing handshake before the socket is dropped."""
 
 _error_kinds = request_errors()
+
+Asked: TypeAlias = Prepare | Decide | AskEarly
+"""Operations that a `Standing` or a `Failure` answers."""
 
 
 class CannotConnect(Exception):
@@ -88,13 +92,27 @@ class Listener(Protocol):
         """The session ended, by whichever side; told once."""
 
 
-class _Call:
-    __slots__ = ("answer", "partition", "sent")
+class _Queued(msgspec.Struct, eq=False):
+    """An operation that is to be sent: its bytes, b"" once it was, or nobody waits for it."""
 
-    def __init__(self, answer: "asyncio.Future[Standing]", partition: int) -> None:
-        self.answer = answer
-        self.partition = partition
-        self.sent = False
+    encoded: bytes
+
+
+class _Call(_Queued, eq=False):
+    """An operation whose answer is awaited."""
+
+    answer: "asyncio.Future[Standing]"
+    partition: int
+    due_s: float
+    """When the answer must have come, on the event loop's clock."""
+    sent: bool = False
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` where the answer is awaited, and send nothing any more."""
+        self.encoded = b""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # looked at, also where a cancellation comes between
 
 
 def error_of(failure: Failure) -> RequestError:
@@ -121,7 +139,6 @@ class Session:
         welcome: Welcome,
         url: str,
         listener: Listener,
-        answer_timeout_s: float,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.url = url.rstrip("/")
@@ -133,10 +150,11 @@ class Session:
         self._listener = listener
         self._clock_ms = welcome.now_ms
         self._clock_at = loop.time()
-        self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
-        self._deadlines = Deadlines(answer_timeout_s, self._unanswered)
-        self._outbox: deque[tuple[bytes, _Call | None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        """One for all calls: a timer for each would cost a tenth of the processor time."""
+        self._timer_due_s = math.inf
+        self._outbox: deque[_Queued] = deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -161,37 +179,34 @@ class Session:
         """True where nothing waits for an answer, on neither side."""
         return not self._calls and not self._checks and not self._outbox
 
-    async def call(
-        self, make: Callable[[int], FromProducer], partition: int, *, slow: bool = False
-    ) -> Standing:
-        """Send the operation that `make` returns for its call number; return the answer, for a
-        `slow` one however long that takes.
+    def send(self, operation: Asked, partition: int, due_s: float) -> "asyncio.Future[Standing]":
+        """Send an operation, whose call number no other one has; return the future of its answer.
+        Whoever waits for that no longer must `forget` it.
 
-        Raises:
+        Raises, here or in the future:
             RequestError: the proxy refused, or the operation is larger than a frame.
             SessionLost: the session ended, or `partition` moved to another proxy, before that; or
-                the proxy did not answer in time.
+                the proxy did not answer by `due_s`, on the event loop's clock.
         """
         if self._lost is not None:
             raise SessionLost(self._lost, sent=False)
-        number = next(self._numbers)
-        encoded = _encode(make(number))
-        call = _Call(self._loop.create_future(), partition)
-        self._calls[number] = call
-        if not slow:
-            self._deadlines.begin(number)
-        self._queue(encoded, call)
-        try:
-            return await call.answer
-        except asyncio.CancelledError:
-            if not call.sent:
-                self._unqueue(call)
-            raise
-        finally:
-            del self._calls[number]
-            self._deadlines.end(number)
-            if call.answer.done() and not call.answer.cancelled():
-                call.answer.exception()  # looked at, also where a cancellation came between
+        encoded = encode_frame(operation)
+        if len(encoded) > OPERATION_BYTES_MAX:
+            raise _too_large(encoded)
+        answer: asyncio.Future[Standing] = self._loop.create_future()
+        call = self._calls[operation.call] = _Call(encoded, answer, partition, due_s)
+        if due_s < self._timer_due_s:
+            self._look_at(due_s)
+        if not self._outbox:
+            self._wake_writer()
+        self._outbox.append(call)
+        return answer
+
+    def forget(self, number: int) -> None:
+        """Nobody waits for this call's answer any more; not sent yet, it never is."""
+        call = self._calls.pop(number, None)
+        if call is not None:
+            call.encoded = b""
 
     def post(self, operation: FromProducer) -> None:
         """Send an operation that has no answer; dropped without a word if the session is lost.
@@ -200,7 +215,12 @@ class Session:
             TooLarge: it is larger than a frame.
         """
         if self._lost is None:
-            self._queue(_encode(operation), None)
+            encoded = encode_frame(operation)
+            if len(encoded) > OPERATION_BYTES_MAX:
+                raise _too_large(encoded)
+            if not self._outbox:
+                self._wake_writer()
+            self._outbox.append(_Queued(encoded))
             if isinstance(operation, CheckAnswer):
                 self._checks.discard(operation.call)
 
@@ -218,13 +238,10 @@ class Session:
 
     # --- out -----------------------------------------------------------------------------
 
-    def _queue(self, encoded: bytes, call: _Call | None) -> None:
-        self._outbox.append((encoded, call))
+    def _wake_writer(self) -> None:
+        """The outbox was empty, and is not any more."""
         self._idle.clear()
         self._wake.set()
-
-    def _unqueue(self, call: _Call) -> None:
-        self._outbox = deque(entry for entry in self._outbox if entry[1] is not call)
 
     async def _write(self) -> None:
         try:
@@ -232,32 +249,33 @@ class Session:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._outbox:
-                    await self._socket.send_bytes(self._next_frame())
+                    if (frame := self._next_frame()) is not None:
+                        await self._socket.send_bytes(frame)
                 self._idle.set()
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
             self._lose(f"cannot send to {self.url}: {error or type(error).__name__}")
 
-    def _next_frame(self) -> bytes:
-        """Take from the outbox what fits one frame."""
+    def _next_frame(self) -> bytes | None:
+        """Take from the outbox what fits one frame; None where nobody waits for it any more."""
         parts: list[bytes] = []
-        room = OPERATION_BYTES_MAX
-        while (
-            self._outbox and len(self._outbox[0][0]) <= room and len(parts) < FRAME_OPERATIONS_MAX
-        ):
-            encoded, call = self._outbox.popleft()
-            room -= len(encoded)
-            parts.append(encoded)
-            if call is not None:
-                call.sent = True
-        return _array_header(len(parts)) + b"".join(parts)
+        outbox, room = self._outbox, OPERATION_BYTES_MAX
+        while outbox and len(parts) < FRAME_OPERATIONS_MAX and len(outbox[0].encoded) <= room:
+            queued = outbox.popleft()
+            if not queued.encoded:
+                continue
+            room -= len(queued.encoded)
+            parts.append(queued.encoded)
+            queued.encoded = b""
+            if isinstance(queued, _Call):
+                queued.sent = True
+        return _array_header(len(parts)) + b"".join(parts) if parts else None
 
     # --- in ------------------------------------------------------------------------------
 
     async def _read(self, rest: list[FromProxy]) -> None:
         why = f"{self.url} ended the session"
         try:
-            for operation in rest:
-                self._take(operation)
+            self._take(rest)
             async for message in self._socket:
                 if message.type is aiohttp.WSMsgType.ERROR:
                     why = f"the connection to {self.url} broke: {message.data or 'no answer'}"
@@ -265,8 +283,7 @@ class Session:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     why = f"{self.url} sent a frame that is not binary"
                     break
-                for operation in decode_from_proxy(message.data):
-                    self._take(operation)
+                self._take(decode_from_proxy(message.data))
                 # Frames that are here already are taken without a pause: whoever has an answer
                 # now goes on first, and the proxy is not idle meanwhile.
                 await asyncio.sleep(0)
@@ -280,14 +297,22 @@ class Session:
             _log.exception("%s; it is opened again", why)
         self._lose(why)
 
-    def _take(self, operation: FromProxy) -> None:
-        match operation:
-            case Standing():
-                if (call := self._calls.get(operation.call)) and not call.answer.done():
+    def _take(self, operations: list[FromProxy]) -> None:
+        """Take what came in one frame."""
+        calls = self._calls
+        for operation in operations:
+            if isinstance(operation, Standing):
+                call = calls.pop(operation.call, None)
+                if call is not None and not call.answer.done():
                     call.answer.set_result(operation)
+            else:
+                self._take_other(operation)
+
+    def _take_other(self, operation: FromProxy) -> None:
+        match operation:
             case Failure():
-                if (call := self._calls.get(operation.call)) and not call.answer.done():
-                    call.answer.set_exception(error_of(operation))
+                if (call := self._calls.pop(operation.call, None)) is not None:
+                    call.fail(error_of(operation))
             case Owners():
                 self._take_owners(_without_slashes(operation.owners))
             case Clock():
@@ -309,29 +334,41 @@ class Session:
 
     def moved_away(self, partition: int) -> None:
         """A half partition is another proxy's now: whoever waits here asks there instead."""
-        for call in list(self._calls.values()):
-            if call.partition == partition and not call.answer.done():
+        for number, call in list(self._calls.items()):
+            if call.partition == partition:
+                del self._calls[number]
                 why = f"partition {partition} moved away from {self.url}"
-                call.answer.set_exception(SessionLost(why, sent=call.sent, moved=True))
-                if not call.sent:
-                    self._unqueue(call)
+                call.fail(SessionLost(why, sent=call.sent, moved=True))
 
-    def _unanswered(self, number: int) -> None:
-        """A call has waited long enough; it is asked again, and may have come through."""
-        call = self._calls[number]
-        if not call.answer.done():
-            call.answer.set_exception(SessionLost(f"{self.url} did not answer", sent=True))
-            if not call.sent:
-                self._unqueue(call)
+    def _look_at(self, due_s: float) -> None:
+        """Look then for calls that have waited long enough."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due_s, self._look)
+        self._timer_due_s = due_s
+
+    def _look(self) -> None:
+        """A call that has waited long enough is made again, and may have come through."""
+        self._timer, self._timer_due_s = None, math.inf
+        now_s, next_s = self._loop.time(), math.inf
+        for number, call in list(self._calls.items()):
+            if call.due_s > now_s:
+                next_s = min(next_s, call.due_s)
+            else:
+                del self._calls[number]
+                call.fail(SessionLost(f"{self.url} did not answer", sent=True))
+        if self._calls:
+            self._look_at(next_s)
 
     def _lose(self, why: str) -> None:
         if self._lost is not None:
             return
         self._lost = why
-        self._deadlines.close()
-        for call in list(self._calls.values()):
-            if not call.answer.done():
-                call.answer.set_exception(SessionLost(why, sent=call.sent))
+        if self._timer is not None:
+            self._timer.cancel()
+        for call in self._calls.values():
+            call.fail(SessionLost(why, sent=call.sent))
+        self._calls.clear()
         self._outbox.clear()
         self._idle.set()
         self._listener.session_lost(self, why)
@@ -385,7 +422,7 @@ async def open_session(
             raise CannotTrust(f"{address}: {why}") from None
         raise CannotConnect(f"{address}: {error or type(error).__name__}") from None
     assert isinstance(welcome, Welcome)
-    session = Session(socket, welcome, welcome.url or address, listener, limits.answer_timeout_s)
+    session = Session(socket, welcome, welcome.url or address, listener)
     session.start(rest)
     return session
 
@@ -420,13 +457,10 @@ def _without_slashes(urls: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(url.rstrip("/") for url in urls)
 
 
-def _encode(operation: FromProducer) -> bytes:
-    encoded = encode_frame(operation)
-    if len(encoded) > OPERATION_BYTES_MAX:
-        raise TooLarge(
-            f"the call takes {len(encoded)} bytes, a session's frame holds {OPERATION_BYTES_MAX}"
-        )
-    return encoded
+def _too_large(encoded: bytes) -> TooLarge:
+    return TooLarge(
+        f"the call takes {len(encoded)} bytes, a session's frame holds {OPERATION_BYTES_MAX}"
+    )
 
 
 def _array_header(length: int) -> bytes:

@@ -1,18 +1,21 @@
 """One transaction as its block sees it, and what leaving the block means."""
 
 import asyncio
-from contextlib import AbstractContextManager
+from collections.abc import Coroutine
 from types import TracebackType
+from typing import Any
+
+from msgspec import structs
 
 from txbroker import tracing
 from txbroker.core.records import Decision, Message, State
-from txbroker.core.trace_context import carried_over, context_of
+from txbroker.core.trace_context import carried_over, context_of, with_context
 from txbroker.errors import AlreadyDecided, BadRequest, BodyLost, Overloaded, OwnerUnavailable
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.local import LocalBook
 from txbroker.sdk.messages import checked_replacement
 from txbroker.sdk.types import Answer, Commit, Outcome, Rollback, Wait
-from txbroker.wire import Standing
+from txbroker.wire import Decide, Standing
 
 REASON_LENGTH_MAX = 200
 """Of the reason that an early check carries: enough for a sentence, too little for a dump."""
@@ -35,7 +38,8 @@ class Transaction:
         self._final: tuple[Message, ...] | None = None
         self._calls = calls
         self._book = book
-        self._outcome: Outcome | None = None
+        self._standing: Standing | None = None
+        """The answer to its decision."""
         self._intent: Decision | None = None
 
     @property
@@ -46,7 +50,8 @@ class Transaction:
     @property
     def outcome(self) -> Outcome:
         """Where the transaction stands, as far as is known here."""
-        return self._outcome or Outcome(self.id, Decision.UNKNOWN, State.PENDING)
+        known = self._standing
+        return outcome_of(known) if known else Outcome(self.id, Decision.UNKNOWN, State.PENDING)
 
     def replace(self, *messages: Message) -> None:
         """Publish these at commit instead: as many as were prepared, for the same topics.
@@ -55,7 +60,7 @@ class Transaction:
             BadRequest: they do not match the prepared ones.
             AlreadyDecided: the transaction is decided.
         """
-        if self._outcome is not None:
+        if self._standing is not None:
             raise AlreadyDecided("the transaction is decided; its messages stand", id=self.id)
         self._final = checked_replacement(self._prepared, messages)
 
@@ -69,109 +74,95 @@ class Transaction:
             OwnerUnavailable: nobody answered in time; the check-back will settle it.
             RequestError: it was refused otherwise.
         """
-        return await self._decide(Decision.COMMIT, wait=checked_wait(wait))
+        await self._decide(Decision.COMMIT, wait=checked_wait(wait))
+        return self.outcome
 
     async def rollback(self, reason: str = "") -> Outcome:
         """Roll back; the messages will never be visible.
 
         Raises: as `commit`.
         """
-        return await self._decide(Decision.ROLLBACK, reason=reason)
+        await self._decide(Decision.ROLLBACK, reason=reason)
+        return self.outcome
 
-    async def _decide(self, decision: Decision, *, wait: bool = False, reason: str = "") -> Outcome:
-        if self._outcome is not None and self._outcome.decision is not decision:
-            raise AlreadyDecided(
-                f"the decision was {self._outcome.decision} before; the first one stands",
-                id=self.id,
-                decision=self._outcome.decision,
-            )
-        if self._outcome is not None and not wait:
-            return self._outcome
+    async def _decide(self, decision: Decision, *, wait: bool = False, reason: str = "") -> None:
+        if (known := self._standing) is not None:
+            if known.decision is not decision:
+                raise AlreadyDecided(
+                    f"the decision was {known.decision} before; the first one stands",
+                    id=self.id,
+                    decision=known.decision,
+                )
+            if not wait:
+                return
         self._intent = decision
-        self._book.deciding(self.id, self._answer(decision))
+        final = self._final if decision is Decision.COMMIT else None
+        self._book.deciding(self.id, Commit(final) if final is not None else decision)
+        operation = Decide(self._calls.number(), self.id, decision, final, reason, wait)
         try:
-            standing = await self._send(decision, wait, reason)
-        except BaseException:
+            self._standing = await decided(self._calls, operation, self._prepared)
+        except BaseException as error:
+            if isinstance(error, BodyLost) and decision is Decision.COMMIT and final is None:
+                # Its half message was deleted. Here the messages still are, and a commit may bring
+                # them.
+                self._final = self._prepared
+                return await self._decide(decision, wait=wait, reason=reason)
             self._book.running(self.id)  # until the block is left, which says how it ended
             raise
         self._book.settled(self.id)
-        self._outcome = outcome_of(standing)
-        return self._outcome
+
+    # --- leaving the block ---------------------------------------------------------------
+
+    async def leave(self, error: BaseException | None) -> bool:
+        """Do what leaving the block with or without an exception means; return True where the
+        exception has said what it had to. The block is closed then, however it ends."""
+        decision, reason = self._intent or Decision.COMMIT, ""
+        try:
+            if isinstance(error, Rollback):
+                decision, reason = Decision.ROLLBACK, str(error)[:REASON_LENGTH_MAX]
+            elif error is not None:
+                self.leave_in_doubt(error)
+                return False
+            elif self._standing is not None:
+                return False
+            await self._decide(decision, reason=reason)
+        except BaseException as failure:
+            if isinstance(failure, asyncio.CancelledError):
+                # The local transaction is over and the decision made; only its waiter is gone.
+                self._book.deciding(self.id, self._answer(decision))
+                self._calls.in_background(self._conclude_left_behind(decision, reason))
+            else:
+                self._not_taken(decision, failure)
+            raise
+        finally:
+            self._book.block_closed()
+        return error is not None
+
+    async def _conclude_left_behind(self, decision: Decision, reason: str) -> None:
+        try:
+            await self._decide(decision, reason=reason)
+        except BaseException as failure:
+            self._not_taken(decision, failure)
+            raise
 
     def _answer(self, decision: Decision) -> Answer:
         if decision is Decision.COMMIT and self._final is not None:
             return Commit(self._final)
         return decision
 
-    async def _send(self, decision: Decision, wait: bool, reason: str) -> Standing:
-        final = self._final if decision is Decision.COMMIT else None
-        with deciding(decision, self.id, self._prepared) as step:
-            if step is not None and final is not None:
-                final = carried_over(self._prepared, final)
-            try:
-                return await self._calls.decide(
-                    self.id, decision, messages=final, reason=reason, wait=wait
-                )
-            except BodyLost:
-                if decision is not Decision.COMMIT or self._final is not None:
-                    raise
-        # Its half message was deleted. Here the messages still are, and a commit may bring them.
-        self._final = self._prepared
-        return await self._send(decision, wait, reason)
-
-    # --- leaving the block ---------------------------------------------------------------
-
-    async def leave(self, error: BaseException | None) -> bool:
-        """Do what leaving the block with or without an exception means; return True where the
-        exception has said what it had to."""
-        if error is None:
-            if self._outcome is None:
-                await self._conclude(self._intent or Decision.COMMIT)
-            return False
-        if isinstance(error, Rollback):
-            await self._conclude(Decision.ROLLBACK, str(error)[:REASON_LENGTH_MAX])
-            return True
-        self.leave_in_doubt(error)
-        return False
-
-    async def _conclude(self, decision: Decision, reason: str = "") -> None:
-        try:
-            await self._decide(decision, reason=reason)
-        except asyncio.CancelledError:
-            # The local transaction is over and the decision made; only its waiter is gone.
-            self._book.deciding(self.id, self._answer(decision))
-            self._calls.in_background(self._conclude_left_behind(decision, reason))
-            raise
-        except (OwnerUnavailable, Overloaded):
-            self._undelivered(decision)
-            raise
-        except BaseException:
-            self._book.settled(self.id)
-            raise
-
-    async def _conclude_left_behind(self, decision: Decision, reason: str) -> None:
-        try:
-            await self._send(decision, False, reason)
-        except (OwnerUnavailable, Overloaded):
-            self._undelivered(decision)
-            raise
-        except BaseException:
-            self._book.settled(self.id)
-            raise
-        self._book.settled(self.id)
-
-    def _undelivered(self, decision: Decision) -> None:
+    def _not_taken(self, decision: Decision, failure: BaseException) -> None:
+        """Its decision was refused, or could not be delivered: the check may need it then."""
         answer = self._answer(decision)
-        if isinstance(answer, Commit):
-            # Bodies are not kept; the check function brings its own final messages.
-            self._book.settled(self.id)
-        else:
+        # Bodies are not kept; the check function brings its own final messages.
+        if isinstance(failure, OwnerUnavailable | Overloaded) and not isinstance(answer, Commit):
             self._book.undelivered(self.id, answer)
+        else:
+            self._book.settled(self.id)
 
     def leave_in_doubt(self, error: BaseException | None) -> None:
         """Leave it unknown and ask for an early check: an exception does not prove that the
         local transaction failed."""
-        if self._outcome is not None:
+        if self._standing is not None:
             return
         self._book.settled(self.id)
         reason = "the function answered unknown"
@@ -184,7 +175,7 @@ class TransactionBlock:
     """`async with producer.transaction(…) as tx`: prepares on entry, decides on leaving."""
 
     def __init__(self, draft: Draft, calls: Calls, book: LocalBook) -> None:
-        self._draft = draft
+        self.draft = draft
         self._calls = calls
         self._book = book
         self._transaction: Transaction | None = None
@@ -192,30 +183,23 @@ class TransactionBlock:
     async def __aenter__(self) -> Transaction:
         if self._transaction is not None:
             raise BadRequest("a transaction's block can be entered only once")
-        self._book.require_open()
         self._book.block_opened()
         try:
-            with preparing(self._draft) as step:
-                self._draft = self._draft.within(step)
-                standing = await self._calls.prepare(self._draft)
-                note_standing(step, standing)
+            standing = await prepared(self._calls, self.draft)
         except BaseException:
             self._book.block_closed()
             raise
-        self._transaction = Transaction(standing.id, self._draft.messages, self._calls, self._book)
+        self._transaction = Transaction(standing.id, self.draft.messages, self._calls, self._book)
         return self._transaction
 
-    async def __aexit__(
+    def __aexit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> bool:
+    ) -> Coroutine[Any, Any, bool]:
         assert self._transaction is not None
-        try:
-            return await self._transaction.leave(error)
-        finally:
-            self._book.block_closed()
+        return self._transaction.leave(error)
 
     def leave_running(self, ended: "asyncio.Future[object]", error: BaseException) -> None:
         """Leave while the local transaction still runs in a thread: it stays "not yet" until
@@ -230,26 +214,49 @@ class TransactionBlock:
         ended.add_done_callback(left)
 
 
-def preparing(draft: Draft) -> "AbstractContextManager[tracing.Step | None]":
-    """Return a span to prepare in."""
+def prepared(calls: Calls, draft: Draft) -> Coroutine[Any, Any, Standing]:
+    """Prepare; where tracing is on, in a span, whose context the messages carry then, so that
+    whoever gets them can continue its trace."""
+    return _prepared_in_span(calls, draft) if tracing.is_on() else calls.prepare(draft)
+
+
+async def _prepared_in_span(calls: Calls, draft: Draft) -> Standing:
     attributes = {tracing.OPERATION_TYPE: "create"}
-    return tracing.step("prepare", draft.messages, attributes, kind="producer")
+    with tracing.step("prepare", draft.messages, attributes, kind="producer") as step:
+        if step is not None and step.context is not None:
+            draft.messages = with_context(draft.messages, step.context)
+        standing = await calls.prepare(draft)
+        if step is not None:
+            step.note({tracing.ID: standing.id})
+    return standing
 
 
-def note_standing(step: tracing.Step | None, standing: Standing) -> None:
-    """Name the transaction in the span that prepared it."""
-    if step is not None:
-        step.note({tracing.ID: standing.id})
+def decided(
+    calls: Calls, operation: Decide, prepared: tuple[Message, ...] | None = None
+) -> Coroutine[Any, Any, Standing]:
+    """Decide; where tracing is on, in a span. `prepared`: the messages, where they are known."""
+    return (
+        _decided_in_span(calls, operation, prepared) if tracing.is_on() else calls.decide(operation)
+    )
 
 
-def deciding(
-    decision: Decision, transaction_id: str, prepared: tuple[Message, ...]
-) -> "AbstractContextManager[tracing.Step | None]":
-    """Return a span to decide in: below the caller's own, else below the one that prepared."""
-    below = tracing.is_on() and tracing.current_context() is None
-    parent = context_of(prepared) if below else None
-    attributes = {tracing.ID: transaction_id, tracing.DECISION: str(decision)}
-    return tracing.step(str(decision), prepared, attributes, kind="client", parent=parent)
+async def _decided_in_span(
+    calls: Calls, operation: Decide, prepared: tuple[Message, ...] | None
+) -> Standing:
+    final = operation.messages
+    known = prepared or final or ()
+    # Below the caller's own span, else below the one that prepared.
+    parent = context_of(known) if tracing.current_context() is None else None
+    word = str(operation.decision)
+    attributes = {tracing.ID: operation.id, tracing.DECISION: word}
+    with tracing.step(word, known, attributes, kind="client", parent=parent) as step:
+        if step is not None and final is not None:
+            if prepared is not None:
+                final = carried_over(prepared, final)
+            elif step.context is not None:
+                final = with_context(final, step.context)
+            operation = structs.replace(operation, messages=final)
+        return await calls.decide(operation)
 
 
 def outcome_of(standing: Standing) -> Outcome:
