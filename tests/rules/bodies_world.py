@@ -11,9 +11,9 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from msgspec import structs
-from rules_world import Told
+from rules_world import DAY_MS, Told
 
-from txbroker.contract import DecideRequest, Standing
+from txbroker.contract import Answer, DecideRequest
 from txbroker.core.ids import make_id
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Outcome
@@ -38,9 +38,13 @@ from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.checkback import CheckBack
+from txbroker.proxy.partition.context import CurrentClaim, OwnerSettings, PartitionContext
+from txbroker.proxy.partition.markers import Markers
 from txbroker.proxy.partition.promoter import Promoter
-from txbroker.proxy.partition.targets import examine_final
+from txbroker.proxy.partition.snapshots import SnapshotWriter
 from txbroker.proxy.partition.turn_pace import TurnPace
+from txbroker.proxy.partition.visible import Visible
+from txbroker.proxy.tally import Tally
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
 
@@ -174,6 +178,27 @@ class Full:
         """Nothing is kept here for an owner."""
 
 
+class _Events(Told):
+    """Notes what becomes of turns and bodies."""
+
+    def __init__(self, told: list[str], lost: list[int]) -> None:
+        super().__init__()
+        self.told = told
+        self.losses = lost
+
+    def promoted(self, transactions: list[Transaction]) -> None:
+        """These are visible."""
+        self.told.extend(f"promoted {each.id}" for each in transactions)
+
+    def refused(self, transactions: list[Transaction]) -> None:
+        """These were set aside."""
+        self.told.extend(f"refused {each.id}" for each in transactions)
+
+    def kafka_failed(self, operation: str) -> None:
+        """Kafka did not do what was asked."""
+        self.told.append(f"{operation} lost")
+
+
 class Small:
     """A partition whose bodies get as much memory as `share` says, none to begin with."""
 
@@ -199,43 +224,39 @@ class Small:
         assert isinstance(inner, MemoryPartitionDoor)
         self.door = WatchedPartition(inner)
         await self.door.claim(Claim(RECORD_VERSION, "c", "one", "http://one"))
-        applier = Applier(self.ledger, Told())
-        self.half = Appender(self.door.half, HalfReplica(applier), lambda: None)
-        self.op = Appender(self.door.op, OpReplica(applier), lambda: None)
+        context = self._context()
+        applier = Applier(self.ledger, context.events)
+        self.half = Appender(context, self.door.half, HalfReplica(applier))
+        self.op = Appender(context, self.door.op, OpReplica(applier))
         applier.followers.append(self)
-        self.bodies = Bodies(
-            self.door, self.ledger, lambda: self.share, self.lost.append, self.stops.append
-        )
+        snapshots = SnapshotWriter(context, self.door)
+        self.bodies = Bodies(context, self.door, lambda: self.share, snapshots)
         self.promoter = Promoter(
-            self.door,
-            self.ledger,
-            self.whole.targets,
-            self.clock.now_ms,
-            lambda: "c",
-            self._reclaim,
-            self,
-            self.limits,
-            self.bodies,
-            lambda: self.version,
-            self.half.catch_up,
-            TurnPace(),
+            context, self.door, self.whole.targets, self.bodies, self.half, self, TurnPace()
         )
         self.checks = CheckBack(
-            self.ledger,
-            self.op,
-            self.runner,
-            self.clock.now_ms,
-            lambda: "c",
-            self._decide,
-            self.bodies,
-            lambda: self.version,
-            self._examine,
+            context, Markers(context, self.op), self.runner, self.bodies, self.whole.targets, self
         )
         loops = (self.half.run, self.op.run, self.promoter.run)
         self.tasks = [asyncio.create_task(self._guard(loop)) for loop in loops]
 
-    async def _examine(self, messages: Sequence[Message]) -> None:
-        await examine_final(self.whole.targets, messages, self.clock.now_ms())
+    def _context(self) -> PartitionContext:
+        gate = asyncio.Event()
+        gate.set()
+        return PartitionContext(
+            0,
+            self.ledger,
+            OwnerSettings(WINDOW_MS, 100, 100, 1000, 14 * DAY_MS, self.limits),
+            _Events(self.told, self.lost),
+            lambda: self.version,
+            self.stops.append,
+            self.clock,  # type: ignore[arg-type]
+            self.clock,  # type: ignore[arg-type]
+            CurrentClaim("c"),
+            gate,
+            Tally(),
+            Visible(),
+        )
 
     async def close(self) -> None:
         """Stop."""
@@ -258,27 +279,15 @@ class Small:
         self.checks.changed(transactions)
         self.promoter.wake()
 
-    async def _reclaim(self, unseen: frozenset[str]) -> None:
+    async def reclaim(self, unseen: frozenset[str]) -> None:
+        """Claim again, as `Claims` does."""
         self.told.append("reclaimed")
         claimed = await self.door.claim(Claim(RECORD_VERSION, "c", "one", "http://one"))
         self.ledger.reconcile(claimed.progress, [], unseen)
 
-    async def _decide(self, request: DecideRequest) -> Standing:
+    async def decide(self, requests: Sequence[DecideRequest]) -> list[Answer]:
+        """Take no decision."""
         raise AssertionError("nobody answers here")
-
-    # --- events --------------------------------------------------------------------------------
-
-    def promoted(self, transactions: list[Transaction]) -> None:
-        """Remember."""
-        self.told.extend(f"promoted {each.id}" for each in transactions)
-
-    def refused(self, transactions: list[Transaction]) -> None:
-        """Remember."""
-        self.told.extend(f"refused {each.id}" for each in transactions)
-
-    def turn_lost(self) -> None:
-        """Remember."""
-        self.told.append("turn lost")
 
     # --- as a client ---------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 from rules_world import OwnersTime, World
 
 from txbroker.proxy import ownership
-from txbroker.proxy.partition import clock, owner
+from txbroker.proxy.partition import claims, clock, owner
 from txbroker.proxy.partition import quarantine as trouble
 
 
@@ -20,7 +20,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(clock, "time", owners_time)
     monkeypatch.setattr(owner, "IDLE_S", 0.005)
     monkeypatch.setattr(owner, "EDGES_S", 0.01)
-    monkeypatch.setattr(owner, "CLAIM_PAUSE_S", 0.002)
+    monkeypatch.setattr(claims, "CLAIM_PAUSE_S", 0.002)
     monkeypatch.setattr(ownership, "REOPEN_S", 0.002)
     monkeypatch.setattr(trouble, "RETRY_FIRST_S", 0.005)
     monkeypatch.setattr(trouble, "RETRY_MAX_S", 0.01)

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from txbroker.checkers.groups import Groups
 from txbroker.config import Settings
-from txbroker.contract import Answer, DecideRequest, PrepareRequest, Standing
+from txbroker.contract import DecideRequest, PrepareRequest, Standing
 from txbroker.core.codec import decode_checkpoint, decode_marker, encode_half, encode_marker
 from txbroker.core.ids import make_id
 from txbroker.core.outcome import Effect, Outcome
@@ -482,17 +482,22 @@ def standing_of(owner: Owner, request: PrepareRequest) -> Standing | None:
 
 async def commit(owner: Owner, id: str, **fields: object) -> Standing:
     """Commit."""
-    request = structs.replace(DecideRequest(id, Decision.COMMIT), **fields)
-    answer: Answer = await owner.decide(request)
+    return await decide(owner, structs.replace(DecideRequest(id, Decision.COMMIT), **fields))
+
+
+async def decide(owner: Owner, request: DecideRequest) -> Standing:
+    """Write one deciding marker."""
+    [answer] = await owner.api.decide((request,))
     if request.wait:
         answer = await owner.api.visible_by(request, answer)
-    assert isinstance(answer, Standing)
+    if isinstance(answer, RequestError):
+        raise answer
     return answer
 
 
 async def roll_back(owner: Owner, id: str, **fields: object) -> Standing:
     """Roll back."""
-    return await owner.decide(structs.replace(DecideRequest(id, Decision.ROLLBACK), **fields))
+    return await decide(owner, structs.replace(DecideRequest(id, Decision.ROLLBACK), **fields))
 
 
 def known(owner: Owner, id: str) -> Transaction:

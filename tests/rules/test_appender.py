@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 
 from msgspec import structs
 from rules_world import START_MS, Gate, World, commit, marker, settled, until
@@ -16,6 +17,7 @@ from txbroker.core.runs import MarkerRow, Row, marker_row
 from txbroker.door import Appended, Log
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.partition import appender
+from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.owner import Owner
 
 STORM = 100_000
@@ -173,6 +175,13 @@ class Told:
             yield [Record(b"mine", b"", offset=start + len(theirs), timestamp_ms=1)]
 
 
+def context() -> PartitionContext:
+    """Return what an appender needs of its partition."""
+    gate = asyncio.Event()
+    gate.set()
+    return SimpleNamespace(events=None, gate=gate)  # type: ignore[return-value]
+
+
 class Reader:
     """A `Replica` that counts."""
 
@@ -200,7 +209,7 @@ class Reader:
 
 async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
     log = Told()
-    own = appender.Appender(log, Reader(), lambda: None)  # type: ignore[arg-type]
+    own = appender.Appender(context(), log, Reader())  # type: ignore[arg-type]
     running = asyncio.create_task(own.run())
     await own.look(60.0)
     assert log.asked == 1
@@ -215,7 +224,7 @@ async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
 
 async def test_an_append_behind_a_gap_has_told_nothing() -> None:
     log, reader = Told(), Reader()
-    own = appender.Appender(log, reader, lambda: None)  # type: ignore[arg-type]
+    own = appender.Appender(context(), log, reader)  # type: ignore[arg-type]
     running = asyncio.create_task(own.run())
     log.strangers.append(Record(b"theirs", b""))
     await own.append([check(ID)])

@@ -41,7 +41,7 @@ from txbroker.errors import RequestError
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.applier import Applier
 from txbroker.proxy.partition.owner import Owner
-from txbroker.proxy.partition.recovery import Recovered, recover
+from txbroker.proxy.partition.recovery import Recovered, claim_first, recover
 from txbroker.testing.memory import Outcome
 
 STEPS = 80
@@ -173,7 +173,7 @@ class Work:
         if self.random.random() < 0.5:
             await old.close()
         self.owner = await self.world.owner()
-        old._still_ours = _not_ours
+        old._claims._still_ours = _not_ours
 
 
 async def _not_ours() -> bool:
@@ -186,7 +186,7 @@ async def recovered(world: World) -> tuple[Ledger, Recovered]:
     applier = Applier(ledger, Told())
     claim = Claim(RECORD_VERSION, f"claim-{random.random()}", "test", "")
     door = world.door.partition(0)
-    found = await recover(door, claim, applier, 14 * DAY_MS, lambda: None)
+    found = await recover(door, await claim_first(door, claim), applier, 14 * DAY_MS)
     return ledger, found
 
 

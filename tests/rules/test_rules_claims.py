@@ -353,7 +353,7 @@ async def test_a_fresh_heartbeat_comes_before_the_claim(world: World) -> None:
         asked.append(world.partition.calls.count("claim"))
         return True
 
-    owner._still_ours = still_ours
+    owner._claims._still_ours = still_ours
     world.partition.writes.append(raising(TurnLost()))
     id = await world.committed(owner)
     await until(lambda: world.visible() == [id])

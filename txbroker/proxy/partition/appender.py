@@ -31,6 +31,7 @@ from txbroker.errors import (
     RequestError,
     TooLarge,
 )
+from txbroker.proxy.partition.context import PartitionContext
 
 QUEUE_BYTES_MAX = 64 * 1024 * 1024
 """What may wait in one lane for the next batches before callers are told to come again."""
@@ -166,23 +167,17 @@ class Appender:
     """Appends runs to one log and applies them, with everything between, to the ledger.
 
     Args:
+        context: what all parts of the partition share; nothing is taken from the queue while its
+            gate is closed.
         log: one partition of the half or operation topic.
         replica: the ledger's side of it; gets every record of the log, in order.
-        unanswered: told whenever Kafka did not answer an append.
-        gate: nothing is taken from the queue while it is not set; always open without.
     """
 
-    def __init__(
-        self,
-        log: Log,
-        replica: Replica,
-        unanswered: Callable[[], None],
-        gate: asyncio.Event | None = None,
-    ) -> None:
+    def __init__(self, context: PartitionContext, log: Log, replica: Replica) -> None:
         self._log = log
         self._replica = replica
-        self._unanswered = unanswered
-        self._gate = gate
+        self._events = context.events
+        self._gate = context.gate
         self._queues = {lane: _Queue() for lane in Lane}
         self._first = Lane.CALLS
         self._wake = asyncio.Event()
@@ -291,9 +286,8 @@ class Appender:
                 await self._wake.wait()
                 self._wake.clear()
                 while any(self._queues.values()):
-                    if self._gate is not None:
-                        # Not under the lock: reading goes on.
-                        await self._gate.wait()
+                    # Not under the lock: reading goes on.
+                    await self._gate.wait()
                     async with self._lock:
                         parts = self._take()
                         if parts:
@@ -347,7 +341,7 @@ class Appender:
             # One of them spoils the batch: alone it shows what it is.
             await self._send_halves(parts, len(rows) // 2)
         except (AppendUnknown, KafkaUnavailable) as error:
-            self._unanswered()
+            self._events.kafka_failed("append")
             why = f"Kafka did not answer: {error}"
             _fail(parts, lambda: OwnerUnavailable(why))
         except BaseException:

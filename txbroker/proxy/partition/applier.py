@@ -16,6 +16,7 @@ from txbroker.door import Claimed, SetAside
 from txbroker.errors import NewerRecord
 from txbroker.own_topics import foreign_why
 from txbroker.proxy.logging import get_logger
+from txbroker.proxy.partition.context import PartitionEvents
 from txbroker.proxy.partition.parked_copies import Copies
 
 log = get_logger(__name__)
@@ -29,18 +30,6 @@ class Follower(Protocol):
         ...
 
 
-class ApplierEvents(Protocol):
-    """Who counts what came of records."""
-
-    def outcome(self, outcome: Outcome) -> None:
-        """A record changed nothing."""
-        ...
-
-    def foreign(self, topic: str, count: int) -> None:
-        """So many records of one of our topics are none of ours."""
-        ...
-
-
 class Applier:
     """Reports what came of the records that the two replicas apply.
 
@@ -49,7 +38,7 @@ class Applier:
         events: told of every record that changed nothing.
     """
 
-    def __init__(self, ledger: Ledger, events: ApplierEvents) -> None:
+    def __init__(self, ledger: Ledger, events: PartitionEvents) -> None:
         self.ledger = ledger
         self.followers: list[Follower] = []
         """Told, in this order, of all transactions that records have changed."""

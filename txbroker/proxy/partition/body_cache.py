@@ -20,13 +20,14 @@ from txbroker.core.codec import (
     decode_half,
     decode_kept,
 )
-from txbroker.core.ledger import Ledger
 from txbroker.core.records import Cause, Message, Record
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 from txbroker.door import LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.logging import get_logger
+from txbroker.proxy.partition.context import PartitionContext
+from txbroker.proxy.partition.snapshots import SnapshotWriter
 
 BATCH_MAX = 1000
 BATCH_BYTES_MAX = 4 * 1024 * 1024
@@ -67,27 +68,25 @@ class Bodies:
     """The messages of one half partition's transactions: which are in memory, and how they return.
 
     Args:
+        context: what all parts of the partition share.
         door: where they are read again.
-        ledger: holds them.
         share: how much of them this partition may hold at this moment, bytes.
-        lost: told how many transactions were just found to have lost their messages for good.
-        stopped: told where a caller from outside met a log that is not what it was, so that the
-            partition cannot go on.
+        snapshots: told when messages were found to be lost: the next owner must not count them
+            again.
     """
 
     def __init__(
         self,
+        context: PartitionContext,
         door: PartitionDoor,
-        ledger: Ledger,
         share: Callable[[], int],
-        lost: Callable[[int], None],
-        stopped: Callable[[Exception], None],
+        snapshots: SnapshotWriter,
     ) -> None:
+        self._context = context
         self._door = door
-        self._ledger = ledger
+        self._ledger = context.ledger
         self._share = share
-        self._lost = lost
-        self._stopped = stopped
+        self._snapshots = snapshots
         # What lies at or below this offset of the half topic was evicted, but for `_behind`.
         self._hand = -1
         self._behind: dict[str, Transaction] = {}
@@ -194,7 +193,7 @@ class Bodies:
             except KafkaUnavailable as error:
                 raise OwnerUnavailable(str(error), id=transaction.id) from None
             except LogTruncated as error:
-                self._stopped(error)
+                self._context.stopped(error)
                 raise OwnerUnavailable(str(error), id=transaction.id) from None
             finally:
                 self._wanted.pop(transaction.id, None)
@@ -311,7 +310,8 @@ class Bodies:
             ids=[transaction.id for transaction in transactions[:IDS_SHOWN]],
             why="their records are kept neither in the half topic nor as copies",
         )
-        self._lost(len(transactions))
+        self._context.events.lost(len(transactions))
+        self._snapshots.want()
 
 
 def _missing(transaction: Transaction) -> bool:

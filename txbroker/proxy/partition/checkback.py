@@ -8,28 +8,27 @@ acceptance and the question.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 from txbroker import tracing
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached, shortened
-from txbroker.contract import DecideRequest, Standing
-from txbroker.core.ledger import Ledger
+from txbroker.contract import Answer, DecideRequest
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     CheckReason,
     Decision,
-    Marker,
     MarkerKind,
     Message,
     Source,
     State,
 )
-from txbroker.core.runs import marker_row
 from txbroker.core.schedule import Schedule, due_ms
+from txbroker.core.sizes import headers_bytes
 from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import ASK_SPACING_MS, Transaction, fits
+from txbroker.door import Targets
 from txbroker.errors import (
     BadTarget,
     KafkaUnavailable,
@@ -40,8 +39,10 @@ from txbroker.errors import (
 )
 from txbroker.failpoints import hit
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.body_cache import Bodies
+from txbroker.proxy.partition.context import PartitionContext
+from txbroker.proxy.partition.markers import Markers
+from txbroker.proxy.partition.targets import examine_final
 
 AGAIN_MS = 1000
 """What could not be done now is tried again after this."""
@@ -51,6 +52,14 @@ HAND_OUT_MAX = 500
 """Checks that are handed out without a pause for everything else."""
 
 log = get_logger(__name__)
+
+
+class Decider(Protocol):
+    """Who takes decisions: `txbroker.proxy.partition.partition_api.PartitionApi`."""
+
+    async def decide(self, requests: Sequence[DecideRequest]) -> list[Answer]:
+        """Write deciding markers; return what became of each."""
+        ...
 
 
 class Runner(Protocol):
@@ -129,39 +138,31 @@ class CheckBack:
     """The checks of one half partition: a `txbroker.checkers.runner.CheckOwner`.
 
     Args:
-        ledger: what is pending.
-        op: where markers are written.
+        context: what all parts of the partition share.
+        markers: writes what becomes of checks.
         runner: carries the checks out.
-        now_ms: the brokers' clock.
-        claim: the name of the owner's present claim.
-        decide: takes the decision that a check brought.
         bodies: has the messages of a question in memory.
-        record_version: the version of the records to write.
-        examine: raises TooLarge or BadTarget for final messages that their targets would never
-            take, KafkaUnavailable where Kafka does not say.
+        targets: what is known of target topics, for final messages.
+        decider: takes the decision that a check brought.
     """
 
     def __init__(
         self,
-        ledger: Ledger,
-        op: Appender,
+        context: PartitionContext,
+        markers: Markers,
         runner: Runner,
-        now_ms: Callable[[], int],
-        claim: Callable[[], str],
-        decide: Callable[[DecideRequest], Awaitable[Standing]],
         bodies: Bodies,
-        record_version: Callable[[], int],
-        examine: Callable[[Sequence[Message]], Awaitable[None]],
+        targets: Targets,
+        decider: Decider,
     ) -> None:
-        self._ledger = ledger
-        self._op = op
+        self._ledger = context.ledger
+        self._clock = context.clock
+        self._beside = headers_bytes(context.settings.installation)
+        self._markers = markers
         self._runner = runner
-        self._now_ms = now_ms
-        self._claim = claim
-        self._decide = decide
         self._bodies = bodies
-        self._record_version = record_version
-        self._examine = examine
+        self._targets = targets
+        self._decider = decider
         self._schedule = Schedule()
         self._crowd = _Crowd()
         self._changed = asyncio.Event()
@@ -219,11 +220,11 @@ class CheckBack:
             self._changed.clear()
             times_ms = [self._schedule.next_ms(), self._crowd.next_ms()]
             next_ms = min([at_ms for at_ms in times_ms if at_ms is not None], default=None)
-            wait_s = None if next_ms is None else (next_ms - self._now_ms()) / 1000
+            wait_s = None if next_ms is None else (next_ms - self._clock.now_ms()) / 1000
             if wait_s is not None and wait_s <= 0:
-                for id in list(islice(self._schedule.pop_due(self._now_ms()), HAND_OUT_MAX)):
+                for id in list(islice(self._schedule.pop_due(self._clock.now_ms()), HAND_OUT_MAX)):
                     self._attend(id)
-                for group in self._crowd.due(self._now_ms()):
+                for group in self._crowd.due(self._clock.now_ms()):
                     self._attend_crowd(group)
                 # After an outage a hundred thousand may be due at once: others want their turn.
                 await asyncio.sleep(0)
@@ -250,7 +251,7 @@ class CheckBack:
             self._crowd.add(group, id)
         elif not self._offer(transaction):
             self._crowd.add(group, id)
-            self._crowd.look(group, self._now_ms() + AGAIN_MS)
+            self._crowd.look(group, self._clock.now_ms() + AGAIN_MS)
 
     def _offer(self, transaction: Transaction) -> bool:
         """Hand a check out; say whether it was taken."""
@@ -258,12 +259,12 @@ class CheckBack:
         reason = CheckReason.ASKED if id in self._asked else CheckReason.DUE
         taken = self._runner.due(self, id, group, transaction.instance, reason)
         if taken:
-            self._set(id, self._now_ms() + HANDED_OUT_MS)
+            self._set(id, self._clock.now_ms() + HANDED_OUT_MS)
         return taken
 
     def _attend_crowd(self, group: str) -> None:
         """Hand out what waits for room in a group's queue, until that is full again."""
-        again_ms = self._now_ms()
+        again_ms = self._clock.now_ms()
         for _ in range(HAND_OUT_MAX):
             id = self._crowd.first(group)
             if id is None:
@@ -284,7 +285,9 @@ class CheckBack:
 
     async def _park(self, transaction: Transaction) -> None:
         try:
-            outcome = await self.write(transaction, MarkerKind.PARK, source=Source.SCHEDULE)
+            outcome = await self._markers.write(
+                transaction, MarkerKind.PARK, source=Source.SCHEDULE
+            )
         except RequestError as error:
             log.warning("park failed", id=transaction.id, why=str(error))
             outcome = Outcome(Effect.VOID)
@@ -292,7 +295,7 @@ class CheckBack:
             hit("park.stored")
             log.warning("parked", id=transaction.id, group=transaction.half.group)
         else:
-            self._set(transaction.id, self._now_ms() + AGAIN_MS)
+            self._set(transaction.id, self._clock.now_ms() + AGAIN_MS)
 
     def close(self) -> None:
         """Hand out nothing more."""
@@ -326,7 +329,7 @@ class CheckBack:
                 state=state,
             )
         due = due_ms(transaction)
-        at_ms = max(self._now_ms(), transaction.last_check_ms + ASK_SPACING_MS)
+        at_ms = max(self._clock.now_ms(), transaction.last_check_ms + ASK_SPACING_MS)
         if due is None or at_ms < due:
             self._asked[transaction.id] = _Asked(at_ms, f"{by}: {why}" if why else by)
             self._set(transaction.id, at_ms)
@@ -355,7 +358,7 @@ class CheckBack:
                 if there:
                     return await self._attempt(transaction, reason, endpoint)
         except RequestError:
-            self._set(id, self._now_ms() + AGAIN_MS)
+            self._set(id, self._clock.now_ms() + AGAIN_MS)
             raise
         log.error("not checked, messages gone", id=id, group=transaction.half.group)
         self.touch(transaction)
@@ -366,19 +369,19 @@ class CheckBack:
     ) -> CheckCall | None:
         id = transaction.id
         next_ms = transaction.next_check_ms()
-        if self._now_ms() >= next_ms:
+        if self._clock.now_ms() >= next_ms:
             reason = CheckReason.DUE
         elif reason is CheckReason.DUE:
-            if self._now_ms() < self._asked.get(id, _Asked(next_ms)).at_ms:
+            if self._clock.now_ms() < self._asked.get(id, _Asked(next_ms)).at_ms:
                 self.touch(transaction)
                 return None
             # Asked for while the runner held an attempt already.
             reason = CheckReason.ASKED
-        self._set(id, self._now_ms() + HANDED_OUT_MS)
+        self._set(id, self._clock.now_ms() + HANDED_OUT_MS)
         by = self._asked.get(id, _Asked(next_ms)).by
         turn, number = transaction.round, transaction.number + 1
         last = transaction.attempts[-1] if transaction.attempts else None
-        outcome = await self.write(
+        outcome = await self._markers.write(
             transaction,
             MarkerKind.CHECK,
             source=Source.SCHEDULE,
@@ -392,14 +395,14 @@ class CheckBack:
             log.debug("attempt not accepted", id=id, why=outcome.why)
             self._asked.pop(id, None)
             early_ms = transaction.next_check_ms() - self._ledger.op_clock_ms
-            self._set(id, self._now_ms() + max(early_ms, 50))
+            self._set(id, self._clock.now_ms() + max(early_ms, 50))
             return None
         self._asked.pop(id, None)
         if not self.still_pending(id) or (transaction.round, transaction.number) != (turn, number):
             return None
         hit("check.stored")
         # The answer may still be on its way when the next attempt would be due.
-        self._set(id, self._now_ms() + HANDED_OUT_MS)
+        self._set(id, self._clock.now_ms() + HANDED_OUT_MS)
         return _question(transaction, reason, number)
 
     def still_pending(self, id: str) -> bool:
@@ -436,7 +439,7 @@ class CheckBack:
             return
         transaction.note_outcome(result.detail)
         if isinstance(result, Unreached):
-            await self.write(
+            await self._markers.write(
                 transaction,
                 MarkerKind.RETURNED,
                 source=Source.CHECK,
@@ -445,7 +448,7 @@ class CheckBack:
                 previous=result.detail,
             )
         elif isinstance(result, Answered) and result.ask_again_s is not None:
-            await self.write(
+            await self._markers.write(
                 transaction,
                 MarkerKind.LATER,
                 source=Source.CHECK,
@@ -468,7 +471,8 @@ class CheckBack:
             return f"{answer.decision} with messages for other topics"
         if answer.decision is Decision.COMMIT:
             try:
-                await self._examine(placed_like(transaction.half.messages, messages))
+                placed = placed_like(transaction.half.messages, messages)
+                await examine_final(self._targets, placed, self._clock.now_ms(), self._beside)
             except (TooLarge, BadTarget) as error:
                 return shortened(f"{answer.decision}, but {error}")
             except KafkaUnavailable as error:
@@ -483,54 +487,17 @@ class CheckBack:
             messages = placed_like(transaction.half.messages, messages)
             if tracing.is_on():
                 messages = carried_over(call.messages, messages)
-        await self._decide(
-            DecideRequest(
-                id=transaction.id,
-                decision=answer.decision,
-                messages=messages,
-                reason=answer.detail,
-                source=Source.CHECK,
-                by=endpoint,
-            )
-        )
-
-    async def write(
-        self,
-        transaction: Transaction,
-        kind: MarkerKind,
-        *,
-        source: Source,
-        by: str = "",
-        reason: str = "",
-        number: int | None = None,
-        endpoint: str = "",
-        previous: str = "",
-        later_s: float = 0.0,
-    ) -> Outcome:
-        """Append one marker of this transaction and return what it did.
-
-        Raises:
-            OwnerUnavailable: it may or may not be written.
-        """
-        marker = Marker(
-            v=self._record_version(),
-            kind=kind,
+        request = DecideRequest(
             id=transaction.id,
-            half=transaction.offset,
-            source=source,
-            by=by,
-            reason=reason,
-            round=transaction.round,
-            number=transaction.number if number is None else number,
-            claim=self._claim(),
-            endpoint=endpoint,
-            previous=previous,
-            later_s=later_s,
+            decision=answer.decision,
+            messages=messages,
+            reason=answer.detail,
+            source=Source.CHECK,
+            by=endpoint,
         )
-        [outcome] = await self._op.append((marker_row(marker),))
-        if isinstance(outcome, RequestError):
-            raise outcome
-        return outcome
+        [answered] = await self._decider.decide((request,))
+        if isinstance(answered, RequestError):
+            raise answered
 
 
 def _question(transaction: Transaction, reason: CheckReason, number: int) -> CheckCall:

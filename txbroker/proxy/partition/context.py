@@ -13,6 +13,7 @@ from txbroker.core.records import Header
 from txbroker.core.shares import part_of
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.partition.clock import LogTime
+from txbroker.proxy.partition.visible import Visible
 from txbroker.proxy.tally import Tally
 
 
@@ -115,10 +116,17 @@ class PartitionEvents(Protocol):
 
 
 class CurrentClaim:
-    """The claim under which an owner works: another one after each reclaim."""
+    """The claim under which an owner works: another one after each reclaim.
+
+    Attributes:
+        id: names it.
+        reclaims: how often the partition was claimed again, and the ledger reconciled with what
+            the claim found.
+    """
 
     def __init__(self, id: str = "") -> None:
         self.id = id
+        self.reclaims = 0
 
 
 class PartitionContext(Struct, frozen=True):
@@ -137,6 +145,7 @@ class PartitionContext(Struct, frozen=True):
         claim: the owner's present claim.
         gate: nothing is written while it is not set: the owner is suspended.
         tally: counts what is shown as rates.
+        visible: who waits until transactions are visible.
     """
 
     partition: int
@@ -150,3 +159,15 @@ class PartitionContext(Struct, frozen=True):
     claim: CurrentClaim
     gate: asyncio.Event
     tally: Tally
+    visible: Visible
+
+    def promoted(self, transactions: list[Transaction]) -> None:
+        """Say that these are visible."""
+        self.events.promoted(transactions)
+        self.tally.promoted += len(transactions)
+        self.visible.release(transactions)
+
+    def refused(self, transactions: list[Transaction]) -> None:
+        """Say that these will not become visible by themselves."""
+        self.events.refused(transactions)
+        self.visible.release(transactions)

@@ -1,19 +1,13 @@
 """The owner of one half partition: it alone writes, diffs, checks and promotes it."""
 
 import asyncio
-import random
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable
 
-from txbroker.contract import DecideRequest, PartitionState, Standing
+from txbroker.contract import PartitionState
 from txbroker.core.ledger import Ledger
-from txbroker.core.records import Claim, Message, State
-from txbroker.core.sizes import headers_bytes
-from txbroker.core.transaction import Transaction
-from txbroker.door import Fenced, Hanging, PartitionDoor, Targets
-from txbroker.errors import KafkaUnavailable, RequestError
+from txbroker.door import PartitionDoor, Targets
+from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.logging import get_logger
@@ -21,6 +15,7 @@ from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.checkback import CheckBack, Runner
+from txbroker.proxy.partition.claims import Claims
 from txbroker.proxy.partition.clock import LogClockFollower, LogTime
 from txbroker.proxy.partition.context import (
     CurrentClaim,
@@ -29,25 +24,21 @@ from txbroker.proxy.partition.context import (
     PartitionEvents,
 )
 from txbroker.proxy.partition.gate import GatedDoor
+from txbroker.proxy.partition.markers import Markers
 from txbroker.proxy.partition.pace import Pace
-from txbroker.proxy.partition.parked_copies import read_copies
 from txbroker.proxy.partition.partition_api import PartitionApi
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.recovery import Recovered, recover
 from txbroker.proxy.partition.retention import Edges
 from txbroker.proxy.partition.snapshots import SnapshotWriter
-from txbroker.proxy.partition.targets import examine_final
 from txbroker.proxy.partition.turn_pace import TurnPace
+from txbroker.proxy.partition.visible import Visible
 from txbroker.proxy.tally import Tally
 
 IDLE_S = 1.0
 """An owner that has appended nothing for so long looks whether somebody else wrote to its logs."""
 EDGES_S = 10.0
 """An owner looks this often whether its logs are still what they were."""
-CLAIM_PAUSE_S = 0.2
-CLAIM_PAUSE_MAX_S = 2.0
-"""Pauses between claims are random and grow to this."""
-
 log = get_logger(__name__)
 
 
@@ -89,96 +80,44 @@ class Owner:
         self.ledger = Ledger(door.partition, settings.dedup_window_ms, settings.settled_max)
         self._principals = principals
         self.ledger.share_by(self._principals().share_of)
-        self._gate = asyncio.Event()
-        self._gate.set()
-        self._door = GatedDoor(door, self._gate)
-        self._events = events
         self.tally = Tally()
-        self._settings = settings
-        self._identity = identity
-        self._still_ours = still_ours
-        self._stopped = stopped
-        self._record_version = record_version
         self._phase = PartitionState.CLAIMING
         self._resumed_s = time.monotonic()
-        self._claim = CurrentClaim()
-        self._clock = LogTime(0)
-        self._id_clock = LogTime(0)
         self._tasks: list[asyncio.Task[None]] = []
         self._checking: asyncio.Task[None] | None = None
         self._closed = False
-        self._context = PartitionContext(
+        self._context = context = PartitionContext(
             door.partition,
             self.ledger,
             settings,
             events,
             record_version,
             stopped,
-            self._clock,
-            self._id_clock,
-            self._claim,
-            self._gate,
+            LogTime(0),
+            LogTime(0),
+            CurrentClaim(),
+            asyncio.Event(),
             self.tally,
+            Visible(),
         )
-        self._make_parts(targets, runner, bodies_share, pace)
-
-    def _make_parts(
-        self, targets: Targets, runner: Runner, bodies_share: Callable[[], int], pace: TurnPace
-    ) -> None:
-        door, ledger, events, context = self._door, self.ledger, self._events, self._context
-        self._applier = Applier(ledger, events)
-        self._half = Appender(
-            door.half, HalfReplica(self._applier), self._append_failed, self._gate
+        context.gate.set()
+        self._door = GatedDoor(door, context.gate)
+        self._applier = Applier(self.ledger, events)
+        self._half = Appender(context, self._door.half, HalfReplica(self._applier))
+        self._op = Appender(context, self._door.op, OpReplica(self._applier))
+        self._snapshots = SnapshotWriter(context, self._door)
+        self._claims = Claims(
+            context, self._door, identity, still_ours, (self._half, self._op), self._snapshots
         )
-        self._op = Appender(door.op, OpReplica(self._applier), self._append_failed, self._gate)
-        self.bodies = Bodies(door, ledger, bodies_share, self._lost, self._stopped)
+        self.bodies = Bodies(context, self._door, bodies_share, self._snapshots)
         self._promoter = Promoter(
-            door,
-            ledger,
-            targets,
-            self.now_ms,
-            self._claim_name,
-            self._reclaim,
-            self,
-            self._settings.turns,
-            self.bodies,
-            self._record_version,
-            self._half.catch_up,
-            pace,
-            self._settings.installation,
+            context, self._door, targets, self.bodies, self._half, self._claims, pace
         )
-        self.checks = CheckBack(
-            ledger,
-            self._op,
-            runner,
-            self.now_ms,
-            self._claim_name,
-            self.decide,
-            self.bodies,
-            self._record_version,
-            partial(self._examine_final, targets),
-        )
-        self._snapshots = SnapshotWriter(
-            door,
-            ledger,
-            events,
-            self._settings.snapshot_records_min,
-            self._record_version,
-            self.now_ms,
-            self._settings.half_retention_ms,
-        )
-        self._edges = Edges(
-            door,
-            ledger,
-            self.bodies,
-            self._promoter.wake,
-            self._snapshots.deleted_before,
-            self.now_ms,
-            self._settings.half_retention_ms,
-        )
-        self.api = PartitionApi(
-            context, self._half, self._op, (door.half, door.op), self._promoter, self.checks
-        )
+        self._edges = Edges(context, self._door, self.bodies, self._promoter, self._snapshots)
+        markers = Markers(context, self._op)
+        logs = self._door.half, self._door.op
+        self.api = PartitionApi(context, self._half, self._op, logs, self._promoter, markers)
+        self.checks = CheckBack(context, markers, runner, self.bodies, targets, self.api)
         # While the logs are replayed only memory is looked after; all else once they are known.
         self._applier.followers.append(self.bodies)
 
@@ -193,22 +132,12 @@ class Owner:
             NewerRecord: a newer version wrote what this one does not understand.
             KafkaUnavailable: Kafka does not answer.
         """
-        pause_s = CLAIM_PAUSE_S
-        while True:
-            try:
-                found = await recover(
-                    self._door,
-                    self._new_claim(),
-                    self._applier,
-                    self._settings.half_retention_ms,
-                    self._replaying,
-                )
-                break
-            except Fenced:
-                pause_s = await self._claim_again(pause_s)
-        await self._begin(found)
+        claimed = await self._claims.first()
+        self._phase = PartitionState.REPLAYING
+        retention_ms = self._context.settings.half_retention_ms
+        await self._begin(await recover(self._door, claimed, self._applier, retention_ms))
         self._applier.followers += (
-            LogClockFollower(self._clock, self.ledger),
+            LogClockFollower(self._context.clock, self.ledger),
             self.checks,
             self._promoter,
         )
@@ -226,15 +155,13 @@ class Owner:
         self._begin_checks()
         self._promoter.wake()
 
-    def _replaying(self) -> None:
-        self._phase = PartitionState.REPLAYING
-
     async def _begin(self, found: Recovered) -> None:
         """Take over what was recovered."""
-        self._clock.at_least(found.timestamp_ms)
-        self._id_clock.at_least(found.timestamp_ms)
-        self._clock.at_least(max(self.ledger.half_clock_ms, self.ledger.op_clock_ms))
-        self._id_clock.at_least(self.ledger.half_clock_ms)
+        clock, id_clock = self._context.clock, self._context.id_clock
+        clock.at_least(found.timestamp_ms)
+        id_clock.at_least(found.timestamp_ms)
+        clock.at_least(max(self.ledger.half_clock_ms, self.ledger.op_clock_ms))
+        id_clock.at_least(self.ledger.half_clock_ms)
         self._snapshots.found(found.greatest, found.snapshots, found.position)
         await self._edges.deleted_before(found.half_start)
         pace = Pace()
@@ -259,7 +186,7 @@ class Owner:
         await asyncio.gather(*tasks, return_exceptions=True)
         if last_snapshot and self.phase is PartitionState.OWNED:
             await self._snapshots.last()
-        self.api.visible.close()
+        self._context.visible.close()
         await self._door.close()
         hit("handover.closed")
 
@@ -269,8 +196,8 @@ class Owner:
         Calls get `owner_unavailable`, also those that wait; only what is on its way already is
         waited for.
         """
-        if self._gate.is_set():
-            self._gate.clear()
+        if self._context.gate.is_set():
+            self._context.gate.clear()
             hit("handover.suspended")
             self.api.suspended = True
             self._half.turn_away()
@@ -283,8 +210,8 @@ class Owner:
     def resume(self) -> None:
         """It is still ours: go on where we stopped. Had another owner claimed it meanwhile, the
         next turn would be fenced, and what it appended is read before ours is applied."""
-        if not self._gate.is_set() and not self._closed:
-            self._gate.set()
+        if not self._context.gate.is_set() and not self._closed:
+            self._context.gate.set()
             self.api.suspended = False
             self._resumed_s = time.monotonic()
             if self._tasks:
@@ -292,27 +219,27 @@ class Owner:
             self._promoter.wake()
 
     def _begin_checks(self) -> None:
-        if self._gate.is_set():
+        if self._context.gate.is_set():
             self._checking = asyncio.create_task(self._guard(self.checks.run))
 
     @property
     def phase(self) -> PartitionState:
         """What this owner does now."""
-        if not self._gate.is_set():
+        if not self._context.gate.is_set():
             return PartitionState.SUSPENDED
-        return self._phase
+        return PartitionState.HANGING if self._claims.hanging else self._phase
 
     def stuck_since_s(self) -> float:
         """Return for how long a turn, or the claim that it needs, has not come through, seconds;
         0 where all is well. Time in which it was suspended does not count."""
         since_s = self._promoter.stuck_since
-        if since_s is None or not self._gate.is_set():
+        if since_s is None or not self._context.gate.is_set():
             return 0.0
         return time.monotonic() - max(since_s, self._resumed_s)
 
     def now_ms(self) -> int:
         """Return the time by the brokers' clock, ms."""
-        return self._clock.now_ms()
+        return self._context.clock.now_ms()
 
     def id_ms(self) -> int:
         """Return the time by which ids are made and judged: where the half topic's log clock will
@@ -321,19 +248,19 @@ class Owner:
         If that broker's clock is put back the log clock stands still, and ids by any other clock
         would soon be void.
         """
-        return self._id_clock.now_ms()
+        return self._context.id_clock.now_ms()
 
     def clock_at_least(self, now_ms: int) -> None:
         """The brokers' clock says so by now; it is no earlier."""
-        self._clock.at_least(now_ms)
-        self._id_clock.at_least(now_ms)
+        self._context.clock.at_least(now_ms)
+        self._context.id_clock.at_least(now_ms)
         self.checks.look_again()
 
     async def _guard(self, loop: Callable[[], Awaitable[None]]) -> None:
         try:
             await loop()
         except Exception as error:
-            self._stopped(error)
+            self._context.stopped(error)
 
     async def _watch(self) -> None:
         """While idle, see what others wrote, and look after what the logs will not keep."""
@@ -351,125 +278,3 @@ class Owner:
                     await self._edges.look()
             except KafkaUnavailable as error:
                 log.warning("log not read", partition=self.partition, why=str(error))
-
-    # --- claims ----------------------------------------------------------------------------
-
-    def _claim_name(self) -> str:
-        return self._claim.id
-
-    def _new_claim(self) -> Claim:
-        self._claim.id = uuid.uuid4().hex
-        name, url = self._identity
-        return Claim(self._record_version(), self._claim.id, name, url)
-
-    async def _claim_again(self, pause_s: float) -> float:
-        """Pause before another claim, unless the partition has moved.
-
-        Raises:
-            Fenced: it has.
-        """
-        await asyncio.sleep(pause_s * random.random())
-        await self._check_ours()
-        return min(pause_s * 2, CLAIM_PAUSE_MAX_S)
-
-    async def _check_ours(self) -> None:
-        """Ask the group, for as long as it does not answer, whether the partition is ours.
-
-        Raises:
-            Fenced: it is not.
-        """
-        pause_s = CLAIM_PAUSE_S
-        while True:
-            await self._gate.wait()
-            try:
-                ours = await self._still_ours()
-            except KafkaUnavailable as error:
-                # Also while the group is being rebalanced.
-                log.warning("not known whose", partition=self.partition, why=str(error))
-                await asyncio.sleep(pause_s * (0.5 + random.random()))
-                pause_s = min(pause_s * 2, CLAIM_PAUSE_MAX_S)
-            else:
-                if not ours:
-                    raise Fenced(f"partition {self.partition} has another owner")
-                return
-
-    async def _reclaim(self, unseen: frozenset[str]) -> None:
-        """Claim again after a lost turn, and take over what turned out to be committed.
-
-        `unseen`: what is known to be committed already, and will be visible.
-        """
-        pause_s = CLAIM_PAUSE_S
-        while True:
-            try:
-                await self._check_ours()
-                hit("reclaim.asked")
-                claimed = await self._door.claim(self._new_claim())
-                hit("reclaim.claimed")
-                # Another owner may have come and gone: what it appended and promoted is done by
-                # this progress, and would be promoted again if it were read later.
-                await self._op.catch_up()
-                await self._half.catch_up()
-                kept = await read_copies(self._door, claimed.skips)
-                break
-            except KafkaUnavailable as error:
-                log.warning("claim failed", partition=self.partition, why=str(error))
-                if isinstance(error, Hanging):
-                    self._phase = PartitionState.HANGING
-                self._events.kafka_failed("claim")
-                await asyncio.sleep(pause_s * random.random())
-                pause_s = min(pause_s * 2, CLAIM_PAUSE_MAX_S)
-            except Fenced:
-                pause_s = await self._claim_again(pause_s)
-        self._phase = PartitionState.OWNED
-        # One that is being captured would see only a part of what changes now.
-        self._snapshots.abandon()
-        done = self.ledger.reconcile(claimed.progress, kept.whole, unseen)
-        kept.check(done)
-        self._edges.again()
-        hit("reclaim.done")
-        log.info("claimed again", partition=self.partition, committed_meanwhile=len(done))
-        if done:
-            self.promoted(done)
-        # The lost turns may have refused some.
-        waited_for = [self.ledger.transactions.get(id) for id in self.api.visible]
-        self.api.visible.release([t for t in waited_for if t and t.state is not State.COMMITTED])
-
-    # --- what changed ----------------------------------------------------------------------
-
-    def promoted(self, transactions: list[Transaction]) -> None:
-        """Tell whoever waits that these are visible."""
-        self._events.promoted(transactions)
-        self.tally.promoted += len(transactions)
-        self.api.visible.release(transactions)
-
-    def refused(self, transactions: list[Transaction]) -> None:
-        """Tell whoever waits that these will not become visible by themselves."""
-        self._events.refused(transactions)
-        self.api.visible.release(transactions)
-
-    def turn_lost(self) -> None:
-        """Count that a turn's outcome is unknown."""
-        self._events.kafka_failed("turn")
-
-    def _lost(self, count: int) -> None:
-        """So many have just lost their messages: the next owner must not count them again."""
-        self._events.lost(count)
-        self._snapshots.want()
-
-    def _append_failed(self) -> None:
-        self._events.kafka_failed("append")
-
-    async def decide(self, request: DecideRequest) -> Standing:
-        """Write one deciding marker.
-
-        Raises:
-            RequestError: as `PartitionApi.decide` says.
-        """
-        [answer] = await self.api.decide((request,))
-        if isinstance(answer, RequestError):
-            raise answer
-        return answer
-
-    async def _examine_final(self, targets: Targets, messages: Sequence[Message]) -> None:
-        beside = headers_bytes(self._settings.installation)
-        await examine_final(targets, messages, self.now_ms(), beside)

@@ -1,7 +1,7 @@
 """What one half partition answers: prepare, decide and revive, each by the rules of the ledger."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from txbroker.contract import Answer, DecideRequest, PrepareRequest, Standing
@@ -39,9 +39,9 @@ from txbroker.errors import (
 from txbroker.failpoints import hit
 from txbroker.proxy.partition.appender import Appender, Applied, Lane
 from txbroker.proxy.partition.body_cache import lost_cause
-from txbroker.proxy.partition.checkback import CheckBack
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.history import search, tell_verdict
+from txbroker.proxy.partition.markers import Markers
 from txbroker.proxy.partition.promoter import Promoter
 
 VERDICT_S = 1.0
@@ -54,57 +54,6 @@ VERDICTS_MAX = 8
 """Such readings at a time: each fetches a batch of op."""
 
 
-class Visible:
-    """Who waits until a transaction is visible, by its id."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._waiting))
-
-    def release(self, transactions: Iterable[Transaction]) -> None:
-        """These are visible, or will not become so by themselves."""
-        if self._waiting:
-            for transaction in transactions:
-                for future in self._waiting.pop(transaction.id, ()):
-                    if not future.done():
-                        future.set_result(None)
-
-    def close(self) -> None:
-        """Nobody here will know any more."""
-        self._closed = True
-        for waiting in self._waiting.values():
-            for future in waiting:
-                if not future.done():
-                    future.set_exception(OwnerUnavailable())
-        self._waiting.clear()
-
-    async def wait(self, id: str) -> None:
-        """Wait until a transaction is visible.
-
-        Raises:
-            OwnerUnavailable: this owner closes.
-        """
-        if self._closed:
-            raise OwnerUnavailable(id=id)
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(id, []).append(future)
-        try:
-            await future
-        finally:
-            # Whoever gave up and asks again must not be remembered each time.
-            waiting = self._waiting.get(id, [])
-            if future in waiting:
-                waiting.remove(future)
-            if not waiting:
-                self._waiting.pop(id, None)
-
-
 class PartitionApi:
     """Answers the calls for one half partition.
 
@@ -113,7 +62,7 @@ class PartitionApi:
         half, op: where half messages and markers are written.
         logs: the half and the operation topic, read for transactions that the ledger has forgotten.
         promoter: knows how many wait for their targets.
-        checks: writes what operators ask for.
+        markers: writes what operators ask for.
     """
 
     def __init__(
@@ -123,9 +72,8 @@ class PartitionApi:
         op: Appender,
         logs: tuple[Log, Log],
         promoter: Promoter,
-        checks: CheckBack,
+        markers: Markers,
     ) -> None:
-        self.visible = Visible()
         self.suspended = False
         """Whether nobody knows whose the partition is: then nothing new is taken."""
         self._context = context
@@ -137,7 +85,7 @@ class PartitionApi:
         self._op = op
         self._logs = logs
         self._promoter = promoter
-        self._checks = checks
+        self._markers = markers
         # On their way into the half topic, by share.
         self._preparing = Use()
         self._searching = asyncio.Semaphore()
@@ -496,7 +444,7 @@ class PartitionApi:
         if transaction.state is State.COMMITTED:
             with suppress(TimeoutError):
                 async with asyncio.timeout(request.wait_s or None):
-                    await self.visible.wait(request.id)
+                    await self._context.visible.wait(request.id)
         return standing(transaction)
 
     async def revive(self, id: str, by: str, reason: str) -> Standing:
@@ -514,7 +462,7 @@ class PartitionApi:
                 state=transaction.state,
             )
         self._check_open(id)
-        await self._checks.write(
+        await self._markers.write(
             transaction, MarkerKind.REVIVE, source=Source.OPERATOR, by=by, reason=reason
         )
         if transaction.state is State.REFUSED:

@@ -12,7 +12,7 @@ This file tells how turns are written; `quarantine.py` holds what is kept away f
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -20,8 +20,7 @@ from typing import Protocol
 from msgspec import Struct, field, structs
 
 from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
-from txbroker.core.ledger import Ledger
-from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn, transaction_bytes
+from txbroker.core.promotion import Plan, Verdict, plan_turn, transaction_bytes
 from txbroker.core.records import Cause, Header, Progress, Record, State
 from txbroker.core.shares import Use
 from txbroker.core.sizes import headers_bytes
@@ -42,7 +41,9 @@ from txbroker.door import (
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.proxy.logging import get_logger
+from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.body_cache import BODY_LOST, Bodies, lost_cause
+from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.quarantine import Trouble, note_invisible
 from txbroker.proxy.partition.targets import takes
 from txbroker.proxy.partition.turn_pace import TurnPace, UnderWay
@@ -55,19 +56,18 @@ that it refuses. Parking comes in waves; a turn stays small."""
 log = get_logger(__name__)
 
 
-class PromotionEvents(Protocol):
-    """Who is told how promotion goes; called from the event loop, once a turn."""
+class Claimer(Protocol):
+    """Who claims a partition again: `txbroker.proxy.partition.claims.Claims`."""
 
-    def promoted(self, transactions: list[Transaction]) -> None:
-        """These are visible now."""
-        ...
+    async def reclaim(self, unseen: frozenset[str]) -> None:
+        """Claim again after a lost turn, and reconcile the ledger with what the claim finds.
 
-    def refused(self, transactions: list[Transaction]) -> None:
-        """These were set aside: a target does not take them."""
-        ...
+        Args:
+            unseen: the transactions whose turn is known to be committed, and that will be visible.
 
-    def turn_lost(self) -> None:
-        """A turn's outcome is unknown until the next claim."""
+        Raises:
+            Fenced: the partition has another owner.
+        """
         ...
 
 
@@ -102,56 +102,40 @@ class Promoter:
     """Promotes the committed transactions of one half partition.
 
     Args:
+        context: what all parts of the partition share.
         door: where turns are written.
-        ledger: what is committed; told of what became of it.
         targets: what is known of target topics.
-        now_ms: the brokers' clock.
-        claim: the name of the owner's present claim, for the progress.
-        reclaim: claims the partition again and reconciles the ledger with what it finds, all but
-            the transactions that it is told, whose turn is committed; raises if the partition is
-            lost.
-        events: told of every turn.
-        limits: how much goes into one turn.
         bodies: has the messages of a turn in memory.
-        record_version: the version of the records to write.
-        read_half: reads and applies the half topic to an end that is asked for now.
+        half: reads the half topic, where somebody else wrote a commit before its half message.
+        claimer: claims the partition again after a lost turn.
         pace: lets turns begin; the same for all partitions of a proxy.
-        installation: what the headers of promoted records begin with.
     """
 
     def __init__(
         self,
+        context: PartitionContext,
         door: PartitionDoor,
-        ledger: Ledger,
         targets: Targets,
-        now_ms: Callable[[], int],
-        claim: Callable[[], str],
-        reclaim: Callable[[frozenset[str]], Awaitable[None]],
-        events: PromotionEvents,
-        limits: TurnLimits,
         bodies: Bodies,
-        record_version: Callable[[], int],
-        read_half: Callable[[], Awaitable[None]],
+        half: Appender,
+        claimer: Claimer,
         pace: TurnPace,
-        installation: tuple[Header, ...] = (),
     ) -> None:
+        settings = context.settings
+        self._context = context
         self._door = door
-        self._ledger = ledger
+        self._ledger = context.ledger
         self._targets = targets
-        self._now_ms = now_ms
-        self._claim = claim
-        self._reclaim = reclaim
-        self._events = events
-        self._limits = limits
         self._bodies = bodies
-        self._record_version = record_version
-        self._read_half = read_half
+        self._half = half
+        self._claimer = claimer
         self._pace = pace
-        self._installation = installation
-        self._beside = headers_bytes(installation)
+        self._limits = settings.turns
+        self._installation = settings.installation
+        self._beside = headers_bytes(settings.installation)
         # Of so many commits read before their half message that has been read for since.
         self._half_read_for = 0
-        self._trouble = Trouble(ledger, limits)
+        self._trouble = Trouble(context.ledger, settings.turns)
         self._wake = asyncio.Event()
         self._in_flight: set[str] = set()
         # Of those the ones whose turn is committed; readers may not see it yet.
@@ -275,7 +259,7 @@ class Promoter:
         be now. Somebody else wrote both: we write a marker only once its half was applied."""
         waited = self._ledger.commits_waited
         try:
-            await self._read_half()
+            await self._half.catch_up()
         except KafkaUnavailable as error:
             log.warning("log not read", partition=self._door.partition, why=str(error))
             self._trouble.note_deferred(waiting=True)
@@ -446,7 +430,7 @@ class Promoter:
             *[(transaction, transaction.state, None) for transaction in flight.keep],
         ]
         for transaction, state, cause in copied:
-            records = encode_kept(transaction.copy(state, cause), self._record_version())
+            records = encode_kept(transaction.copy(state, cause), self._context.record_version())
             parked.extend(records)
             flight.copies.append((transaction, len(records)))
         flight.traced = traced_turn(_decided_by(plan))
@@ -463,8 +447,8 @@ class Promoter:
     def _progress(self, plan: Plan) -> Progress:
         ledger = self._ledger
         return Progress(
-            v=self._record_version(),
-            claim=self._claim(),
+            v=self._context.record_version(),
+            claim=self._context.claim.id,
             op=plan.op,
             half=ledger.half_whole,
             op_anchor=ledger.op_anchor,
@@ -507,17 +491,17 @@ class Promoter:
             self._in_flight.discard(transaction.id)
             log.warning("refused", id=transaction.id, cause=cause.code, why=cause.message)
         if plan.refuse:
-            self._events.refused([transaction for transaction, _ in plan.refuse])
+            self._context.refused([transaction for transaction, _ in plan.refuse])
         _note_copies(flight, handle)
         await self._visible(plan, handle)
         hit("turn.visible")
-        ledger.promote_run(plan.promote, handle.offsets, self._now_ms())
+        ledger.promote_run(plan.promote, handle.offsets, self._context.clock.now_ms())
         self._in_flight.difference_update(promoted)
         self._unseen.difference_update(promoted)
         turn_ended(flight.traced, {each.id: cause.code for each, cause in plan.refuse})
         if plan.promote:
             self._trouble.promoted(plan.promote)
-            self._events.promoted(plan.promote)
+            self._context.promoted(plan.promote)
         self._wake.set()
 
     def _failed(self, flight: _Flight) -> None:
@@ -529,7 +513,7 @@ class Promoter:
     def _note_lost(self, flight: _Flight, error: Exception) -> None:
         self._failed(flight)
         log.warning("turn lost", partition=self._door.partition, why=str(error))
-        self._events.turn_lost()
+        self._context.events.kafka_failed("turn")
         self._lost = True
 
     async def _visible(self, plan: Plan, handle: TurnHandle) -> None:
@@ -551,7 +535,7 @@ class Promoter:
         # Not until they are visible: that can take as long as a stranger's transaction in a target.
         for flight in list(self._flights):
             await flight.ended.wait()
-        await self._reclaim(frozenset(self._unseen))
+        await self._claimer.reclaim(frozenset(self._unseen))
         self._in_flight = set(self._unseen)
         self._lost = False
         self._trouble.retry_all()

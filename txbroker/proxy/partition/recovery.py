@@ -11,7 +11,7 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
 from txbroker.core.states import UNDECIDED
-from txbroker.door import Log, LogTruncated, PartitionDoor
+from txbroker.door import Claimed, Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.own_topics import foreign_why
@@ -62,34 +62,37 @@ _NOTHING_KNOWN = _Known(0, None, sys.maxsize)
 see records grow old, so it was not retention that took them."""
 
 
-async def recover(
-    door: PartitionDoor,
-    claim: Claim,
-    applier: Applier,
-    half_retention_ms: int,
-    claimed: Callable[[], None],
-) -> Recovered:
-    """Claim the partition, and bring an empty ledger to the end of its logs.
-
-    Args:
-        door: the partition.
-        claim: is written first.
-        applier: applies records to the ledger.
-        half_retention_ms: how long records are kept at least: younger ones that are gone were
-            deleted by somebody.
-        claimed: called when the claim has succeeded.
+async def claim_first(door: PartitionDoor, claim: Claim) -> Claimed:
+    """Claim a partition that is to be recovered.
 
     Raises:
         Fenced: another owner claimed at the same time; nothing was changed.
+        LogTruncated: the checkpoint topic is not what it was.
+        KafkaUnavailable: Kafka does not answer.
+    """
+    await _check_claimed(door)
+    return await door.claim(claim)
+
+
+async def recover(
+    door: PartitionDoor, found: Claimed, applier: Applier, half_retention_ms: int
+) -> Recovered:
+    """Bring an empty ledger to the end of the logs of a partition that was just claimed.
+
+    Args:
+        door: the partition.
+        found: what the claim has found.
+        applier: applies records to the ledger.
+        half_retention_ms: how long records are kept at least: younger ones that are gone were
+            deleted by somebody.
+
+    Raises:
         LogTruncated: one of our topics is not what it was.
         InvariantBroken: the parked topic is damaged.
         NewerRecord: a newer version wrote what this one does not understand.
         KafkaUnavailable: Kafka does not answer, or retention deleted what was being read: begin
             anew, with another ledger.
     """
-    await _check_claimed(door)
-    found = await door.claim(claim)
-    claimed()
     applier.claimed(found)
     ledger, progress = applier.ledger, found.progress
     copies = await read_copies(door, found.skips)

@@ -1,15 +1,16 @@
 """The logs' edges: what retention, and whoever deletes records, does to them under an owner."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
-from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor
 from txbroker.core.transaction import Transaction
 from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.partition.body_cache import BATCH_MAX, Bodies
+from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.pace import Pace
+from txbroker.proxy.partition.promoter import Promoter
+from txbroker.proxy.partition.snapshots import SnapshotWriter
 
 log = get_logger(__name__)
 
@@ -18,32 +19,29 @@ class Edges:
     """Looks after what is not settled while its half messages may vanish.
 
     Args:
+        context: what all parts of the partition share.
         door: the logs.
-        ledger: what is not settled.
         bodies: reads messages again, and alarms about those that are gone.
-        wake: there is something to be copied into the parked topic.
-        deleted_before: told where the half topic begins.
-        now_ms: the brokers' clock.
-        half_retention_ms: how long half messages are kept.
+        promoter: copies messages into the parked topic.
+        snapshots: told where the half topic begins.
     """
 
     def __init__(
         self,
+        context: PartitionContext,
         door: PartitionDoor,
-        ledger: Ledger,
         bodies: Bodies,
-        wake: Callable[[], None],
-        deleted_before: Callable[[int], None],
-        now_ms: Callable[[], int],
-        half_retention_ms: int,
+        promoter: Promoter,
+        snapshots: SnapshotWriter,
     ) -> None:
+        self._context = context
         self._door = door
-        self._ledger = ledger
+        self._ledger = context.ledger
         self._bodies = bodies
-        self._wake = wake
-        self._tell_deleted = deleted_before
-        self._now_ms = now_ms
-        self._half_retention_ms = half_retention_ms
+        self._promoter = promoter
+        self._snapshots = snapshots
+        self._half_retention_ms = context.settings.half_retention_ms
+        self._reclaims = 0
         # What lies at or below these offsets was seen to.
         self._old_to = self._deleted_to = -1
         # To be copied, and no copy is committed yet: a decision takes them out of `to_keep`, and a
@@ -52,17 +50,19 @@ class Edges:
         # Must stay in memory until their copies are committed.
         self._held: dict[str, tuple[Transaction, ExitStack]] = {}
 
-    def again(self) -> None:
-        """Turns were lost: what they were to copy may have to be copied again."""
-        self._old_to = self._deleted_to = -1
-
     async def keep_old(self) -> None:
         """At half of half's retention the bodies of what is not settled are copied out."""
         ledger, pace = self._ledger, Pace()
+        if self._reclaims != self._context.claim.reclaims:
+            # Turns were lost: what they were to copy may have to be copied again.
+            self._reclaims = self._context.claim.reclaims
+            self._old_to = self._deleted_to = -1
         for transaction in list(self._uncopied.values()):
             self._see_to(transaction)
             await pace.step()
-        copied = await self._keep_older_than(self._now_ms() - self._half_retention_ms // 2, pace)
+        copied = await self._keep_older_than(
+            self._context.clock.now_ms() - self._half_retention_ms // 2, pace
+        )
         if copied:
             log.warning(
                 "half retention near, bodies copied", partition=ledger.partition, count=copied
@@ -84,7 +84,7 @@ class Edges:
 
     def _copy_out(self, transaction: Transaction) -> None:
         self._uncopied[transaction.id] = self._ledger.to_keep[transaction.id] = transaction
-        self._wake()
+        self._promoter.wake()
 
     def _see_to(self, transaction: Transaction) -> None:
         """Have one copied that was decided before it was."""
@@ -114,7 +114,7 @@ class Edges:
             KafkaUnavailable: Kafka does not answer.
         """
         self._let_go()
-        self._tell_deleted(half_start)
+        self._snapshots.deleted_before(half_start)
         pace = Pace()
         while found := self._ledger.in_order(self._deleted_to, BATCH_MAX):
             below = [each for each in found if each.offset < half_start]

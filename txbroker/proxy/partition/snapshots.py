@@ -6,10 +6,8 @@ One that cannot be written is given up: the next owner replays more, and that is
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
-from txbroker.core.ledger import Ledger
 from txbroker.core.records import Record
 from txbroker.core.snapshot import (
     CHUNK_BYTES,
@@ -23,6 +21,7 @@ from txbroker.core.snapshot import (
 from txbroker.door import AppendRefused, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.logging import get_logger
+from txbroker.proxy.partition.context import PartitionContext
 
 LOOK_S = 1.0
 """How often it is seen whether a snapshot is due, seconds."""
@@ -53,48 +52,22 @@ behind the newest one was deleted by somebody."""
 log = get_logger(__name__)
 
 
-class SnapshotEvents(Protocol):
-    """Who is told what becomes of snapshots; called from the event loop."""
-
-    def snapshot_written(self, seconds: float, entries: int) -> None:
-        """A snapshot of so many transactions was written, in so many seconds."""
-        ...
-
-    def snapshot_failed(self) -> None:
-        """A snapshot could not be written."""
-        ...
-
-
 class SnapshotWriter:
     """Writes the snapshots of one half partition.
 
     Args:
+        context: what all parts of the partition share.
         door: where they are stored.
-        ledger: what they hold.
-        events: told what becomes of them.
-        records_min: records of half and operation topic after which one is due at least.
-        record_version: the version of the records to write.
-        now_ms: the brokers' clock.
-        half_retention_ms: how long half messages are kept.
     """
 
-    def __init__(
-        self,
-        door: PartitionDoor,
-        ledger: Ledger,
-        events: SnapshotEvents,
-        records_min: int,
-        record_version: Callable[[], int],
-        now_ms: Callable[[], int],
-        half_retention_ms: int,
-    ) -> None:
+    def __init__(self, context: PartitionContext, door: PartitionDoor) -> None:
+        settings = context.settings
+        self._context = context
         self._door = door
-        self._ledger = ledger
-        self._events = events
-        self._records_min = records_min
-        self._record_version = record_version
-        self._now_ms = now_ms
-        self._age_max_ms = min(AGE_MAX_MS, half_retention_ms // AGE_SHARE)
+        self._ledger = context.ledger
+        self._events = context.events
+        self._records_min = settings.snapshot_records_min
+        self._age_max_ms = min(AGE_MAX_MS, settings.half_retention_ms // AGE_SHARE)
         self._at_ms = 0
         self._half = 0
         """The half offset below which the newest whole one holds everything."""
@@ -156,7 +129,7 @@ class SnapshotWriter:
         """Whether so much has come since the last one, or it is so old, that the next should be
         written; or whether the logs do not tell any more what only the ledger knows."""
         ledger, tail = self._ledger, self._tail
-        age_ms = self._now_ms() - self._at_ms
+        age_ms = self._context.clock.now_ms() - self._at_ms
         if self._wanted or self._half < min(self._half_start, ledger.half_whole):
             return True
         if self._told == 0 < ledger.op_committed:
@@ -191,13 +164,13 @@ class SnapshotWriter:
         ledger, slot = self._ledger, self._slot
         half, position = ledger.half_whole, ledger.half_whole + ledger.op_whole
         told = ledger.op_committed
-        began_s, at_ms = time.monotonic(), self._now_ms()
+        began_s, at_ms = time.monotonic(), self._context.clock.now_ms()
         wanted, self._wanted, whole = self._wanted, False, False
         capture = self._capture = Capture(
             ledger,
             uuid.uuid4().hex,
             slot,
-            self._record_version(),
+            self._context.record_version(),
             self._chunks[slot],
             self._segments,
             at_ms,
