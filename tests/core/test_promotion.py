@@ -163,6 +163,46 @@ def test_a_turn_is_planned_without_messages() -> None:
     assert set(sizes) == {bytes_in_batch((message("1"),))}
 
 
+def test_a_target_is_asked_about_again_only_for_larger_messages() -> None:
+    sizes = (50, 10, 50, 200, 100, 300, 150)
+    halves = [
+        half_of(id_of(number), message("v" * size, "t"), order_key=str(number))
+        for number, size in enumerate(sizes)
+    ]
+    ledger = committed(*halves)
+    beside = bytes_in_batch(message("v" * 50)) - 50
+    asked: list[int] = []
+
+    def examine(place: Place) -> Verdict:
+        asked.append(place.size - beside)
+        return LASTING if place.size > beside + 150 else None
+
+    plan = plan_of(ledger, examine)
+    assert asked == [50, 200, 100, 300, 150]
+    assert [each.id for each in plan.promote] == [id_of(number) for number in (0, 1, 2, 4, 6)]
+    assert [each.id for each, _ in plan.refuse] == [id_of(3), id_of(5)]
+
+
+def test_a_run_settles_each_with_its_own_offsets() -> None:
+    count = 1200  # settled ones are packed within the run
+    halves = [simple(number, *("t", "u", "v")[: 1 + number % 3]) for number in range(count)]
+    ledger, one_by_one = committed(*halves), committed(*halves)
+    run = list(ledger.ready.values())
+    offsets = list(range(7, 7 + sum(len(half.messages) for half in halves)))
+    ledger.promote_run(run, offsets, START_MS + 9)
+    found = [offset for transaction in run for offset in transaction.offsets]
+    assert found == offsets
+    assert [len(each.offsets) for each in run] == [len(half.messages) for half in halves]
+    assert {each.promoted_at_ms for each in run} == {START_MS + 9}
+    for transaction in list(one_by_one.ready.values()):
+        one_by_one.promote_run([transaction])
+    for left in (ledger, one_by_one):
+        assert (len(left.transactions), len(left.ready), left.unsettled.total) == (0, 0, 0)
+        assert left.body_bytes == 0
+    assert [each.id for each in ledger.settled] == [each.id for each in one_by_one.settled]
+    assert {each.state for each in ledger.settled} == {State.PROMOTED}
+
+
 def test_planning_looks_at_no_more_than_the_turn_holds() -> None:
     count, per_turn = 3000, 100
     ledger = committed(*[simple(number, order_key=str(number)) for number in range(count)])

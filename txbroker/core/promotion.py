@@ -91,10 +91,9 @@ def plan_turn(
             back, or what was promoted above it would be promoted again after a crash; so what
             lies below it and finds no room in this turn is in this turn's `deferred`.
     """
-    plan = Plan([], [], {}, op_position)
+    plan, size = Plan([], [], {}, op_position), 0
     blocked: _Blocked = {}
     taken: _Taken = {}
-    size = 0
     # First, so that one that is suspected of spoiling turns is alone in a turn for one.
     for transaction in retried:
         bytes_more = transaction_bytes(transaction)
