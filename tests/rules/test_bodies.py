@@ -577,13 +577,13 @@ async def test_since_when_no_turn_has_come_through(
 
     monkeypatch.setattr(small.door.inner, "write", failing)
     seen = []
-    reclaim = small.promoter._reclaim
+    reclaim = small.reclaim
 
     async def watched(unseen: frozenset[str]) -> None:
         seen.append(small.promoter.stuck_since)
         await reclaim(unseen)
 
-    monkeypatch.setattr(small.promoter, "_reclaim", watched)
+    monkeypatch.setattr(small, "reclaim", watched)
     transaction = await small.prepare()
     await small.commit(transaction)
     await until(lambda: transaction.state is State.PROMOTED)

@@ -339,7 +339,7 @@ async def test_suspended_it_writes_nothing_and_resumed_it_goes_on_without_a_clai
     with pytest.raises(OwnerUnavailable):
         await commit(owner, id)
     attempt = asyncio.create_task(
-        owner.checks.write(known(owner, id), "check", source="schedule", number=1)  # type: ignore[arg-type]
+        owner.checks._markers.write(known(owner, id), "check", source="schedule", number=1)  # type: ignore[arg-type]
     )
     # What others write is seen, and still no turn is begun.
     world.zombie_mark("commit", id, group=GROUP)

@@ -103,7 +103,8 @@ class Work:
         found = self.owner.ledger.transactions[parked]
         for number in (1, 2):
             fields = {"reason": "due", "number": number}
-            await self.owner.checks.write(found, MarkerKind.CHECK, source=Source.SCHEDULE, **fields)
+            markers = self.owner.checks._markers
+            await markers.write(found, MarkerKind.CHECK, source=Source.SCHEDULE, **fields)
         await until(lambda: found.state is State.PARKED)
         assert await snapshot(self.owner)
 

@@ -237,14 +237,14 @@ async def test_a_surprise_in_parking_stops_the_partition(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, _, runner = await asking(world, silent)
-    write = owner.checks.write
+    write = owner.checks._markers.write
 
     async def surprised(transaction: Transaction, kind: MarkerKind, **fields: Any) -> Outcome:
         if kind is MarkerKind.PARK:
             raise ValueError("a surprise")
         return await write(transaction, kind, **fields)
 
-    monkeypatch.setattr(owner.checks, "write", surprised)
+    monkeypatch.setattr(owner.checks._markers, "write", surprised)
     await world.prepared(owner, policy=QUICK)
     await until(lambda: bool(world.stops))
     assert str(world.stops[0]) == "a surprise"
