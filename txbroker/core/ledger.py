@@ -42,6 +42,8 @@ WAITING_SWEEP_MIN = 1000
 """Ids with waiting markers below which nobody looks whether some can be forgotten."""
 ACCOUNTED_LOOK = 1000
 """Transactions that one turn's progress looks at."""
+BEYOND_MAX = 10_000
+"""Settled transactions that are remembered although they are older than the dedup window."""
 
 
 class Gap(Exception):
@@ -64,14 +66,14 @@ class Ledger(Holdings):
         partition: the half partition.
         dedup_window_ms: how far a half message may be from its id's time, and how long an id or
             a `dedup_key` is remembered at least.
-        settled_max: settled transactions that are remembered beyond the window, for show.
+        beyond_max: settled transactions that are remembered beyond the window, for show.
     """
 
-    def __init__(self, partition: int, dedup_window_ms: int, settled_max: int = 10_000) -> None:
+    def __init__(self, partition: int, dedup_window_ms: int, beyond_max: int = BEYOND_MAX) -> None:
         super().__init__()
         self.partition = partition
         self.dedup_window_ms = dedup_window_ms
-        self.settled_max = settled_max
+        self.beyond_max = beyond_max
         self.half_position = 0
         self.op_position = 0
         self.half_clock_ms = 0
@@ -217,7 +219,7 @@ class Ledger(Holdings):
                 standing = earlier
         mark = fingerprint(half.messages, half.group)
         if standing is not None:
-            effect = Effect.REPEATED if standing.fingerprint == mark else Effect.CONFLICT
+            effect = Effect.REPEATED if mark.startswith(standing.fingerprint) else Effect.CONFLICT
             return Outcome(effect, standing)
         if abs(self.half_clock_ms - parts.time_ms) > self.dedup_window_ms:
             return Outcome(
@@ -505,14 +507,14 @@ class Ledger(Holdings):
         self._line.remove(transaction)
         if transaction.has_bodies:
             self.evict(transaction)
-        self.settled.add(transaction)
+        self.settled.settle_many((transaction,))
         self._forget()
 
     def _forget(self) -> None:
         """Forget settled transactions, by the log clock: a repeat of theirs would be void."""
         # A copy of a forgotten one would come back to life one day: it is removed first.
         for gone in self.settled.forget(
-            self.half_clock_ms - self.dedup_window_ms, self.settled_max, self.to_release
+            self.half_clock_ms - self.dedup_window_ms, self.beyond_max, self.to_release
         ):
             if gone.dedup_key is not None:
                 self._release_key((gone.group, gone.dedup_key), gone.id)
@@ -548,7 +550,7 @@ def same_contents(transaction: Transaction, contents: Sequence[Message] | None) 
         return True
     if transaction.contents_fingerprint:
         return fingerprint(contents) == transaction.contents_fingerprint
-    return fingerprint(contents, transaction.half.group) == transaction.fingerprint
+    return fingerprint(contents, transaction.half.group).startswith(transaction.fingerprint)
 
 
 def anchor_of(record: Record) -> Anchor:

@@ -8,7 +8,7 @@ from msgspec import Struct
 Header: TypeAlias = tuple[str, bytes | None]
 """A record header: its name and its bytes. Order and repeats are kept."""
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 """The version of the records that this build writes, and the newest that it understands."""
 
 

@@ -22,7 +22,7 @@ from txbroker.core.records import (
     Source,
     State,
 )
-from txbroker.core.shares import Use
+from txbroker.core.shares import Use, part_of
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction, fingerprint
 from txbroker.door import Log, LogTruncated
@@ -61,16 +61,12 @@ class Bounds(Struct, frozen=True):
         dedup_window_ms: for how long ids and keys are remembered.
         pending_max: transactions that are not settled.
         pending_group_max: those of one share.
-        settled_max: settled ones of the dedup window.
-        settled_share_max: those of one share.
         waiting_share_max: those of one share that wait for targets that do not take them now.
     """
 
     dedup_window_ms: int
     pending_max: int
     pending_group_max: int
-    settled_max: int
-    settled_share_max: int
     waiting_share_max: int
 
 
@@ -163,6 +159,7 @@ class Answers:
     Args:
         parts: what answers are made with.
         bounds: how much the partition holds.
+        settled_share: how many bytes of settled transactions it may remember.
         events: told what was stored.
         claim: the name of the owner's present claim, for markers.
         record_version: the version of the records to write.
@@ -173,6 +170,7 @@ class Answers:
         self,
         parts: Parts,
         bounds: Bounds,
+        settled_share: Callable[[], int],
         events: AnswerEvents,
         claim: Callable[[], str],
         record_version: Callable[[], int],
@@ -189,6 +187,7 @@ class Answers:
         self._promoter = parts.promoter
         self._checks = parts.checks
         self._bounds = bounds
+        self._settled_share = settled_share
         self._events = events
         self._claim = claim
         self._record_version = record_version
@@ -226,7 +225,7 @@ class Answers:
                     return None
         if transaction is None:
             return None
-        if transaction.fingerprint != fingerprint(messages, group):
+        if not fingerprint(messages, group).startswith(transaction.fingerprint):
             raise IdConflict(id=transaction.id, state=transaction.state)
         return _repeated(transaction)
 
@@ -307,16 +306,17 @@ class Answers:
         ledger, bounds = self._ledger, self._bounds
         # By our time, not the log's clock: that stands still while prepares are refused.
         now_ms = self._id_clock.now_ms()
-        full = ledger.settled_count >= bounds.settled_max
+        size, size_max = ledger.settled.size, self._settled_share()
+        full = size >= size_max
         if full and now_ms <= ledger.oldest_settled_ms() + bounds.dedup_window_ms:
             raise Overloaded(
                 f"partition {ledger.partition} remembers {ledger.settled_count} settled "
-                "transactions of the dedup window, its limit: wait",
+                f"transactions of the dedup window in {size} bytes, its limit: wait",
                 id=half.id,
             )
         settled = ledger.settled.recent_of(share, now_ms - bounds.dedup_window_ms)
-        if settled >= bounds.settled_share_max:
-            why = f"{settled} settled transactions of the dedup window"
+        if settled >= part_of(size_max):
+            why = f"{settled} bytes of settled transactions of the dedup window"
             raise _too_much(half, share, ledger, why, "wait")
 
     # --- decide ----------------------------------------------------------------------------

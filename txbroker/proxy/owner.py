@@ -11,10 +11,11 @@ from typing import Protocol
 from msgspec import Struct
 
 from txbroker.contract import DecideRequest, PartitionState, Standing
-from txbroker.core.ledger import Ledger
+from txbroker.core.ledger import BEYOND_MAX, Ledger
 from txbroker.core.outcome import Outcome
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Claim, Half, Header, Message, State
+from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION
 from txbroker.core.shares import part_of
 from txbroker.core.sizes import headers_bytes
 from txbroker.core.transaction import Transaction
@@ -59,7 +60,6 @@ class OwnerSettings(Struct, frozen=True):
     dedup_window_ms: int
     pending_max: int
     pending_group_max: int
-    settled_max: int
     half_retention_ms: int
     turns: TurnLimits = TurnLimits()
     snapshot_records_min: int = 20_000
@@ -72,8 +72,6 @@ class OwnerSettings(Struct, frozen=True):
             self.dedup_window_ms,
             self.pending_max,
             self.pending_group_max,
-            self.settled_max,
-            settled_share_max=part_of(self.settled_max),
             waiting_share_max=part_of(self.turns.deferred_max),
         )
 
@@ -143,6 +141,7 @@ class Owner:
         still_ours: says, after a fresh heartbeat, whether the partition is still this proxy's.
         stopped: told why, once, if the partition cannot go on.
         bodies_share: how many bytes of bodies this partition may keep in memory.
+        settled_share: how many bytes of settled transactions.
         record_version: the version of the records to write.
         pace: lets turns begin; the same for all partitions of a proxy.
         principals: returns the principals as they are now, whose shares are counted.
@@ -160,12 +159,16 @@ class Owner:
         still_ours: Callable[[], Awaitable[bool]],
         stopped: Callable[[Exception], None],
         bodies_share: Callable[[], int],
+        settled_share: Callable[[], int],
         record_version: Callable[[], int],
         pace: TurnPace,
         principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self.partition = door.partition
-        self.ledger = Ledger(door.partition, settings.dedup_window_ms, settings.settled_max)
+        beyond_max = min(BEYOND_MAX, settled_share() // ROW_BYTES)
+        self.ledger = Ledger(door.partition, settings.dedup_window_ms, beyond_max)
+        self.ledger.settled.version = min(SEGMENT_VERSION, record_version())
+        self._settled_share = settled_share
         self._principals = principals
         self.ledger.share_by(self._principals().share_of)
         self._gate = asyncio.Event()
@@ -274,6 +277,7 @@ class Owner:
                 self.checks,
             ),
             self._settings.bounds(),
+            self._settled_share,
             self.tally,
             self._claim_name,
             self._record_version,

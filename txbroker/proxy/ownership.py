@@ -418,7 +418,6 @@ class Ownership:
                 dedup_window_ms=round(settings.dedup_window_s * 1000),
                 pending_max=settings.pending_max,
                 pending_group_max=settings.pending_group_max,
-                settled_max=settings.settled_max,
                 half_retention_ms=round(settings.half_retention_s * 1000),
                 snapshot_records_min=settings.snapshot_records_min,
                 installation=installation_headers(settings.topic_prefix),
@@ -426,16 +425,17 @@ class Ownership:
             identity=(settings.instance, self.url),
             still_ours=lambda: self._still_ours(partition),
             stopped=lambda error: self._owner_stopped(partition, holding, owner, error),
-            bodies_share=self._bodies_share,
+            bodies_share=lambda: self._share(settings.bodies_bytes_max),
+            settled_share=lambda: self._share(settings.settled_bytes_max),
             record_version=lambda: min(RECORD_VERSION, self._assignment.record_version),
             pace=self._pace,
             principals=self._principals,
         )
         return owner
 
-    def _bodies_share(self) -> int:
-        """Return how many bytes of bodies each of our partitions may keep in memory."""
-        return self._settings.bodies_bytes_max // max(1, len(self._held))
+    def _share(self, whole: int) -> int:
+        """Return what each of our partitions may take of something that the proxy has."""
+        return whole // max(1, len(self._held))
 
     # --- closing -----------------------------------------------------------------------------
 
