@@ -17,6 +17,7 @@ from service_world import until
 from txbroker import wire
 from txbroker.core import settled
 from txbroker.core.records import Half
+from txbroker.core.segment import ROW_BYTES, SEGMENT_BYTES
 from txbroker.proxy.answers import Answers
 from txbroker.proxy.http import registration
 
@@ -25,6 +26,7 @@ POOL = 50
 """What a half partition holds; four fifths of it are one team's."""
 PART = 40
 MANY = 240
+HALF_PARTITIONS = 4
 
 Start = Callable[..., Awaitable[Installation]]
 
@@ -39,6 +41,8 @@ async def start(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             stack.push_async_callback(world.close)
             made = Installation(world, tmp_path)
             stack.push_async_callback(made.close)
+            if settled_share := settings.pop("settled_share", 0):
+                settings["settled_bytes_max"] = settled_share * HALF_PARTITIONS // request.param
             await made.start(request.param, **settings)
             return made
 
@@ -88,7 +92,7 @@ async def test_settled_ones_of_many_groups(
     start: Start, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 1)
-    made = await start(settled_max=POOL)
+    made = await start(settled_share=POOL * (SEGMENT_BYTES + ROW_BYTES))
     outcomes = []
     for number in range(MANY):
         outcome, id = await prepared_by(made, "shop", f"shop-{number}")

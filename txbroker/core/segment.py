@@ -107,7 +107,7 @@ class GroupUse(Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         newest_ms: the latest of its ids' and append times.
-        size: what its transactions take, bytes.
+        size: what its transactions take, and its part of what the segment itself takes, bytes.
     """
 
     group: str
@@ -192,7 +192,7 @@ class Segment:
         self.low_ms, self.high_ms = packed.low_ms, packed.high_ms
         self.groups = packed.groups
         self.odd = {each.id: each.row for each in packed.odd}
-        self.size = SEGMENT_BYTES + sum([each.size for each in packed.groups])
+        self.size = sum([each.size for each in packed.groups])
         self.tails = tails
         self._base_ms = packed.base_ms
         self._keys, self._times = _column(packed, 0), _column(packed, 2)
@@ -453,6 +453,8 @@ def _uses(
     """Return what each group takes, the shapes and the rare facts of its transactions included."""
     row_bytes = _row_bytes(len(shapes))
     sizes = dict.fromkeys([shape.group for shape in shapes], 0)
+    for group in sizes:
+        sizes[group] = SEGMENT_BYTES // len(sizes)
     for shape in shapes:
         sizes[shape.group] += len(_encode(shape))
     one = len(sizes) == 1
