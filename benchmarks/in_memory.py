@@ -100,7 +100,7 @@ def main() -> None:
         if given.principals:
             settings, token = with_principals(Path(folder))
         broker = stack.enter_context(
-            InMemoryBroker(partitions=4, settled_max=10_000_000, **settings)
+            InMemoryBroker(partitions=4, settled_bytes_max=1 << 30, **settings)
         )
         proxy, client = thread_of_proxy(), threading.get_native_id()
         uvloop.run(transactions(broker.url, WARMUP, given.in_flight, given.size, token))

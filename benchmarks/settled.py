@@ -20,6 +20,7 @@ from txbroker.core.transaction import Place, Transaction, Verdict
 
 BEGIN_MS = 1_790_000_000_000
 RUN = 64
+WARM_UP = 200_000
 LATE_MS = (31_000, 120_000)
 LOOKED_UP = 2000
 
@@ -99,9 +100,11 @@ def main() -> None:
     made, window = Transactions(arguments.rate, arguments.late_share), SettledWindow()
     gc.disable()
     gc.collect()
-    window.settle_many(made.run(-RUN))
-    before, spent_s = resident_bytes(), 0.0
-    for first in range(0, arguments.count, RUN):
+    spent_s, before, counted = 0.0, 0, 0
+    for first in range(0, arguments.count + WARM_UP, RUN):
+        if not before and first >= WARM_UP:
+            # The newest are whole, however many there are.
+            before, counted = resident_bytes(), len(window)
         run = made.run(first)
         began_s = time.process_time()
         window.settle_many(run)
@@ -110,7 +113,8 @@ def main() -> None:
     count = len(window)
     print(f"{count:,} settled, in {len(window.segments)} segments")
     print(
-        f"memory {(resident_bytes() - before) / count:.1f} bytes each, counted {window.size / count:.1f}"
+        f"memory {(resident_bytes() - before) / (count - counted):.1f} bytes each, "
+        f"counted {window.size / count:.1f}"
     )
     print(f"settle {spent_s / count * 1e6:.2f} us each")
     for name, ids in (("usual", made.usual), ("late", made.late)):
@@ -122,7 +126,7 @@ def main() -> None:
     packed = sum([segment.count for segment in window.segments])
     value = sum([len(segment.value) for segment in window.segments])
     print(f"snapshot {value / packed:.1f} bytes each")
-    more = [made.run(arguments.count + number * RUN) for number in range(640)]
+    more = [made.run(count + number * RUN) for number in range(640)]
     calls = calls_of(lambda: [window.settle_many(run) for run in more] and None)
     print(f"calls {calls / (640 * RUN):.2f} each")
 

@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
-from txbroker.core.ids import LENGTH, TIME_MAX_MS, make_id, numbers_of, parse_id
+from txbroker.core.ids import LENGTH, TIME_MAX_MS, IdParts, make_id, numbers_of, parse_id
 from txbroker.core.records import State
 
 ROW_BYTES = 36
@@ -170,8 +170,8 @@ class Segment:
     """
 
     __slots__ = (
-        "_base_ms", "_before", "_keys", "_name", "_times", "count", "groups", "high_ms", "late",
-        "low_ms", "newest_ms", "odd", "size", "tails", "value",
+        "_base_ms", "_before", "_keys", "_name", "_partition", "_times", "count", "groups",
+        "high_ms", "late", "low_ms", "newest_ms", "odd", "size", "tails", "value",
     )  # fmt: skip
 
     def __init__(self, value: bytes, tails: bytes = b"") -> None:
@@ -194,6 +194,7 @@ class Segment:
         self.odd = {each.id: each.row for each in packed.odd}
         self.size = sum([each.size for each in packed.groups])
         self.tails = tails
+        self._partition = packed.partition
         self._base_ms = packed.base_ms
         self._keys, self._times = _column(packed, 0), _column(packed, 2)
         self._name = ""
@@ -210,9 +211,10 @@ class Segment:
         self._name = self._name or name_of(self.value)
         return self._name
 
-    def row_of(self, time_ms: int, randomness: int) -> int:
+    def row_of(self, id: IdParts) -> int:
         """Return the row of an id, -1 where it is not in here or odd."""
-        if not self.low_ms <= time_ms <= self.high_ms:
+        partition, time_ms, randomness = id
+        if not self.low_ms <= time_ms <= self.high_ms or partition != self._partition:
             return -1
         keys, count, distance = self._keys, self.count, time_ms - self._base_ms
         row = bisect_left(keys, randomness)

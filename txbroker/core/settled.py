@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from txbroker.core.alike import alike
-from txbroker.core.ids import parse_id
+from txbroker.core.ids import IdParts, parse_id
 from txbroker.core.records import Decision, Half, State
 from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION, Brief, Segment, pack
 from txbroker.core.shares import ShareOf, Use, own_share
@@ -123,12 +123,12 @@ class _Lane:
         oldest = next(iter(self.loose.values()))
         return max(oldest.prepared_at_ms, parse_id(oldest.half.id).time_ms)
 
-    def find(self, time_ms: int, randomness: int) -> tuple[Segment, int] | None:
-        segments = self.segments
+    def find(self, id: IdParts) -> tuple[Segment, int] | None:
+        segments, time_ms = self.segments, id.time_ms
         for at in range(bisect_left(self.highs, time_ms), bisect_right(self.lows, time_ms)):
             segment = segments[at]
             if segment.low_ms <= time_ms <= segment.high_ms:
-                row = segment.row_of(time_ms, randomness)
+                row = segment.row_of(id)
                 if row >= 0:
                     return segment, row
         return None
@@ -286,11 +286,10 @@ class SettledWindow:
         if (segment := self._odd.get(id)) is not None:
             return segment, segment.odd[id]
         try:
-            _, time_ms, randomness = parse_id(id)
+            parts = parse_id(id)
         except ValueError:
             return None
-        place = self._usual.find(time_ms, randomness) or self._late.find(time_ms, randomness)
-        return place
+        return self._usual.find(parts) or self._late.find(parts)
 
     # --- forgetting --------------------------------------------------------------------------
 
@@ -352,5 +351,4 @@ class SettledWindow:
 
 
 def _holds(segment: Segment, id: str) -> bool:
-    _, time_ms, randomness = parse_id(id)
-    return id in segment.odd or segment.row_of(time_ms, randomness) >= 0
+    return id in segment.odd or segment.row_of(parse_id(id)) >= 0

@@ -15,7 +15,7 @@ from txbroker.core.ledger import BEYOND_MAX, Ledger
 from txbroker.core.outcome import Outcome
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Claim, Half, Header, Message, State
-from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION
+from txbroker.core.segment import SEGMENT_BYTES, SEGMENT_VERSION
 from txbroker.core.shares import part_of
 from txbroker.core.sizes import headers_bytes
 from txbroker.core.transaction import Transaction
@@ -165,7 +165,7 @@ class Owner:
         principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self.partition = door.partition
-        beyond_max = min(BEYOND_MAX, settled_share() // ROW_BYTES)
+        beyond_max = min(BEYOND_MAX, settled_share() // SEGMENT_BYTES)
         self.ledger = Ledger(door.partition, settings.dedup_window_ms, beyond_max)
         self.ledger.settled.version = min(SEGMENT_VERSION, record_version())
         self._settled_share = settled_share
