@@ -14,7 +14,6 @@ all facts of the *odd* ones, whose numbers do not fit their columns.
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +38,8 @@ _VERSION_BEFORE = 1
 _Code: TypeAlias = Literal["Q", "I", "H", "B"]
 _CODES: tuple[_Code, ...] = ("Q", "Q", "I", "I", "I", "I", "H")
 _SIZES: dict[_Code, int] = {"Q": 8, "I": 4, "H": 2, "B": 1}
+_SWAPPED = array("H", [1]).tobytes() != b"\1\0"
+"""Whether this machine has numbers in the other order than segments."""
 _FEW_SHAPES = 128
 """So many, and the state, fit one byte."""
 _STATES = (State.PROMOTED, State.ROLLED_BACK)
@@ -291,7 +292,7 @@ def _column(packed: _Packed, number: int) -> memoryview[int]:
     codes = _codes(len(packed.shapes))
     at = sum([_SIZES[code] for code in codes[:number]]) * packed.count
     found = packed.columns[at : at + _SIZES[codes[number]] * packed.count]
-    if sys.byteorder == "big":
+    if _SWAPPED:
         swapped = array(codes[number], found.tobytes())
         swapped.byteswap()
         return memoryview(swapped)
@@ -300,7 +301,7 @@ def _column(packed: _Packed, number: int) -> memoryview[int]:
 
 def _bytes_of(code: _Code, numbers: Sequence[int]) -> bytes:
     column = array(code, numbers)
-    if sys.byteorder == "big":
+    if _SWAPPED:
         column.byteswap()
     return column.tobytes()
 
@@ -368,58 +369,36 @@ def pack(briefs: Sequence[Brief], *, late: bool = False, tails: bool = False) ->
         tails: keep the second halves of the fingerprints in memory.
     """
     numbers = numbers_of([each.id for each in briefs])
-    keys = [number & _UINT64 for number in numbers]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
+    randomness = [number & _UINT64 for number in numbers]
+    order = sorted(range(len(randomness)), key=randomness.__getitem__)
     briefs = [briefs[at] for at in order]
     numbers = [numbers[at] >> 64 for at in order]
     times = [number & TIME_MAX_MS for number in numbers]
-    partition = numbers[0] >> 48
     decided_ms = max([each.decided_at_ms for each in briefs])
     base_ms = decided_ms + _AHEAD_MS - _UINT32
     base_half = max([each.offset for each in briefs]) - _UINT32
     base_op = max([each.op_offset for each in briefs]) - _UINT32
-    odd = {
-        row: _Odd(
-            row, each.id, each.offset, each.op_offset, each.prepared_at_ms, each.decided_at_ms
-        )
-        for row, (each, number, time_ms) in enumerate(zip(briefs, numbers, times, strict=True))
-        if not (
-            base_ms < time_ms <= base_ms + _UINT32
-            and 0 <= each.prepared_at_ms - time_ms + _EARLY_MS <= _UINT16
-            and base_ms <= each.decided_at_ms
-            and base_half <= each.offset
-            and base_op <= each.op_offset
-            and number >> 48 == partition
-        )
-    }
+    odd = _odd_ones(briefs, numbers, (base_ms, base_half, base_op))
     usual = [time_ms for row, time_ms in enumerate(times) if row not in odd] if odd else times
-    shapes: dict[_Shape, int] = {}
-    kinds = [
-        shapes.setdefault(_Shape(each.group, each.places), len(shapes)) << 1
-        | (each.state is State.ROLLED_BACK)
-        for each in briefs
-    ]
+    shapes, kinds = _shapes_of(briefs)
+    prepared = [each.prepared_at_ms for each in briefs]
     columns = (
-        [keys[at] for at in order],
-        [int.from_bytes(each.fingerprint[:MARK_BYTES], "little") for each in briefs],
         [time_ms - base_ms for time_ms in times],
         [each.offset - base_half for each in briefs],
         [each.op_offset - base_op for each in briefs],
         [each.decided_at_ms - base_ms for each in briefs],
-        [
-            each.prepared_at_ms - time_ms + _EARLY_MS
-            for each, time_ms in zip(briefs, times, strict=True)
-        ],
-        kinds,
+        [at_ms - time_ms + _EARLY_MS for at_ms, time_ms in zip(prepared, times, strict=True)],
     )
     for row in odd:
-        for column in columns[2:7]:
+        for column in columns:
             column[row] = 0
-    newest_ms = max(max(times), max([each.prepared_at_ms for each in briefs]))
+    newest_ms = max(max(times), max(prepared))
+    codes = _codes(len(shapes))
+    keys, contents = _rare(briefs)
     packed = _Packed(
         SEGMENT_VERSION,
         late,
-        partition,
+        numbers[0] >> 48,
         len(briefs),
         newest_ms,
         min(usual, default=decided_ms),
@@ -427,14 +406,61 @@ def pack(briefs: Sequence[Brief], *, late: bool = False, tails: bool = False) ->
         base_ms,
         base_half,
         base_op,
-        _uses(briefs, list(shapes), odd, newest_ms),
-        list(shapes),
-        *_rare(briefs),
+        _uses(briefs, shapes, (keys, contents, odd), newest_ms),
+        shapes,
+        keys,
+        contents,
         list(odd.values()),
-        memoryview(b"".join(map(_bytes_of, _codes(len(shapes)), columns))),
+        memoryview(
+            b"".join(
+                [
+                    _bytes_of("Q", [randomness[at] for at in order]),
+                    *[each.fingerprint[:MARK_BYTES] for each in briefs],
+                    *map(_bytes_of, codes[2:], (*columns, kinds)),
+                ]
+            )
+        ),
     )
     rest = b"".join([each.fingerprint[MARK_BYTES:] for each in briefs]) if tails else b""
     return Segment(_encode(packed), rest)
+
+
+def _odd_ones(
+    briefs: Sequence[Brief], numbers: Sequence[int], bases: tuple[int, int, int]
+) -> dict[int, _Odd]:
+    """Return those whose numbers do not fit their columns, by row.
+
+    Args:
+        numbers: the partitions and times of their ids.
+        bases: of times, half offsets and op offsets.
+    """
+    base_ms, base_half, base_op = bases
+    partition, times_max = numbers[0] >> 48, base_ms + _UINT32
+    return {
+        row: _Odd(
+            row, each.id, each.offset, each.op_offset, each.prepared_at_ms, each.decided_at_ms
+        )
+        for row, (each, number) in enumerate(zip(briefs, numbers, strict=True))
+        if not (
+            base_ms < (time_ms := number & TIME_MAX_MS) <= times_max
+            and 0 <= each.prepared_at_ms - time_ms + _EARLY_MS <= _UINT16
+            and base_ms <= each.decided_at_ms
+            and base_half <= each.offset
+            and base_op <= each.op_offset
+            and number >> 48 == partition
+        )
+    }
+
+
+def _shapes_of(briefs: Sequence[Brief]) -> tuple[list[_Shape], list[int]]:
+    """Return the shapes, and of each row its shape's number and its state."""
+    shapes: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
+    rolled_back = State.ROLLED_BACK
+    kinds = [
+        shapes.setdefault((each.group, each.places), len(shapes)) << 1 | (each.state is rolled_back)
+        for each in briefs
+    ]
+    return [_Shape(group, places) for group, places in shapes], kinds
 
 
 def _rare(briefs: Sequence[Brief]) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
@@ -450,30 +476,33 @@ def _rare(briefs: Sequence[Brief]) -> tuple[list[tuple[int, str]], list[tuple[in
 
 
 def _uses(
-    briefs: Sequence[Brief], shapes: Sequence[_Shape], odd: Iterable[int], newest_ms: int
+    briefs: Sequence[Brief],
+    shapes: Sequence[_Shape],
+    rare: tuple[list[tuple[int, str]], list[tuple[int, bytes]], Iterable[int]],
+    newest_ms: int,
 ) -> list[GroupUse]:
     """Return what each group takes, the shapes and the rare facts of its transactions included."""
     row_bytes = _row_bytes(len(shapes))
     sizes = dict.fromkeys([shape.group for shape in shapes], 0)
+    newest = dict.fromkeys(sizes, newest_ms)
     for group in sizes:
         sizes[group] = SEGMENT_BYTES // len(sizes)
     for shape in shapes:
         sizes[shape.group] += len(_encode(shape))
-    one = len(sizes) == 1
-    newest = dict.fromkeys(sizes, newest_ms if one else 0)
-    if one:
+    if len(sizes) == 1:
         sizes[briefs[0].group] += row_bytes * len(briefs)
     else:
+        newest = dict.fromkeys(sizes, 0)
         for each in briefs:
             sizes[each.group] += row_bytes
             newest[each.group] = max(newest[each.group], each.last_ms)
+    keys, contents, odd = rare
+    for row, key in keys:
+        sizes[briefs[row].group] += _KEY_BYTES + 2 * len(key)
+    for row, _ in contents:
+        sizes[briefs[row].group] += _CONTENTS_BYTES
     for row in odd:
         sizes[briefs[row].group] += _ODD_BYTES
-    for each in briefs:
-        if each.dedup_key is not None:
-            sizes[each.group] += _KEY_BYTES + 2 * len(each.dedup_key)
-        if each.contents_fingerprint:
-            sizes[each.group] += _CONTENTS_BYTES
     return [GroupUse(group, newest[group], size) for group, size in sizes.items()]
 
 
