@@ -49,7 +49,7 @@ def in_memory_broker(**settings: Any) -> Iterator[InMemoryBroker]:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     gc.disable()
     sys.setswitchinterval(SWITCH_S)
-    with InMemoryBroker(partitions=4, settled_max=10_000_000, **settings) as broker:
+    with InMemoryBroker(partitions=4, settled_bytes_max=1 << 30, **settings) as broker:
         yield broker
 
 

@@ -89,7 +89,7 @@ def main() -> None:
     made = {name: make() for name, make in KINDS.items()}
     steps: dict[str, list[float]] = {name: [] for name in KINDS}
     whole: dict[str, list[float]] = {name: [] for name in KINDS}
-    with InMemoryBroker(settled_max=10_000_000) as broker:
+    with InMemoryBroker(settled_bytes_max=1 << 30) as broker:
         asyncio.run(transaction_us(broker.url, count))
         for _ in range(ROUNDS):
             for name in KINDS:

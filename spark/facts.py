@@ -36,11 +36,12 @@ _INT_MAX = (1 << 31) - 1
 _NOWHERE = b"\x00txbroker: found in no header\x00"
 
 _USUAL = {
-    " ".join((str(RECORD_VERSION), *optional)): (
+    " ".join((str(version), *optional)): (
         VERSION_HEADER,
         *_FIXED,
         *(f"txb-{name}" for name in optional),
     )
+    for version in range(1, RECORD_VERSION + 1)
     for timestamp in ((), ("ts",))
     for others in (("check",), (), ("check", "order"), ("check", "dedup"))
     for optional in ((*timestamp, *others),)
@@ -328,7 +329,7 @@ _OPTIONAL = (
 )
 """The optional fields of a marker, in the order in which our encoder writes them."""
 _PLAIN = (
-    rf'\A\{{"v":{RECORD_VERSION},"kind":"(?:{"|".join(MarkerKind)})","id":{_TEXT}'
+    rf'\A\{{"v":[1-{RECORD_VERSION}],"kind":"(?:{"|".join(MarkerKind)})","id":{_TEXT}'
     + "".join(f'(?:,"{name}":{value})?' for name, value in _OPTIONAL)
     + r"\}\z"
 )

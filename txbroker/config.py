@@ -21,6 +21,7 @@ from txbroker.addresses import PORT_MAX, Address, with_later_port
 from txbroker.config_access import ListenerAccess
 from txbroker.config_kafka import KafkaAccess, secret_settings
 from txbroker.core.codec import DEFAULT_PREFIX, OWN_TOPICS
+from txbroker.core.segment import ROW_BYTES
 from txbroker.core.shares import part_of
 from txbroker.errors import ConfigurationError
 from txbroker.wire import FRAME_BYTES_MAX
@@ -49,8 +50,21 @@ DEDUP_WINDOW_MIN_S = 10.0
 WORKERS_MAX = 64
 PORT_SETTINGS = ("listen", "admin_listen", "peer_listen", "advertise", "peer_advertise")
 """Each worker has other ports in these."""
+SETTLED_BYTES = ROW_BYTES + 1
+"""What a settled transaction takes, its part of a segment's header included."""
 FRAME_ROOM_BYTES = 64 * KIB
 """What a frame or a record batch needs beside the messages in it."""
+
+
+RENAMED = {"settled_max": "settled_bytes_max"}
+"""Old names that are accepted for one release, and the settings that replace them."""
+
+
+def _settled_bytes(settled_max: int | None, partitions: int) -> int:
+    """Return what the old name stands for: as many in each half partition, all at one proxy."""
+    if settled_max is None:
+        return 512 * MIB
+    return settled_max * partitions * SETTLED_BYTES
 
 
 class Settings(ListenerAccess, KafkaAccess):
@@ -180,10 +194,18 @@ class Settings(ListenerAccess, KafkaAccess):
         description="A proxy that cannot claim a partition or end a turn for so long leaves the "
         "others' group, so that another one gets its turn, seconds.",
     )
-    settled_max: Count = Field(
-        250_000,
-        description="Settled transactions that one half partition remembers to answer repeats; "
-        "full, prepares are `overloaded`, those of one share with four fifths of it.",
+    settled_max: Count | None = Field(
+        None,
+        description="The old name of `settled_bytes_max`, for one release: the number of settled "
+        "transactions of one half partition. Counts as 37 bytes for each, in all `partitions`; "
+        "the proxy warns at its start.",
+    )
+    settled_bytes_max: Count = Field(
+        default_factory=lambda given: _settled_bytes(given["settled_max"], given["partitions"]),
+        description="Settled transactions of the dedup window, remembered to answer repeats by "
+        "the whole proxy, bytes: some 37 for each, more with a `dedup_key`. Its half partitions "
+        "have equal parts; full, prepares are `overloaded`, those of one share with four fifths "
+        "of a part. Not given: 512 MiB, or what `settled_max` says.",
     )
     in_flight_bytes_max: Count = Field(
         128 * MIB,
@@ -259,6 +281,11 @@ class Settings(ListenerAccess, KafkaAccess):
         """From a prepare until the transaction would be parked, seconds."""
         asked_s = self.check_after_s + (self.check_attempts_max - 1) * self.check_interval_s
         return asked_s + self.check_timeout_s
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Old names of settings that are given, and the new ones."""
+        return {old: new for old, new in RENAMED.items() if getattr(self, old) is not None}
 
     def topic(self, name: str) -> str:
         """Return the full name of one of txbroker's own topics, such as `half`."""

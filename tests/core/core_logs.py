@@ -86,9 +86,9 @@ class Logs:
         self.op.append([encode_marker(marker), *encode_contents(half, contents)], at_ms)
 
 
-def new_ledger(settled_max: int = 10_000) -> Ledger:
+def new_ledger(beyond_max: int = 10_000) -> Ledger:
     """Return an empty ledger of the test partition."""
-    return Ledger(PARTITION, WINDOW_MS, settled_max)
+    return Ledger(PARTITION, WINDOW_MS, beyond_max)
 
 
 def apply_all(ledger: Ledger, logs: Logs, half_end: int, op_end: int) -> None:

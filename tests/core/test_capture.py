@@ -190,7 +190,7 @@ def test_what_is_forgotten_while_it_is_taken_is_in_it() -> None:
     logs, _ = prepared(20, dedup=True)
     for number in range(10):
         logs.mark(marker_of("rollback", id_of(number), group="g"), START_MS)
-    ledger = new_ledger(settled_max=0)
+    ledger = new_ledger(beyond_max=0)
     apply_all(ledger, logs, 20, 10)
     taken = begun(ledger)
     late_ms = START_MS + 2 * WINDOW_MS

@@ -31,6 +31,7 @@ from txbroker.core.codec import (
     promoted_headers,
 )
 from txbroker.core.records import (
+    RECORD_VERSION,
     Anchor,
     CheckPolicy,
     Claim,
@@ -296,13 +297,13 @@ def test_a_marker_under_a_foreign_key_is_malformed() -> None:
 
 def test_a_newer_version_is_told_from_damage() -> None:
     half = encode_half(half_with())[0]
-    newer = (("txb-v", b"2 what ever"), *half.headers[1:])
+    newer = (("txb-v", b"%d what ever" % (RECORD_VERSION + 1)), *half.headers[1:])
     with pytest.raises(NewerVersion):
         decode_half(msgspec.structs.replace(half, headers=newer))
     with pytest.raises(NewerVersion):
-        decode_marker(Record(ID.encode(), b'{"v":2,"kind":"unheard of"}'))
+        decode_marker(Record(ID.encode(), b'{"v":%d,"kind":"unheard of"}' % (RECORD_VERSION + 1)))
     with pytest.raises(NewerVersion):
-        decode_checkpoint(Record(b"progress", b'{"v":2}'))
+        decode_checkpoint(Record(b"progress", b'{"v":%d}' % (RECORD_VERSION + 1)))
 
 
 def test_a_copy_under_another_transactions_key_is_malformed() -> None:

@@ -73,7 +73,7 @@ def test_no_interleaving_changes_what_is_to_be_done(logs: Logs, data: st.DataObj
 @fuzz
 @given(histories(), st.data())
 def test_forgetting_changes_nothing_that_is_not_settled(logs: Logs, data: st.DataObject) -> None:
-    expected, ledger = replayed(logs), new_ledger(settled_max=0)
+    expected, ledger = replayed(logs), new_ledger(beyond_max=0)
     read_in_order(logs, ledger, data.draw(orders(logs)))
     unsettled = {id for id, facts in picture(expected).items() if facts["state"] != "rolled_back"}
     assert {id: picture(ledger)[id] for id in unsettled} == {

@@ -8,6 +8,7 @@ from core_logs import START_MS, Logs, apply_all, half_of, id_of, marker_of, new_
 from txbroker.core import settled
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Cause
+from txbroker.core.segment import SEGMENT_BYTES
 from txbroker.core.shares import Use, part_of
 
 GROUPS = ("shop-1", "shop-2", "bank")
@@ -72,18 +73,26 @@ def test_settled_ones_are_counted_for_the_dedup_window(monkeypatch: pytest.Monke
         logs.mark(marker_of("rollback", id_of(number)), START_MS + number)
     apply_all(ledger, logs, 12, 12)
     window = ledger.settled
-    assert [window.recent_of(share, START_MS) for share in ("shop", "bank", "else")] == [8, 4, 0]
+    # Each has a third of its segment, a row and its group's shape.
+    shop, bank = SEGMENT_BYTES // 3 + 35 + 13, SEGMENT_BYTES // 3 + 35 + 11
+    counted = [window.recent_of(share, START_MS) for share in ("shop", "bank", "else")]
+    assert counted == [8 * shop, 4 * bank, 0]
+    assert window.size == sum(counted)
     ledger.share_by(str)
-    assert [window.recent_of(group, START_MS) for group in GROUPS] == [4, 4, 4]
+    counted = [window.recent_of(group, START_MS) for group in GROUPS]
+    assert counted == [4 * shop, 4 * shop, 4 * bank]
     ledger.share_by(by_team)
     # Segments end with the half messages 2, 5, 8 and 11.
-    assert window.recent_of("shop", START_MS + 6) == 4
-    assert window.recent_of("shop", START_MS + 9) == 2
+    assert window.recent_of("shop", START_MS + 6) == 4 * shop
+    assert window.recent_of("shop", START_MS + 9) == 2 * shop
     again = new_ledger()
     again.share_by(by_team)
     for segment in window.segments:
         again.remember(segment)
-    assert [again.settled.recent_of(share, START_MS) for share in ("shop", "bank")] == [8, 4]
+    assert [again.settled.recent_of(share, START_MS) for share in ("shop", "bank")] == [
+        8 * shop,
+        4 * bank,
+    ]
     assert again.settled.recent_of("shop", START_MS + 12) == 0
 
 
@@ -95,6 +104,6 @@ def test_an_id_of_the_future_prolongs_only_its_own_groups_count() -> None:
         logs.mark(marker_of("rollback", id_of(number, time_ms)), START_MS)
     apply_all(ledger, logs, 3, 3)
     ledger.settled.seal()
-    for since_ms, counts in ((0, [2, 1]), (1, [0, 1]), (100_001, [0, 0])):
+    for since_ms, counts in ((0, [681, 1046]), (1, [0, 1046]), (100_001, [0, 0])):
         asked = [ledger.settled.recent_of(group, START_MS + since_ms) for group in ("bank", "shop")]
         assert asked == counts

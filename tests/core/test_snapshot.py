@@ -31,7 +31,8 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Waiting
 from txbroker.core.records import RECORD_VERSION, Cause, Record, State
 from txbroker.core.schedule import Schedule, due_ms
-from txbroker.core.settled import SHOWN_MAX
+from txbroker.core.segment import MARK_BYTES
+from txbroker.core.settled import SEGMENT_ENTRIES, SHOWN_MAX
 from txbroker.core.snapshot import Capture, chunks_in, find_whole, load, segment_key, segments_in
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
@@ -72,7 +73,7 @@ def end_of(transaction: Transaction) -> tuple[object, ...]:
     half = transaction.half
     return (
         transaction.state, transaction.decision, transaction.offset, transaction.op_offset,
-        transaction.prepared_at_ms, transaction.decided_at_ms, transaction.fingerprint,
+        transaction.prepared_at_ms, transaction.decided_at_ms, transaction.fingerprint[:MARK_BYTES],
         transaction.contents_fingerprint, [(p.topic, p.partition) for p in transaction.places],
         half.group, half.dedup_key,
     )  # fmt: skip
@@ -392,7 +393,7 @@ def test_a_transaction_takes_no_more_memory_than_is_said(finish: bool) -> None:
 
 def test_briefs_answer_like_whole_ones() -> None:
     logs = Logs()
-    count = 3 * SHOWN_MAX
+    count = SEGMENT_ENTRIES + SHOWN_MAX
     for number in range(count):
         half = half_of(id_of(number), message(f"v{number}"), dedup_key=f"d{number}")
         logs.prepare(half, START_MS + number)

@@ -48,7 +48,7 @@ def remembered(ledger: Ledger) -> dict[str, object]:
     """Return what became of those that were settled within the dedup window."""
     since_ms = ledger.half_clock_ms - WINDOW_MS
     return {
-        transaction.id: (transaction.state, transaction.fingerprint, transaction.decision)
+        transaction.id: (transaction.state, transaction.fingerprint[:8], transaction.decision)
         for transaction in ledger.settled
         if transaction.prepared_at_ms >= since_ms
     }

@@ -312,6 +312,7 @@ class World:
         self.told = Told()
         self.still_ours = True
         self.share = 1 << 30
+        self.settled_share = 1 << 30
         self.version = RECORD_VERSION
         self.stops: list[Exception] = []
         self._owners: list[Owner] = []
@@ -338,7 +339,6 @@ class World:
             dedup_window_ms=WINDOW_MS,
             pending_max=1000,
             pending_group_max=1000,
-            settled_max=1000,
             half_retention_ms=14 * DAY_MS,
             turns=TurnLimits(),
         )
@@ -356,6 +356,7 @@ class World:
             still_ours=still_ours,
             stopped=self.stops.append,
             bodies_share=lambda: self.share,
+            settled_share=lambda: self.settled_share,
             record_version=lambda: self.version,
             pace=TurnPace(),
             principals=lambda: self.principals,

@@ -29,7 +29,15 @@ from rules_world import (
 from txbroker.contract import DecideRequest, PrepareRequest
 from txbroker.core.codec import decode_checkpoint, encode_half, encode_marker, encode_progress
 from txbroker.core.ids import make_id
-from txbroker.core.records import Claim, Decision, MarkerKind, Progress, Record, State
+from txbroker.core.records import (
+    RECORD_VERSION,
+    Claim,
+    Decision,
+    MarkerKind,
+    Progress,
+    Record,
+    State,
+)
 from txbroker.door import Assignment, Claimed, Fenced, LogTruncated, TurnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.kafka.batch import encode_batch
@@ -437,7 +445,9 @@ async def test_a_call_to_an_owner_that_has_closed_fails_at_once(world: World) ->
 
 def newer_marker(world: World, id: str, kind: str = "commit") -> Record:
     """Return a marker of a version that does not exist yet."""
-    record = encode_marker(structs.replace(marker(MarkerKind.COMMIT, id), v=2, group=GROUP))
+    record = encode_marker(
+        structs.replace(marker(MarkerKind.COMMIT, id), v=RECORD_VERSION + 1, group=GROUP)
+    )
     assert record.value is not None
     return structs.replace(record, value=record.value.replace(b'"commit"', f'"{kind}"'.encode()))
 
@@ -464,7 +474,10 @@ async def test_a_newer_half_message_stops_the_partition_whoever_reads_it(world: 
     owner._tasks[4].cancel()  # the watch, so that the call below is the first to read it
     await settled()
     (record,) = encode_half(world.half())
-    headers = (("txb-v", b"2" + (record.headers[0][1] or b"")[1:]), *record.headers[1:])
+    headers = (
+        ("txb-v", b"%d" % (RECORD_VERSION + 1) + (record.headers[0][1] or b"")[1:]),
+        *record.headers[1:],
+    )
     half = world.kafka.topics["txbroker.half"].partitions[0]
     half.append([structs.replace(record, headers=headers)], world.clock.now_ms())
     with pytest.raises(OwnerUnavailable):

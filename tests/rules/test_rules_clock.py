@@ -27,6 +27,7 @@ from txbroker.contract import DecideRequest, PrepareRequest
 from txbroker.core.ids import make_id, parse_id
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Decision, Record, State
+from txbroker.core.segment import ROW_BYTES
 from txbroker.errors import IdConflict, IdExpired, Overloaded
 from txbroker.proxy.partition import clock
 from txbroker.proxy.partition.clock import LogTime
@@ -110,7 +111,8 @@ async def test_a_restart_knows_the_time_from_its_claim_not_from_old_records(worl
 
 
 async def test_ids_are_forgotten_by_the_log_clock_only(world: World) -> None:
-    owner = await world.owner(settled_max=0)
+    world.settled_share = 0 * ROW_BYTES
+    owner = await world.owner()
     id = await world.committed(owner)
     await until(lambda: world.told.promotions == [id])
     # The owner's clock is far ahead, half's log clock is not: nothing may be forgotten.
@@ -223,7 +225,8 @@ async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -
 
 
 async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -> None:
-    owner = await world.owner(settled_max=5)
+    world.settled_share = 5 * ROW_BYTES
+    owner = await world.owner()
     ids = [await world.prepared(owner) for _ in range(20)]
     for id in ids:
         await commit(owner, id)
@@ -232,7 +235,8 @@ async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -
 
 
 async def test_prepares_wait_while_the_settled_window_is_full(world: World) -> None:
-    owner = await world.owner(settled_max=2)
+    world.settled_share = 2 * ROW_BYTES
+    owner = await world.owner()
     for _ in range(2):
         await world.committed(owner)
     await until(lambda: len(world.told.promotions) == 2)

@@ -7,6 +7,7 @@ from rules_world import WINDOW_MS, World, commit, message, prepare, roll_back, u
 
 from txbroker.core import settled
 from txbroker.core.promotion import TurnLimits
+from txbroker.core.segment import SEGMENT_BYTES
 from txbroker.errors import Overloaded
 from txbroker.principals import Directory, Patterns, Principal, Role
 from txbroker.proxy.partition.owner import Owner
@@ -85,10 +86,11 @@ async def test_one_share_does_not_fill_what_is_remembered(
 ) -> None:
     monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 2)
     world.principals = directory("shop", "bank")
-    owner = await world.owner(settled_max=5)
+    world.settled_share = 2 * SEGMENT_BYTES + 600
+    owner = await world.owner()
     for number in range(4):
         await roll_back(owner, await world.prepared(owner, group=f"shop-{number}"))
-    assert "4 settled transactions" in await refused(world, owner, "shop-9")
+    assert "bytes of settled transactions" in await refused(world, owner, "shop-9")
     await world.prepared(owner, group="bank")
     # Half's log clock may stand still: by our time they are past.
     world.advance(WINDOW_MS / 1000 + 1)

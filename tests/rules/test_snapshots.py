@@ -12,6 +12,7 @@ from rules_world import WINDOW_MS, Gate, World, commit, known, raising, roll_bac
 from txbroker.core import settled as core_settled
 from txbroker.core import snapshot as core_snapshot
 from txbroker.core.records import Record, State
+from txbroker.core.segment import ROW_BYTES
 from txbroker.core.snapshot import Whole, find_whole, segments_in
 from txbroker.door import TurnLost
 from txbroker.errors import KafkaUnavailable
@@ -200,7 +201,8 @@ async def settled(world: World, owner: Owner, count: int) -> None:
 
 async def test_segments_go_when_no_whole_snapshot_holds_them(world: World) -> None:
     """Neither before: the snapshot before the greatest one counts if that is damaged."""
-    owner = await world.owner(settled_max=1)
+    world.settled_share = 1 * ROW_BYTES
+    owner = await world.owner()
     names: list[set[str]] = []
     for _ in range(4):
         await settled(world, owner, 4)
@@ -215,7 +217,8 @@ async def test_segments_go_when_no_whole_snapshot_holds_them(world: World) -> No
 
 
 async def test_segments_that_nobody_removed_go_with_the_next_snapshot(world: World) -> None:
-    owner = await world.owner(settled_max=1)
+    world.settled_share = 1 * ROW_BYTES
+    owner = await world.owner()
     await settled(world, owner, 4)
     assert await snapshot(owner)
     world.advance(WINDOW_MS * 2 / 1000)
@@ -229,7 +232,8 @@ async def test_segments_that_nobody_removed_go_with_the_next_snapshot(world: Wor
     held = {segment.name for each in whole(world) for segment in each.segments}
     assert segments_in(world.kafka.visible("txbroker.checkpoint")) > held
     await owner.close()
-    owner = await world.owner(settled_max=1)
+    world.settled_share = 1 * ROW_BYTES
+    owner = await world.owner()
     assert await snapshot(owner)
     held = {segment.name for each in whole(world) for segment in each.segments}
     assert segments_in(world.kafka.visible("txbroker.checkpoint")) == held

@@ -16,15 +16,16 @@ from service_world import until
 
 from txbroker import wire
 from txbroker.core import settled
-from txbroker.core.records import Half
+from txbroker.core.segment import ROW_BYTES, SEGMENT_BYTES
 from txbroker.proxy.http import registration
-from txbroker.proxy.partition.partition_api import Answers
+from txbroker.proxy.partition.partition_api import PartitionApi
 
 CLASS = 13
 POOL = 50
 """What a half partition holds; four fifths of it are one team's."""
 PART = 40
 MANY = 240
+HALF_PARTITIONS = 4
 
 Start = Callable[..., Awaitable[Installation]]
 
@@ -39,6 +40,8 @@ async def start(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             stack.push_async_callback(world.close)
             made = Installation(world, tmp_path)
             stack.push_async_callback(made.close)
+            if settled_share := settings.pop("settled_share", 0):
+                settings["settled_bytes_max"] = settled_share * HALF_PARTITIONS // request.param
             await made.start(request.param, **settings)
             return made
 
@@ -88,7 +91,7 @@ async def test_settled_ones_of_many_groups(
     start: Start, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 1)
-    made = await start(settled_max=POOL)
+    made = await start(settled_share=POOL * (SEGMENT_BYTES + ROW_BYTES))
     outcomes = []
     for number in range(MANY):
         outcome, id = await prepared_by(made, "shop", f"shop-{number}")
@@ -127,14 +130,14 @@ async def test_bytes_of_stuck_prepares(
     bounds = dict(zip(sizes, (60_000, 60_000, 130_000, 150_000), strict=True))
     made = await start(session_in_flight_bytes_max=200_000, in_flight_bytes_max=500_000, **bounds)
     decided = await made.prepared("shop")
-    gate, prepare = asyncio.Event(), Answers.prepare
+    gate, prepare = asyncio.Event(), PartitionApi.prepare
 
-    async def held_up(answers: Answers, half: Half, instance: str = "") -> Any:
-        if half.group.startswith("shop"):
+    async def held_up(api: PartitionApi, halves: Any, instance: str = "") -> Any:
+        if halves[0][0].group.startswith("shop"):
             await gate.wait()
-        return await prepare(answers, half, instance)
+        return await prepare(api, halves, instance)
 
-    monkeypatch.setattr(Answers, "prepare", held_up)
+    monkeypatch.setattr(PartitionApi, "prepare", held_up)
 
     async def call(team: str, group: str, size: int, url: str) -> str:
         body = made.prepare_body(group)

@@ -31,7 +31,7 @@ class Shape(Struct, frozen=True):
     faults: int
     snapshot_records_min: int
     dedup_window_s: float
-    settled_max: int
+    settled_bytes_max: int
     half_retention_s: float
     restart: bool
     """Whether all proxies are begun anew in the end, to compare what they remember then."""
@@ -86,7 +86,7 @@ def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
         faults=draw.randint(2, 7),
         snapshot_records_min=draw.choice([4, 15, 10_000]),
         dedup_window_s=(window_s := draw.choice([12.0, 120.0])),
-        settled_max=3 if window_s == 12.0 else 10_000,
+        settled_bytes_max=4000 if window_s == 12.0 else 1 << 24,
         half_retention_s=draw.choice([25.0, 3600.0]) if window_s == 12.0 else 3600.0,
         restart=draw.random() < 0.4,
     )

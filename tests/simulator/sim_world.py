@@ -118,7 +118,7 @@ class World:
             **SETTINGS,
             "snapshot_records_min": shape.snapshot_records_min,
             "dedup_window_s": shape.dedup_window_s,
-            "settled_max": shape.settled_max,
+            "settled_bytes_max": shape.settled_bytes_max,
             "half_retention_s": shape.half_retention_s,
         }
         return SimProxy(

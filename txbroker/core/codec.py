@@ -13,6 +13,7 @@ from typing import cast
 import msgspec
 
 from txbroker.core.records import (
+    LOG_VERSION,
     RECORD_VERSION,
     Cause,
     CheckPolicy,
@@ -87,7 +88,7 @@ class HalfPart(msgspec.Struct, frozen=True):
 
 def encode_half(
     half: Half,
-    version: int = RECORD_VERSION,
+    version: int = LOG_VERSION,
     extra: Sequence[Sequence[tuple[str, bytes]]] = (),
 ) -> tuple[Record, ...]:
     """Return the records of a half message; they belong into one batch.
@@ -139,7 +140,7 @@ def encode_half(
 
 
 def encode_contents(
-    half: Half, messages: Sequence[Message], version: int = RECORD_VERSION
+    half: Half, messages: Sequence[Message], version: int = LOG_VERSION
 ) -> tuple[Record, ...]:
     """Return the records that follow a commit marker whose messages replace the prepared ones."""
     replaced = msgspec.structs.replace(half, messages=tuple(messages))
@@ -425,7 +426,7 @@ def decode_checkpoint(record: Record) -> Claim | Progress:
 
 def encode_skip(log: str, record: Record, by: str, reason: str) -> Record:
     """Return the record of an operator's decision to pass over a record of a log."""
-    skip = Skip(RECORD_VERSION, log, record.offset, _digest(record), by, reason)
+    skip = Skip(LOG_VERSION, log, record.offset, _digest(record), by, reason)
     return Record(SKIPS + f"{log}/{record.offset}".encode(), _encode_json(skip))
 
 
@@ -485,7 +486,7 @@ def kept_key(id: str, sequence: int) -> bytes:
     return f"{id}/{sequence}".encode()
 
 
-def encode_kept(kept: Kept, version: int = RECORD_VERSION) -> tuple[Record, ...]:
+def encode_kept(kept: Kept, version: int = LOG_VERSION) -> tuple[Record, ...]:
     """Return the records that keep a whole transaction.
 
     Key and null value of the user's message move into headers, because the parked topic is

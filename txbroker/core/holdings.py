@@ -10,7 +10,8 @@ from typing import Protocol
 from txbroker.core.alike import alike
 from txbroker.core.order import Line, Undecided
 from txbroker.core.records import Message, State
-from txbroker.core.settled import Segment, SettledWindow
+from txbroker.core.segment import Segment
+from txbroker.core.settled import SettledWindow
 from txbroker.core.shares import ShareOf, Use, own_share
 from txbroker.core.transaction import Transaction
 

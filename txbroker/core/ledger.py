@@ -53,6 +53,8 @@ WAITING_SWEEP_MIN = 1000
 """Ids with waiting markers below which nobody looks whether some can be forgotten."""
 ACCOUNTED_LOOK = 1000
 """Transactions that one turn's progress looks at."""
+BEYOND_MAX = 10_000
+"""Settled transactions that are remembered although they are older than the dedup window."""
 
 
 class Gap(Exception):
@@ -75,14 +77,14 @@ class Ledger(Holdings):
         partition: the half partition.
         dedup_window_ms: how far a half message may be from its id's time, and how long an id or
             a `dedup_key` is remembered at least.
-        settled_max: settled transactions that are remembered beyond the window, for show.
+        beyond_max: settled transactions that are remembered beyond the window, for show.
     """
 
-    def __init__(self, partition: int, dedup_window_ms: int, settled_max: int = 10_000) -> None:
+    def __init__(self, partition: int, dedup_window_ms: int, beyond_max: int = BEYOND_MAX) -> None:
         super().__init__()
         self.partition = partition
         self.dedup_window_ms = dedup_window_ms
-        self.settled_max = settled_max
+        self.beyond_max = beyond_max
         self.half_position = 0
         self.op_position = 0
         self.half_clock_ms = 0
@@ -259,7 +261,7 @@ class Ledger(Holdings):
             if earlier and self.half_clock_ms - earlier.prepared_at_ms <= self.dedup_window_ms:
                 standing = earlier
         if standing is not None:
-            effect = Effect.REPEATED if standing.fingerprint == mark else Effect.CONFLICT
+            effect = Effect.REPEATED if mark.startswith(standing.fingerprint) else Effect.CONFLICT
             return Outcome(effect, standing)
         if abs(self.half_clock_ms - parts.time_ms) > self.dedup_window_ms:
             return Outcome(
@@ -591,7 +593,7 @@ class Ledger(Holdings):
             by_group[half.group] = by_group.get(half.group, 0) + 1
             self._line.remove(transaction)
             self.body_bytes -= transaction.evict()
-            self.settled.add(transaction)
+        self.settled.settle_many(transactions)
         for group, count in by_group.items():
             self.unsettled.add(self.share_of(group), -count)
         self._forget()
@@ -600,7 +602,7 @@ class Ledger(Holdings):
         """Forget settled transactions, by the log clock: a repeat of theirs would be void."""
         # A copy of a forgotten one would come back to life one day: it is removed first.
         for gone in self.settled.forget(
-            self.half_clock_ms - self.dedup_window_ms, self.settled_max, self.to_release
+            self.half_clock_ms - self.dedup_window_ms, self.beyond_max, self.to_release
         ):
             if gone.dedup_key is not None:
                 self._release_key((gone.group, gone.dedup_key), gone.id)

@@ -8,8 +8,11 @@ from msgspec import Struct
 Header: TypeAlias = tuple[str, bytes | None]
 """A record header: its name and its bytes. Order and repeats are kept."""
 
-RECORD_VERSION = 1
-"""The version of the records that this build writes, and the newest that it understands."""
+RECORD_VERSION = 2
+"""The newest version of records that this build understands. Proxies tell one another theirs, and
+write nothing newer than the oldest of them understands."""
+LOG_VERSION = 1
+"""The version of all records that this build writes, but of segments (`core.segment`)."""
 
 
 class Record(Struct, frozen=True):

@@ -1,208 +1,71 @@
 """The settled window: what is remembered of transactions that came to their end.
 
-The newest are remembered whole, for show. Of all others only what answers need is kept, some
-hundred of them packed together in a *segment*: there may be hundreds of thousands within the dedup
-window. A segment never changes and is named after its content, so a snapshot stores each once and
-a restart takes it as it is, without looking at every transaction in it.
+The newest are remembered whole, for show. Of all others only what answers need is kept, thousands
+of them packed together in a *segment* (`txbroker.core.segment`): there may be millions within the
+dedup window. A restart takes segments as they are, without looking at every transaction in them.
+
+There is no index of ids. The ids of one segment are of about the time at which it was filled, so
+their times tell which segments can hold an id. What is settled late lies in a lane of its own: else
+every segment would reach far back.
 """
 
-import hashlib
 import heapq
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from struct import Struct as Packing
-
-import msgspec
-from msgspec import Struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from txbroker.core.alike import alike
-from txbroker.core.ids import LENGTH, parse_id
+from txbroker.core.ids import IdParts, parse_id
 from txbroker.core.records import Decision, Half, State
+from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION, Brief, Segment, pack
 from txbroker.core.shares import ShareOf, Use, own_share
 from txbroker.core.transaction import Place, Transaction, Verdict, bare_of
 
 SHOWN_MAX = 1000
-"""Settled transactions that are remembered whole."""
-SEGMENT_ENTRIES = 500
-"""Transactions in a full segment: a millisecond of work, and about 50 kB."""
-_VERSION = 1
-"""Of the packing below."""
-_ROW = Packing(">16s16sqqqqIB")
-_SHAPE = 6
-"""Which of a row's fields is its shape."""
-_NONE = bytes(16)
-_STATES = (State.PROMOTED, State.ROLLED_BACK)
+"""Settled transactions that are remembered whole, beside those that are not packed yet."""
+SEGMENT_ENTRIES = 4096
+"""Transactions in a full segment: some milliseconds of work, and about 150 kB."""
+LATE_MS = 30_000
+"""What is settled so long after its preparation is *late*."""
 _DECISIONS = {State.PROMOTED: Decision.COMMIT, State.ROLLED_BACK: Decision.ROLLBACK}
 
 
-class Brief(Struct, frozen=True, gc=False):
-    """What is remembered of a settled transaction.
-
-    Attributes:
-        fingerprint, contents_fingerprint: of the prepared and of the replacing messages; the
-            latter is empty where none were replaced.
-        offset, op_offset: of the half message and of the deciding marker.
-        prepared_at_ms, decided_at_ms: when, by the log clocks.
-        places: where its messages went: topics and partitions.
-        dedup_key: the client's own key, if it gave one.
-    """
-
-    id: str
-    group: str
-    state: State
-    fingerprint: bytes
-    contents_fingerprint: bytes
-    offset: int
-    op_offset: int
-    prepared_at_ms: int
-    decided_at_ms: int
-    places: tuple[tuple[str, int], ...]
-    dedup_key: str | None = None
-
-    @property
-    def last_ms(self) -> int:
-        """The later of the id's time and the append time."""
-        return max(self.prepared_at_ms, parse_id(self.id).time_ms)
-
-
-class _Shape(Struct, frozen=True, array_like=True, gc=False):
-    """What many transactions have in common."""
-
-    group: str
-    places: tuple[tuple[str, int], ...]
-
-
-class _Packed(Struct, array_like=True):
-    """A segment as it is stored: all ids in one text, one row of fixed length for each.
-
-    `keys`: the `dedup_key` of each row that has one.
-    """
-
-    v: int
-    ids: str
-    rows: bytes
-    shapes: list[_Shape]
-    keys: list[tuple[int, str]]
-    newest_ms: int
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Packed).decode
-
-
-class Segment:
-    """Settled transactions, packed.
-
-    Attributes:
-        name: the digest of its value, in hex.
-        value: all there is to it, as it is stored.
-        count: how many transactions it holds.
-        newest_ms: the latest of all their ids' and append times: what is older than the dedup
-            window by this can be forgotten.
-    """
-
-    __slots__ = ("count", "name", "newest_ms", "value")
-
-    def __init__(self, value: bytes) -> None:
-        """Take a segment as it was stored.
-
-        Raises:
-            ValueError: it is none, or of a newer version.
-        """
-        packed = _decode(value)
-        if packed.v != _VERSION:
-            raise ValueError(f"a segment of version {packed.v}")
-        self.name = hashlib.blake2b(value, digest_size=16).hexdigest()
-        self.value = value
-        self.count = len(packed.ids) // LENGTH
-        self.newest_ms = packed.newest_ms
-
-    def ids(self) -> list[str]:
-        """Return the ids, the one first that was settled first."""
-        return _split(_decode(self.value).ids)
-
-    def briefs(self) -> Iterator[Brief]:
-        """Yield what is remembered of each, the one first that was settled first."""
-        packed = _decode(self.value)
-        keys = dict(packed.keys)
-        for row in range(self.count):
-            yield _brief(packed, row, keys.get(row))
-
-    def keyed(self) -> list[Brief]:
-        """Return what is remembered of those that have a client's own key."""
-        packed = _decode(self.value)
-        return [_brief(packed, row, key) for row, key in packed.keys]
-
-    def groups(self) -> Mapping[str, tuple[int, int]]:
-        """Return of each group the latest of its ids' and append times, and how many it has."""
-        packed = _decode(self.value)
-        groups = [shape.group for shape in packed.shapes]
-        if len(set(groups)) == 1:
-            return {groups[0]: (packed.newest_ms, self.count)}
-        found: dict[str, tuple[int, int]] = {}
-        rows = _ROW.iter_unpack(packed.rows)
-        for id, (*_, prepared_ms, _, shape, _) in zip(_split(packed.ids), rows, strict=True):
-            newest_ms, count = found.get(groups[shape], (0, 0))
-            last_ms = max(newest_ms, prepared_ms, parse_id(id).time_ms)
-            found[groups[shape]] = last_ms, count + 1
-        return found
-
-    def get(self, id: str) -> Brief:
-        """Return what is remembered of one of its transactions.
-
-        Raises:
-            ValueError: it is not in here.
-        """
-        packed = _decode(self.value)
-        row = _split(packed.ids).index(id)
-        return _brief(packed, row, dict(packed.keys).get(row))
-
-
-def _split(ids: str) -> list[str]:
-    return [ids[at : at + LENGTH] for at in range(0, len(ids), LENGTH)]
-
-
-def _brief(packed: _Packed, row: int, dedup_key: str | None) -> Brief:
-    mark, contents, offset, op_offset, prepared_ms, decided_ms, shape, state = _ROW.unpack_from(
-        packed.rows, row * _ROW.size
-    )
-    return Brief(
-        packed.ids[row * LENGTH : (row + 1) * LENGTH],
-        packed.shapes[shape].group,
-        _STATES[state],
-        mark,
-        b"" if contents == _NONE else contents,
-        offset,
-        op_offset,
-        prepared_ms,
-        decided_ms,
-        packed.shapes[shape].places,
-        dedup_key,
-    )
+def briefs_of(transactions: Iterable[Transaction]) -> list[Brief]:
+    """Return what is remembered of settled transactions."""
+    # Most go to the same places as many others.
+    known: dict[tuple[Place, ...], tuple[tuple[str, int], ...]] = {}
+    found = []
+    for transaction in transactions:
+        half, verdict, went = transaction.half, transaction.verdict, transaction.places
+        assert verdict is not None
+        places = known.get(went)
+        if places is None:
+            places = known[went] = tuple([(place.topic, place.partition) for place in went])
+        found.append(
+            Brief(
+                half.id,
+                half.group,
+                transaction.state,
+                transaction.fingerprint,
+                verdict.contents_fingerprint,
+                transaction.offset,
+                verdict.op_offset,
+                transaction.prepared_at_ms,
+                verdict.at_ms,
+                places,
+                half.dedup_key,
+            )
+        )
+    return found
 
 
 def brief(transaction: Transaction) -> Brief:
     """Return what is remembered of a settled transaction."""
-    half, verdict = transaction.half, transaction.verdict
-    assert verdict is not None
-    return Brief(
-        half.id,
-        half.group,
-        transaction.state,
-        transaction.fingerprint,
-        verdict.contents_fingerprint,
-        transaction.offset,
-        verdict.op_offset,
-        transaction.prepared_at_ms,
-        verdict.at_ms,
-        tuple([(place.topic, place.partition) for place in transaction.places]),
-        half.dedup_key,
-    )
+    return briefs_of([transaction])[0]
 
 
 def whole(brief: Brief) -> Transaction:
     """Return a settled transaction as far as it is remembered: neither its attempts nor who decided
-    it and why, which stands in its marker."""
+    it and why, which stands in its marker; of its fingerprint maybe only the start."""
     verdict = Verdict(
         _DECISIONS[brief.state],
         brief.op_offset,
@@ -225,77 +88,135 @@ def whole(brief: Brief) -> Transaction:
     )
 
 
-def pack(briefs: Iterable[Brief]) -> Segment:
-    """Return what is remembered of some transactions as a segment."""
-    shapes: dict[_Shape, int] = {}
-    ids: list[str] = []
-    rows, keys, newest_ms = bytearray(), [], 0
-    for each in briefs:
-        rows += _ROW.pack(
-            each.fingerprint,
-            each.contents_fingerprint or _NONE,
-            each.offset,
-            each.op_offset,
-            each.prepared_at_ms,
-            each.decided_at_ms,
-            shapes.setdefault(_Shape(each.group, each.places), len(shapes)),
-            _STATES.index(each.state),
-        )
-        if each.dedup_key is not None:
-            keys.append((len(ids), each.dedup_key))
-        ids.append(each.id)
-        newest_ms = max(newest_ms, each.last_ms)
-    packed = _Packed(_VERSION, "".join(ids), bytes(rows), list(shapes), keys, newest_ms)
-    return Segment(_encode(packed))
+class _Lane:
+    """Segments in the order in which they were filled, and what the next one is to hold.
+
+    `highs` are the greatest times of ids up to each segment, `lows` the least from it on: so what
+    lies between two bisections can hold an id, and nothing else.
+    """
+
+    __slots__ = ("highs", "loose", "lows", "segments")
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.highs: list[int] = []
+        self.lows: list[int] = []
+        self.loose: dict[str, Transaction] = {}
+
+    def append(self, segment: Segment) -> None:
+        highs, lows, low_ms = self.highs, self.lows, segment.low_ms
+        highs.append(max(segment.high_ms, highs[-1]) if highs else segment.high_ms)
+        at = len(lows) - 1
+        while at >= 0 and lows[at] > low_ms:
+            lows[at] = low_ms
+            at -= 1
+        lows.append(low_ms)
+        self.segments.append(segment)
+
+    def pop(self) -> Segment:
+        del self.highs[0], self.lows[0]
+        return self.segments.pop(0)
+
+    def oldest_ms(self) -> int:
+        if self.segments:
+            return self.segments[0].newest_ms
+        oldest = next(iter(self.loose.values()))
+        return max(oldest.prepared_at_ms, parse_id(oldest.half.id).time_ms)
+
+    def find(self, id: IdParts) -> tuple[Segment, int] | None:
+        segments, time_ms = self.segments, id.time_ms
+        for at in range(bisect_left(self.highs, time_ms), bisect_right(self.lows, time_ms)):
+            segment = segments[at]
+            if segment.low_ms <= time_ms <= segment.high_ms:
+                row = segment.row_of(id)
+                if row >= 0:
+                    return segment, row
+        return None
 
 
 class SettledWindow:
-    """Settled transactions by id, in the order in which they were settled."""
+    """Settled transactions by id.
+
+    Attributes:
+        size: what they take in memory, bytes; of those that are remembered whole what they will
+            take.
+        version: the record version that all proxies read as far as known. Below 2, fingerprints
+            are remembered as a whole, as version 1 of a segment has them.
+    """
 
     def __init__(self) -> None:
         self.shown: dict[str, Transaction] = {}
         """The newest, whole."""
-        self.segments: deque[Segment] = deque()
-        """All but the newest, packed."""
-        self._in_segment: dict[str, Segment] = {}
-        self._loose: dict[str, Transaction] = {}
+        self.size = 0
+        self.version = SEGMENT_VERSION
+        self._count = 0
+        self._clock_ms = 0
+        self._usual, self._late = self._lanes = (_Lane(), _Lane())
+        # Ids that their times do not find.
+        self._odd: dict[str, Segment] = {}
         # A heap of what may be within the dedup window: of each group in each segment its own
-        # newest time and how many. An id may be of the future: that prolongs no other's count.
+        # newest time and its bytes. An id may be of the future: that prolongs no other's use.
         self._recent: list[tuple[int, str, int]] = []
         self._recent_use = Use()
         self._share_of: ShareOf = own_share
 
     def __len__(self) -> int:
-        return len(self._in_segment) + len(self._loose)
+        return self._count
 
     def __iter__(self) -> Iterator[Transaction]:
         for briefs in self.parts():
             for each in briefs:
-                yield self.shown.get(each.id) or whole(each)
+                yield self._whole(each.id) or whole(each)
 
     def __contains__(self, id: str) -> bool:
-        return id in self._loose or id in self._in_segment
+        return self._whole(id) is not None or self._packed(id) is not None
+
+    @property
+    def segments(self) -> list[Segment]:
+        """All but the newest, packed."""
+        return [*self._usual.segments, *self._late.segments]
 
     def parts(self) -> Iterator[Iterable[Brief]]:
-        """Yield what is remembered, some hundred at a time; others may be settled or forgotten in
+        """Yield what is remembered, some thousand at a time; others may be settled or forgotten in
         between."""
-        segments, loose = list(self.segments), list(self._loose.values())
+        segments = self.segments
+        loose = [*self._usual.loose.values(), *self._late.loose.values()]
         for segment in segments:
             yield segment.briefs()
-        yield [brief(transaction) for transaction in loose]
+        yield briefs_of(loose)
 
-    def add(self, transaction: Transaction) -> None:
-        """Remember one that was settled just now."""
-        self.shown[transaction.id] = self._loose[transaction.id] = transaction
-        if len(self._loose) >= SEGMENT_ENTRIES:
-            self.seal()
+    # --- coming in ---------------------------------------------------------------------------
+
+    def settle_many(self, transactions: Iterable[Transaction]) -> None:
+        """Remember some that were settled just now, and pack what makes a full segment."""
+        shown, clock_ms = self.shown, self._clock_ms
+        for transaction in transactions:
+            id, verdict = transaction.half.id, transaction.verdict
+            assert verdict is not None
+            if verdict.at_ms > clock_ms:
+                clock_ms = self._clock_ms = verdict.at_ms
+            late = clock_ms - transaction.prepared_at_ms > LATE_MS
+            lane = self._late if late else self._usual
+            shown[id] = lane.loose[id] = transaction
+            self._count += 1
+            self.size += ROW_BYTES
+            if len(lane.loose) >= SEGMENT_ENTRIES:
+                self._seal(lane)
 
     def seal(self) -> None:
         """Pack what is not packed yet."""
-        if not self._loose:
+        for lane in self._lanes:
+            self._seal(lane)
+
+    def _seal(self, lane: _Lane) -> None:
+        if not lane.loose:
             return
-        self.add_segment(pack([brief(transaction) for transaction in self._loose.values()]))
-        self._loose = {}
+        late, tails = lane is self._late, self.version < SEGMENT_VERSION
+        segment = pack(briefs_of(lane.loose.values()), late=late, tails=tails)
+        self._count -= len(lane.loose)
+        self.size -= ROW_BYTES * len(lane.loose)
+        lane.loose = {}
+        self.add_segment(segment)
         if len(self.shown) > SHOWN_MAX:
             # Some at a time: taking the first key of a dict over and over gets slower.
             for id in list(self.shown)[: len(self.shown) - SHOWN_MAX // 2]:
@@ -303,45 +224,81 @@ class SettledWindow:
 
     def add_segment(self, segment: Segment) -> None:
         """Remember some that were settled before all that are not packed."""
-        self.segments.append(segment)
-        self._in_segment |= dict.fromkeys(segment.ids(), segment)
-        for group, (newest_ms, count) in segment.groups().items():
-            heapq.heappush(self._recent, (newest_ms, group, count))
-            self._recent_use.add(self._share_of(group), count)
+        if self.version >= SEGMENT_VERSION:
+            segment.tails = b""
+        elif not segment.tails:
+            self.version = SEGMENT_VERSION
+        (self._late if segment.late else self._usual).append(segment)
+        self._count += segment.count
+        self.size += segment.memory_bytes
+        self._odd |= dict.fromkeys(segment.odd, segment)
+        for each in segment.groups:
+            heapq.heappush(self._recent, (each.newest_ms, each.group, each.size))
+            self._recent_use.add(self._share_of(each.group), each.size)
+
+    def store_as(self, version: int) -> int:
+        """Prepare segments for being stored where this record version is the lowest of all
+        proxies; return the one to write: once fingerprints are cut there is no way back."""
+        if version < self.version:
+            return self.version
+        if version >= SEGMENT_VERSION > self.version:
+            self.version = SEGMENT_VERSION
+            for segment in self.segments:
+                self.size -= len(segment.tails)
+                segment.tails = b""
+        return version
+
+    # --- what one share takes ----------------------------------------------------------------
 
     def recent_of(self, share: str, since_ms: int) -> int:
-        """Return how many of a share are in segments where their group has an id's or append time
-        from then on. Earlier ones are not counted again, even if a later call asks for them."""
+        """Return how many bytes a share takes in segments where its groups have an id's or append
+        time from then on. Earlier ones are not counted again, even if a later call asks for
+        them."""
         while self._recent and self._recent[0][0] < since_ms:
-            _, group, count = heapq.heappop(self._recent)
-            self._recent_use.add(self._share_of(group), -count)
+            _, group, size = heapq.heappop(self._recent)
+            self._recent_use.add(self._share_of(group), -size)
         return self._recent_use.of(share)
 
     def share_by(self, share_of: ShareOf) -> None:
         """Count groups to other shares from now on, and what is remembered already, too."""
         self._share_of, self._recent_use = share_of, Use()
-        for _, group, count in self._recent:
-            self._recent_use.add(share_of(group), count)
+        for _, group, size in self._recent:
+            self._recent_use.add(share_of(group), size)
+
+    # --- looking up --------------------------------------------------------------------------
 
     def get(self, id: str) -> Transaction | None:
         """Return a transaction as far as it is remembered."""
-        found = self.shown.get(id)
-        if found is None:
-            segment = self._in_segment.get(id)
-            return None if segment is None else whole(segment.get(id))
+        found = self._whole(id)
+        if found is None and (place := self._packed(id)) is not None:
+            segment, row = place
+            return whole(segment.brief(row))
         return found
 
     def is_brief(self, id: str) -> bool:
         """Say whether only what answers need is remembered of a transaction."""
-        return id in self._in_segment and id not in self.shown
+        return self._whole(id) is None and self._packed(id) is not None
+
+    def _whole(self, id: str) -> Transaction | None:
+        return self.shown.get(id) or self._usual.loose.get(id) or self._late.loose.get(id)
+
+    def _packed(self, id: str) -> tuple[Segment, int] | None:
+        if (segment := self._odd.get(id)) is not None:
+            return segment, segment.odd[id]
+        try:
+            parts = parse_id(id)
+        except ValueError:
+            return None
+        return self._usual.find(parts) or self._late.find(parts)
+
+    # --- forgetting --------------------------------------------------------------------------
 
     def oldest_ms(self) -> int:
         """Return the latest id's or append time among those that would be forgotten next; 0
         without any."""
-        if self.segments:
-            return self.segments[0].newest_ms
-        first = next(iter(self._loose.values()), None)
-        return 0 if first is None else brief(first).last_ms
+        return min(
+            [lane.oldest_ms() for lane in self._lanes if lane.segments or lane.loose], default=0
+        )
 
     def forget(self, before_ms: int, count_max: int, held: Mapping[str, object]) -> list[Brief]:
         """Forget what is older, as long as more than so many are left.
@@ -355,23 +312,43 @@ class SettledWindow:
             Those of them that had a client's own key.
         """
         keyed: list[Brief] = []
-        while self.segments and len(self) - self.segments[0].count >= count_max:
-            segment = self.segments[0]
-            if segment.newest_ms >= before_ms:
+        if self._count > count_max:
+            for lane in self._lanes:
+                if (lane.segments or lane.loose) and lane.oldest_ms() < before_ms:
+                    keyed += self._forget(lane, before_ms, count_max, held)
+        return keyed
+
+    def _forget(
+        self, lane: _Lane, before_ms: int, count_max: int, held: Mapping[str, object]
+    ) -> Sequence[Brief]:
+        keyed: list[Brief] = []
+        while lane.segments and self._count - lane.segments[0].count >= count_max:
+            segment = lane.segments[0]
+            if segment.newest_ms >= before_ms or any(_holds(segment, id) for id in held):
                 break
-            ids = segment.ids()
-            if held and not held.keys().isdisjoint(ids):
-                break
-            self.segments.popleft()
+            lane.pop()
             keyed += segment.keyed()
-            for id in ids:
-                del self._in_segment[id]
-                self.shown.pop(id, None)
-        while not self.segments and len(self._loose) > count_max:
-            oldest = brief(next(iter(self._loose.values())))
+            self._count -= segment.count
+            self.size -= segment.memory_bytes
+            for id in segment.odd:
+                self._odd.pop(id, None)
+            newest_ms = segment.newest_ms
+            old = [id for id, each in self.shown.items() if each.prepared_at_ms <= newest_ms]
+            for id in old:
+                if _holds(segment, id):
+                    del self.shown[id]
+        while not lane.segments and lane.loose and self._count > count_max:
+            oldest = brief(next(iter(lane.loose.values())))
             if oldest.last_ms >= before_ms or oldest.id in held:
                 break
-            del self._loose[oldest.id], self.shown[oldest.id]
+            del lane.loose[oldest.id]
+            self.shown.pop(oldest.id, None)
+            self._count -= 1
+            self.size -= ROW_BYTES
             if oldest.dedup_key is not None:
                 keyed.append(oldest)
         return keyed
+
+
+def _holds(segment: Segment, id: str) -> bool:
+    return id in segment.odd or segment.row_of(parse_id(id)) >= 0

@@ -35,7 +35,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
-from txbroker.core.settled import Segment
+from txbroker.core.segment import Segment, name_of, read
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Checks, Place, Transaction, Verdict, bare_of
 
@@ -117,7 +117,7 @@ class Closing(Struct, frozen=True, omit_defaults=True):
         snapshot: the snapshot's id, as in its chunks.
         chunks: how many there are.
         digest: over all of them, in hex.
-        segments: the names of the settled ones' segments, the one first that was settled first.
+        segments: the names of the settled ones' segments, in the order in which they were filled.
         half, op: the first offsets that it does not hold any more.
         half_clock_ms, op_clock_ms: the log clocks there.
         half_anchor, op_anchor: the records by which the logs are recognised.
@@ -203,7 +203,7 @@ class Capture:
         ledger: is watched until the last record is taken, or the capture abandoned.
         id: names the snapshot; no other one may have it.
         slot: 0 or 1; never that of the greatest whole snapshot.
-        version: the record version to write.
+        version: the record version to write; a newer one where an older cannot say what is settled.
         chunks_before: how many chunks the slot held before; superfluous ones are removed.
         stored: names of segments that are stored already.
         now_ms: the time by the owner's clock.
@@ -227,7 +227,7 @@ class Capture:
         self._ledger = ledger
         self._id = id
         self._slot = slot
-        self._version = version
+        self._version = ledger.settled.store_as(version)
         self._chunks_before = chunks_before
         self._stored = stored
         self._now_ms = now_ms
@@ -278,8 +278,9 @@ class Capture:
             yield Record(chunk_key(self._slot, self._count - 1), value)
         self.abandon()
         for segment in self._segments:
-            if segment.name not in self._stored:
-                yield Record(segment_key(segment.name), segment.value)
+            name = segment.name_in(self._version)
+            if name not in self._stored:
+                yield Record(segment_key(name), segment.value_in(self._version))
         closing = Closing(
             self._version,
             self._id,
@@ -310,7 +311,7 @@ class Capture:
     @property
     def segments(self) -> tuple[str, ...]:
         """The names of the segments of settled transactions that belong to it."""
-        return tuple([segment.name for segment in self._segments])
+        return tuple([segment.name_in(self._version) for segment in self._segments])
 
     def _chunk(self) -> bytes | None:
         """Return the next chunk; None at the end."""
@@ -485,9 +486,9 @@ def _segment(
         value = newest.get(segment_key(name))
         if value is None:
             raise ValueError(f"segment {name} is not there")
-        found = known[name] = Segment(value)
-        if found.name != name:
+        if name_of(value) != name:
             raise ValueError(f"segment {name} is damaged")
+        found = known[name] = read(value)
     return found
 
 

@@ -84,6 +84,14 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "Correct the file. A start would fail.",
         ),
         LogEvent(
+            "setting renamed",
+            "warning",
+            "setting by value",
+            "A setting is given under its old name, which the next release refuses. `value` is "
+            "what it stands for under the new one, `by`, if that is not given too.",
+            "Set `by` instead.",
+        ),
+        LogEvent(
             "secret file open to others",
             "warning",
             "setting path",

@@ -5,7 +5,8 @@ from heapq import nsmallest
 
 from txbroker.contract import LISTED_MESSAGES_MAX, ListRequest, Page, TransactionView
 from txbroker.core.ledger import Ledger
-from txbroker.core.settled import Brief, whole
+from txbroker.core.segment import Brief
+from txbroker.core.settled import whole
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 from txbroker.principals import Patterns

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from txbroker.config import Settings
 from txbroker.contract import PartitionState, Readiness
 from txbroker.core.codec import installation_headers
-from txbroker.core.records import RECORD_VERSION
+from txbroker.core.records import LOG_VERSION, RECORD_VERSION
+from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.telling import sentence, telling, where_raised
 from txbroker.door import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
@@ -419,7 +420,6 @@ class Ownership:
                 dedup_window_ms=round(settings.dedup_window_s * 1000),
                 pending_max=settings.pending_max,
                 pending_group_max=settings.pending_group_max,
-                settled_max=settings.settled_max,
                 half_retention_ms=round(settings.half_retention_s * 1000),
                 snapshot_records_min=settings.snapshot_records_min,
                 installation=installation_headers(settings.topic_prefix),
@@ -427,16 +427,18 @@ class Ownership:
             identity=(settings.instance, self.url),
             still_ours=lambda: self._still_ours(partition),
             stopped=lambda error: self._owner_stopped(partition, holding, owner, error),
-            bodies_share=self._bodies_share,
-            record_version=lambda: min(RECORD_VERSION, self._assignment.record_version),
+            bodies_share=lambda: self._share(settings.bodies_bytes_max),
+            settled_share=lambda: self._share(settings.settled_bytes_max),
+            segment_version=min(SEGMENT_VERSION, self._assignment.record_version),
+            record_version=lambda: min(LOG_VERSION, self._assignment.record_version),
             pace=self._pace,
             principals=self._principals,
         )
         return owner
 
-    def _bodies_share(self) -> int:
-        """Return how many bytes of bodies each of our partitions may keep in memory."""
-        return self._settings.bodies_bytes_max // max(1, len(self._held))
+    def _share(self, whole: int) -> int:
+        """Return what each of our partitions may take of something that the proxy has."""
+        return whole // max(1, len(self._held))
 
     # --- closing -----------------------------------------------------------------------------
 

@@ -168,6 +168,8 @@ def _log_start(settings: Settings) -> None:
     )
     if settings.token_file is not None:
         log.info("one token for all", role=_shared_role(settings), groups="*")
+    for old, new in settings.renamed.items():
+        log.warning("setting renamed", setting=old, by=new, value=getattr(settings, new))
     for name in settings.open_kafka_secrets():
         log.warning("secret file open to others", setting=name, path=str(getattr(settings, name)))
 

@@ -24,16 +24,12 @@ class Bounds(Struct, frozen=True):
         dedup_window_ms: for how long ids and keys are remembered.
         pending_max: transactions that are not settled.
         pending_group_max: those of one share.
-        settled_max: settled ones of the dedup window.
-        settled_share_max: those of one share.
         waiting_share_max: those of one share that wait for targets that do not take them now.
     """
 
     dedup_window_ms: int
     pending_max: int
     pending_group_max: int
-    settled_max: int
-    settled_share_max: int
     waiting_share_max: int
 
 
@@ -43,7 +39,6 @@ class OwnerSettings(Struct, frozen=True):
     dedup_window_ms: int
     pending_max: int
     pending_group_max: int
-    settled_max: int
     half_retention_ms: int
     turns: TurnLimits = TurnLimits()
     snapshot_records_min: int = 20_000
@@ -56,8 +51,6 @@ class OwnerSettings(Struct, frozen=True):
             self.dedup_window_ms,
             self.pending_max,
             self.pending_group_max,
-            self.settled_max,
-            settled_share_max=part_of(self.settled_max),
             waiting_share_max=part_of(self.turns.deferred_max),
         )
 
@@ -146,6 +139,7 @@ class PartitionContext(Struct, frozen=True):
         gate: nothing is written while it is not set: the owner is suspended.
         tally: counts what is shown as rates.
         visible: who waits until transactions are visible.
+        settled_share: returns how many bytes of settled transactions it may remember.
     """
 
     partition: int
@@ -160,6 +154,7 @@ class PartitionContext(Struct, frozen=True):
     gate: asyncio.Event
     tally: Tally
     visible: Visible
+    settled_share: Callable[[], int]
 
     def promoted(self, transactions: list[Transaction]) -> None:
         """Say that these are visible."""

@@ -5,7 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from txbroker.contract import PartitionState
-from txbroker.core.ledger import Ledger
+from txbroker.core.ledger import BEYOND_MAX, Ledger
+from txbroker.core.segment import SEGMENT_BYTES
 from txbroker.door import PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
@@ -55,6 +56,8 @@ class Owner:
         still_ours: says, after a fresh heartbeat, whether the partition is still this proxy's.
         stopped: told why, once, if the partition cannot go on.
         bodies_share: how many bytes of bodies this partition may keep in memory.
+        settled_share: how many bytes of settled transactions.
+        segment_version: the version of the segments of settled transactions to write.
         record_version: the version of the records to write.
         pace: lets turns begin; the same for all partitions of a proxy.
         principals: returns the principals as they are now, whose shares are counted.
@@ -72,12 +75,16 @@ class Owner:
         still_ours: Callable[[], Awaitable[bool]],
         stopped: Callable[[Exception], None],
         bodies_share: Callable[[], int],
+        settled_share: Callable[[], int],
+        segment_version: int,
         record_version: Callable[[], int],
         pace: TurnPace,
         principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self.partition = door.partition
-        self.ledger = Ledger(door.partition, settings.dedup_window_ms, settings.settled_max)
+        beyond_max = min(BEYOND_MAX, settled_share() // SEGMENT_BYTES)
+        self.ledger = Ledger(door.partition, settings.dedup_window_ms, beyond_max)
+        self.ledger.settled.version = segment_version
         self._principals = principals
         self.ledger.share_by(self._principals().share_of)
         self.tally = Tally()
@@ -99,6 +106,7 @@ class Owner:
             asyncio.Event(),
             self.tally,
             Visible(),
+            settled_share,
         )
         context.gate.set()
         self._door = GatedDoor(door, context.gate)

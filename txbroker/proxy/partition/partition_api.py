@@ -17,7 +17,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.runs import HalfRow, half_row, marker_row
-from txbroker.core.shares import Use
+from txbroker.core.shares import Use, part_of
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Place, Transaction, fingerprint, same_contents
 from txbroker.door import Log, LogTruncated
@@ -118,7 +118,7 @@ class PartitionApi:
                 known = self._by_dedup_key(request.group, request.dedup_key)
             if known is None:
                 continue
-            if known.fingerprint != fingerprint(request.messages, request.group):
+            if not fingerprint(request.messages, request.group).startswith(known.fingerprint):
                 found[number] = IdConflict(id=known.id, state=known.state)
             else:
                 found[number] = _repeated(known)
@@ -260,16 +260,17 @@ class PartitionApi:
         ledger, bounds = self._ledger, self._bounds
         # By our time, not the log's clock: that stands still while prepares are refused.
         now_ms = self._id_clock.now_ms()
-        full = ledger.settled_count >= bounds.settled_max
+        size, size_max = ledger.settled.size, self._context.settled_share()
+        full = size >= size_max
         if full and now_ms <= ledger.oldest_settled_ms() + bounds.dedup_window_ms:
             raise Overloaded(
                 f"partition {ledger.partition} remembers {ledger.settled_count} settled "
-                "transactions of the dedup window, its limit: wait",
+                f"transactions of the dedup window in {size} bytes, its limit: wait",
                 id=half.id,
             )
         settled = ledger.settled.recent_of(share, now_ms - bounds.dedup_window_ms)
-        if settled >= bounds.settled_share_max:
-            why = f"{settled} settled transactions of the dedup window"
+        if settled >= part_of(size_max):
+            why = f"{settled} bytes of settled transactions of the dedup window"
             raise _too_much(half, share, ledger, why, "wait")
 
     # --- decide ----------------------------------------------------------------------------

@@ -1,0 +1,286 @@
+"""The settled window, packed, answers like a plain dict of what was settled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from core_logs import PARTITION, START_MS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import Struct
+
+from txbroker.core import settled
+from txbroker.core.ids import make_id, parse_id
+from txbroker.core.records import Decision, Half, State
+from txbroker.core.segment import MARK_BYTES, Brief, Segment, name_of, pack, read
+from txbroker.core.settled import SettledWindow, brief, whole
+from txbroker.core.transaction import Place, Transaction, Verdict, bare_of
+
+DAY_MS = 86_400_000
+FAR = 1 << 40
+GROUPS = ("shop-1", "shop-2", "bank")
+
+
+class Step(Struct, frozen=True):
+    """What is done to a window: some are settled, all is packed, or the old is forgotten."""
+
+    transactions: tuple[Transaction, ...] = ()
+    forget_before_ms: int = 0
+    kept: int = 0
+
+
+def near(centre: int, *far: int) -> st.SearchStrategy[int]:
+    """Return numbers around one, now and then far away."""
+    distances = st.integers(-50, 50) | st.sampled_from((0, *far))
+    return distances.map(lambda distance: centre + distance)
+
+
+@st.composite
+def transactions(draw: st.DrawFn, number: int) -> Transaction:
+    """Draw a settled transaction; few ids have the same randomness or time, each is unique."""
+    now_ms = START_MS + 1000 * number
+    time_ms = draw(near(now_ms, -31_000, -DAY_MS, -100 * DAY_MS, 200_000))
+    partition = draw(st.sampled_from((PARTITION, PARTITION, PARTITION, 9)))
+    id = make_id(partition, time_ms, draw(st.sampled_from((0, 7, (1 << 64) - 1))) ^ number % 4)
+    places = tuple(Place(topic, at, 0) for topic, at in draw(_PLACES))
+    state = draw(st.sampled_from((State.PROMOTED, State.ROLLED_BACK)))
+    decision = Decision.COMMIT if state is State.PROMOTED else Decision.ROLLBACK
+    verdict = Verdict(
+        decision,
+        draw(near(3 * number, FAR) | st.just(-1)),
+        draw(near(now_ms, -40 * DAY_MS)),
+        contents_fingerprint=draw(st.sampled_from((b"", b"\x01" * 16, bytes(range(16))))),
+    )
+    key = draw(st.none() | st.sampled_from(("d", "e" * 40)))
+    half = Half(id, draw(st.sampled_from(GROUPS)), bare_of(places), dedup_key=key)
+    prepared_ms = draw(near(time_ms, -17_000, 66_000))
+    mark = draw(st.sampled_from((bytes(16), b"\xff" * 16, bytes(range(16)))))
+    offset = draw(near(1000 + 2 * number, FAR))
+    return Transaction(half, offset, prepared_ms, mark, places, None, state, False, verdict=verdict)
+
+
+_PLACES = st.lists(
+    st.tuples(st.sampled_from(("t", "u")), st.integers(0, 200)), min_size=1, max_size=2
+)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Step]:
+    """Draw what is done to a window, each id once."""
+    found: list[Step] = []
+    known: set[str] = set()
+    number = 0
+    for _ in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(("settle", "settle", "settle", "seal", "forget")))
+        if kind == "settle":
+            run = []
+            for _ in range(draw(st.integers(1, 4))):
+                each = draw(transactions(number))
+                number += 1
+                if each.id not in known:
+                    known.add(each.id)
+                    run.append(each)
+            found.append(Step(tuple(run)))
+        elif kind == "forget":
+            before_ms = START_MS + draw(st.integers(-40_000, 40_000))
+            found.append(Step((), before_ms, draw(st.integers(0, 6))))
+        else:
+            found.append(Step())
+    return found
+
+
+def facts(brief: Brief) -> Brief:
+    """Return what is remembered of each, wherever it lies: the start of its fingerprint."""
+    fields = {name: getattr(brief, name) for name in brief.__struct_fields__}
+    return Brief(**{**fields, "fingerprint": brief.fingerprint[:MARK_BYTES]})
+
+
+def agrees(window: SettledWindow, model: dict[str, Transaction], never: Sequence[str]) -> None:
+    """Assert that a window remembers what the model has, and nothing of some other ids."""
+    assert len(window) == len(model)
+    assert sorted(each.id for each in window) == sorted(model)
+    for id, transaction in model.items():
+        found = window.get(id)
+        assert found is not None
+        assert id in window
+        assert facts(brief(found)) == facts(brief(transaction))
+        assert transaction.fingerprint.startswith(found.fingerprint)
+        assert facts(brief(whole(brief(found)))) == facts(brief(transaction))
+    for id in never:
+        assert window.get(id) is None
+        assert id not in window
+        assert not window.is_brief(id)
+    if model:
+        last = [brief(transaction).last_ms for transaction in model.values()]
+        assert min(last) <= window.oldest_ms() <= max(last)
+    else:
+        assert window.oldest_ms() == 0
+
+
+def others(model: dict[str, Transaction]) -> list[str]:
+    """Return ids that differ from those of the model in one part each."""
+    found = []
+    for id in model:
+        partition, time_ms, randomness = parse_id(id)
+        found.append(make_id(partition, time_ms + 1, randomness))
+        found.append(make_id(partition, time_ms, randomness ^ 8))
+        found.append(make_id(partition + 1, time_ms, randomness))
+    return [id for id in found if id not in model]
+
+
+def played(done: Sequence[Step], window: SettledWindow) -> dict[str, Transaction]:
+    """Do all steps to a window and to a dict; compare them after each."""
+    model: dict[str, Transaction] = {}
+    gone: list[str] = []
+    for step in done:
+        if step.transactions:
+            window.settle_many(step.transactions)
+            model |= {each.id: each for each in step.transactions}
+        elif step.forget_before_ms:
+            before = len(model)
+            keyed = window.forget(step.forget_before_ms, step.kept, {})
+            left = {each.id for each in window}
+            lost = {id: each for id, each in model.items() if id not in left}
+            for id, each in lost.items():
+                assert brief(each).last_ms < step.forget_before_ms
+                del model[id]
+            assert len(model) >= min(before, step.kept)
+            gone += lost
+            assert sorted((each.id, each.dedup_key) for each in keyed) == sorted(
+                (id, each.half.dedup_key) for id, each in lost.items() if each.half.dedup_key
+            )
+        else:
+            window.seal()
+        agrees(window, model, [id for id in gone if id not in model])
+    return model
+
+
+@settings(max_examples=50, deadline=None)
+@given(done=steps(), entries=st.sampled_from((1, 3, 4096)), shown=st.sampled_from((0, 4)))
+def test_a_packed_window_is_a_dict(done: list[Step], entries: int, shown: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settled, "SEGMENT_ENTRIES", entries)
+        patch.setattr(settled, "SHOWN_MAX", shown)
+        window = SettledWindow()
+        model = played(done, window)
+        agrees(window, model, others(model))
+        window.seal()
+        window.shown.clear()
+        agrees(window, model, others(model))
+        assert window.size == sum([segment.memory_bytes for segment in window.segments])
+        again = SettledWindow()
+        for segment in window.segments:
+            again.add_segment(segment)
+        assert again.size == window.size
+        assert_shares(again)
+
+
+def assert_shares(window: SettledWindow) -> None:
+    """Assert that each group counts until its own newest time in each segment, and no longer."""
+    uses = [use for segment in window.segments for use in segment.groups]
+    for segment in window.segments:
+        groups = {each.group for each in segment.briefs()}
+        assert {use.group for use in segment.groups} == groups
+        for use in segment.groups:
+            mine = [each.last_ms for each in segment.briefs() if each.group == use.group]
+            assert use.newest_ms == max(mine)
+    for since_ms in sorted({0, *[use.newest_ms + 1 for use in uses]}):
+        for group in GROUPS:
+            expected = [u.size for u in uses if u.group == group and u.newest_ms >= since_ms]
+            assert window.recent_of(group, since_ms) == sum(expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(done=steps(), entries=st.sampled_from((1, 3, 4096)))
+def test_stored_segments_make_the_same_window(done: list[Step], entries: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settled, "SEGMENT_ENTRIES", entries)
+        for version in (1, 2):
+            window, again = SettledWindow(), SettledWindow()
+            window.version = again.version = version
+            model = played(done, window)
+            window.seal()
+            assert window.store_as(version) == version
+            for segment in window.segments:
+                value = segment.value_in(version)
+                assert name_of(value) == segment.name_in(version)
+                back = read(value)
+                assert back.name_in(version) == segment.name_in(version)
+                again.add_segment(back)
+            agrees(again, model, others(model))
+            # What is stored for older proxies has the whole fingerprints.
+            ends = {id: each.fingerprint for id, each in model.items()}
+            length = 16 if version == 1 else MARK_BYTES
+            assert {t.id: t.fingerprint for t in again} == {
+                id: mark[:length] for id, mark in ends.items()
+            }
+
+
+def many(count: int, *, late: bool = False) -> list[Transaction]:
+    """Return plain transactions, settled at once or a minute after their preparation."""
+    found = []
+    for number in range(count):
+        time_ms = START_MS + number
+        verdict = Verdict(Decision.COMMIT, number, time_ms + (60_000 if late else 5))
+        places = (Place("t", 0, 100),)
+        id = make_id(PARTITION, time_ms, number * 0x9E3779B97F4A7C15 % (1 << 64))
+        half = Half(id, "g", bare_of(places))
+        found.append(
+            Transaction(
+                half, number, time_ms + 2, bytes(16), places, None, State.PROMOTED, False,
+                verdict=verdict,
+            )
+        )  # fmt: skip
+    return found
+
+
+def test_what_is_settled_late_lies_apart() -> None:
+    window = SettledWindow()
+    usual, late = many(100)[:60], many(100, late=True)[60:]
+    window.settle_many([*usual, *late])
+    window.seal()
+    assert [(each.late, each.count) for each in window.segments] == [(False, 60), (True, 40)]
+    again = SettledWindow()
+    for segment in window.segments:
+        again.add_segment(read(segment.value))
+    assert [(each.late, each.count) for each in again.segments] == [(False, 60), (True, 40)]
+    assert all(again.get(each.id) is not None for each in (*usual, *late))
+
+
+def test_a_row_takes_36_bytes() -> None:
+    window = SettledWindow()
+    window.settle_many(many(settled.SEGMENT_ENTRIES))
+    (segment,) = window.segments
+    assert len(segment.value) / segment.count < 36
+    assert segment.memory_bytes / segment.count < 36
+    # One group at 20,000 a second and a window of 600 s, within four fifths of 512 MiB.
+    assert segment.memory_bytes / segment.count * 20_000 * 600 < 512 * 2**20 * 4 / 5
+
+
+def test_fingerprints_that_were_cut_are_stored_in_version_2_for_good() -> None:
+    window = SettledWindow()
+    window.version = 1
+    window.settle_many(many(3))
+    window.seal()
+    assert window.segments[0].tails
+    assert window.store_as(1) == 1
+    before = window.size
+    assert window.store_as(2) == 2
+    assert not window.segments[0].tails
+    assert window.size == before - 3 * MARK_BYTES
+    assert window.store_as(1) == 2
+
+
+def test_what_is_no_segment_is_refused() -> None:
+    segment = pack([brief(each) for each in many(3)])
+    with pytest.raises(ValueError, match="version"):
+        read(segment.value[:3] + b"\x03" + segment.value[4:])
+    with pytest.raises(ValueError, match="rows"):
+        Segment(_grown(segment))
+
+
+def _grown(segment: Segment) -> bytes:
+    """Return a segment that says that it has a row more than it has."""
+    assert (segment.value[3], segment.value[6]) == (2, segment.count)
+    return segment.value[:6] + bytes([segment.count + 1]) + segment.value[7:]
