@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from txbroker.core.records import Cause, Progress, Record
 from txbroker.door import Target, Turn
+from txbroker.kafka.batch import Body
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.ended import Ended
 from txbroker.kafka.producer import Producer, Stored
@@ -38,7 +39,7 @@ class FakeProducer:
         self.log.append(f"{self.name} begins")
 
     async def produce(
-        self, batches: Mapping[Partition, Sequence[Record]], patience: Patience
+        self, batches: Mapping[Partition, Body], patience: Patience
     ) -> dict[Partition, Stored]:
         """Write."""
         self.log.append(f"{self.name} writes")

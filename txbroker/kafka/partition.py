@@ -22,6 +22,7 @@ from txbroker.door import (
 )
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
+from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.ended import HANGING, Ended
 from txbroker.kafka.log import KafkaLog
@@ -197,8 +198,9 @@ class KafkaPartitionDoor(PartitionDoor):
                 raise KafkaUnavailable(causes[0].message)
 
     async def _write_claim(self, producer: Producer, claim: Claim, patience: Patience) -> Stored:
+        body = batch_body([encode_claim(claim)])
         await producer.add([self._checkpoint_at], patience)
-        stored = await producer.produce({self._checkpoint_at: [encode_claim(claim)]}, patience)
+        stored = await producer.produce({self._checkpoint_at: body}, patience)
         hit("claim.produced")
         await producer.end(commit=True, patience=patience)
         hit("claim.committed")
