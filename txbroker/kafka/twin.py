@@ -49,11 +49,12 @@ class TwinWriter:
         producers: tuple[Producer, Producer],
         bytes_max: Callable[[str], int],
         ended: Ended,
+        stable: StableEnds,
     ) -> None:
         settings = client.settings
         self._ended = ended
-        self._stable = StableEnds(client)
-        self._unseen = tuple(Unseen(producer, ended, self._stable) for producer in producers)
+        self._stable = stable
+        self._unseen = tuple(Unseen(producer, ended, stable) for producer in producers)
         self._settings = settings
         self._producers = producers
         self._bytes_max = bytes_max
