@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from aiokafka.protocol.offset import OffsetRequest
-from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.core.records import Record
@@ -19,6 +17,7 @@ from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unans
 from txbroker.kafka.codes import Code
 from txbroker.kafka.ended import HANGING, Ended, Unseen
 from txbroker.kafka.leaders import LeadersRequest
+from txbroker.kafka.packed import OffsetRequest, ProduceRequest
 from txbroker.kafka.producer import Producer
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.transactions import Partition

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from aiokafka.conn import create_conn
 from kafka_world import KafkaWorld
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
@@ -16,6 +15,7 @@ from txbroker.door import Hanging, Turn
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.batch import batch_body, encode_batch
 from txbroker.kafka.client import Client
+from txbroker.kafka.connection import open_connection
 from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.reader import Reader
 
@@ -27,7 +27,7 @@ class Opened:
         self.connections: list[Any] = []
 
     async def __call__(self, *address: Any, **settings: Any) -> Any:
-        self.connections.append(await create_conn(*address, **settings))
+        self.connections.append(await open_connection(*address, **settings))
         return self.connections[-1]
 
 
