@@ -45,9 +45,9 @@ class Counting:
         connection = await open_connection(host, port, **arguments)
         send = connection.send
 
-        def counted(request: Any, expect_response: bool = True) -> Any:
+        def counted(request: Any) -> Any:
             self.requests[type(request).__name__.removesuffix("Request")] += 1
-            return send(request, expect_response)
+            return send(request)
 
         connection.send = counted  # type: ignore[method-assign]
         return connection

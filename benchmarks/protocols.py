@@ -63,10 +63,10 @@ class Side:
             self.answers_s[name].append(time.perf_counter() - began_s)
             return told
 
-        def counted(request: Request[Any], expect_response: bool = True) -> Any:
+        def counted(request: Request[Any]) -> Any:
             name = type(request).__name__
             self.requests[name] += 1
-            return timed(name, send(request, expect_response), time.perf_counter())
+            return timed(name, send(request), time.perf_counter())
 
         connection.send = counted  # type: ignore[method-assign]
         return connection

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
-from aiokafka.conn import create_conn
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import (
     AdminClient,
@@ -24,6 +23,7 @@ from confluent_kafka.admin import (
 from txbroker.core.records import Record
 from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.audit import KafkaAuditWriter
+from txbroker.kafka.connection import open_connection
 
 _NUMBERS = itertools.count()
 _READ_TIMEOUT_S = 10.0
@@ -69,20 +69,20 @@ class KafkaWorld:
         return KafkaSettings(**{**given, **changes})
 
     async def door(
-        self, instance_id: str = "one", opener: Callable[..., Any] = create_conn, **changes: Any
+        self, instance_id: str = "one", opener: Callable[..., Any] = open_connection, **changes: Any
     ) -> KafkaDoor:
         """A door that is started; closed when the test ends.
 
         What only the first door of all does to make its topics never goes through `opener`.
         """
-        if opener is not create_conn and not self._doors:
+        if opener is not open_connection and not self._doors:
             await self.closed_door(instance_id).start()
         door = self.closed_door(instance_id, opener, **changes)
         await door.start()
         return door
 
     def closed_door(
-        self, instance_id: str = "one", opener: Callable[..., Any] = create_conn, **changes: Any
+        self, instance_id: str = "one", opener: Callable[..., Any] = open_connection, **changes: Any
     ) -> KafkaDoor:
         """A door that is not started yet."""
         door = KafkaDoor(self.settings(instance_id, **changes), opener)

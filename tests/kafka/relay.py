@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from aiokafka.conn import create_conn
+from txbroker.kafka.connection import open_connection
 
 PRODUCE, INIT_PRODUCER_ID, ADD_PARTITIONS, END_TXN = 0, 22, 24, 26
 _SIZE = struct.Struct(">i")
@@ -74,12 +74,14 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, host: str, port: int, **settings: Any) -> Any:
-        """In place of the client library's `create_conn`."""
+        """In place of `open_connection`."""
         server = await asyncio.start_server(
             lambda r, w: self._serve(r, w, host, port), "127.0.0.1", 0
         )
         try:
-            return await create_conn("127.0.0.1", server.sockets[0].getsockname()[1], **settings)
+            return await open_connection(
+                "127.0.0.1", server.sockets[0].getsockname()[1], **settings
+            )
         finally:
             server.close()
 

@@ -1,49 +1,236 @@
-"""A connection that breaks under a request is told of in the client library's own words, also on
-uvloop, which raises a RuntimeError where asyncio only warns."""
+"""Connections on which something goes wrong, and how answers are cut out of what arrives."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvloop
-from aiokafka.errors import KafkaConnectionError
+from aiokafka.errors import KafkaConnectionError, KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
 
-from txbroker.kafka.connection import LoggedInConnection
+from txbroker.kafka.connection import LoggedInConnection, open_connection
+from txbroker.kafka.packed import EndTxnRequest, Over
+
+Asked = tuple[int, int]
+"""Kind and correlation id of a request."""
+VERSIONS, METADATA, END = 18, 3, 26
+REQUEST = EndTxnRequest("id", 7, 0, True)
 
 
-async def _send_on_a_broken_connection() -> LoggedInConnection:
-    """Send behind the break, before the library has heard of it."""
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+class Broker:
+    """Tells what it can do, and leaves all other answers to the test."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[Asked] = asyncio.Queue()
+        self.writer: asyncio.StreamWriter
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read what is asked."""
+        self.writer = writer
+        while True:
+            try:
+                (size,) = struct.unpack(">i", await reader.readexactly(4))
+                kind, _, number = struct.unpack_from(">hhi", await reader.readexactly(size))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            if kind == VERSIONS:
+                told = struct.pack(">hihhhhhh", 0, 2, METADATA, 0, 1, END, 0, 5)
+                writer.write(framed(number, told))
+            else:
+                self.asked.put_nowait((kind, number))
+
+    async def number(self) -> int:
+        """Return the correlation id of the next request."""
+        return (await self.asked.get())[1]
+
+
+def framed(number: int, body: bytes) -> bytes:
+    return struct.pack(">ii", len(body) + 4, number) + body
+
+
+def over(number: int, code: int = 0) -> bytes:
+    """Return the answer to an EndTxn."""
+    return framed(number, struct.pack(">ih", 0, code))
+
+
+@asynccontextmanager
+async def connected(timeout_s: float = 60.0) -> AsyncIterator[tuple[Broker, LoggedInConnection]]:
+    broker = Broker()
+    server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    connection = LoggedInConnection("127.0.0.1", port)  # type: ignore[no-untyped-call]
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    reading = asyncio.create_task(asyncio.sleep(0))
-    connection._reader, connection._writer, connection._read_task = reader, writer, reading
-    connection._versions = {MetadataRequest.API_KEY: (0, 1)}
-    writer.transport.abort()
-    await writer.wait_closed()
+    connection = await open_connection(
+        "127.0.0.1", port, request_timeout_ms=round(timeout_s * 1000), max_idle_ms=60_000
+    )
     try:
-        with pytest.raises(KafkaConnectionError):
-            connection.send(MetadataRequest(None))
+        async with asyncio.timeout(30.0):
+            yield broker, connection
     finally:
+        await connection.close()
+        broker.writer.close()
         server.close()
-    return connection
+
+
+async def _on_both_loops(test: Callable[[], Awaitable[None]]) -> None:
+    """Run a test on asyncio's own event loop and on uvloop."""
+
+    def run(loop_factory: Any) -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(test())  # type: ignore[arg-type]
+
+    for factory in (asyncio.new_event_loop, uvloop.new_event_loop):
+        await asyncio.to_thread(run, factory)
 
 
 async def test_a_request_behind_the_break_was_not_sent_and_closes_the_connection() -> None:
-    def on_uvloop() -> LoggedInConnection:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_send_on_a_broken_connection())
+    async def behind_the_break() -> None:
+        async with connected() as (_, connection):
+            assert connection._writer is not None
+            # Before anybody has heard of it. asyncio only warns, and tells of it later.
+            connection._writer.transport.abort()
+            with pytest.raises(KafkaConnectionError):
+                await connection.send(REQUEST)
+            assert not connection.connected()
+            with pytest.raises(KafkaConnectionError):
+                connection.send(REQUEST)
 
-    connection = await asyncio.to_thread(on_uvloop)
-    assert not connection.connected()
+    await _on_both_loops(behind_the_break)
 
 
 async def test_a_version_that_a_broker_does_not_speak_is_no_broken_connection() -> None:
-    connection = LoggedInConnection("127.0.0.1", 1)  # type: ignore[no-untyped-call]
-    connection._writer = object()
-    connection._versions = {MetadataRequest.API_KEY: (99, 99)}
-    with pytest.raises(NotImplementedError):
-        connection.send(MetadataRequest(None))
+    async with connected() as (broker, connection):
+        connection._versions = {METADATA: (99, 99), END: (99, 99)}
+        for request in (MetadataRequest(None), REQUEST):
+            with pytest.raises(NotImplementedError):
+                connection.send(request)
+        connection._versions = {END: (0, 5)}
+        answer = connection.send(REQUEST)
+        broker.writer.write(over(await broker.number(), 3))
+        assert await answer == Over(3)
+
+
+async def test_answers_arrive_in_pieces_or_together() -> None:
+    async def in_pieces() -> None:
+        async with connected() as (broker, connection):
+            answers = [connection.send(REQUEST) for _ in range(4)]
+            numbers = [await broker.number() for _ in range(4)]
+            data = b"".join(over(number, code) for code, number in enumerate(numbers))
+            first, second, rest = data[:2], data[2 : len(data) // 4 + 9], data[len(data) // 4 + 9 :]
+            broker.writer.write(first)
+            await broker.writer.drain()
+            # The way there and back: the piece has arrived.
+            await connection_turn(connection)
+            assert not any(each.done() for each in futures(connection))
+            broker.writer.write(second)
+            assert await answers[0] == Over(0)
+            broker.writer.write(rest)
+            assert await asyncio.gather(*answers[1:]) == [Over(1), Over(2), Over(3)]
+
+    await _on_both_loops(in_pieces)
+
+
+async def connection_turn(connection: LoggedInConnection) -> None:
+    """Wait until something of an answer has arrived."""
+    assert connection._writer is not None
+    frames = connection._writer.transport.get_protocol()
+    while not frames._rest:
+        await asyncio.sleep(0.001)
+
+
+def futures(connection: LoggedInConnection) -> list[asyncio.Future[Any]]:
+    return [answer for _, _, answer in connection._requests]
+
+
+async def test_a_large_answer_is_read_whole() -> None:
+    async with connected() as (broker, connection):
+        name = "t" * 30_000
+        answer = connection.send(MetadataRequest(None))
+        number = await broker.number()
+        brokers = b"".join(
+            struct.pack(">ih", 7, len(name)) + name.encode() + bytes(6) for _ in range(99)
+        )
+        body = struct.pack(">i", 99) + brokers + struct.pack(">ii", 1, 0)
+        broker.writer.write(framed(number, body))
+        assert [(each[0], each[1]) for each in (await answer).brokers] == [(7, name)] * 99
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda number: over(number + 1),
+        lambda number: framed(number, b"\0"),
+        lambda _: struct.pack(">ii", -5, 1),
+        lambda number: over(number) * 2,
+    ],
+    ids=["of another request", "too short", "of no size", "twice"],
+)
+async def test_behind_an_answer_that_does_not_read_nothing_counts(
+    answer: Callable[[int], bytes],
+) -> None:
+    async with connected() as (broker, connection):
+        first, second = connection.send(REQUEST), connection.send(REQUEST)
+        number, _ = await broker.number(), await broker.number()
+        broker.writer.write(answer(number))
+        with pytest.raises(KafkaError):
+            await second
+        assert not connection.connected()
+        if answer(number).startswith(over(number)):
+            assert await first == Over(0)
+        else:
+            with pytest.raises(KafkaConnectionError):
+                await first
+
+
+@pytest.mark.parametrize("abort", [False, True])
+async def test_what_is_on_its_way_when_the_broker_closes_fails(abort: bool) -> None:
+    async def closed() -> None:
+        async with connected() as (broker, connection):
+            answers = [connection.send(REQUEST), connection.send(MetadataRequest(None))]
+            await broker.number()
+            broker.writer.transport.abort() if abort else broker.writer.close()
+            for answer in answers:
+                with pytest.raises(KafkaConnectionError):
+                    await answer
+            assert not connection.connected()
+
+    await _on_both_loops(closed)
+
+
+async def test_an_answer_that_does_not_come_in_time_is_told() -> None:
+    async with connected(timeout_s=0.05) as (broker, connection):
+        late = connection.send(REQUEST)
+        number = await broker.number()
+        with pytest.raises(TimeoutError):
+            await late
+        # Whoever asked closes the connection then; an answer that comes before hurts nobody.
+        assert connection.connected()
+        again = connection.send(REQUEST)
+        broker.writer.write(over(number) + over(await broker.number(), 5))
+        assert await again == Over(5)
+
+
+async def test_who_gave_up_hears_nothing_and_others_do() -> None:
+    async with connected() as (broker, connection):
+        gone, here = (asyncio.ensure_future(connection.send(REQUEST)) for _ in range(2))
+        gone.cancel()
+        broker.writer.write(over(await broker.number()) + over(await broker.number(), 5))
+        assert await here == Over(5)
+        assert gone.cancelled()
+
+
+async def test_a_closed_connection_leaves_nothing_behind() -> None:
+    async with connected() as (broker, connection):
+        answer = connection.send(REQUEST)
+        await broker.number()
+        timers = [timer for _, (_, timer), _ in connection._requests]
+        await connection.close()
+        with pytest.raises(KafkaConnectionError):
+            await answer
+        assert all(timer.cancelled() for timer in timers)
+        assert not connection._requests
+    gc.collect()

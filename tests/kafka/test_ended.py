@@ -8,16 +8,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from aiokafka.protocol.offset import OffsetRequest
-from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.core.records import Record
 from txbroker.door import TurnLost
+from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.codes import Code
 from txbroker.kafka.ended import HANGING, Ended, Unseen
 from txbroker.kafka.leaders import LeadersRequest
+from txbroker.kafka.packed import OffsetRequest, ProduceRequest
 from txbroker.kafka.producer import Producer
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.transactions import Partition
@@ -268,7 +268,7 @@ async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Lea
     one, other = (Producer(client, side, side) for side in "ab")
     ended = Ended(client, "ended", [one, other])
     assert await ended.prove([T]) == []
-    batch, patience = {T: [Record(b"k", b"")]}, Patience(1.0, 0.01)
+    batch, patience = {T: batch_body([Record(b"k", b"")])}, Patience(1.0, 0.01)
     # It had been deposed long ago, and did not know.
     leaders.leaders[T] = 2
     with pytest.raises(NotSent, match="t-0 is led by another broker"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 from confluent_kafka import Producer
@@ -14,6 +13,7 @@ from txbroker.core.ids import parse_id
 from txbroker.core.records import Cause, Message, Record
 from txbroker.kafka.door import KafkaDoor
 from txbroker.kafka.fetched import Fetched
+from txbroker.kafka.packed import ProduceRequest
 from txbroker.kafka.reader import Reader
 from txbroker.own_topics import encode_layout
 

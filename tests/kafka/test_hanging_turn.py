@@ -17,6 +17,7 @@ from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
 from txbroker.core.codec import encode_progress
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import Hanging, Target, Turn
+from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.examination import KafkaExamination
 from txbroker.kafka.producer import BatchRefused, Producer
@@ -62,7 +63,7 @@ async def leave_open(world: KafkaWorld, at: Partition, records: Sequence[Record]
                 producer = Producer(client, "lost", f"{settings.half_topic}-0-a")
                 await producer.start(patience)
                 try:
-                    await producer.produce({at: records}, patience)
+                    await producer.produce({at: batch_body(records)}, patience)
                     written = True
                 except BatchRefused:
                     # The setting has not reached the broker yet.

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 from aiokafka.protocol.fetch import FetchRequest
-from aiokafka.protocol.offset import OffsetRequest
 
 from txbroker.door import LogTruncated
 from txbroker.errors import KafkaUnavailable
@@ -17,6 +16,7 @@ from txbroker.kafka.client import Client, KafkaRefused, Unanswered
 from txbroker.kafka.codes import Code
 from txbroker.kafka.leaders import LeadersRequest, confirm_leader, confirm_leaders
 from txbroker.kafka.log import KafkaLog
+from txbroker.kafka.packed import OffsetRequest
 from txbroker.kafka.picker import Picker
 from txbroker.kafka.reader import Reader
 from txbroker.kafka.settings import KafkaSettings

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from aiokafka.conn import create_conn
 from kafka_world import KafkaWorld
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import Hanging, Turn
 from txbroker.errors import InvariantBroken, KafkaUnavailable
-from txbroker.kafka.batch import encode_batch
+from txbroker.kafka.batch import batch_body, encode_batch
 from txbroker.kafka.client import Client
+from txbroker.kafka.connection import open_connection
 from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.reader import Reader
 
@@ -27,7 +27,7 @@ class Opened:
         self.connections: list[Any] = []
 
     async def __call__(self, *address: Any, **settings: Any) -> Any:
-        self.connections.append(await create_conn(*address, **settings))
+        self.connections.append(await open_connection(*address, **settings))
         return self.connections[-1]
 
 
@@ -123,7 +123,9 @@ class Slow(Reader):
         self.asked.append(position)
         await asyncio.sleep(0)
         data = bytearray(
-            encode_batch([Record(b"%d" % position, b"")], producer_id=1, epoch=0, sequence=0)
+            encode_batch(
+                batch_body([Record(b"%d" % position, b"")]), producer_id=1, epoch=0, sequence=0
+            )
         )
         data[:8] = position.to_bytes(8, "big")
         if position == self._broken:
@@ -153,7 +155,7 @@ async def test_what_is_read_ahead_fails_in_its_place(world: KafkaWorld) -> None:
 # --- damaged batches -------------------------------------------------------------------------
 
 BATCH = encode_batch(
-    [Record(b"%d" % n, b"value", (("h", b"x"),)) for n in range(3)],
+    batch_body([Record(b"%d" % n, b"value", (("h", b"x"),)) for n in range(3)]),
     producer_id=1,
     epoch=0,
     sequence=0,

@@ -17,13 +17,7 @@ from txbroker.core.codec import PROGRESS_KEY, encode_claim
 from txbroker.core.records import RECORD_VERSION, Claim, Record
 from txbroker.door import Fenced, TurnLost, TurnRefused
 from txbroker.errors import InvariantBroken
-from txbroker.kafka.batch import (
-    HEADER_BYTES,
-    batch_bytes,
-    encode_batch,
-    record_bytes,
-    split_by_bytes,
-)
+from txbroker.kafka.batch import HEADER_BYTES, batch_body, encode_batch
 from txbroker.kafka.codes import RETRIABLE, Code, describe
 from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.producer import BatchRefused, BatchUnknown, ProducerFenced
@@ -45,28 +39,8 @@ records = st.lists(
 )
 
 
-def size(run: object) -> int:
-    return len(encode_batch(run, producer_id=1, epoch=0, sequence=0))  # type: ignore[arg-type]
-
-
-@given(records, st.integers(HEADER_BYTES, 2000))
-def test_runs_keep_all_records_in_order_and_fit(given_: list[Record], bytes_max: int) -> None:
-    runs = split_by_bytes(given_, bytes_max)
-    assert [record for run in runs for record in run] == given_
-    assert all(size(run) <= bytes_max or len(run) == 1 for run in runs)
-
-
-@given(records)
-def test_the_bound_of_a_batch_is_never_too_small_and_exact_where_it_decides(
-    given_: list[Record],
-) -> None:
-    exact = size(given_)
-    assert exact <= HEADER_BYTES + sum(map(record_bytes, given_)) == batch_bytes(given_, 1 << 30)
-    assert batch_bytes(given_, exact) == exact
-
-
 def test_offsets_that_came_in_no_batch_are_a_hole_and_not_skipped() -> None:
-    batch = encode_batch([Record(b"k", b"v")] * 2, producer_id=1, epoch=0, sequence=0)
+    batch = encode_batch(batch_body([Record(b"k", b"v")] * 2), producer_id=1, epoch=0, sequence=0)
     data = b"".join(offset.to_bytes(8, "big") + batch[8:] for offset in (3, 5, 9))
     fetched = Fetched("t-0", 3, (0, 0, 11, 11, [], data), append_time=False)
     found = [record for piece in fetched.pieces(2) for record in piece]
@@ -119,7 +93,7 @@ UNREADABLE: dict[str, Callable[[], bytes]] = {
 def test_a_batch_that_does_not_decode_is_one_record_and_skipped_offsets(
     reason: str, producers: bool
 ) -> None:
-    ours = encode_batch([Record(b"k", b"ours")], producer_id=1, epoch=0, sequence=0)
+    ours = encode_batch(batch_body([Record(b"k", b"ours")]), producer_id=1, epoch=0, sequence=0)
     theirs = UNREADABLE[reason]()
     count = int.from_bytes(theirs[57:61], "big")
     next_ = 4 + count
@@ -177,7 +151,7 @@ def test_what_others_compress_with_gzip_or_name_as_they_like_reads_like_a_plain_
         answer = (0, 0, 99, 99, [], sealed(batch, 5))
         return Fetched("t-0", 5, answer, append_time=append_time).records
 
-    plain = encode_batch(given_, producer_id=1, epoch=0, sequence=0)
+    plain = encode_batch(batch_body(given_), producer_id=1, epoch=0, sequence=0)
     compress = zlib.compressobj(wbits=31)
     body = compress.compress(plain[HEADER_BYTES:]) + compress.flush()
     size = (len(body) + HEADER_BYTES - 12).to_bytes(4, "big")
@@ -185,7 +159,7 @@ def test_what_others_compress_with_gzip_or_name_as_they_like_reads_like_a_plain_
     packed = plain[:8] + size + plain[12:22] + attributes + plain[23:HEADER_BYTES] + body
     assert read(packed) == read(plain)
     odd = [*given_, Record(b"", None, (("zzqzz", None),), 1 << 41)]
-    batch = encode_batch(odd, producer_id=1, epoch=0, sequence=0)
+    batch = encode_batch(batch_body(odd), producer_id=1, epoch=0, sequence=0)
     named = read(batch.replace(b"zzqzz", b"zz\xffzz"))
     assert named[:-1] == read(batch)[:-1]
     assert named[-1].headers == (("zz\ufffdzz", None),)
@@ -209,7 +183,9 @@ def test_what_does_not_decode_in_a_checkpoint_stops_only_if_our_producer_wrote_i
     ours: bool,
 ) -> None:
     claim = encode_claim(Claim(RECORD_VERSION, "c", "o", ""))
-    batch = encode_batch([claim], producer_id=7, epoch=0, sequence=0, transactional=True)
+    batch = encode_batch(
+        batch_body([claim]), producer_id=7, epoch=0, sequence=0, transactional=True
+    )
     builder = DefaultRecordBatchBuilder(2, 0, 1, 7 if ours else 8, 0, 1, 1 << 20)
     builder.append(0, 1, b"progress", b"{}", [])
     packed = bytearray(builder.build())

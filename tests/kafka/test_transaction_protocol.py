@@ -16,6 +16,7 @@ from small_turns import FENCED_CODES, claim, keys, write
 
 from txbroker.core.records import Progress, Record
 from txbroker.door import Fenced, TurnLost
+from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.producer import BatchRefused, Producer, ProducerFenced
 from txbroker.kafka.settings import KafkaSettings
@@ -315,7 +316,9 @@ async def test_every_end_raises_the_epoch_and_sequences_begin_anew(
     begun = own._producer_id, own._epoch
     for number, commit in enumerate((True, False, True), 1):
         for part in range(2):
-            await own.produce({(topic, 0): [Record(b"%d-%d" % (number, part), b"")]}, patience)
+            await own.produce(
+                {(topic, 0): batch_body([Record(b"%d-%d" % (number, part), b"")])}, patience
+            )
         await own.end(commit=commit, patience=patience)
         assert (own._producer_id, own._epoch) == (begun[0], begun[1] + number)
     later = producer(client, world)
@@ -490,7 +493,7 @@ async def test_a_producer_whose_epochs_are_used_up_goes_on_with_a_new_id(
     for number in range(8):
         await own.add([(topic, 0)], patience)
         assert own._epoch < EPOCH_MAX - 3
-        await own.produce({(topic, 0): [Record(b"%d" % number, b"")]}, patience)
+        await own.produce({(topic, 0): batch_body([Record(b"%d" % number, b"")])}, patience)
         await own.end(commit=True, patience=patience)
         written.append(b"%d" % number)
     assert own._producer_id != first_id

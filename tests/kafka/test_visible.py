@@ -3,40 +3,157 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from txbroker.kafka.client import Client
+import pytest
+
+from txbroker.door import NotVisible
+from txbroker.kafka import visible
+from txbroker.kafka.client import Client, Unanswered
+from txbroker.kafka.transactions import Partition
 from txbroker.kafka.visible import StableEnds
 
+A, B, C = ("t", 0), ("t", 1), ("u", 0)
 
-class Moved:
-    """A client whose leaders have to be looked up, until the gate is open."""
 
-    def __init__(self, ends: dict[tuple[str, int], int]) -> None:
-        self.asked, self.found = asyncio.Event(), asyncio.Event()
-        self._ends = ends
+class Kafka:
+    """A client whose brokers answer as a test says.
+
+    Attributes:
+        ends: the last stable offset of each partition.
+        leaders: the leader of each, by what the brokers know.
+        known: the same by what the client knows.
+        asked: the questions, each with its broker and partitions.
+        hung: brokers that do not answer before `answer` is set.
+    """
+
+    def __init__(self, ends: dict[Partition, int]) -> None:
+        self.ends = ends
+        self.leaders = dict.fromkeys(ends, 1)
+        self.known = dict(self.leaders)
+        self.asked: list[tuple[int, list[Partition]]] = []
+        self.asking, self.found = asyncio.Event(), asyncio.Event()
+        self.found.set()
+        self.hung: set[int] = set()
+        self.silent: set[int] = set()
+
+    def known_leader(self, topic: str, partition: int) -> int:
+        """Return the leader."""
+        return self.known.get((topic, partition), -1)
+
+    def forget_leader(self, topic: str, partition: int) -> None:
+        """Look it up the next time."""
+        self.known.pop((topic, partition), None)
 
     async def leader(self, topic: str, partition: int) -> int:
         """Look the leader up."""
-        self.asked.set()
+        self.asking.set()
         await self.found.wait()
-        return 1
+        return self.known.setdefault((topic, partition), self.leaders[topic, partition])
 
-    async def ask(self, node: int, request: object, lane: str) -> Any:
+    async def ask(self, node: int, request: Any, lane: str) -> Any:
         """Say where everything ends."""
-        topics = [(topic, [(number, 0, -1, end)]) for (topic, number), end in self._ends.items()]
-        return SimpleNamespace(topics=topics)
+        partitions = [(topic, n) for topic, parts in request._topics for n, _ in parts]
+        self.asked.append((node, partitions))
+        if node in self.hung:
+            await asyncio.Event().wait()
+        if node in self.silent:
+            raise Unanswered("no answer")
+        return SimpleNamespace(topics=list(self._answers(partitions)))
+
+    def _answers(self, partitions: Iterable[Partition]) -> Iterable[Any]:
+        for topic, number in partitions:
+            yield topic, [(number, 0, -1, self.ends[topic, number])]
 
 
-async def test_turns_that_come_while_a_leader_is_looked_up_are_seen_with_the_others() -> None:
-    client = Moved({("t", 0): 10, ("t", 1): 10, ("t", 2): 10})
-    stable = StableEnds(cast(Client, client))
-    first = asyncio.create_task(stable.pass_by({("t", 0): 9, ("t", 1): 9}, 60.0))
-    await client.asked.wait()
-    second = asyncio.create_task(stable.pass_by({("t", 2): 9}, 60.0))
+@pytest.fixture
+def kafka() -> Kafka:
+    return Kafka({A: 10, B: 10, C: 10})
+
+
+@pytest.fixture
+def stable(kafka: Kafka) -> StableEnds:
+    return StableEnds(cast(Client, kafka))
+
+
+async def test_turns_that_come_while_a_leader_is_looked_up_are_seen_with_the_others(
+    kafka: Kafka, stable: StableEnds
+) -> None:
+    kafka.known.clear()
+    kafka.found.clear()
+    first = asyncio.create_task(stable.pass_by({A: 9, B: 9}, 60.0))
+    await kafka.asking.wait()
+    second = asyncio.create_task(stable.pass_by({C: 9}, 60.0))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    client.found.set()
+    kafka.found.set()
     async with asyncio.timeout(2.0):
         await asyncio.gather(first, second)
+
+
+async def test_turns_of_several_half_partitions_are_seen_by_one_question(
+    kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stable.pass_by({A: 9}, 60.0)
+    assert kafka.asked == [(1, [A])]  # with nobody else about it leaves at once
+    monkeypatch.setattr(visible, "COMPANY_S", 0.2)
+    waiting = [asyncio.create_task(stable.pass_by({each: 9}, 60.0)) for each in (A, B)]
+    await asyncio.sleep(0.05)
+    waiting.append(asyncio.create_task(stable.pass_by({C: 9}, 60.0)))
+    async with asyncio.timeout(10.0):
+        await asyncio.gather(*waiting)
+    assert kafka.asked[1:] == [(1, [A, B, C])]
+
+
+async def test_what_does_not_show_yet_is_asked_about_again_without_waiting_for_company(
+    kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visible, "COMPANY_S", 3600.0)
+    waiting = asyncio.create_task(stable.pass_by({A: 10}, 60.0))
+    async with asyncio.timeout(10.0):
+        while len(kafka.asked) < 3:
+            await asyncio.sleep(0)
+        kafka.ends[A] = 11
+        await waiting
+
+
+async def test_a_broker_that_hangs_holds_up_nobody_who_waits_for_others(
+    kafka: Kafka, stable: StableEnds
+) -> None:
+    kafka.known[B] = kafka.leaders[B] = 2
+    kafka.hung = {2}
+    hanging = asyncio.create_task(stable.pass_by({B: 9}, 0.2))
+    async with asyncio.timeout(10.0):
+        for _ in range(3):
+            await stable.pass_by({A: 9}, 60.0)
+        with pytest.raises(NotVisible, match="t-1"):
+            await hanging
+    assert kafka.asked.count((2, [B])) == 1
+
+
+@pytest.mark.parametrize("others", [False, True])
+async def test_who_waits_goes_along_to_another_leader(
+    kafka: Kafka, stable: StableEnds, others: bool
+) -> None:
+    kafka.silent = {1}
+    kafka.leaders[B] = 2
+    waiting = [asyncio.create_task(stable.pass_by({B: 9}, 60.0))]
+    if others:
+        kafka.leaders[C] = kafka.known[C] = 2
+        waiting.append(asyncio.create_task(stable.pass_by({C: 9}, 60.0)))
+    async with asyncio.timeout(10.0):
+        await asyncio.gather(*waiting)
+    assert kafka.asked[0] == (1, [B])
+    assert kafka.asked[-1] == (2, [B])
+
+
+async def test_nothing_is_asked_about_that_nobody_waits_for(
+    kafka: Kafka, stable: StableEnds
+) -> None:
+    kafka.leaders[C] = kafka.known[C] = 2
+    assert await stable.left({A: 10, B: 9, C: 10}, 0.05) == [A, C]
+    asked = len(kafka.asked)
+    await stable.pass_by({B: 9}, 60.0)
+    assert kafka.asked[asked:] == [(1, [B])]

@@ -91,7 +91,9 @@ class Started(Producer):
 def watched_door(found_open: Mapping[Partition, int]) -> WatchedDoor:
     """A door, and where an earlier turn is open, by its first offset."""
     client = Leaders(KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one"))
-    door = WatchedDoor(client, 0, lambda _: 1000, lambda _: None, SharedWrites(client))
+    door = WatchedDoor(
+        client, 0, lambda _: 1000, lambda _: None, SharedWrites(client), StableEnds(client)
+    )
     door.steps = client.steps = []
     client.open = found_open
     return door

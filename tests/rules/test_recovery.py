@@ -133,7 +133,7 @@ class Work:
         over = found.park_ms() is not None
         kind = MarkerKind.PARK if over else MarkerKind.CHECK
         fields = {} if over else {"reason": "due", "number": found.number + 1}
-        await self.owner.checks.write(found, kind, source=Source.SCHEDULE, **fields)
+        await self.owner.checks._markers.write(found, kind, source=Source.SCHEDULE, **fields)
 
     async def revive(self) -> None:
         """Revive a parked or refused one."""

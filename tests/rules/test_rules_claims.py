@@ -40,7 +40,7 @@ from txbroker.core.records import (
 )
 from txbroker.door import Assignment, Claimed, Fenced, LogTruncated, TurnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
-from txbroker.kafka.batch import encode_batch
+from txbroker.kafka.batch import batch_body, encode_batch
 from txbroker.kafka.fetched import Fetched
 from txbroker.proxy.broker import Broker
 from txbroker.testing.door import MemoryPartitionDoor
@@ -501,7 +501,7 @@ async def test_a_newer_marker_in_a_gap_stops_before_our_own_is_answered(world: W
 
 
 def test_a_record_without_the_brokers_append_time_stops_the_partition() -> None:
-    data = encode_batch([Record(b"k", b"v", (), 5)], producer_id=1, epoch=0, sequence=0)
+    data = encode_batch(batch_body([Record(b"k", b"v", (), 5)]), producer_id=1, epoch=0, sequence=0)
     answer = (0, 0, 1, 1, [], data)
     ours, theirs = (Fetched("x-0", 0, answer, append_time=own) for own in (True, False))
     assert [record.value for record in theirs.records] == [b"v"]

@@ -39,6 +39,7 @@ from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.producer import ProducerFenced
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.shared_writes import SharedWrites
+from txbroker.kafka.visible import StableEnds
 from txbroker.proxy.partition.targets import TIMESTAMP_AHEAD_MAX_MS, check_timestamps
 from txbroker.testing.door import MemoryPartitionDoor
 
@@ -53,7 +54,7 @@ def test_transactional_ids_are_of_the_installation_and_times_are_short() -> None
     )
     client = Client(settings)
     shared = SharedWrites(client)
-    door = KafkaPartitionDoor(client, 7, lambda _: 1000, lambda _: None, shared)
+    door = KafkaPartitionDoor(client, 7, lambda _: 1000, lambda _: None, shared, StableEnds(client))
     assert [door._producer(side)._id for side in "ab"] == ["shop.half-7-a", "shop.half-7-b"]
     assert settings.transaction_timeout_s == 15.0
     assert settings.request_timeout_s <= 5.0

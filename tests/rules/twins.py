@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from txbroker.core.records import Cause, Progress, Record
 from txbroker.door import Target, Turn
+from txbroker.kafka.batch import Body
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.ended import Ended
 from txbroker.kafka.producer import Producer, Stored
@@ -16,6 +17,7 @@ from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.transactions import Partition
 from txbroker.kafka.turns import TurnWritten
 from txbroker.kafka.twin import TwinWriter
+from txbroker.kafka.visible import StableEnds
 
 
 class FakeProducer:
@@ -38,7 +40,7 @@ class FakeProducer:
         self.log.append(f"{self.name} begins")
 
     async def produce(
-        self, batches: Mapping[Partition, Sequence[Record]], patience: Patience
+        self, batches: Mapping[Partition, Body], patience: Patience
     ) -> dict[Partition, Stored]:
         """Write."""
         self.log.append(f"{self.name} writes")
@@ -72,7 +74,9 @@ class Twins:
         self.asked: list[tuple[str, Partition]] = []
         self.a, self.b = FakeProducer("a", self.log), FakeProducer("b", self.log)
         settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
-        client = SimpleNamespace(settings=settings, leader=self._leader, ask=self._ask)
+        client = SimpleNamespace(
+            settings=settings, leader=self._leader, known_leader=lambda *_: 1, ask=self._ask
+        )
         ended = SimpleNamespace(left_open=self._left_open)
         self.writer = TwinWriter(
             cast(Client, client),
@@ -80,6 +84,7 @@ class Twins:
             (cast(Producer, self.a), cast(Producer, self.b)),
             lambda _: 1000,
             cast(Ended, ended),
+            StableEnds(cast(Client, client)),
         )
 
     async def write(self, number: int) -> TurnWritten:

@@ -339,8 +339,8 @@ class Cluster:
                 found = (code, -1, -1)
                 if code == NONE:
                     found = self._append(node, name, data, request)
-                stored.append((number, *found, 0, [], None, {}))
-            topics.append((topic, stored, {}))
+                stored.append((number, *found, None))
+            topics.append((topic, stored))
         return SimpleNamespace(topics=topics)
 
     def _put_in(self, id: str, name: Name, data: bytes) -> int:
@@ -511,14 +511,14 @@ class Cluster:
         code = self._refusal(node, request)
         if code == NONE:
             known = self.ids[request._transactional_id]
-            wanted = "commit" if request._transaction_result else "abort"
+            wanted = "commit" if request._committed else "abort"
             if known.state == "ongoing":
-                self._prepare(request._transactional_id, known, commit=request._transaction_result)
+                self._prepare(request._transactional_id, known, commit=request._committed)
             elif known.state == f"prepare {wanted}":
                 code = CONCURRENT
             elif known.state != f"complete {wanted}":
                 code = BAD_STATE
-        self.note(f"end {request._transactional_id} {request._transaction_result} code {code}")
+        self.note(f"end {request._transactional_id} {request._committed} code {code}")
         return SimpleNamespace(error_code=code)
 
     def _features(self, _: int, __: Any) -> Any:

@@ -19,7 +19,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import structlog
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from sim_loop import PROCESS
 
 START_S = 1_700_000_000.0
@@ -73,21 +72,12 @@ class _Secrets:
         return PROCESS.get().random.getrandbits(bits)
 
 
-class _Builder(DefaultRecordBatchBuilder):  # type: ignore[misc]
-    """Without a timestamp of its own a record gets its machine's, as in the client library."""
-
-    def append(self, offset: Any, timestamp: Any, *rest: Any) -> Any:
-        """Append a record."""
-        return super().append(offset, wall_ms() if timestamp is None else timestamp, *rest)
-
-
 _time, _random = _Time(), _Random()
 _MODULES: dict[Any, Any] = {
     time: _time,
     random: _random,
     uuid: _Uuid(),
     secrets: _Secrets(),
-    DefaultRecordBatchBuilder: _Builder,
 }
 _FUNCTIONS: dict[Any, Any] = {
     time.monotonic: _time.monotonic,

@@ -8,10 +8,11 @@ from typing import Any
 
 from aiokafka.errors import KafkaConnectionError, RequestTimedOutError
 from aiokafka.protocol.fetch import FetchRequest
-from aiokafka.protocol.offset import OffsetRequest
 from msgspec import Struct
 from sim_kafka import FIRST_PORT, Cluster
 from sim_loop import PROCESS, Handle, Life, Process, SimLoop
+
+from txbroker.kafka.packed import OffsetRequest
 
 
 class Weather(Struct):

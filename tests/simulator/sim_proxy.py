@@ -24,6 +24,7 @@ from txbroker.kafka.client import Client
 from txbroker.kafka.partition import KafkaPartitionDoor
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.shared_writes import SharedWrites
+from txbroker.kafka.visible import StableEnds
 from txbroker.proxy.broker import Broker
 
 FACTS_TTL_S = 5.0
@@ -106,6 +107,7 @@ class SimDoor(Door):
         self._cluster = network.cluster
         self._client = Client(settings, network.open)
         self._shared = SharedWrites(self._client)
+        self._stable = StableEnds(self._client)
         self.targets = self._targets = SimTargets(network)
         self.groups = NoGroups()
         self.audit = NoAudit()
@@ -125,7 +127,12 @@ class SimDoor(Door):
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition."""
         return KafkaPartitionDoor(
-            self._client, partition, self._bytes_max, self._targets.note, self._shared
+            self._client,
+            partition,
+            self._bytes_max,
+            self._targets.note,
+            self._shared,
+            self._stable,
         )
 
     def _bytes_max(self, topic: str) -> int:

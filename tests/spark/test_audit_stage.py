@@ -29,7 +29,7 @@ from txbroker.core.outcome import Effect
 from txbroker.core.records import RECORD_VERSION, Half, Marker, MarkerKind, Message, Record, State
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka import audit_records
-from txbroker.kafka.batch import HEADER_BYTES, Unreadable, encode_batch
+from txbroker.kafka.batch import HEADER_BYTES, Unreadable, batch_body, encode_batch
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.spark.cut import KafkaAccess, TopicEnds
 from txbroker.spark.errors import AuditError
@@ -370,7 +370,7 @@ def test_blocks_of_snappy_are_bounded_together(
 ) -> None:
     from pyarrow import Codec
 
-    batch = encode_batch([Record(b"k", b"v" * 180)], producer_id=1, epoch=0, sequence=0)
+    batch = encode_batch(batch_body([Record(b"k", b"v" * 180)]), producer_id=1, epoch=0, sequence=0)
     plain = batch[HEADER_BYTES:]
     monkeypatch.setattr(audit_records, "_INFLATED_BYTES_MAX", len(plain) - missing)
     blocks = [Codec("snappy").compress(part, asbytes=True) for part in (plain[:60], plain[60:])]

@@ -13,18 +13,14 @@ def murmur2(data: bytes) -> int:
     m = 0x5BD1E995
     length = len(data)
     h = 0x9747B28C ^ length
-    whole = length & ~3
     # Every prepare with a key comes through here: words that are all read at once cost least.
     for k in unpack_from(f"<{length >> 2}I", data):
         k = k * m & 0xFFFFFFFF
-        h = (h * m & 0xFFFFFFFF) ^ ((k ^ k >> 24) * m & 0xFFFFFFFF)
-    rest = data[whole:]
-    if rest:
-        h = (h ^ int.from_bytes(rest, "little")) * m & 0xFFFFFFFF
-    h ^= h >> 13
-    h = h * m & 0xFFFFFFFF
-    h ^= h >> 15
-    return h & 0x7FFFFFFF
+        h = (h * m ^ (k ^ k >> 24) * m) & 0xFFFFFFFF
+    if length & 3:
+        h = (h ^ int.from_bytes(data[length & ~3 :], "little")) * m & 0xFFFFFFFF
+    h = (h ^ h >> 13) * m & 0xFFFFFFFF
+    return (h ^ h >> 15) & 0x7FFFFFFF
 
 
 def order_hash(order_key: str | None, topic: str, key: bytes | None) -> int | None:

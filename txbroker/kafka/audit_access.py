@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from aiokafka.protocol.offset import OffsetRequest
 from msgspec import Struct
 
 from txbroker.errors import KafkaUnavailable
@@ -19,12 +18,12 @@ from txbroker.kafka.client import (
     may_pass,
 )
 from txbroker.kafka.codes import LEADER_MOVED, Code, describe
+from txbroker.kafka.packed import OffsetRequest
 from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.topic_ids import topic_ids
 from txbroker.kafka.wire import NO_RIGHTS_TOLD, RightsRequest
 
 _LANE = "audit"
-_CONSUMER = -1
 _EARLIEST, _LATEST = -2, -1
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
 
@@ -163,7 +162,7 @@ class AuditAccess:
                     missing.add((topic, partition))
         offsets: dict[_Place, int] = {}
         for leader, of_leader in asked.items():
-            request = OffsetRequest(_CONSUMER, isolation, list(of_leader.items()))
+            request = OffsetRequest(isolation, list(of_leader.items()))
             answer = await self._client.ask(leader, request, _LANE)
             for topic, partitions in answer.topics:
                 for partition, code, *_, offset in partitions:

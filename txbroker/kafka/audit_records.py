@@ -17,7 +17,6 @@ from txbroker.kafka.batch import (
     Unreadable,
     decode_batch,
     plain_batch,
-    record_bytes,
 )
 from txbroker.kafka.client import Client
 from txbroker.kafka.reader import Reader
@@ -67,10 +66,15 @@ async def _some(reader: Reader, position: int, end: int) -> tuple[list[Record], 
     async with aclosing(reader.read(position, end)) as pieces:
         async for records in pieces:
             found += records
-            size += sum(map(record_bytes, records))
+            size += sum(map(_size, records))
             if size > _SOME_BYTES or len(found) >= _SOME_RECORDS:
                 return found, found[-1].offset + 1
     return found, end
+
+
+def _size(record: Record) -> int:
+    size = len(record.key or b"") + len(record.value or b"")
+    return size + sum(len(name) + len(content or b"") for name, content in record.headers)
 
 
 def _decode(

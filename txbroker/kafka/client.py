@@ -1,8 +1,8 @@
 """Connections to the brokers, and who leads and coordinates what.
 
-The client library brings the socket, the handshake and the encoding of requests. Everything that
-decides about retries is here and in the callers, because the library's own producer hides
-answers that never came, and its stop can hang.
+The client library brings the handshake and the encoding of rare requests. Everything that decides
+about retries is here and in the callers, because the library's own producer hides answers that
+never came, and its stop can hang.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from msgspec import Struct
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
 from txbroker.kafka.connection import is_refusal, open_connection, why_not
+from txbroker.kafka.packed import Packed
 from txbroker.kafka.settings import KafkaSettings
 
 _IDLE_MS = 9 * 60 * 1000  # a minute less than brokers allow, so that they never close first
@@ -36,7 +37,7 @@ class Connection(Protocol):
         """Whether the peer has not closed it."""
         ...
 
-    def send(self, request: Request[Any]) -> Awaitable[Any]:
+    def send(self, request: Request[Any] | Packed) -> Awaitable[Any]:
         """Send a request; the awaitable brings its answer."""
         ...
 
@@ -116,7 +117,11 @@ class Client:
     # --- asking ------------------------------------------------------------------------------
 
     async def ask(
-        self, node: int, request: Request[Any], lane: str, timeout_s: float | None = None
+        self,
+        node: int,
+        request: Request[Any] | Packed,
+        lane: str,
+        timeout_s: float | None = None,
     ) -> Any:
         """Send a request to broker `node` and return its answer.
 

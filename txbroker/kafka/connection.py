@@ -1,25 +1,40 @@
-"""Connections of the client library, with what it leaves out of logins: why a broker refuses a
-token, and that a login ends. And why there is no connection, in words."""
+"""Connections to brokers. The client library opens them and logs in, over a way of our own to ask:
+it cuts answers out of what arrives, where the library goes through a stream and a task.
+
+With what the library leaves out of logins: why a broker refuses a token, and that a login ends.
+And why there is no connection, in words.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import ssl
+import struct
+import time
 from collections.abc import Awaitable, Iterator
+from io import BytesIO
 from typing import Any
 
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.conn import OAuthAuthenticator as LibraryAuthenticator
-from aiokafka.errors import KafkaConnectionError, KafkaError, SaslAuthenticationFailed
+from aiokafka.errors import (
+    CorrelationIdError,
+    KafkaConnectionError,
+    KafkaError,
+    SaslAuthenticationFailed,
+)
 from aiokafka.protocol.admin import SaslAuthenticateRequest
 from aiokafka.protocol.api import Request
 
 from txbroker.kafka.oauth import NoToken
+from txbroker.kafka.packed import Packed
 
 LOGIN_SHARE = 0.8
 """When so much of a login's life is over, an idle connection gives way to a new one. Brokers cut
 off whoever asks something later than they allow (`connections.max.reauth.ms`)."""
+
+_SIZE = struct.Struct(">i")
 
 _UNSUPPORTED_MECHANISM, _ILLEGAL_STATE, _REFUSED = 33, 34, 58
 _LOGIN_CODES = frozenset({_UNSUPPORTED_MECHANISM, _ILLEGAL_STATE, _REFUSED})
@@ -39,6 +54,46 @@ class _Authenticator(LibraryAuthenticator):
         return step
 
 
+class _Frames(asyncio.Protocol):
+    """Cuts answers out of what arrives."""
+
+    def __init__(self, connection: LoggedInConnection, closed: asyncio.Future[None]) -> None:
+        self._connection = connection
+        self._closed = closed
+        self._rest = bytearray()
+
+    def data_received(self, data: bytes | bytearray) -> None:
+        """Take what has arrived."""
+        if self._rest:
+            self._rest += data
+            data = self._rest
+        at = 0
+        try:
+            while len(data) >= (begin := at + _SIZE.size):
+                (size,) = _SIZE.unpack_from(data, at)
+                if len(data) < (end := begin + size):
+                    break
+                self._connection.take(bytes(memoryview(data)[begin:end]))
+                at = end
+        except Exception as error:
+            # Whatever it is: no answer behind one that does not read can be trusted.
+            self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
+            return
+        if at or data is not self._rest:
+            self._rest = bytearray(data[at:])
+
+    def eof_received(self) -> None:
+        """The broker has closed it."""
+        error = EOFError("the broker has closed it")
+        self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """It is closed, by whomever."""
+        if not self._closed.done():
+            self._closed.set_result(None)
+        self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
+
+
 class LoggedInConnection(AIOKafkaConnection):
     """A connection that gives way before its login ends."""
 
@@ -52,27 +107,86 @@ class LoggedInConnection(AIOKafkaConnection):
     def connected(self) -> bool:
         """Whether it takes requests. An idle one whose login is about to end closes itself."""
         if self._loop.time() >= self._ends_at and not self._requests:
-            self.close(reason=CloseReason.IDLE_DROP)  # type: ignore[no-untyped-call]
+            self.close(reason=CloseReason.IDLE_DROP)
         return bool(super().connected())  # type: ignore[no-untyped-call]
 
-    def send(self, request: Request[Any], expect_response: bool = True) -> Awaitable[Any]:
-        """Send a request; the awaitable brings its answer.
+    async def _do_version_lookup(self) -> None:
+        """Take over as soon as there is a connection: nothing was asked yet."""
+        self.take_over()
+        await super()._do_version_lookup()  # type: ignore[no-untyped-call]
+
+    def take_over(self) -> None:
+        """Have what arrives come to us, not to the client library's task."""
+        assert self._read_task is not None
+        assert self._writer is not None
+        assert self._closed_fut is not None
+        self._read_task.cancel()
+        self._writer.transport.set_protocol(_Frames(self, self._closed_fut))
+
+    def send(self, request: Request[Any] | Packed) -> Awaitable[Any]:  # type: ignore[override]
+        """Send a request; the awaitable brings its answer, or a TimeoutError.
 
         Raises:
             KafkaConnectionError: the connection is broken; nothing was sent.
+            IncompatibleBrokerVersion, NotImplementedError: the broker does not know the request,
+                or not in a version that we do.
         """
-        answer: Awaitable[Any]
+        if self._writer is None:
+            raise KafkaConnectionError(f"No connection to broker at {self._host}:{self._port}")
+        number: int = self._next_correlation_id()  # type: ignore[no-untyped-call]
+        asked: Any
+        if isinstance(request, Packed):
+            asked = request
+            frame = request.frame(self._versions, number, self._client_id.encode())
+        else:
+            asked = request.prepare(self._versions)
+            header = asked.build_request_header(correlation_id=number, client_id=self._client_id)
+            frame = header.encode() + asked.encode()
+            frame = _SIZE.pack(len(frame)) + frame
         try:
-            answer = super().send(request, expect_response)  # type: ignore[no-untyped-call]
-        except NotImplementedError:
-            raise
-        except RuntimeError as error:
-            # uvloop's word for a connection that has just broken, of which nobody was told yet.
-            self.close(reason=CloseReason.CONNECTION_BROKEN)  # type: ignore[no-untyped-call]
+            self._writer.write(frame)
+        except (OSError, RuntimeError) as error:
+            # A RuntimeError is uvloop's word for a connection that has just broken, of which
+            # nobody was told yet.
+            self.close(reason=CloseReason.CONNECTION_BROKEN)
             raise KafkaConnectionError(f"connection broken: {error}") from error
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        timer = self._loop.call_later(self._request_timeout, _expire, answer)
+        self._requests.append((number, (asked, timer), answer))
         if isinstance(request, SaslAuthenticateRequest):
             return self._logged_in(answer)
         return answer
+
+    def take(self, frame: bytes) -> None:
+        """Give an answer to whoever waits for it. Brokers answer in order.
+
+        Raises:
+            Exception: it does not read, or nothing was asked.
+        """
+        number, (asked, timer), answer = self._requests[0]
+        (found,) = _SIZE.unpack_from(frame)
+        if found != number:
+            raise CorrelationIdError(f"asked {number}, the answer is to {found}")
+        if not answer.done():
+            if isinstance(asked, Packed):
+                answer.set_result(asked.read(frame))
+            else:
+                buffer = BytesIO(frame)
+                asked.parse_response_header(buffer)
+                answer.set_result(asked.RESPONSE_TYPE.decode(buffer))
+        timer.cancel()
+        self._last_action = time.monotonic()
+        # Only now: if it does not read, closing fails whoever waits for it.
+        self._requests.popleft()
+
+    def close(
+        self, reason: CloseReason | None = None, exc: BaseException | None = None
+    ) -> asyncio.Future[None]:
+        """Close it; what still waits for an answer gets a KafkaConnectionError."""
+        for _, (_, timer), _ in self._requests:
+            timer.cancel()
+        closed: asyncio.Future[None] = super().close(reason, exc)  # type: ignore[no-untyped-call]
+        return closed
 
     async def _logged_in(self, answer: Awaitable[Any]) -> Any:
         told = await answer
@@ -80,6 +194,11 @@ class LoggedInConnection(AIOKafkaConnection):
         if life_ms > 0:
             self._ends_at = self._loop.time() + life_ms / 1000 * LOGIN_SHARE
         return told
+
+
+def _expire(answer: asyncio.Future[Any]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())
 
 
 async def open_connection(host: str, port: int, **arguments: Any) -> LoggedInConnection:

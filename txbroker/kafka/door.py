@@ -30,6 +30,7 @@ from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.shared_writes import SharedWrites
 from txbroker.kafka.targets import KafkaTargets
 from txbroker.kafka.topic_ids import topic_ids
+from txbroker.kafka.visible import StableEnds
 from txbroker.own_topics import Layout, encode_layout, find_layout
 
 
@@ -53,6 +54,7 @@ class KafkaDoor(Door):
         self.partitions = 0
         self._client = Client(settings, opener)
         self._shared = SharedWrites(self._client)
+        self._stable = StableEnds(self._client)
         self.admin = Admin(self._client)
         self.targets = self._targets = KafkaTargets(self._client, self.admin)
         self.groups = self._groups = KafkaGroupStore(self._client, self._bytes_max)
@@ -161,7 +163,12 @@ class KafkaDoor(Door):
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; nothing is written before its `claim`."""
         return KafkaPartitionDoor(
-            self._client, partition, self._bytes_max, self._targets.note, self._shared
+            self._client,
+            partition,
+            self._bytes_max,
+            self._targets.note,
+            self._shared,
+            self._stable,
         )
 
     def _bytes_max(self, topic: str) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from txbroker.core.records import Record
 from txbroker.door import AppendRefused, AppendUnknown, Hanging
 from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.codes import Code
 from txbroker.kafka.log import KafkaLog
@@ -125,7 +126,7 @@ class KafkaDrift:
                     await self._put(producer, chunk)
                     chunk = []
             await self._put(producer, chunk)
-            last = {self._audit: [Record(key.encode(), progress)]}
+            last = {self._audit: batch_body([Record(key.encode(), progress)])}
             await producer.produce(last, self._patience())
             await producer.end(commit=True, patience=self._patience())
         except BatchRefused as error:
@@ -146,7 +147,7 @@ class KafkaDrift:
     async def _put(self, producer: Producer, records: Sequence[Record]) -> None:
         if records:
             await producer.add([self._drift], self._patience())
-            await producer.produce({self._drift: records}, self._patience())
+            await producer.produce({self._drift: batch_body(records)}, self._patience())
             await asyncio.sleep(0)
 
     @property

@@ -8,7 +8,7 @@ from txbroker.core.records import Record
 from txbroker.door import Appended, AppendRefused, AppendUnknown, Log
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
-from txbroker.kafka.batch import batch_bytes
+from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.codes import SEQUENCE_LOST
 from txbroker.kafka.picker import Picker
@@ -50,10 +50,11 @@ class KafkaLog(Log):
             AppendRefused: certainly not stored; the next append may go on.
             AppendUnknown: may or may not be stored, now or a little later.
         """
-        size = batch_bytes(records, self.batch_bytes_max)
-        if size > self.batch_bytes_max:
+        body = batch_body(records)
+        if body.batch_bytes > self.batch_bytes_max:
             raise AppendRefused(
-                f"{self._at[0]} takes batches of {self.batch_bytes_max} bytes, this one has {size}"
+                f"{self._at[0]} takes batches of {self.batch_bytes_max} bytes, this one has "
+                f"{body.batch_bytes}"
             )
         settings = self._client.settings
         patience = Patience(settings.write_timeout_s, settings.retry_backoff_s)
@@ -66,7 +67,7 @@ class KafkaLog(Log):
                     producer = Producer(self._client, self._lane, shared=self._shared)
                     await producer.start(patience)
                 hit(self._sending)
-                stored = (await producer.produce({self._at: records}, patience))[self._at]
+                stored = (await producer.produce({self._at: body}, patience))[self._at]
                 hit(self._stored)
             except BatchRefused as error:
                 if error.code not in SEQUENCE_LOST:

@@ -3,15 +3,13 @@
 import asyncio
 from collections.abc import Iterable
 
-from aiokafka.protocol.offset import OffsetRequest
-
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import Client, NotSent, Unanswered
 from txbroker.kafka.codes import LEADER_MOVED, Code
+from txbroker.kafka.packed import OffsetRequest
 from txbroker.kafka.transactions import Partition
 
 _LATEST = -1
-_CONSUMER = -1
 READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 
 
@@ -41,7 +39,7 @@ async def _ask(
     topics: dict[str, list[tuple[int, int]]] = {}
     for topic, number in partitions:
         topics.setdefault(topic, []).append((number, _LATEST))
-    request = OffsetRequest(_CONSUMER, isolation, list(topics.items()))
+    request = OffsetRequest(isolation, list(topics.items()))
     try:
         answer = await client.ask(leader, request, lane)
     except (NotSent, Unanswered):

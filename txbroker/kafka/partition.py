@@ -22,6 +22,7 @@ from txbroker.door import (
 )
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
+from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.ended import HANGING, Ended
 from txbroker.kafka.log import KafkaLog
@@ -75,7 +76,8 @@ async def read_checkpoint(reader: Reader) -> CheckpointScan:
 class KafkaPartitionDoor(PartitionDoor):
     """A `txbroker.door.PartitionDoor` on a real Kafka.
 
-    Through `shared` the half partitions of a client append together.
+    Through `shared` the half partitions of a client append together, through `stable` they learn
+    together what readers see.
     """
 
     half: Log
@@ -88,6 +90,7 @@ class KafkaPartitionDoor(PartitionDoor):
         bytes_max: Callable[[str], int],
         refused: Callable[[Cause], None],
         shared: SharedWrites,
+        stable: StableEnds,
     ) -> None:
         settings = client.settings
         self.partition = partition
@@ -95,6 +98,7 @@ class KafkaPartitionDoor(PartitionDoor):
         self._settings = settings
         self._bytes_max = bytes_max
         self._refused = refused
+        self._stable = stable
         self._lane = f"p{partition}.{next(_NUMBERS)}/"
         self.half = self._log(settings.half_topic, "half", shared)
         self.op = self._log(settings.op_topic, "op", shared)
@@ -178,7 +182,9 @@ class KafkaPartitionDoor(PartitionDoor):
         claimed = await self._read_progress(claim)
         hit("claim.read")
         self._ended = ended
-        self._writer = TwinWriter(self._client, self.partition, producers, self._bytes_max, ended)
+        self._writer = TwinWriter(
+            self._client, self.partition, producers, self._bytes_max, ended, self._stable
+        )
         return claimed
 
     def _producer(self, side: str) -> Producer:
@@ -197,8 +203,9 @@ class KafkaPartitionDoor(PartitionDoor):
                 raise KafkaUnavailable(causes[0].message)
 
     async def _write_claim(self, producer: Producer, claim: Claim, patience: Patience) -> Stored:
+        body = batch_body([encode_claim(claim)])
         await producer.add([self._checkpoint_at], patience)
-        stored = await producer.produce({self._checkpoint_at: [encode_claim(claim)]}, patience)
+        stored = await producer.produce({self._checkpoint_at: body}, patience)
         hit("claim.produced")
         await producer.end(commit=True, patience=patience)
         hit("claim.committed")
@@ -207,7 +214,7 @@ class KafkaPartitionDoor(PartitionDoor):
     async def _seen(self, offset: int) -> None:
         """Wait until `read_committed` readers get past an offset of the checkpoint topic."""
         try:
-            await StableEnds(self._client).pass_by(
+            await self._stable.pass_by(
                 {self._checkpoint_at: offset}, self._settings.claim_timeout_s
             )
         except KafkaUnavailable:

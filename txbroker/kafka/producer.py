@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
-from txbroker.core.records import Record
 from txbroker.errors import KafkaUnavailable, TxbrokerError
-from txbroker.kafka.batch import encode_batch
+from txbroker.kafka.batch import Body, encode_batch
 from txbroker.kafka.client import (
     Client,
     KafkaRefused,
@@ -202,7 +201,7 @@ class Producer:
     # --- writing -----------------------------------------------------------------------------
 
     async def produce(
-        self, batches: Mapping[Partition, Sequence[Record]], patience: Patience
+        self, batches: Mapping[Partition, Body], patience: Patience
     ) -> dict[Partition, Stored]:
         """Write one batch to each partition, all at once; return where they went.
 
@@ -214,7 +213,7 @@ class Producer:
             NotSent: another broker leads a partition than that in `told_by`.
             ProducerFenced
         """
-        waiting = {partition: self._encode(partition, run) for partition, run in batches.items()}
+        waiting = {partition: self._encode(partition, body) for partition, body in batches.items()}
         unsure: set[Partition] = set()
         stored: dict[Partition, Stored] = {}
         reason = ""
@@ -249,11 +248,11 @@ class Producer:
                 raise BatchUnknown(next(iter(waiting)), f"{names}: {reason}")
         return stored
 
-    def _encode(self, partition: Partition, records: Sequence[Record]) -> bytes:
+    def _encode(self, partition: Partition, body: Body) -> bytes:
         sequence = self._sequences.get(partition, 0)
-        self._sequences[partition] = (sequence + len(records)) & _SEQUENCE_MASK
+        self._sequences[partition] = (sequence + body.count) & _SEQUENCE_MASK
         return encode_batch(
-            records,
+            body,
             producer_id=self._producer_id,
             epoch=self._epoch,
             sequence=sequence,

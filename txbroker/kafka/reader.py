@@ -12,7 +12,6 @@ from typing import Any
 
 import structlog
 from aiokafka.protocol.fetch import FetchRequest
-from aiokafka.protocol.offset import OffsetRequest
 
 from txbroker.core.records import Record
 from txbroker.door import Hanging, LogTruncated
@@ -22,12 +21,12 @@ from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unans
 from txbroker.kafka.codes import LEADER_MOVED, Code
 from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.leaders import confirm_leader
+from txbroker.kafka.packed import OffsetRequest
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _EARLIEST, _LATEST = -2, -1
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
-_CONSUMER = -1
 _FETCH_BYTES = 4 << 20
 _READ_BYTES = 8 << 20
 _FETCH_WAIT_MS = 500
@@ -81,7 +80,7 @@ class Reader:
         return await self._offset(_LATEST, _READ_COMMITTED)
 
     async def _offset(self, which: int, isolation: int, *, sure: bool = False) -> int:
-        request = OffsetRequest(_CONSUMER, isolation, [(self._topic, [(self._partition, which)])])
+        request = OffsetRequest(isolation, [(self._topic, [(self._partition, which)])])
         answer = await self._retry(request, sure=sure)
         return int(answer[-1])
 

@@ -8,19 +8,22 @@ answer, and a write puts its partition into the transaction by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-from aiokafka.protocol.produce import ProduceRequest
-from aiokafka.protocol.transaction import EndTxnRequest, InitProducerIdRequest
+from aiokafka.protocol.transaction import InitProducerIdRequest
 
-from txbroker.kafka.wire import (
-    BeginRequest,
+from txbroker.kafka.packed import (
+    Batches,
     EndRequest,
-    FeaturesRequest,
+    EndTxnRequest,
+    Over,
+    Packed,
+    ProduceRequest,
     WriteRequest,
-    finalized_features,
+    Written,
 )
+from txbroker.kafka.wire import BeginRequest, FeaturesRequest, finalized_features
 
 ACKS_ALL = -1
 _FEATURE = "transaction.version"
@@ -28,16 +31,13 @@ _SECOND_FROM = 2
 """The level of the feature from which on brokers speak the second version to clients."""
 _NEEDED = {
     BeginRequest.API_KEY: BeginRequest.VERSION,
-    EndRequest.API_KEY: EndRequest.VERSION,
-    WriteRequest.API_KEY: WriteRequest.VERSION,
+    EndRequest.API_KEY: EndRequest.API_VERSION,
+    WriteRequest.API_KEY: WriteRequest.API_VERSION,
 }
 _EPOCH_MAX = (1 << 15) - 1
 
 Partition: TypeAlias = tuple[str, int]
 """A topic and the number of one of its partitions."""
-
-Batches = Sequence[tuple[str, Sequence[tuple[int, bytes]]]]
-"""Of each topic, the numbers of partitions and what is to be written to each."""
 
 Current = tuple[int, int]
 """A producer id and its epoch."""
@@ -74,22 +74,21 @@ class First:
         """Return the request for a producer id; `transactional_id` is None for one without."""
         return InitProducerIdRequest(transactional_id, timeout_ms)
 
-    def write(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> Any:
+    def write(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> Packed:
         """Return the request that writes."""
-        topics = [(topic, list(some)) for topic, some in batches]
-        return ProduceRequest(transactional_id, ACKS_ALL, timeout_ms, topics)
+        return ProduceRequest(transactional_id, ACKS_ALL, timeout_ms, batches)
 
-    def written(self, answer: Any) -> Iterator[Answered]:
+    def written(self, answer: Written) -> Iterator[Answered]:
         """Yield what a broker says of each partition."""
         for topic, partitions in answer.topics:
             for number, code, offset, timestamp, *_rest in partitions:
                 yield Answered(topic, number, code, offset, timestamp, None)
 
-    def end(self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool) -> Any:
+    def end(self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool) -> Packed:
         """Return the request that ends a transaction."""
         return EndTxnRequest(transactional_id, producer_id, epoch, commit)
 
-    def next(self, answer: Any) -> Current | None:
+    def next(self, answer: Over) -> Current | None:
         """Return the producer id and epoch of the next transaction where an end changes them."""
         return None
 
@@ -110,21 +109,21 @@ class Second(First):
         has taken the transactional id."""
         return BeginRequest(transactional_id, timeout_ms, *current)
 
-    def write(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> Any:
+    def write(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> Packed:
         """Return the request that writes and puts the partitions into the transaction."""
         return WriteRequest(transactional_id, ACKS_ALL, timeout_ms, batches)
 
-    def written(self, answer: Any) -> Iterator[Answered]:
+    def written(self, answer: Written) -> Iterator[Answered]:
         """Yield what a broker says of each partition."""
-        for topic, partitions, _ in answer.topics:
-            for number, code, offset, timestamp, _start, _errors, message, _ in partitions:
+        for topic, partitions in answer.topics:
+            for number, code, offset, timestamp, message in partitions:
                 yield Answered(topic, number, code, offset, timestamp, message)
 
-    def end(self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool) -> Any:
+    def end(self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool) -> Packed:
         """Return the request that ends a transaction and raises the epoch."""
         return EndRequest(transactional_id, producer_id, epoch, commit)
 
-    def next(self, answer: Any) -> Current | None:
+    def next(self, answer: Over) -> Current | None:
         """Return the producer id and epoch of the next transaction."""
         return answer.producer_id, answer.producer_epoch
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from txbroker.commits import again, begin, outcome
@@ -20,7 +20,7 @@ from txbroker.core.records import Record
 from txbroker.door import Fenced, Turn, TurnLost, TurnRefused
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
-from txbroker.kafka.batch import split_by_bytes
+from txbroker.kafka.batch import Body, batch_bodies
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.ended import Ended, Unseen
 from txbroker.kafka.producer import Producer, ProducerFenced, Stored
@@ -35,8 +35,8 @@ _ADD_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 1.0
 
 
-_Runs: TypeAlias = dict[Partition, list[Sequence[Record]]]
-"""A turn's records by partition, cut into batches."""
+_Runs: TypeAlias = dict[Partition, list[Body]]
+"""A turn's records by partition, encoded as batches."""
 
 
 class TwinWriter:
@@ -49,11 +49,12 @@ class TwinWriter:
         producers: tuple[Producer, Producer],
         bytes_max: Callable[[str], int],
         ended: Ended,
+        stable: StableEnds,
     ) -> None:
         settings = client.settings
         self._ended = ended
-        self._stable = StableEnds(client)
-        self._unseen = tuple(Unseen(producer, ended, self._stable) for producer in producers)
+        self._stable = stable
+        self._unseen = tuple(Unseen(producer, ended, stable) for producer in producers)
         self._settings = settings
         self._producers = producers
         self._bytes_max = bytes_max
@@ -153,12 +154,12 @@ class TwinWriter:
                 patience = self._patience(self._settings.request_timeout_s)
                 stored = await producer.produce(batches, patience)
                 for partition, where in stored.items():
-                    offsets[partition].extend(_offsets(where, len(batches[partition])))
+                    offsets[partition].extend(_offsets(where, batches[partition].count))
             hit("turn.produced")
         return offsets
 
     def _runs(self, turn: Turn) -> tuple[_Runs, list[tuple[Partition, int]]]:
-        """Return each partition's records cut into batches, and where each promoted one is: its
+        """Return each partition's records as batches, and where each promoted one is: its
         partition, and its number among those that go there."""
         by_partition: dict[Partition, list[Record]] = {}
         places = []
@@ -170,7 +171,7 @@ class TwinWriter:
             by_partition[self._parked] = list(turn.parked)
         by_partition[self._checkpoint] = [encode_progress(turn.progress)]
         runs = {
-            partition: split_by_bytes(records, self._bytes_max(partition[0]))
+            partition: batch_bodies(records, self._bytes_max(partition[0]))
             for partition, records in by_partition.items()
         }
         return runs, places

@@ -4,29 +4,80 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from txbroker.door import NotVisible
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.transactions import Partition
 
+_Waiting: TypeAlias = tuple[int, asyncio.Future[None]]
+"""Where a partition must be stable up to, and who waits for that."""
+
 _LANE = "visible"
 _POLL_S = 0.001
 _POLL_MAX_S = 0.1
+COMPANY_S = 0.005
+"""So long behind a question that somebody was waiting for the next one waits for company, seconds:
+turns of several half partitions are seen by one question then. The first leaves at once."""
+
+
+class _Leader:
+    """Who waits for partitions of one broker."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Partition, list[_Waiting]] = {}
+        self.more = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.moved_s = float("-inf")
+        """When it was asked last so that somebody had waited long enough, by the loop's clock."""
+
+    def add(self, partition: Partition, *waiting: _Waiting) -> None:
+        """Let somebody wait."""
+        self.waiting.setdefault(partition, []).extend(waiting)
+        self.more.set()
+
+    def drop(self, partition: Partition, future: asyncio.Future[None]) -> None:
+        """Let one wait no more, if it does, and ask no more for what nobody waits for."""
+        left = [each for each in self.waiting.pop(partition, ()) if each[1] is not future]
+        if left:
+            self.waiting[partition] = left
+        if not self.waiting and self.task is not None:
+            self.task.cancel()
+            self.task = None
+
+    def release(self, stable: Mapping[Partition, int]) -> bool:
+        """Let go whoever has waited long enough; say whether there was anybody."""
+        moved = False
+        for partition, waiting in list(self.waiting.items()):
+            left = []
+            for end, future in waiting:
+                if future.done():
+                    continue
+                if stable.get(partition, -1) >= end:
+                    future.set_result(None)
+                    moved = True
+                else:
+                    left.append((end, future))
+            if left:
+                self.waiting[partition] = left
+            else:
+                del self.waiting[partition]
+        return moved
 
 
 class StableEnds:
-    """Waits for last stable offsets: one question at a time, however many turns wait.
+    """Waits for last stable offsets: one question at a time to each leader, however many turns
+    wait, of whichever half partition. One for each client.
 
     While somebody's open transaction holds a partition back, turns pile up behind it; if each
-    asked for itself, the brokers would be asked ever more often.
+    asked for itself, the brokers would be asked ever more often. A broker that does not answer
+    holds up nobody who waits for others.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._waiting: dict[Partition, list[tuple[int, asyncio.Future[None]]]] = {}
-        self._more = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._leaders: dict[int, _Leader] = {}
 
     async def pass_by(self, last: Mapping[Partition, int], seconds: float) -> None:
         """Wait until the last stable offset of every partition is behind the offset given.
@@ -54,17 +105,12 @@ class StableEnds:
         return [each for each in last if each not in wanted or futures[each].cancelled()]
 
     def _give_up(self, futures: Mapping[Partition, asyncio.Future[None]]) -> None:
-        """Ask no more for what nobody waits for."""
         for partition, future in futures.items():
-            future.cancel()
-            left = [each for each in self._waiting.get(partition, ()) if each[1] is not future]
-            if left:
-                self._waiting[partition] = left
-            else:
-                self._waiting.pop(partition, None)
-        if not self._waiting and self._task is not None:
-            self._task.cancel()
-            self._task = None
+            if not future.done():
+                future.cancel()
+            for leader in self._leaders.values():
+                if partition in leader.waiting:
+                    leader.drop(partition, future)
 
     async def _wanted(
         self, last: Mapping[Partition, int], patience: Patience
@@ -82,46 +128,44 @@ class StableEnds:
 
     def _wait(self, partition: Partition, end: int) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(partition, []).append((end, future))
-        self._more.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._poll(), name="txbroker visible")
+        self._add(partition, (end, future))
         return future
 
-    async def _poll(self) -> None:
+    def _add(self, partition: Partition, *waiting: _Waiting) -> None:
+        """Let somebody wait for the leader of a partition; -1 stands for that of whom no leader is
+        known."""
+        leader = self._leaders.setdefault(self._client.known_leader(*partition), _Leader())
+        leader.add(partition, *waiting)
+        if leader.task is None or leader.task.done():
+            leader.task = asyncio.create_task(self._poll(leader), name="txbroker visible")
+
+    async def _poll(self, leader: _Leader) -> None:
         """Ask for as long as anybody waits; less often while nothing moves."""
+        loop = asyncio.get_running_loop()
         pause_s = _POLL_S
-        while self._waiting:
-            self._more.clear()
-            moved = self._release(await ends(self._client, self._waiting, READ_COMMITTED, _LANE))
-            if not self._waiting:
+        while leader.waiting:
+            if (early_s := leader.moved_s + COMPANY_S - loop.time()) > 0:
+                await asyncio.sleep(early_s)
+            leader.more.clear()
+            asked_s = loop.time()
+            moved = leader.release(await ends(self._client, leader.waiting, READ_COMMITTED, _LANE))
+            leader.moved_s = asked_s if moved else float("-inf")
+            self._move(leader)
+            if not leader.waiting:
                 return
             pause_s = _POLL_S if moved else min(pause_s * 2, _POLL_MAX_S)
             try:
                 async with asyncio.timeout(pause_s):
-                    await self._more.wait()
+                    await leader.more.wait()
                 pause_s = _POLL_S
             except TimeoutError:
                 continue
 
-    def _release(self, stable: Mapping[Partition, int]) -> bool:
-        """Let go whoever has waited long enough; say whether there was anybody."""
-        moved = False
-        for partition, waiting in list(self._waiting.items()):
-            left = []
-            for end, future in waiting:
-                if future.done():
-                    continue
-                if stable.get(partition, -1) >= end:
-                    future.set_result(None)
-                    moved = True
-                else:
-                    left.append((end, future))
-            if left:
-                self._waiting[partition] = left
-            else:
-                del self._waiting[partition]
-        return moved
+    def _move(self, leader: _Leader) -> None:
+        """Give partitions that have another leader now to that one."""
+        for partition in list(leader.waiting):
+            if self._leaders.get(self._client.known_leader(*partition)) is not leader:
+                self._add(partition, *leader.waiting.pop(partition))
 
 
 def _invisible(partitions: list[Partition], seconds: float) -> NotVisible:

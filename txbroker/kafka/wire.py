@@ -2,8 +2,8 @@
 
 Metadata with the rights that the asker has (KIP-430), the newest timestamp of a partition
 (KIP-734), what producers and coordinators say of transactions that are open (KIP-664), the
-features that all brokers agreed on (KIP-584), and transactions whose every end raises the
-producer's epoch (KIP-890).
+features that all brokers agreed on (KIP-584), and producer ids for transactions whose every end
+raises the epoch (KIP-890).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from aiokafka.protocol.types import (
     Array,
     Boolean,
     CompactArray,
-    CompactBytes,
     CompactString,
     Int8,
     Int16,
@@ -463,129 +462,3 @@ class BeginRequest(Request[_BeginStruct]):
     def build(self, request_struct_class: type[_BeginStruct]) -> _BeginStruct:
         producer = self._producer_id, self._producer_epoch
         return request_struct_class(self._transactional_id, self._timeout_ms, *producer, {})
-
-
-class _EndResponse(Response):
-    API_KEY = 26
-    API_VERSION = 5
-    SCHEMA = _BeginResponse.SCHEMA
-
-
-class _EndStruct(RequestStruct):
-    API_KEY = 26
-    API_VERSION = 5
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _EndResponse
-    SCHEMA = Schema(
-        ("transactional_id", CompactString("utf-8")),
-        ("producer_id", Int64),
-        ("producer_epoch", Int16),
-        ("committed", Boolean),
-        _TAGS,
-    )
-
-
-class EndRequest(Request[_EndStruct]):
-    """EndTxn whose answer says with which producer id and epoch the next transaction goes on."""
-
-    API_KEY: ClassVar[int] = 26
-    VERSION: ClassVar[int] = _EndStruct.API_VERSION
-
-    def __init__(
-        self, transactional_id: str, producer_id: int, producer_epoch: int, committed: bool
-    ) -> None:
-        self._transactional_id = transactional_id
-        self._producer_id = producer_id
-        self._producer_epoch = producer_epoch
-        self._committed = committed
-
-    def build(self, request_struct_class: type[_EndStruct]) -> _EndStruct:
-        producer = self._producer_id, self._producer_epoch
-        return request_struct_class(self._transactional_id, *producer, self._committed, {})
-
-
-class _WriteResponse(Response):
-    API_KEY = 0
-    API_VERSION = 12
-    SCHEMA = Schema(
-        (
-            "topics",
-            CompactArray(
-                ("topic", CompactString("utf-8")),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("error_code", Int16),
-                        ("offset", Int64),
-                        ("timestamp", Int64),
-                        ("log_start_offset", Int64),
-                        (
-                            "record_errors",
-                            CompactArray(
-                                ("batch_index", Int32),
-                                ("batch_index_error_message", CompactString("utf-8")),
-                                _TAGS,
-                            ),
-                        ),
-                        ("error_message", CompactString("utf-8")),
-                        _TAGS,
-                    ),
-                ),
-                _TAGS,
-            ),
-        ),
-        ("throttle_time_ms", Int32),
-        _TAGS,
-    )
-
-
-class _WriteStruct(RequestStruct):
-    API_KEY = 0
-    API_VERSION = 12
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _WriteResponse
-    SCHEMA = Schema(
-        ("transactional_id", CompactString("utf-8")),
-        ("required_acks", Int16),
-        ("timeout_ms", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("topic", CompactString("utf-8")),
-                (
-                    "partitions",
-                    CompactArray(("partition", Int32), ("records", CompactBytes), _TAGS),
-                ),
-                _TAGS,
-            ),
-        ),
-        _TAGS,
-    )
-
-
-class WriteRequest(Request[_WriteStruct]):
-    """Produce that also puts the partitions into the transaction, and begins it where needed."""
-
-    API_KEY: ClassVar[int] = 0
-    VERSION: ClassVar[int] = _WriteStruct.API_VERSION
-
-    def __init__(
-        self,
-        transactional_id: str,
-        required_acks: int,
-        timeout_ms: int,
-        topics: Sequence[tuple[str, Sequence[tuple[int, bytes]]]],
-    ) -> None:
-        self._transactional_id = transactional_id
-        self._required_acks = required_acks
-        self._timeout_ms = timeout_ms
-        self._topics = topics
-
-    def build(self, request_struct_class: type[_WriteStruct]) -> _WriteStruct:
-        topics: list[Any] = [
-            (topic, [(number, batch, {}) for number, batch in batches], {})
-            for topic, batches in self._topics
-        ]
-        how = self._required_acks, self._timeout_ms
-        return request_struct_class(self._transactional_id, *how, topics, {})

@@ -17,6 +17,7 @@ from three_nodes import START_S, ThreeNodes
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door import Target, Turn, TurnLost
 from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, Patience
 from txbroker.kafka.producer import Producer
 
@@ -71,7 +72,7 @@ async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
     try:
         await lost.start(patience)
         await lost.add([(topic, 0)], patience)
-        await lost.produce({(topic, 0): [Record(b"lost", b"")]}, patience)
+        await lost.produce({(topic, 0): batch_body([Record(b"lost", b"")])}, patience)
         await nodes.nodes[NODE].stop()
         await leads(nodes, topic, -1)
         if not loses:

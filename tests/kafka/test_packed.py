@@ -1,0 +1,258 @@
+"""Requests of every transaction beside the client library's, and their answers."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from aiokafka.errors import IncompatibleBrokerVersion
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.offset import OffsetRequest as TheirOffsets
+from aiokafka.protocol.produce import ProduceRequest as TheirProduce
+from aiokafka.protocol.transaction import EndTxnRequest as TheirEnd
+from aiokafka.protocol.types import (
+    Boolean,
+    CompactArray,
+    CompactBytes,
+    CompactString,
+    Int16,
+    Int32,
+    Int64,
+    Schema,
+    TaggedFields,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from txbroker.kafka.packed import (
+    EndRequest,
+    EndTxnRequest,
+    OffsetRequest,
+    Over,
+    Packed,
+    ProduceRequest,
+    WriteRequest,
+)
+
+_TAGS = ("tags", TaggedFields)
+
+
+class WrittenAnswer(Response):
+    API_KEY = 0
+    API_VERSION = 12
+    SCHEMA = Schema(
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("partition", Int32),
+                        ("error_code", Int16),
+                        ("offset", Int64),
+                        ("timestamp", Int64),
+                        ("log_start_offset", Int64),
+                        (
+                            "record_errors",
+                            CompactArray(
+                                ("batch_index", Int32),
+                                ("batch_index_error_message", CompactString("utf-8")),
+                                _TAGS,
+                            ),
+                        ),
+                        ("error_message", CompactString("utf-8")),
+                        _TAGS,
+                    ),
+                ),
+                _TAGS,
+            ),
+        ),
+        ("throttle_time_ms", Int32),
+        _TAGS,
+    )
+
+
+class WriteStruct(RequestStruct):
+    API_KEY = 0
+    API_VERSION = 12
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = WrittenAnswer
+    SCHEMA = Schema(
+        ("transactional_id", CompactString("utf-8")),
+        ("required_acks", Int16),
+        ("timeout_ms", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(("partition", Int32), ("records", CompactBytes), _TAGS),
+                ),
+                _TAGS,
+            ),
+        ),
+        _TAGS,
+    )
+
+
+class OverAnswer(Response):
+    API_KEY = 26
+    API_VERSION = 5
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("error_code", Int16),
+        ("producer_id", Int64),
+        ("producer_epoch", Int16),
+        _TAGS,
+    )
+
+
+class EndStruct(RequestStruct):
+    API_KEY = 26
+    API_VERSION = 5
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = OverAnswer
+    SCHEMA = Schema(
+        ("transactional_id", CompactString("utf-8")),
+        ("producer_id", Int64),
+        ("producer_epoch", Int16),
+        ("committed", Boolean),
+        _TAGS,
+    )
+
+
+VERSIONS = {0: (3, 12), 2: (1, 10), 26: (0, 5)}
+FIRST_VERSIONS = {**VERSIONS, 0: (3, 7)}
+
+ints, longs = st.integers(0, (1 << 31) - 1), st.integers(-1, (1 << 63) - 1)
+shorts, bytes_ = st.integers(-1, (1 << 15) - 1), st.binary(max_size=300)
+names = st.text("abcñ☃._-", min_size=1, max_size=140)
+
+
+def of_topics(partition: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(st.tuples(names, st.lists(partition, max_size=4)), max_size=4)
+
+
+def theirs(request: Request[Any] | RequestStruct, number: int) -> bytes:
+    """Return what the client library sends."""
+    made = request.prepare(FIRST_VERSIONS) if isinstance(request, Request) else request
+    header = made.build_request_header(correlation_id=number, client_id="txbroker")
+    frame = header.encode() + made.encode()
+    return len(frame).to_bytes(4, "big") + frame
+
+
+def ours(request: Packed, number: int) -> bytes:
+    return request.frame(VERSIONS, number, b"txbroker")
+
+
+@given(st.none() | names, shorts, ints, of_topics(st.tuples(ints, bytes_)), ints)
+def test_writes_are_byte_for_byte_the_client_librarys(
+    id: Any, acks: int, timeout_ms: int, topics: Any, number: int
+) -> None:
+    plain = ProduceRequest(id, acks, timeout_ms, topics)
+    assert ours(plain, number) == theirs(TheirProduce(id, acks, timeout_ms, topics), number)
+    tagged = [(topic, [(n, data, {}) for n, data in parts], {}) for topic, parts in topics]
+    struct_ = WriteStruct(id, acks, timeout_ms, tagged, {})
+    assert ours(WriteRequest(id, acks, timeout_ms, topics), number) == theirs(struct_, number)
+
+
+@given(names, longs, shorts, st.booleans(), ints)
+def test_ends_are_byte_for_byte_the_client_librarys(
+    id: str, producer: int, epoch: int, commit: bool, number: int
+) -> None:
+    plain = EndTxnRequest(id, producer, epoch, commit)
+    assert ours(plain, number) == theirs(TheirEnd(id, producer, epoch, commit), number)
+    struct_ = EndStruct(id, producer, epoch, commit, {})
+    assert ours(EndRequest(id, producer, epoch, commit), number) == theirs(struct_, number)
+
+
+@given(st.integers(0, 1), of_topics(st.tuples(ints, longs)), ints)
+def test_questions_about_offsets_are_byte_for_byte_the_client_librarys(
+    isolation: int, topics: Any, number: int
+) -> None:
+    assert ours(OffsetRequest(isolation, topics), number) == theirs(
+        TheirOffsets(-1, isolation, topics), number
+    )
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+PLAIN_HEADER, TAGGED_HEADER = bytes(4), st.sampled_from([bytes(5), bytes(4) + b"\x01\x05\x02xy"])
+# The library leaves the sizes of tags to whoever makes them.
+tag = st.binary(max_size=99).map(lambda value: bytes([len(value)]) + value)
+tags = st.just({}) | st.dictionaries(st.integers(1, 300), tag, max_size=2)
+message = st.none() | st.text(max_size=150)
+errors = st.lists(st.tuples(ints, message, tags), max_size=2)
+told = st.tuples(ints, shorts, longs, longs, longs, errors, message, tags)
+
+
+@given(of_topics(st.tuples(ints, shorts, longs, longs, longs)))
+def test_what_is_said_of_writes_is_read(topics: Any) -> None:
+    (made,) = [each for each in TheirProduce._CLASSES if each.API_VERSION == 7]
+    frame = PLAIN_HEADER + made.RESPONSE_TYPE(topics, 0).encode()
+    assert ProduceRequest(None, -1, 1, []).read(frame).topics == topics
+
+
+@given(
+    TAGGED_HEADER,
+    st.lists(st.tuples(names, st.lists(told, max_size=3), tags), max_size=3),
+    tags,
+)
+def test_what_is_said_of_writes_into_transactions_is_read(
+    header: bytes, topics: Any, more: Any
+) -> None:
+    frame = header + WrittenAnswer(topics, 0, more).encode()
+    assert WriteRequest("id", -1, 1, []).read(frame).topics == [
+        (topic, [(*each[:4], each[6]) for each in parts]) for topic, parts, _ in topics
+    ]
+
+
+@given(TAGGED_HEADER, shorts, longs, shorts, tags)
+def test_what_is_said_of_ends_is_read(
+    header: bytes, code: int, producer: int, epoch: int, more: Any
+) -> None:
+    plain = EndTxnRequest("id", 1, 1, True)
+    answer = TheirEnd._CLASSES[0].RESPONSE_TYPE(7, code)
+    assert plain.read(PLAIN_HEADER + answer.encode()) == Over(code)
+    frame = header + OverAnswer(7, code, producer, epoch, more).encode()
+    assert EndRequest("id", 1, 1, True).read(frame) == Over(code, producer, epoch)
+
+
+@given(of_topics(st.tuples(ints, shorts, longs, longs)))
+def test_what_is_said_of_offsets_is_read(topics: Any) -> None:
+    (made,) = [each for each in TheirOffsets._CLASSES if each.API_VERSION == 3]
+    frame = PLAIN_HEADER + made.RESPONSE_TYPE(7, topics).encode()
+    assert OffsetRequest(0, []).read(frame).topics == topics
+
+
+REQUESTS: list[Packed] = [
+    ProduceRequest(None, -1, 1, []),
+    WriteRequest("id", -1, 1, []),
+    EndTxnRequest("id", 1, 1, True),
+    EndRequest("id", 1, 1, True),
+    OffsetRequest(0, []),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
+@given(st.binary(max_size=60))
+def test_no_bytes_are_taken_for_an_answer_that_they_are_not(request_: Packed, data: bytes) -> None:
+    try:
+        request_.read(data)
+    except (ValueError, IndexError, struct.error):
+        return
+    # An answer to nothing at least.
+    assert len(data) >= 6
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
+def test_a_request_goes_out_in_its_version_or_not_at_all(request_: Packed) -> None:
+    key, version = request_.API_KEY, request_.API_VERSION
+    for refused in ((version + 1, version + 2), (version - 2, version - 1)):
+        with pytest.raises(NotImplementedError):
+            request_.frame({key: refused}, 1, b"me")
+    with pytest.raises(IncompatibleBrokerVersion):
+        request_.frame({}, 1, b"me")
