@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.sdk.fake_proxy import QUICK, FakeCluster, FakeProxy, Refuse
+from txbroker.core.ids import parse_id
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import AlreadyDecided, BadRequest, OwnerUnavailable, TxbrokerError
 from txbroker.sdk import (
@@ -217,7 +218,10 @@ def test_a_forked_child_has_sessions_of_its_own_and_leaves_the_parents_alone(
     assert problems == [ForkedTransaction.__doc__]
     assert fake.cluster.transactions[first].decision is Decision.COMMIT
     assert fake.cluster.transactions[tx.id].decisions == [Decision.COMMIT]
-    assert producer.prepare(M) in fake.cluster.transactions
+    after = producer.prepare(M)
+    assert after in fake.cluster.transactions
+    # Randomness is drawn ahead: what the parent had left is not the child's.
+    assert parse_id(after).randomness != parse_id(first).randomness
     assert fake.proxy.opened == 2
 
 

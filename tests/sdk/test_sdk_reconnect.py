@@ -146,6 +146,40 @@ async def test_a_commit_that_could_not_be_delivered_answers_its_check(
         assert (await proxy.sessions[0].check(given_up)).decision is Decision.ROLLBACK
 
 
+async def test_time_is_up_for_who_waits_for_room_and_for_an_owner_too(
+    cluster: FakeCluster, proxy: FakeProxy
+) -> None:
+    limits = replace(QUICK, retry_s=0.2, answer_timeout_s=60.0, in_flight_max=1)
+    async with TransactionalProducer(proxy.url, group="g", limits=limits) as producer:
+        proxy.rules.append(lambda operation: Ignore(done=False))
+        calls = [producer.prepare(M) for _ in range(3)]
+        failures = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in failures] == [OwnerUnavailable] * 3
+        proxy.rules.clear()
+        transaction_id = await producer.prepare(M)
+        await cluster.own(None)
+        with pytest.raises(OwnerUnavailable, match="check-back will settle it"):
+            await producer.commit(transaction_id)
+        await cluster.own(proxy)
+        assert (await producer.commit(transaction_id)).decision is Decision.COMMIT
+
+
+async def test_a_prepare_that_is_cancelled_is_rolled_back_by_its_check(
+    cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
+) -> None:
+    gate = asyncio.Event()
+    proxy.once(Prepare, AnswerAfter(gate))
+    waiting = asyncio.create_task(producer.prepare(M))
+    await cluster.until(lambda: cluster.transactions)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    gate.set()
+    (transaction_id,) = cluster.transactions
+    assert (await proxy.sessions[0].check(transaction_id)).decision is Decision.ROLLBACK
+    assert await producer.prepare(M) in cluster.transactions
+
+
 async def test_an_expired_id_is_replaced(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
