@@ -32,6 +32,9 @@ WELL_S = 60.0
 END_TIMEOUT_S = 40.0
 """More than a proxy takes to end what is under way."""
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""One that was sent to all may end a worker that has only begun."""
+
 log = get_logger(__name__)
 
 
@@ -147,7 +150,7 @@ class _Worker:
             log.error("worker killed", worker=self._number, seconds=END_TIMEOUT_S)
             process.kill()
             code = await process.wait()
-        if code:
+        if code and -code not in _SIGNALS:
             raise Failed(f"worker {self._number} did not end in order: {_how(code)}")
 
 

@@ -9,7 +9,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,9 @@ async def test_transactions_go_on_while_a_worker_is_killed(dev: Dev, tmp_path: P
     first = free_ports(2)
     words = ("--topic-prefix", "killed", "--create-target-topics")
     async with two_workers(tmp_path, dev, *words, "--listen", f"127.0.0.1:{first}") as proxy:
+        while len(proxy.events("starting")) < 2:
+            await proxy.until("starting")
         starting = {line["worker"]: line for line in proxy.events("starting")}
-        for worker in {1, 2} - starting.keys():
-            starting[worker] = await until_line(proxy, "starting", worker)
         assert {w: line["listen"] for w, line in starting.items()} == {
             1: f"127.0.0.1:{first}",
             2: f"127.0.0.1:{first + 1}",
@@ -155,6 +155,17 @@ async def test_workers_that_cannot_start_end_the_command(tmp_path: Path) -> None
     assert re.search(rf"Error: worker [12]: .*{kafka}", proxy.error)
     assert re.search(r"Error: worker [12] could not start, so all have ended", proxy.error)
     assert "Traceback" not in proxy.error
+
+
+async def test_workers_that_wait_for_kafka_end_by_a_signal(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        kafka = f"127.0.0.1:{closed.getsockname()[1]}"
+        async with proxy_process(tmp_path, kafka, "--workers", 2) as proxy:
+            await proxy.until("waiting for kafka")
+            proxy.process.terminate()
+            assert await proxy.ended() == 0
+    assert proxy.error == ""
 
 
 def test_port_of_the_second_worker_that_is_taken(call: Call, tmp_path: Path) -> None:
@@ -262,6 +273,51 @@ def numbers_in(kafka: str, topic: str) -> list[int]:
     return sorted(found)
 
 
+# --- the lifeline of a worker ----------------------------------------------------------------
+
+SLOW_TO_END = """
+import asyncio
+from txbroker.cli.serving import until_signal
+
+async def work():
+    try:
+        print("working", flush=True)
+        await asyncio.sleep(1000)
+    finally:
+        print("ending", flush=True)
+        await asyncio.sleep(1000)
+
+asyncio.run(until_signal(work(), 0))
+"""
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [["stop", "end"], ["SIGTERM", "end"], ["SIGINT", "stop", "end"], ["end", "SIGTERM"]],
+    ids=" ".join,
+)
+async def test_first_wish_is_obeyed_in_order_and_a_second_at_once(ways: list[str]) -> None:
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-c", SLOW_TO_END)
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    async with asyncio.timeout(DEADLINE_S):
+        assert await process.stdout.readline() == b"working\n"
+        for way in ways:
+            assert process.returncode is None
+            if way == "stop":
+                process.stdin.write(b"stop\n")
+                await process.stdin.drain()
+            elif way == "end":
+                process.stdin.close()
+            else:
+                process.send_signal(signal.Signals[way])
+            if way == ways[0]:
+                assert await process.stdout.readline() == b"ending\n"
+        assert await process.wait() == -signal.SIGTERM
+
+
 # --- the parent alone ------------------------------------------------------------------------
 
 
@@ -283,6 +339,25 @@ def two(**settings: Any) -> Settings:
     return Settings(workers=2, listen="127.0.0.1:0", **settings)
 
 
+@asynccontextmanager
+async def parent() -> AsyncIterator[asyncio.Task[None]]:
+    """Run the parent of two workers; cancel it at the end."""
+    task = asyncio.create_task(workers.run_workers(two()))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def until(condition: Callable[[], object]) -> Any:
+    """Return what a condition says, once it is true."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := condition()):
+            await asyncio.sleep(0.01)
+    return found
+
+
 @pytest.mark.usefixtures("quick")
 async def test_worker_that_dies_again_and_again_waits_longer_each_time(
     monkeypatch: pytest.MonkeyPatch,
@@ -294,13 +369,8 @@ async def test_worker_that_dies_again_and_again_waits_longer_each_time(
         "sys.stdin.readline()\n",
     )
     with capture_logs() as lines:
-        task = asyncio.create_task(workers.run_workers(two()))
-        async with asyncio.timeout(DEADLINE_S):
-            while len(lines) < 4:
-                await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        async with parent():
+            await until(lambda: len(lines) >= 4)
     said = [(line["event"], line["worker"], line["how"]) for line in lines]
     assert set(said) == {("worker ended", 2, "exit code 3")}
     assert [line["seconds"] for line in lines[:4]] == [0.01, 0.02, 0.04, 0.04]
@@ -314,16 +384,9 @@ async def test_ready_lines_come_together_and_in_order(
         monkeypatch,
         "print('ready', told['worker'], flush=True)\nsys.stdin.readline()\n",
     )
-    told: list[str] = []
-    task = asyncio.create_task(workers.run_workers(two()))
-    async with asyncio.timeout(DEADLINE_S):
-        while not (out := capsys.readouterr().out):
-            await asyncio.sleep(0.01)
-    told.append(out)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert told == ["ready 1\nready 2\n"]
+    async with parent() as task:
+        assert await until(lambda: capsys.readouterr().out) == "ready 1\nready 2\n"
+    assert task.cancelled()
 
 
 @pytest.mark.usefixtures("quick")
@@ -336,15 +399,14 @@ async def test_worker_that_does_not_stop_is_killed_and_told(
         "sys.stdin.readline()\n"
         "if told['worker'] == 2: time.sleep(1000)\n",
     )
-    task = asyncio.create_task(workers.run_workers(two()))
-    async with asyncio.timeout(DEADLINE_S):
-        while not capsys.readouterr().out:
-            await asyncio.sleep(0.01)
-    below = descendants(os.getpid())
-    task.cancel()
+    before = set(descendants(os.getpid()))
+    async with parent() as task:
+        await until(lambda: capsys.readouterr().out)
+        below = set(descendants(os.getpid())) - before
+        assert len(below) == 2
     with pytest.raises(Failed, match="worker 2 did not end in order: SIGKILL"):
-        await task
-    until_gone([pid for pid in below if pid not in descendants(os.getpid())])
+        task.result()
+    until_gone(list(below))
 
 
 @pytest.mark.usefixtures("quick")
