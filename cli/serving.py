@@ -140,7 +140,8 @@ def why_not_free(address: Address) -> str:
         ):
             socket.create_server((str(at[0]), int(at[1])), family=family).close()
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        # `create_server` adds in brackets what it tried.
+        return (error.strerror or str(error)).partition(" (")[0].lower()
     return ""
 
 

@@ -24,12 +24,16 @@ from txbroker.cli.serving import why_not_free
 from txbroker.config import Settings
 from txbroker.proxy.logging import get_logger
 
+COMMAND = (sys.executable, "-m", "txbroker.cli.worker")
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
 """How long a worker that has ended stays away, at first and at most; twice as long each time."""
 WELL_S = 60.0
 """A worker that ran for so long begins again with the shortest pause."""
 END_TIMEOUT_S = 40.0
 """More than a proxy takes to end what is under way."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""One that was sent to all may end a worker that has only begun."""
 
 log = get_logger(__name__)
 
@@ -83,7 +87,7 @@ class _Worker:
     """
 
     def __init__(self, settings: Settings, number: int, ready: Callable[[int, str], None]) -> None:
-        told = {"worker": number, "settings": _plain(settings.of_worker(number))}
+        told = {"worker": number, "settings": plain_settings(settings.of_worker(number))}
         self._told = json.dumps(told).encode() + b"\n"
         self._number = number
         self._ready = ready
@@ -111,8 +115,7 @@ class _Worker:
     async def _once(self) -> int:
         """Return the exit code of one process; of a signal, its number below zero."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "txbroker.cli.worker"),
+            *COMMAND,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -128,6 +131,8 @@ class _Worker:
         except asyncio.CancelledError:
             await self._end(process)
             raise
+        finally:
+            process.stdin.close()
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Let a process end what is under way, then itself.
@@ -145,11 +150,11 @@ class _Worker:
             log.error("worker killed", worker=self._number, seconds=END_TIMEOUT_S)
             process.kill()
             code = await process.wait()
-        if code:
+        if code and -code not in _SIGNALS:
             raise Failed(f"worker {self._number} did not end in order: {_how(code)}")
 
 
-def _plain(settings: Settings) -> dict[str, Any]:
+def plain_settings(settings: Settings) -> dict[str, Any]:
     """Return what was set as JSON has it, secrets included: for a pipe, nothing else."""
     return {name: _value(getattr(settings, name)) for name in sorted(settings.model_fields_set)}
 

@@ -439,14 +439,15 @@ def _check_workers(settings: Settings) -> None:
             f"workers {settings.workers} call one another, and callers need a credential: set "
             "peer_secret_file or peer_names, by which they prove to be proxies"
         )
-    taken: dict[Address, str] = {}
-    for name in PORT_SETTINGS:
-        given = getattr(settings, name)
-        if given and not _has_port(given):
+    given_ports = {name: getattr(settings, name) for name in PORT_SETTINGS}
+    for name, given in given_ports.items():
+        if given and not re.search(r":\d+$", given):
             raise ConfigurationError(
                 f"{name} {given} names no port, and each of the {settings.workers} workers has "
                 "the next one: give that of the first"
             )
+    taken: dict[Address, str] = {}
+    for name, given in given_ports.items():
         for number in range(1, settings.workers + 1 if given else 1):
             address = _server(getattr(settings.of_worker(number), name))
             holder = name if "advertise" in name else taken.setdefault(address, name)
@@ -456,10 +457,6 @@ def _check_workers(settings: Settings) -> None:
                     f"{name} {given}: worker {number} has the port {address.port}, which {why}. "
                     f"Leave room for {settings.workers} ports"
                 )
-
-
-def _has_port(address_or_url: str) -> bool:
-    return re.search(r":\d+$", address_or_url) is not None
 
 
 def _server(address_or_url: str) -> Address:

@@ -67,6 +67,21 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "connects to Kafka from `host`. This proxy takes no calls until that one has gone.",
             "Stop one of them, or give it another `instance`.",
         ),
+        LogEvent(
+            "worker ended",
+            "error",
+            "worker how seconds",
+            "One of the proxies of `--workers` has ended by itself. It is started again after so "
+            "many seconds.",
+            "See its lines before this one; after `SIGKILL`, the kernel's: memory may be short.",
+        ),
+        LogEvent(
+            "worker killed",
+            "error",
+            "worker seconds",
+            "It was asked to stop, and had not ended after so many seconds.",
+            _BUG,
+        ),
         LogEvent("stopping", "info", "", "A signal came: everything is handed over."),
         LogEvent("stopped", "info", "", "The last line."),
         LogEvent(
@@ -479,6 +494,7 @@ the least important level shown.
 - **One line is one line.** Names and reasons come from outside. In JSON they are escaped as JSON
   has it, for people whatever does not print (line ends, terminal sequences, marks that turn the
   writing round) is escaped as Python has it. Lines of a traceback for people begin with `|`.
+- With `--workers` each line has the number of its proxy in `worker`.
 - Times are UTC. `error` is the type of an exception, `where` the innermost places of its traceback,
   `why` a sentence.
 
