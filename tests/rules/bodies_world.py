@@ -11,7 +11,8 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from msgspec import structs
-from rules_world import DAY_MS, Told
+from rules_world import DAY_MS
+from told import Told
 
 from txbroker.contract import Answer, DecideRequest
 from txbroker.core.ids import make_id
@@ -246,7 +247,7 @@ class Small:
         return PartitionContext(
             0,
             self.ledger,
-            OwnerSettings(WINDOW_MS, 100, 100, 1000, 14 * DAY_MS, self.limits),
+            OwnerSettings(WINDOW_MS, 100, 100, 14 * DAY_MS, self.limits),
             _Events(self.told, self.lost),
             lambda: self.version,
             self.stops.append,
@@ -256,6 +257,7 @@ class Small:
             gate,
             Tally(),
             Visible(),
+            lambda: 1 << 30,
         )
 
     async def close(self) -> None:

@@ -5,8 +5,9 @@ import time
 from collections.abc import Awaitable, Callable
 
 from txbroker.contract import PartitionState
-from txbroker.core.ledger import BEYOND_MAX, Ledger
+from txbroker.core.ledger import Ledger
 from txbroker.core.segment import SEGMENT_BYTES
+from txbroker.core.turns import BEYOND_MAX
 from txbroker.door import PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
