@@ -105,8 +105,8 @@ class Ownership:
         principals: returns the principals as they are now.
         rejoin_s: how long a stuck proxy stays out of the group, seconds.
 
-    `url` is this proxy's own URL, as others are told it, `own_peer_url` where it takes their calls
-    and `own_admin_url` operators', "" for there too; all are set before `join`.
+    `url` is this proxy's own URL, `own_peer_url` where it takes other proxies' calls and
+    `own_admin_url` operators', "" for there too; all are set before `join`.
     """
 
     def __init__(
@@ -240,8 +240,7 @@ class Ownership:
         """Return the URL of each half partition's proxy, as the group says, "" where none is
         known."""
         known = self._assignment.owners[: self._door.partitions]
-        missing = self._door.partitions - len(known)
-        return (*known, *[""] * missing)
+        return (*known, *[""] * (self._door.partitions - len(known)))
 
     def proxies(self) -> tuple[str, ...]:
         """Return the URLs of all proxies of the group, this one's included."""
