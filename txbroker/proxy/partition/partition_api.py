@@ -37,11 +37,10 @@ from txbroker.errors import (
     WrongGroup,
 )
 from txbroker.failpoints import hit
-from txbroker.proxy.partition.appender import Appender, Applied, Lane
+from txbroker.proxy.partition.appender import Appender, Applied, Lane, Markers
 from txbroker.proxy.partition.body_cache import lost_cause
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.history import search, tell_verdict
-from txbroker.proxy.partition.markers import Markers
 from txbroker.proxy.partition.promoter import Promoter
 
 VERDICT_S = 1.0
