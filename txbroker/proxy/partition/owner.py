@@ -40,6 +40,10 @@ IDLE_S = 1.0
 """An owner that has appended nothing for so long looks whether somebody else wrote to its logs."""
 EDGES_S = 10.0
 """An owner looks this often whether its logs are still what they were."""
+CLAIM_PAUSE_S = 0.2
+CLAIM_PAUSE_MAX_S = 2.0
+"""Pauses between claims are random and grow to this."""
+
 log = get_logger(__name__)
 
 
@@ -207,7 +211,6 @@ class Owner:
         if self._context.gate.is_set():
             self._context.gate.clear()
             hit("handover.suspended")
-            self.api.suspended = True
             self._half.turn_away()
             self._op.turn_away()
             self._snapshots.abandon()
@@ -220,7 +223,6 @@ class Owner:
         next turn would be fenced, and what it appended is read before ours is applied."""
         if not self._context.gate.is_set() and not self._closed:
             self._context.gate.set()
-            self.api.suspended = False
             self._resumed_s = time.monotonic()
             if self._tasks:
                 self._begin_checks()
@@ -286,11 +288,6 @@ class Owner:
                     await self._edges.look()
             except KafkaUnavailable as error:
                 log.warning("log not read", partition=self.partition, why=str(error))
-
-
-CLAIM_PAUSE_S = 0.2
-CLAIM_PAUSE_MAX_S = 2.0
-"""Pauses between claims are random and grow to this."""
 
 
 class Claims:
