@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 import shlex
 import subprocess
@@ -244,6 +246,64 @@ def test_each_row_of_the_comparison_with_rocketmq_has_its_tests() -> None:
     there = [name for name in functions if name.startswith("test_")]
     assert sorted(name for tests in named for name in tests) == sorted(there)
     assert rows
+
+
+# --- values ----------------------------------------------------------------------------------
+
+UNITS = {"": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "s": 1.0, "ms": 0.001}
+# All that these files name is about batching.
+ABOUT_BATCHING = (
+    "txbroker/proxy/partition/appender.py",
+    "txbroker/proxy/partition/turn_pace.py",
+    "txbroker/proxy/partition/pace.py",
+    "txbroker/kafka/shared_writes.py",
+    "txbroker/sticky.py",
+)
+
+
+def batching_rows() -> list[tuple[str, str, str, str]]:
+    """Return name, file, value and what is said of each row of the page on batching."""
+    page = (DOCS / "reference/batching.md").read_text()
+    rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    return [
+        (name.strip().strip("`"), path.strip("`"), value, measured.strip())
+        for name, path, value, _, measured in rows
+    ]
+
+
+def default_of(name: str, path: str) -> float:
+    """Return a constant, or with `Class.field` the field's default, in the unit of its name."""
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    owner, _, attribute = name.rpartition(".")
+    if not owner:
+        return float(getattr(module, name))
+    kind = getattr(module, owner)
+    if kind is Settings:
+        return float(Settings.model_fields[attribute].default)
+    return float(inspect.signature(kind).parameters[attribute].default)
+
+
+@pytest.mark.parametrize(("name", "path", "value", "measured"), batching_rows())
+def test_a_constant_of_batching_is_what_the_page_says(
+    name: str, path: str, value: str, measured: str
+) -> None:
+    number, _, unit = value.partition(" ")
+    assert float(number.replace(",", "")) * UNITS[unit] == pytest.approx(default_of(name, path))
+    assert measured
+
+
+def test_all_constants_of_batching_are_on_the_page() -> None:
+    told = {(name, path) for name, path, _, _ in batching_rows()}
+    there = {
+        (target.id, path)
+        for path in ABOUT_BATCHING
+        for node in ast.parse((ROOT / path).read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z][A-Z_]+", target.id)
+    }
+    assert there - told == set()
+    assert len(told) > len(there) > len(ABOUT_BATCHING)
 
 
 # --- pages -----------------------------------------------------------------------------------
