@@ -25,6 +25,8 @@ from txbroker.proxy.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PACKAGE = ROOT / "txbroker"
+ROOM = "txbroker.proxy.partition."
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 # Synopses, with `OPTIONS` and the like: test_cli_usage holds it against the commands.
 WRITTEN = [page for page in PAGES if page != DOCS / "reference/cli.md"]
@@ -246,6 +248,50 @@ def test_each_row_of_the_comparison_with_rocketmq_has_its_tests() -> None:
     there = [name for name in functions if name.startswith("test_")]
     assert sorted(name for tests in named for name in tests) == sorted(there)
     assert rows
+
+
+def names_in(*patterns: str) -> set[str]:
+    """Return the functions, classes and `Class.method`s that files define."""
+    found = set()
+    for path in committed(*patterns):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ClassDef):
+                found |= {node.name}
+                found |= {f"{node.name}.{one.name}" for one in node.body if hasattr(one, "name")}
+    return found
+
+
+def test_the_steps_of_a_call_are_in_the_code() -> None:
+    page = (DOCS / "design.md").read_text()
+    steps = page.partition("\n## A prepare and a commit, step by step\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", steps)) - {"wait"}
+    assert len(named) > 30
+    assert sorted(named - names_in("txbroker/*.py", "txbroker/**/*.py")) == []
+    files = re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", steps)
+    assert [one for one in files if not any((at / one).exists() for at in (ROOT, PACKAGE))] == []
+
+
+def test_the_drawing_of_a_partition_shows_its_parts() -> None:
+    tree = ast.parse((ROOT / "txbroker/proxy/partition/owner.py").read_text())
+    told = ast.get_docstring(tree) or ""
+    drawing = "\n".join(line for line in told.splitlines() if line.startswith("    "))
+    drawn = set(re.findall(r"\b[A-Z][A-Za-z]+(?:\._?[a-z]+)?\b", drawing))
+    assert sorted(drawn - names_in("txbroker/**/*.py", "checkers/*.py")) == []
+    # What the parts share, and what they say of time.
+    shared = ("clock", "context", "pace", "visible")
+    imported = {
+        name.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(ROOM)
+        for name in node.names
+        if (node.module or "").removeprefix(ROOM) not in shared
+    }
+    called = {getattr(one.func, "id", "") for one in ast.walk(tree) if isinstance(one, ast.Call)}
+    parts = {name for name in imported & called if name[0].isupper()}
+    assert len(parts) > 10
+    assert sorted(part for part in parts if not re.search(rf"\b{part}\b", told)) == []
 
 
 # --- values ----------------------------------------------------------------------------------
