@@ -300,8 +300,6 @@ UNITS = {"": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "s": 1.0, "ms": 0.001}
 # All that these files name is about batching.
 ABOUT_BATCHING = (
     "txbroker/proxy/partition/appender.py",
-    "txbroker/proxy/partition/turn_pace.py",
-    "txbroker/proxy/partition/pace.py",
     "txbroker/kafka/shared_writes.py",
     "txbroker/sticky.py",
 )
