@@ -1,4 +1,34 @@
-"""The owner of one half partition: it alone writes, diffs, checks and promotes it."""
+"""The owner of one half partition: it alone writes, diffs, checks and promotes it.
+
+`Owner` makes the parts, begins and ends them. Who calls whom (each arrow is a call, or a read):
+
+    Broker                                      CheckRunner
+      │ prepare, decide, revive                   │ attempt,  ▲
+      ▼                                           ▼ answered  │ due
+    PartitionApi ◀────────── decide ─────────── CheckBack ────┘   ───▶ Bodies
+      │    │  └──── revive ───▶ Markers ◀─────────┘
+      │    └──────────────┐       │
+      ▼                   ▼       ▼
+    Appender (half)     Appender (op)           runs of rows in, outcomes out
+      ▼                   ▼
+    HalfReplica ▶ Ledger ◀ OpReplica            `apply_run`, or what others wrote
+      └─────────┬─────────┘
+                ▼ what has changed
+              Applier ───▶ followers: Bodies, LogClockFollower, CheckBack, Promoter
+
+    PartitionApi ──▶ Promoter               is there room, try a refused one again
+    Promoter ──▶ TurnPace, Ledger, Bodies   what a turn waits for, holds, and has to read
+             ──▶ Claims, Appender (half)    after a lost turn; behind a commit without its half
+    Claims ──▶ both appenders, Ledger, SnapshotWriter
+    Edges ──▶ Bodies, Promoter, SnapshotWriter      `Owner._watch` calls it, and both appenders
+    Bodies ──▶ SnapshotWriter               bodies are lost: the next owner must know
+    SnapshotWriter ──▶ Ledger               a capture, chunk by chunk
+
+Each part but replicas and Applier gets one `PartitionContext`: ledger, settings, events, clocks,
+claim, gate. Whatever writes to Kafka (appenders, Promoter, Claims, SnapshotWriter) asks the gate
+first, which is closed while the owner is suspended. Until the logs are replayed (`recover`),
+`Bodies` is the only follower.
+"""
 
 import asyncio
 import random

@@ -7,7 +7,7 @@ progress that the next claim finds; never from anything else.
 A turn is planned on what is known of messages without having them; those that are not in memory
 are read before it is begun, never inside it.
 
-This file tells how turns are written; `quarantine.py` holds what is kept away from them.
+This file tells how turns are written; `Trouble` in `targets.py` holds what is kept away from them.
 """
 
 import asyncio
