@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import uvloop
-from aiokafka.errors import KafkaConnectionError, KafkaError
+from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError, KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
+from kafka_world import KafkaWorld
 
+from txbroker.kafka.client import Client, Unanswered
 from txbroker.kafka.connection import LoggedInConnection, open_connection
 from txbroker.kafka.packed import EndTxnRequest, Over
 
 Asked = tuple[int, int]
 """Kind and correlation id of a request."""
-VERSIONS, METADATA, END = 18, 3, 26
+VERSIONS, METADATA, END, HANDSHAKE = 18, 3, 26, 17
 REQUEST = EndTxnRequest("id", 7, 0, True)
 
 
@@ -221,6 +223,81 @@ async def test_who_gave_up_hears_nothing_and_others_do() -> None:
         broker.writer.write(over(await broker.number()) + over(await broker.number(), 5))
         assert await here == Over(5)
         assert gone.cancelled()
+
+
+async def test_a_connection_whose_unanswered_requests_were_given_up_is_closed() -> None:
+    """Nobody who asked closes it, and with a request under way it is never idle."""
+    async with connected(timeout_s=0.05) as (broker, connection):
+        gone = asyncio.ensure_future(connection.send(REQUEST))
+        await broker.number()
+        gone.cancel()
+        while connection.connected():
+            await asyncio.sleep(0.001)
+        assert not connection._requests
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["closed", "not in time"])
+async def test_who_gives_up_just_when_it_fails_leaves_no_error_unseen(late: bool) -> None:
+    unseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    async with connected() as (broker, connection):
+
+        async def ask() -> None:
+            await connection.send(REQUEST)
+
+        task = asyncio.create_task(ask())
+        await broker.number()
+        ((_, _, answer),) = connection._requests
+        connection._expire(answer) if late else connection.close()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del answer
+    connection._requests.clear()
+    gc.collect()
+    assert not unseen
+
+
+async def test_what_broke_a_connection_is_named() -> None:
+    async with connected() as (broker, connection):
+
+        async def opened(*_: Any, **__: Any) -> LoggedInConnection:
+            return connection
+
+        client = Client(KafkaWorld("127.0.0.1:1").settings(), opened)
+        client._brokers = {1: ("127.0.0.1", 1)}
+        ask = asyncio.create_task(client.ask(1, REQUEST, "test"))
+        broker.writer.write(over(await broker.number() + 1))
+        with pytest.raises(Unanswered, match="the answer is to"):
+            await ask
+
+
+async def test_a_login_as_before_kafka_1_is_refused() -> None:
+    """Its answers have no correlation ids."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for kind in (VERSIONS, HANDSHAKE):
+            (size,) = struct.unpack(">i", await reader.readexactly(4))
+            asked, _, number = struct.unpack_from(">hhi", await reader.readexactly(size))
+            assert asked == kind
+            if kind == VERSIONS:
+                writer.write(framed(number, struct.pack(">hihhh", 0, 1, HANDSHAKE, 0, 0)))
+            else:
+                writer.write(framed(number, struct.pack(">hih", 0, 1, 5) + b"PLAIN"))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, asyncio.timeout(30.0):
+        with pytest.raises(IncompatibleBrokerVersion):
+            await open_connection(
+                "127.0.0.1",
+                server.sockets[0].getsockname()[1],
+                security_protocol="SASL_PLAINTEXT",
+                sasl_mechanism="PLAIN",
+                sasl_plain_username="user",
+                sasl_plain_password="secret",
+            )
 
 
 async def test_a_closed_connection_leaves_nothing_behind() -> None:

@@ -147,7 +147,9 @@ class Client:
             self._silent.add(node)
             # What may still be on its way must not answer a later request.
             self._drop(node, lane, connection)
-            raise Unanswered(f"broker {node} did not answer ({error!r})") from None
+            # What broke the connection, where it is known: an answer that does not read, for one.
+            why = error.__cause__ or error
+            raise Unanswered(f"broker {node} did not answer ({why!r})") from None
         self._silent.discard(node)
         return answered
 

@@ -20,6 +20,7 @@ from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.conn import OAuthAuthenticator as LibraryAuthenticator
 from aiokafka.errors import (
     CorrelationIdError,
+    IncompatibleBrokerVersion,
     KafkaConnectionError,
     KafkaError,
     SaslAuthenticationFailed,
@@ -151,7 +152,7 @@ class LoggedInConnection(AIOKafkaConnection):
             self.close(reason=CloseReason.CONNECTION_BROKEN)
             raise KafkaConnectionError(f"connection broken: {error}") from error
         answer: asyncio.Future[Any] = self._loop.create_future()
-        timer = self._loop.call_later(self._request_timeout, _expire, answer)
+        timer = self._loop.call_later(self._request_timeout, self._expire, answer)
         self._requests.append((number, (asked, timer), answer))
         if isinstance(request, SaslAuthenticateRequest):
             return self._logged_in(answer)
@@ -183,10 +184,26 @@ class LoggedInConnection(AIOKafkaConnection):
         self, reason: CloseReason | None = None, exc: BaseException | None = None
     ) -> asyncio.Future[None]:
         """Close it; what still waits for an answer gets a KafkaConnectionError."""
-        for _, (_, timer), _ in self._requests:
+        unanswered = self._requests
+        for _, (_, timer), _ in unanswered:
             timer.cancel()
         closed: asyncio.Future[None] = super().close(reason, exc)  # type: ignore[no-untyped-call]
+        for _, _, answer in unanswered:
+            _look_at(answer)
         return closed
+
+    def _expire(self, answer: asyncio.Future[Any]) -> None:
+        """No answer came in time. Whoever asked closes the connection; nobody does where they gave
+        up, and what is behind it would neither be answered nor let the connection be idle."""
+        if answer.cancelled():
+            self.close(reason=CloseReason.CONNECTION_BROKEN, exc=TimeoutError())
+        elif not answer.done():
+            answer.set_exception(TimeoutError())
+            _look_at(answer)
+
+    def _send_sasl_token(self, payload: bytes, expect_response: bool = True) -> Awaitable[Any]:
+        """Refuse the way to log in from before Kafka 1.0, whose answers are no frames of ours."""
+        raise IncompatibleBrokerVersion("it takes logins only as brokers before Kafka 1.0 did")
 
     async def _logged_in(self, answer: Awaitable[Any]) -> Any:
         told = await answer
@@ -196,9 +213,10 @@ class LoggedInConnection(AIOKafkaConnection):
         return told
 
 
-def _expire(answer: asyncio.Future[Any]) -> None:
-    if not answer.done():
-        answer.set_exception(TimeoutError())
+def _look_at(answer: asyncio.Future[Any]) -> None:
+    """Look at an error, as nobody does where a cancellation comes between."""
+    if answer.done() and not answer.cancelled():
+        answer.exception()
 
 
 async def open_connection(host: str, port: int, **arguments: Any) -> LoggedInConnection:
