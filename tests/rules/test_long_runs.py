@@ -10,7 +10,6 @@ from rules_world import (
     Append,
     Gate,
     World,
-    behind,
     lost_unanswered,
     message,
     settled,
@@ -20,9 +19,9 @@ from rules_world import (
 )
 
 from txbroker.contract import Answer, DecideRequest, Standing
-from txbroker.core.records import Decision, Half, Message, Record, State
+from txbroker.core.records import Decision, Half, Record, State
 from txbroker.door import Appended, AppendRefused, Log
-from txbroker.errors import Overloaded, OwnerUnavailable, RequestError, TooLarge
+from txbroker.errors import RequestError, TooLarge
 from txbroker.proxy.partition import appender
 from txbroker.proxy.partition.owner import Owner
 
