@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 import pytest
 from rules_world import (
+    START_MS,
     Append,
     Gate,
     World,
@@ -19,6 +20,7 @@ from rules_world import (
 )
 
 from txbroker.contract import Answer, DecideRequest, Standing
+from txbroker.core.ids import make_id
 from txbroker.core.records import Decision, Half, Record, State
 from txbroker.door import Appended, AppendRefused, Log
 from txbroker.errors import RequestError, TooLarge
@@ -281,3 +283,49 @@ async def test_a_run_is_cut_where_its_owner_is_suspended(world: World) -> None:
         *[True] * (LONG - first),
     ]
     assert stored(world)[:first] == [half.id for half in run[:first]]
+
+
+# --- runs that share a batch --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("append", [as_it_is, without_offset, without_time, refusing(["nobody"])])
+async def test_of_runs_in_one_batch_each_operation_has_its_own_answer(
+    world: World, append: Append
+) -> None:
+    owner, gate = await world.owner(), Gate()
+    world.partition.half.script.extend([gate.append, append])
+    ahead = asyncio.create_task(prepare(owner, halves(world, 1)))
+    await gate.reached.wait()
+    a, b, c, d = halves(world, 4)
+    other = world.half(message("other"), id=a.id)
+    runs = [[a, b], [other, c], [d, b], [world.half(id=make_id(1, START_MS, 1)), a]]
+    tasks = [asyncio.create_task(prepare(owner, run)) for run in runs]
+    await settled()
+    gate.open()
+    found = [kinds(await task) for task in (*tasks, ahead)]
+    assert found == [
+        ["pending", "pending"],
+        ["id_conflict", "pending"],
+        ["pending", "pending"],
+        ["bad_request", "pending"],
+        ["pending"],
+    ]
+
+    gate = Gate()
+    world.partition.op.script.extend([gate.append, append])
+    ahead = asyncio.create_task(decide(owner, [c.id], Decision.ROLLBACK))
+    await gate.reached.wait()
+    says = [
+        decide(owner, [a.id, b.id], Decision.ROLLBACK),
+        decide(owner, [b.id, d.id], Decision.COMMIT),
+        decide(owner, [d.id, a.id], Decision.ROLLBACK),
+    ]
+    tasks = [asyncio.create_task(each) for each in says]
+    await settled()
+    gate.open()
+    found = [kinds(await task) for task in (*tasks, ahead)]
+    assert found[0] == found[3] * 2 == ["rolled_back"] * 2
+    assert found[1][0] == found[2][0] == "already_decided"
+    assert found[1][1] in ("committed", "promoted")
+    assert found[2][1] == "rolled_back"
+    assert len(stored(world, "op")) == 7
