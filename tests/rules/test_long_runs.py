@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import pytest
@@ -189,32 +190,28 @@ async def test_a_run_of_several_batches_is_stored_once_in_order(
     world: World, middle: Append
 ) -> None:
     owner = await world.owner(**ROOM)
-    run = halves(world, LONG)
+    run = [world.half(*[message(str(n))] * (1 + n % 2)) for n in range(LONG)]
     ids = [half.id for half in run]
     # Somebody who does not know that it was fenced writes two of them before the second batch.
-    early = [1200, 2200]
-
-    def zombie() -> None:
-        for number in early:
-            world.zombie_half(run[number])
+    zombies = [ids[1501], ids[2200]]
 
     async def between(log: Log, records: Sequence[Record]) -> Appended:
-        zombie()
+        world.zombie_half(run[1501])
+        world.zombie_half(run[2200])
         return await middle(log, records)
 
-    world.partition.half.script.extend([as_it_is, between, middle])
+    world.partition.half.script.extend([as_it_is, between, middle, as_it_is])
     answers = await prepare(owner, run)
     assert [(each.id, each.state) for each in answers if isinstance(each, Standing)] == [
         (id, State.PENDING) for id in ids
     ]
-    first = appender.BATCH_RECORDS_MAX
-    zombies = [ids[number] for number in early]
-    assert stored(world) == [*ids[:first], *zombies, *ids[first:]]
-    assert list(owner.ledger.transactions) == [
-        *ids[:first],
-        *zombies,
-        *[id for id in ids[first:] if id not in zombies],
-    ]
+    found = stored(world)
+    assert Counter(found) == Counter(
+        {half.id: len(half.messages) * (1 + (half.id in zombies)) for half in run}
+    )
+    assert list(owner.ledger.transactions) == list(dict.fromkeys(found))
+    ours = [id for id in dict.fromkeys(found) if id not in zombies]
+    assert ours == [id for id in ids if id not in zombies]
     world.partition.op.script.extend([as_it_is, middle, middle])
     answers = await decide(owner, ids, Decision.ROLLBACK)
     assert kinds(answers) == ["rolled_back"] * LONG
