@@ -3,6 +3,7 @@ and on a real Kafka."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from ws_client import Producer
 from txbroker import wire
 from txbroker.core.ids import make_id, parse_id
 from txbroker.core.records import Decision, Message, Record
+from txbroker.errors import KafkaUnavailable
 from txbroker.testing.members import Place
 from txbroker.testing.memory import Outcome
 
@@ -327,3 +329,37 @@ async def test_while_kafka_is_gone_a_frame_is_answered_and_can_be_sent_again(
         await producer.send(*decides(ids))
         await answers(producer, FRAME)
         await see_once_each(lambda: one.visible(topic), ids)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_a_topic_that_kafka_is_asked_about_holds_up_and_fails_no_other(
+    in_memory: Proxies, monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    (one,) = await in_memory.add("one")
+    topic, new, ids = await one.topic(), await one.topic(), ids_of(range(in_memory.partitions))
+    gate, examine = asyncio.Event(), one.door.targets.examine
+
+    async def slow(name: str, *, create: bool = False) -> Any:
+        if name == new:
+            await gate.wait()
+            if not answered:
+                raise KafkaUnavailable("no answer")
+        return await examine(name, create=create)
+
+    async with connected(one, "g") as producer:
+        await producer.send(*prepares(ids[:1], topic))
+        await answers(producer, 1)
+        monkeypatch.setattr(one.door.targets, "examine", slow)
+        frame = prepares(ids, topic)
+        frame[BAD] = prepares([ids[BAD]], new)[0]
+        frame[BAD] = _changed(frame[BAD], call=BAD)
+        await producer.send(*frame)
+        try:
+            found = await answers(producer, FRAME - 1)
+        finally:
+            gate.set()
+        assert BAD not in found
+        assert set(codes(found)) == {"pending"}
+        last = await answers(producer, 1)
+        assert list(last) == [BAD]
+        assert codes(last) == ["pending" if answered else "owner_unavailable"]

@@ -125,6 +125,8 @@ async def test_what_fits_no_batch_keeps_none_of_its_run_out(world: World) -> Non
     answers = await prepare(owner, run)
     assert [n for n, kind in enumerate(kinds(answers)) if kind == "too_large"] == [0, 100, 101, 255]
     assert kinds(answers).count("pending") == FRAME - 4
+    # The broker was not troubled with them.
+    assert all("fit a batch" in str(each) for each in answers if isinstance(each, TooLarge))
     assert stored(world) == [
         half.id for half, kind in zip(run, kinds(answers), strict=True) if kind == "pending"
     ]

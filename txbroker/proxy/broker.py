@@ -66,6 +66,7 @@ LAST_CALLS_S = 5.0
 """How long calls under way may take when the proxy stops, seconds. Kafka's answer to an append
 takes less; whoever waits for a target without a leader gives up."""
 
+_NO_TOPICS: frozenset[str] = frozenset()
 log = get_logger(__name__)
 
 
@@ -254,9 +255,10 @@ class Broker:
 
     def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
         """Return the operations of one group as runs, one for each log that they go to."""
-        prepares: dict[int, tuple[list[int], list[PrepareRequest]]] = {}
+        prepares: dict[tuple[int, frozenset[str]], tuple[list[int], list[PrepareRequest]]] = {}
         decides: dict[int, tuple[list[int], list[DecideRequest]]] = {}
         owners: dict[int, Owner] = {}
+        at_hand: dict[str, bool] = {}
         runs: list[Run] = []
         partitions, traced = self._door.partitions, tracing.is_on()
         for number, request in enumerate(requests):
@@ -274,7 +276,9 @@ class Broker:
             if traced:
                 runs.append(Run((number,), alone(self, request)))
             elif isinstance(request, PrepareRequest):
-                numbers, prepared = prepares.setdefault(partition, ([], []))
+                # Topics that Kafka is to be asked about hold up, and fail, nothing else.
+                asked = self._asked_about(request, at_hand)
+                numbers, prepared = prepares.setdefault((partition, asked), ([], []))
                 numbers.append(number)
                 prepared.append(request)
             elif (
@@ -289,11 +293,22 @@ class Broker:
                 numbers, decided = decides.setdefault(partition, ([], []))
                 numbers.append(number)
                 decided.append(request)
-        for partition, (numbers, prepared) in prepares.items():
+        for (partition, _), (numbers, prepared) in prepares.items():
             runs.append(Run(numbers, self._prepare(owners[partition], prepared)))
         for partition, (numbers, decided) in decides.items():
             runs.append(Run(numbers, self._decide(owners[partition], decided)))
         return runs
+
+    def _asked_about(self, request: PrepareRequest, at_hand: dict[str, bool]) -> frozenset[str]:
+        """Return the topics of which nothing is known; `at_hand` is filled on the way."""
+        asked = _NO_TOPICS
+        for message in request.messages:
+            topic = message.topic
+            if topic not in at_hand:
+                at_hand[topic] = isinstance(self._targets.known(topic), TargetFacts)
+            if not at_hand[topic]:
+                asked |= {topic}
+        return asked
 
     # --- prepare ---------------------------------------------------------------------------
 
