@@ -18,7 +18,7 @@ from typing import Any
 
 from aiokafka.protocol.api import Request
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door import Target, Turn, TurnHandle
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka import KafkaDoor, KafkaSettings
@@ -79,7 +79,7 @@ class Side:
         await client.close()
         await self.door.start()
         self.partition = self.door.partition(0)
-        await self.partition.claim(Claim(RECORD_VERSION, "c", "one", "http://127.0.0.1:1"))
+        await self.partition.claim(Claim(LOG_VERSION, "c", "one", "http://127.0.0.1:1"))
         for _ in range(_WARM_UP):
             await (await self._write()).committed()
         self.requests.clear()
@@ -91,7 +91,7 @@ class Side:
         promoted = tuple(
             Target(topic, 0, Record(b"key", bytes(1000), (), 1)) for topic in self.targets
         )
-        progress = Progress(RECORD_VERSION, "c", self._turns, self._turns)
+        progress = Progress(LOG_VERSION, "c", self._turns, self._turns)
         return await self.partition.write(Turn(promoted, (), progress))
 
     async def round(self, turns: int, pause_s: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 import shlex
 import subprocess
@@ -23,6 +25,8 @@ from txbroker.proxy.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PACKAGE = ROOT / "txbroker"
+ROOM = "txbroker.proxy.partition."
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 # Synopses, with `OPTIONS` and the like: test_cli_usage holds it against the commands.
 WRITTEN = [page for page in PAGES if page != DOCS / "reference/cli.md"]
@@ -244,6 +248,106 @@ def test_each_row_of_the_comparison_with_rocketmq_has_its_tests() -> None:
     there = [name for name in functions if name.startswith("test_")]
     assert sorted(name for tests in named for name in tests) == sorted(there)
     assert rows
+
+
+def names_in(*patterns: str) -> set[str]:
+    """Return the functions, classes and `Class.method`s that files define."""
+    found = set()
+    for path in committed(*patterns):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ClassDef):
+                found |= {node.name}
+                found |= {f"{node.name}.{one.name}" for one in node.body if hasattr(one, "name")}
+    return found
+
+
+def test_the_steps_of_a_call_are_in_the_code() -> None:
+    page = (DOCS / "design.md").read_text()
+    steps = page.partition("\n## A prepare and a commit, step by step\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", steps)) - {"wait"}
+    assert len(named) > 30
+    assert sorted(named - names_in("txbroker/*.py", "txbroker/**/*.py")) == []
+    files = re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", steps)
+    assert [one for one in files if not any((at / one).exists() for at in (ROOT, PACKAGE))] == []
+
+
+def test_the_drawing_of_a_partition_shows_its_parts() -> None:
+    tree = ast.parse((ROOT / "txbroker/proxy/partition/owner.py").read_text())
+    told = ast.get_docstring(tree) or ""
+    drawing = "\n".join(line for line in told.splitlines() if line.startswith("    "))
+    drawn = set(re.findall(r"\b[A-Z][A-Za-z]+(?:\._?[a-z]+)?\b", drawing))
+    assert sorted(drawn - names_in("txbroker/**/*.py", "checkers/*.py")) == []
+    # What the parts share, and what they say of time.
+    shared = ("clock", "context", "pace", "visible")
+    imported = {
+        name.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(ROOM)
+        for name in node.names
+        if (node.module or "").removeprefix(ROOM) not in shared
+    }
+    called = {getattr(one.func, "id", "") for one in ast.walk(tree) if isinstance(one, ast.Call)}
+    parts = {name for name in imported & called if name[0].isupper()}
+    assert len(parts) > 10
+    assert sorted(part for part in parts if not re.search(rf"\b{part}\b", told)) == []
+
+
+# --- values ----------------------------------------------------------------------------------
+
+UNITS = {"": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "s": 1.0, "ms": 0.001}
+# All that these files name is about batching.
+ABOUT_BATCHING = (
+    "txbroker/proxy/partition/appender.py",
+    "txbroker/kafka/shared_writes.py",
+    "txbroker/sticky.py",
+)
+
+
+def batching_rows() -> list[tuple[str, str, str, str]]:
+    """Return name, file, value and what is said of each row of the page on batching."""
+    page = (DOCS / "reference/batching.md").read_text()
+    rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    return [
+        (name.strip().strip("`"), path.strip("`"), value, measured.strip())
+        for name, path, value, _, measured in rows
+    ]
+
+
+def default_of(name: str, path: str) -> float:
+    """Return a constant, or with `Class.field` the field's default, in the unit of its name."""
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    owner, _, attribute = name.rpartition(".")
+    if not owner:
+        return float(getattr(module, name))
+    kind = getattr(module, owner)
+    if kind is Settings:
+        return float(Settings.model_fields[attribute].default)
+    return float(inspect.signature(kind).parameters[attribute].default)
+
+
+@pytest.mark.parametrize(("name", "path", "value", "measured"), batching_rows())
+def test_a_constant_of_batching_is_what_the_page_says(
+    name: str, path: str, value: str, measured: str
+) -> None:
+    number, _, unit = value.partition(" ")
+    assert float(number.replace(",", "")) * UNITS[unit] == pytest.approx(default_of(name, path))
+    assert measured
+
+
+def test_all_constants_of_batching_are_on_the_page() -> None:
+    told = {(name, path) for name, path, _, _ in batching_rows()}
+    there = {
+        (target.id, path)
+        for path in ABOUT_BATCHING
+        for node in ast.parse((ROOT / path).read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z][A-Z_]+", target.id)
+    }
+    assert there - told == set()
+    assert len(told) > len(there) > len(ABOUT_BATCHING)
 
 
 # --- pages -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from txbroker.config import load_settings
 from txbroker.core.codec import encode_half, encode_marker
 from txbroker.core.ids import make_id
 from txbroker.core.records import (
-    RECORD_VERSION,
+    LOG_VERSION,
     CheckPolicy,
     Half,
     Marker,
@@ -78,7 +78,7 @@ class Filler:
             halves += encode_half(Half(id, group, (message,), policy=self._policy))
             if finish:
                 kind, source = MarkerKind(finish), Source.PRODUCER
-                markers += [encode_marker(Marker(RECORD_VERSION, kind, id, -1, source, group))]
+                markers += [encode_marker(Marker(LOG_VERSION, kind, id, -1, source, group))]
         await logs.half.append(halves)
         if markers:
             await logs.op.append(markers)

@@ -12,7 +12,8 @@ from cluster_world import Proxies
 from memory_world import MemoryWorld
 from service_world import Desk, unique, until
 
-from txbroker.core.transaction import Transaction
+from txbroker.core.records import Decision, Message, Source
+from txbroker.core.transaction import Place, Transaction, Verdict
 from txbroker.proxy.metrics import Metrics
 from txbroker.proxy.observers import Observer
 
@@ -25,11 +26,9 @@ GAUGES = ("pending", "pending_oldest_age_seconds", "parked")
 class Settled:
     """A transaction, as far as counting it goes."""
 
-    class Message:
-        topic = "payments"
-
-    messages = (Message(),)
-    decision, source = "commit", "producer"
+    places = (Place("payments", 0, 100),)
+    messages = (Message("payments"),)
+    verdict = Verdict(Decision.COMMIT, source=Source.PRODUCER)
     decided_at_ms, promoted_at_ms = 1_700_000_000_000, 1_700_000_000_005
 
 
@@ -43,8 +42,8 @@ def test_counting_a_whole_transaction_takes_microseconds() -> None:
         gc.collect()
         begun_s = time.process_time()
         for number in range(TRANSACTIONS):
-            observer.prepared(transaction)
-            observer.decided(transaction)
+            observer.prepared((transaction,))
+            observer.decided((transaction,))
             metrics.decisions_took(0.001)
             if number % len(turn) == 0:
                 observer.promoted(turn)

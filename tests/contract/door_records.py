@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door import PartitionDoor, Target, Turn
 
 _CLAIMS = itertools.count()
@@ -14,12 +14,12 @@ _CLAIMS = itertools.count()
 
 def new_claim(owner: str = "one") -> Claim:
     """A claim that no other test makes."""
-    return Claim(RECORD_VERSION, f"claim-{next(_CLAIMS)}", owner, "http://127.0.0.1:1")
+    return Claim(LOG_VERSION, f"claim-{next(_CLAIMS)}", owner, "http://127.0.0.1:1")
 
 
 def progress(claim: str, op: int) -> Progress:
     """Progress that has come as far in half as in op."""
-    return Progress(RECORD_VERSION, claim, op, op)
+    return Progress(LOG_VERSION, claim, op, op)
 
 
 def turn(claim: Claim, op: int, *promoted: Target, parked: tuple[Record, ...] = ()) -> Turn:

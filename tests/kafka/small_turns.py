@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kafka_world import KafkaWorld
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door import Target, Turn, TurnHandle
 from txbroker.kafka.partition import KafkaPartitionDoor
 
@@ -13,13 +13,13 @@ FENCED_CODES = (47, 90)
 
 def claim(name: str) -> Claim:
     """A claim by its name."""
-    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+    return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
 async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
     """Write the turn of a claim up to `op`, which holds one message."""
     target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
-    return await partition.write(Turn((target,), (), Progress(RECORD_VERSION, name, op, op)))
+    return await partition.write(Turn((target,), (), Progress(LOG_VERSION, name, op, op)))
 
 
 async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:

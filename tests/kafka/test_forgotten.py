@@ -10,7 +10,7 @@ import pytest
 from kafka_world import KafkaWorld, now_ms
 from producer_states import producer_ids, transactional_ids
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door import Target, Turn, TurnLost
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client import Client, Patience
@@ -47,11 +47,11 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 def claim(name: str) -> Claim:
-    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+    return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
 def turn(name: str, op: int, *promoted: Target) -> Turn:
-    return Turn(promoted, (), Progress(RECORD_VERSION, name, op, op))
+    return Turn(promoted, (), Progress(LOG_VERSION, name, op, op))
 
 
 async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(

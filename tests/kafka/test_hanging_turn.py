@@ -15,7 +15,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
 
 from txbroker.core.codec import encode_progress
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door import Hanging, Target, Turn
 from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, Patience
@@ -27,7 +27,7 @@ _VERIFICATION = "transaction.partition.verification.enable"
 
 
 def claim(name: str) -> Claim:
-    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+    return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
 @asynccontextmanager
@@ -87,9 +87,7 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> No
         (found,) = await kafka.open_transactions([topic])
     assert (found.lost, found.first, found.state) == (True, 0, "CompleteCommit")
     # What it is kept off for: the end of the next turn ends what was left open, too.
-    turn = Turn(
-        (Target(topic, 0, Record(b"next", b"")),), (), Progress(RECORD_VERSION, "next", 1, 1)
-    )
+    turn = Turn((Target(topic, 0, Record(b"next", b"")),), (), Progress(LOG_VERSION, "next", 1, 1))
     handle = await partition.write(turn)
     await handle.visible()
     assert [record.key for record in await world.visible(topic)] == [b"lost", b"next"]
@@ -98,7 +96,7 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> No
 async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaWorld) -> None:
     door = await world.door("one")
     checkpoint = world.name("checkpoint")
-    lost = encode_progress(Progress(RECORD_VERSION, "lost", 5, 5))
+    lost = encode_progress(Progress(LOG_VERSION, "lost", 5, 5))
     await leave_open(world, (checkpoint, 0), [lost])
     partition = door.partition(0)
     with pytest.raises(Hanging, match=r"checkpoint-0 .*offset 0"):

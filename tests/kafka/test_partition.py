@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kafka_world import KafkaWorld
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door import Hanging, Turn
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.batch import batch_body, encode_batch
@@ -32,7 +32,7 @@ class Opened:
 
 
 def claim(name: str) -> Claim:
-    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+    return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
 # --- connections -----------------------------------------------------------------------------
@@ -48,7 +48,7 @@ async def test_an_old_door_closes_its_own_connections_only(world: KafkaWorld) ->
         await partition.half.append([Record(b"k", b"")])
         await partition.half.pick([0])
         await partition.store([Record(b"snapshot/0/0", b"")])
-        turn = Turn((), (Record(b"id/0", b""),), Progress(RECORD_VERSION, name, 1, 1))
+        turn = Turn((), (Record(b"id/0", b""),), Progress(LOG_VERSION, name, 1, 1))
         await (await partition.write(turn)).visible()
         return partition
 

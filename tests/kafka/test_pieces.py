@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txbroker.core.codec import PROGRESS_KEY, encode_claim
-from txbroker.core.records import RECORD_VERSION, Claim, Record
+from txbroker.core.records import LOG_VERSION, Claim, Record
 from txbroker.door import Fenced, TurnLost, TurnRefused
 from txbroker.errors import InvariantBroken
 from txbroker.kafka.batch import HEADER_BYTES, batch_body, encode_batch
@@ -182,7 +182,7 @@ def test_a_gzip_bomb_takes_little_memory() -> None:
 def test_what_does_not_decode_in_a_checkpoint_stops_only_if_our_producer_wrote_it(
     ours: bool,
 ) -> None:
-    claim = encode_claim(Claim(RECORD_VERSION, "c", "o", ""))
+    claim = encode_claim(Claim(LOG_VERSION, "c", "o", ""))
     batch = encode_batch(
         batch_body([claim]), producer_id=7, epoch=0, sequence=0, transactional=True
     )

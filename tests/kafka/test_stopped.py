@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kafka_world import KafkaWorld, now_ms
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
+from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door import AppendUnknown, Target, Turn, TurnLost
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.errors import KafkaUnavailable
@@ -56,7 +56,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def claim(name: str) -> Claim:
-    return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
+    return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
 async def test_every_call_ends_and_all_goes_on_afterwards(
@@ -66,7 +66,7 @@ async def test_every_call_ends_and_all_goes_on_afterwards(
     partition = door.partition(0)
     await partition.claim(claim("before"))
     await partition.half.append([Record(b"before", b"")])
-    turn = Turn((), (), Progress(RECORD_VERSION, "before", 1, 1))
+    turn = Turn((), (), Progress(LOG_VERSION, "before", 1, 1))
     with stopped(kafka):
         async with asyncio.timeout(BOUND_S):
             with pytest.raises(AppendUnknown):
@@ -106,7 +106,7 @@ async def test_a_door_closes_while_kafka_hangs(world: KafkaWorld, kafka: Embedde
     await partition.claim(claim("mine"))
     await door.groups.load(lambda _group, _value: None)
     await door.membership.join("http://127.0.0.1:1", lambda _told: None, lambda _why: None)
-    turn = Turn((), (), Progress(RECORD_VERSION, "mine", 1, 1))
+    turn = Turn((), (), Progress(LOG_VERSION, "mine", 1, 1))
     handle = await partition.write(turn)
     with stopped(kafka):
         appending = asyncio.create_task(partition.half.append([Record(b"during", b"")]))
@@ -131,7 +131,7 @@ async def test_a_killed_kafka_is_found_again_with_what_it_acknowledged(
     await partition.claim(claim("before"))
     await partition.half.append([Record(b"before", b"")])
     target = Target(topic, 0, Record(b"x", b"", (), now_ms()))
-    progress = Progress(RECORD_VERSION, "before", 1, 1)
+    progress = Progress(LOG_VERSION, "before", 1, 1)
     await (await partition.write(Turn((target,), (), progress))).committed()
     await asyncio.to_thread(kafka.kill)
     try:

@@ -35,16 +35,14 @@ from txbroker.core.runs import half_row, marker_row
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, Claimed, Log, Turn, TurnHandle
 from txbroker.errors import KafkaUnavailable, RequestError
-from txbroker.proxy.partition.appender import Appender
+from txbroker.proxy.partition.appender import Appender, Markers
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.checkback import CheckBack
-from txbroker.proxy.partition.context import CurrentClaim, OwnerSettings, PartitionContext
-from txbroker.proxy.partition.markers import Markers
+from txbroker.proxy.partition.clock import TurnPace
+from txbroker.proxy.partition.context import CurrentClaim, OwnerSettings, PartitionContext, Visible
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
-from txbroker.proxy.partition.turn_pace import TurnPace
-from txbroker.proxy.partition.visible import Visible
 from txbroker.proxy.tally import Tally
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka

@@ -44,9 +44,9 @@ from txbroker.errors import RequestError
 from txbroker.principals import NO_PRINCIPALS
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.partition.checkback import CheckBack
+from txbroker.proxy.partition.clock import TurnPace
 from txbroker.proxy.partition.context import OwnerSettings
 from txbroker.proxy.partition.owner import Owner
-from txbroker.proxy.partition.turn_pace import TurnPace
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
 

@@ -18,11 +18,14 @@ from world import World, unique, until
 
 import txbroker
 from txbroker.core.ids import parse_id
-from txbroker.core.records import RECORD_VERSION
+from txbroker.core.records import LOG_VERSION, RECORD_VERSION
 from txbroker.embedded import EmbeddedKafka
 
 _NEWER = RECORD_VERSION + 1
-_LINE = f"RECORD_VERSION = {RECORD_VERSION}\n"
+_LINES = {
+    f"RECORD_VERSION = {RECORD_VERSION}\n": f"RECORD_VERSION = {_NEWER}\n",
+    f"LOG_VERSION = {LOG_VERSION}\n": f"LOG_VERSION = {_NEWER}\n",
+}
 _MAIN = "from txbroker.cli.main import main; main()"
 PARTITIONS = 2
 
@@ -35,8 +38,10 @@ def newer_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(source, folder / "txbroker", ignore=shutil.ignore_patterns("__pycache__"))
     records = folder / "txbroker" / "core" / "records.py"
     text = records.read_text()
-    assert text.count(_LINE) == 1
-    records.write_text(text.replace(_LINE, f"RECORD_VERSION = {_NEWER}\n"))
+    for line, newer in _LINES.items():
+        assert text.count(line) == 1
+        text = text.replace(line, newer)
+    records.write_text(text)
     return folder
 
 
@@ -127,7 +132,7 @@ async def test_nobody_writes_what_the_older_build_does_not_understand(fleet: Fle
     ids = [*await fill(older, topic, 8), *await fill(newer, topic, 8)]
     for number, id in enumerate(ids):
         await (older, newer)[number % 2].tell(id, "commit", wait="promoted")
-    assert versions(await newer.own("half")) == {str(RECORD_VERSION)}
+    assert versions(await newer.own("half")) == {str(LOG_VERSION), str(RECORD_VERSION)}
     # Each can take over everything from the other.
     waiting = await fill(newer, topic, 8)
     await newer.kill()

@@ -66,7 +66,6 @@ LAST_CALLS_S = 5.0
 """How long calls under way may take when the proxy stops, seconds. Kafka's answer to an append
 takes less; whoever waits for a target without a leader gives up."""
 
-_NO_TOPICS: frozenset[str] = frozenset()
 log = get_logger(__name__)
 
 
@@ -255,10 +254,10 @@ class Broker:
 
     def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
         """Return the operations of one group as runs, one for each log that they go to."""
-        prepares: dict[tuple[int, frozenset[str]], tuple[list[int], list[PrepareRequest]]] = {}
+        prepares: dict[int, tuple[list[int], list[PrepareRequest]]] = {}
         decides: dict[int, tuple[list[int], list[DecideRequest]]] = {}
         owners: dict[int, Owner] = {}
-        at_hand: dict[str, bool] = {}
+        examined: dict[str, bool] = {}
         runs: list[Run] = []
         partitions, traced = self._door.partitions, tracing.is_on()
         for number, request in enumerate(requests):
@@ -273,42 +272,35 @@ class Broker:
             except RequestError as error:
                 runs.append(Run((number,), _refused(error)))
                 continue
-            if traced:
+            # Whatever waits for more than its log goes alone, as it would hold the others up: for a
+            # target or messages to be examined, to become visible, for an id to be looked up.
+            waits = traced
+            if isinstance(request, PrepareRequest):
+                for message in request.messages:
+                    topic = message.topic
+                    if topic not in examined:
+                        facts = self._targets.known(topic)
+                        examined[topic] = isinstance(facts, TargetFacts)
+                    waits = waits or not examined[topic]
+            elif request.wait or request.messages is not None:
+                waits = True
+            else:
+                waits = waits or request.id not in owner.ledger.transactions
+            if waits:
                 runs.append(Run((number,), alone(self, request)))
             elif isinstance(request, PrepareRequest):
-                # Topics that Kafka is to be asked about hold up, and fail, nothing else.
-                asked = self._asked_about(request, at_hand)
-                numbers, prepared = prepares.setdefault((partition, asked), ([], []))
+                numbers, prepared = prepares.setdefault(partition, ([], []))
                 numbers.append(number)
                 prepared.append(request)
-            elif (
-                # It would hold the others up: messages that are to be examined or to become
-                # visible, a transaction that is to be looked up.
-                request.wait
-                or request.messages is not None
-                or request.id not in owner.ledger.transactions
-            ):
-                runs.append(Run((number,), alone(self, request)))
             else:
                 numbers, decided = decides.setdefault(partition, ([], []))
                 numbers.append(number)
                 decided.append(request)
-        for (partition, _), (numbers, prepared) in prepares.items():
+        for partition, (numbers, prepared) in prepares.items():
             runs.append(Run(numbers, self._prepare(owners[partition], prepared)))
         for partition, (numbers, decided) in decides.items():
             runs.append(Run(numbers, self._decide(owners[partition], decided)))
         return runs
-
-    def _asked_about(self, request: PrepareRequest, at_hand: dict[str, bool]) -> frozenset[str]:
-        """Return the topics of which nothing is known; `at_hand` is filled on the way."""
-        asked = _NO_TOPICS
-        for message in request.messages:
-            topic = message.topic
-            if topic not in at_hand:
-                at_hand[topic] = isinstance(self._targets.known(topic), TargetFacts)
-            if not at_hand[topic]:
-                asked |= {topic}
-        return asked
 
     # --- prepare ---------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class WatchedBroker(Protocol):
 
 
 class Observer:
-    """Told by owners (`OwnerEvents`).
+    """Told by owners (`PartitionEvents`).
 
     Args:
         metrics: where everything is counted.

@@ -21,9 +21,9 @@ from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.partition.checkback import Runner
+from txbroker.proxy.partition.clock import TurnPace
 from txbroker.proxy.partition.context import OwnerSettings, PartitionEvents
 from txbroker.proxy.partition.owner import Owner
-from txbroker.proxy.partition.turn_pace import TurnPace
 
 REOPEN_S = 1.0
 """A partition that could not be opened is tried again after this, seconds."""

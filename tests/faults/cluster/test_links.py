@@ -12,6 +12,7 @@ import pytest
 from aiokafka.protocol.api import Request
 from links import END_TXN, OVERTAKEN, Ends, Link, Relay, read_frame, source_of, transactional_id
 
+from txbroker.kafka.packed import Packed
 from txbroker.kafka.transactions import FIRST, SECOND, First
 
 _FETCH, _ADD_PARTITIONS = 1, 24
@@ -214,12 +215,16 @@ def test_a_broker_is_known_by_its_client_id(client: bytes, source: int) -> None:
 @pytest.mark.parametrize("protocol", [FIRST, SECOND])
 def test_the_transactional_id_is_found_in_either_form_of_a_request(protocol: First) -> None:
     whole = dict.fromkeys(range(99), (0, 99))
-    requests: list[Request[Any]] = [
+    requests: list[Request[Any] | Packed] = [
         protocol.begin("mine", 1000),
         protocol.write("mine", 1000, [("topic", [(0, b"batch")])]),
         protocol.end("mine", 1, 0, commit=True),
     ]
     for each in requests:
-        made = each.prepare(whole)
-        frame = made.build_request_header(1, "client").encode() + made.encode()
-        assert transactional_id(struct.pack(">i", len(frame)) + frame) == b"mine", made
+        if isinstance(each, Packed):
+            frame = each.frame(whole, 1, b"client")
+        else:
+            made = each.prepare(whole)
+            body = made.build_request_header(1, "client").encode() + made.encode()
+            frame = struct.pack(">i", len(body)) + body
+        assert transactional_id(frame) == b"mine", each
