@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import AsyncIterator, Callable
 
@@ -16,12 +17,13 @@ from ws_client import MESSAGES, Producer, session
 
 from txbroker import wire
 from txbroker.checkers.base import Answered, CheckCall, Unreached
+from txbroker.config import PREPARES_SHARE
 from txbroker.contract import PrepareRequest, Standing
 from txbroker.core.ids import make_id
 from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.errors import Overloaded
 from txbroker.proxy.http.frames import SMALL_BYTES, FrameMeter, Receiving
-from txbroker.proxy.http.shell import InFlight
+from txbroker.proxy.http.shell import OPERATION_BYTES, InFlight, message_bytes
 
 IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
 CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)
@@ -127,6 +129,32 @@ async def test_with_every_byte_taken_by_stuck_prepares_decisions_and_checks_go_o
         text = api.metrics.text()
         assert b'overloaded_total{operation="prepare"}' in text
         assert b'overloaded_total{operation="decide"}' not in text
+
+
+@pytest.mark.parametrize("bound", ["session_in_flight_bytes_max", "in_flight_bytes_max"])
+@pytest.mark.parametrize("together", [256, 1])
+async def test_what_does_not_fit_of_a_frame_keeps_out_none_behind_it(
+    monkeypatch: pytest.MonkeyPatch, bound: str, together: int
+) -> None:
+    large = (Message("payments", value=b"x" * 150_000),)
+    prepares = [wire.Prepare(n, IDS[n], large if n % 16 == 3 else MESSAGES) for n in range(256)]
+    expected, left = [], int(1_600_000 * PREPARES_SHARE)
+    for n, operation in enumerate(prepares):
+        size = OPERATION_BYTES + message_bytes(operation.messages[0])
+        if size <= left:
+            left -= size
+            expected.append(n)
+    async with running_api(**{bound: 1_600_000}) as api:
+        stuck = stick(api.service, monkeypatch)
+        async with session(api) as producer:
+            for at in range(0, 256, together):
+                await producer.send(*prepares[at : at + together])
+            refused = await refused_before_last(producer)
+            await until(lambda: len(stuck) + refused == 256)
+    taken = {request.id for request in stuck}
+    assert [n for n in range(256) if IDS[n] in taken] == expected
+    # Beside what was too large there was room for what is small.
+    assert any(small - large > 1 for large, small in itertools.pairwise(expected))
 
 
 async def test_a_session_may_not_take_all_with_prepares_either(

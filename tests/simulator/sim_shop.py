@@ -4,8 +4,9 @@ back. Both write down what they did for the judge."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from random import Random
+from typing import Any, TypeAlias, cast
 
 from judge import Asked, Body, Call, History
 from sim_loop import PROCESS, Process
@@ -20,6 +21,7 @@ from txbroker.core.placement import order_hash
 from txbroker.core.records import Decision, Message, Source
 from txbroker.errors import OwnerUnavailable, RequestError
 from txbroker.proxy.broker import Broker
+from txbroker.wire import FRAME_OPERATIONS_MAX
 
 CALL_S = 5.0
 GIVE_UP_S = 25.0
@@ -27,7 +29,15 @@ PAUSE_S = 0.4
 LONG_S = 60.0
 TOPICS = ("t", "u")
 
-Work = Callable[[Broker], Awaitable[Any]]
+Request: TypeAlias = PrepareRequest | DecideRequest
+Work = Callable[[Broker], Awaitable[Any]] | Request
+"""What a proxy is asked: a call of its own, or an operation, which may share a frame."""
+Frame: TypeAlias = list[tuple[Request, asyncio.Future[Any]]]
+GATHER_S = (0.0, 0.0, 0.003, 0.05)
+"""For how long operations may wait for others of their frame."""
+BURSTS = (5, 40, 2 * FRAME_OPERATIONS_MAX)
+BURST_SHARE = 0.15
+"""Of the clients that fill frames, so many begin with a burst of transactions."""
 
 
 class Silence(Exception):
@@ -60,6 +70,9 @@ class Shop:
         self.reachable = True
         self.trouble = True
         """While faults are made: services are slow and say what they like."""
+        self.frames: Random | None = None
+        """Decides what shares a frame; None where each operation goes alone."""
+        self._gathering: dict[str, Frame] = {}
 
     def now_s(self) -> float:
         """Return the time for the history, seconds since 1970."""
@@ -75,39 +88,85 @@ class Shop:
             Silence: it does not.
         """
         future: asyncio.Future[Any] = self.loop.create_future()
-        delay_s = self.network.delay_s(self.process)
-        self.loop.call_later(
-            delay_s, self._arrive, proxy, work, future, context=proxy.process.context
-        )
+        if isinstance(work, Request):
+            self._gather(proxy, work, future)
+        else:
+            delay_s = self.network.delay_s(self.process)
+            self.loop.call_later(
+                delay_s, self._arrive, proxy, work, (future,), context=proxy.process.context
+            )
         try:
             async with asyncio.timeout(CALL_S):
                 return await future
         except TimeoutError:
             raise Silence from None
 
-    def _arrive(self, proxy: SimProxy, work: Work, future: asyncio.Future[Any]) -> None:
-        self.loop.create_task(self._serve(proxy, work, future))
+    def _gather(self, proxy: SimProxy, request: Request, future: asyncio.Future[Any]) -> None:
+        """Put an operation into the next frame to a proxy."""
+        frame = self._gathering.setdefault(proxy.name, [])
+        frame.append((request, future))
+        if self.frames is None or len(frame) == FRAME_OPERATIONS_MAX:
+            self._send_frame(proxy, frame)
+        elif len(frame) == 1:
+            self.loop.call_later(self.frames.choice(GATHER_S), self._send_frame, proxy, frame)
 
-    async def _serve(self, proxy: SimProxy, work: Work, future: asyncio.Future[Any]) -> None:
-        result: Any
-        self.served[future] = (proxy, proxy.lives)
+    def _send_frame(self, proxy: SimProxy, frame: Frame) -> None:
+        if self._gathering.get(proxy.name) is not frame:
+            return
+        del self._gathering[proxy.name]
+        delay_s = self.network.delay_s(self.process)
+        self.loop.call_later(
+            delay_s, self._arrive_frame, proxy, frame, context=proxy.process.context
+        )
+
+    def _arrive_frame(self, proxy: SimProxy, frame: Frame) -> None:
+        """Let a proxy work on a frame, as its sessions do: on each run of it apart."""
+        broker = proxy.broker
+        if broker is None:
+            self._arrive(proxy, _nothing, [future for _, future in frame])
+            return
+        self.network.note(f"{proxy.name}: a frame of {len(frame)}")
+        for run in broker.runs([request for request, _ in frame]):
+            # A task of its own: it ends with the proxy, begun or not.
+            answers = asyncio.ensure_future(run.answers)
+
+            async def answered(
+                _: Broker, answers: asyncio.Future[Sequence[Any]] = answers
+            ) -> Sequence[Any]:
+                return await answers
+
+            self._arrive(proxy, answered, [frame[number][1] for number in run.numbers])
+
+    def _arrive(
+        self,
+        proxy: SimProxy,
+        work: Callable[[Broker], Awaitable[Any]],
+        futures: Sequence[asyncio.Future[Any]],
+    ) -> None:
+        self.loop.create_task(self._serve(proxy, work, futures))
+
+    async def _serve(
+        self,
+        proxy: SimProxy,
+        work: Callable[[Broker], Awaitable[Any]],
+        futures: Sequence[asyncio.Future[Any]],
+    ) -> None:
+        results: Sequence[Any]
+        self.served[futures[0]] = (proxy, proxy.lives)
         try:
             if proxy.broker is None:
                 raise OwnerUnavailable("it has only just been started")
-            result = await work(proxy.broker)
+            found = await work(proxy.broker)
+            results = found if isinstance(found, (list, tuple)) else [found]
         except RequestError as error:
-            result = error
-        del self.served[future]
+            results = [error] * len(futures)
+        del self.served[futures[0]]
         weather, random = self.network.weather, PROCESS.get().random
         if random.random() < weather.unanswered:
             return
-        self.loop.call_later(
-            self.network.delay_s(PROCESS.get()),
-            _answer,
-            future,
-            result,
-            context=self.process.context,
-        )
+        delay_s = self.network.delay_s(PROCESS.get())
+        for future, result in zip(futures, results, strict=True):
+            self.loop.call_later(delay_s, _answer, future, result, context=self.process.context)
 
     async def recorded(
         self,
@@ -244,6 +303,10 @@ class Shop:
         return self.rows.setdefault(id, "row") == "row"
 
 
+async def _nothing(_: Broker) -> None:
+    """No broker will ever be asked."""
+
+
 def _answer(future: asyncio.Future[Any], result: Any) -> None:
     if future.done():
         return
@@ -341,6 +404,10 @@ class Lane:
         """Do so many; such a share of them beside those that come next."""
         await self._learn_time()
         async with asyncio.TaskGroup() as group:
+            frames = self._shop.frames
+            burst = frames.choice(BURSTS) if frames and frames.random() < BURST_SHARE else 0
+            for number in range(burst):
+                group.create_task(self._one(f"{self._name}/burst {number}"))
             for number in range(transactions):
                 task = group.create_task(self._one(f"{self._name}/{number}"))
                 if self._random.random() < hurry:
@@ -414,15 +481,12 @@ class Lane:
         )
 
     async def _prepare(self, token: str, request: PrepareRequest) -> Call:
-        async def work(broker: Broker) -> Standing:
-            return await broker.prepare(request)
-
         give_up_s = min(GIVE_UP_S, self._window_s / 2)
         call = await self._shop.insist(
-            "prepare", token, request.id or "", work, give_up_s=give_up_s
+            "prepare", token, request.id or "", request, give_up_s=give_up_s
         )
         if call.result == "ok" and self._random.random() < 0.25:
-            repeat = self._repeat(token, request.id or "", work)
+            repeat = self._repeat(token, request.id or "", request)
             self._shop.repeats.append(self._shop.loop.create_task(repeat))
         return call
 
@@ -477,11 +541,6 @@ class Lane:
         messages: tuple[Message, ...] | None = None,
     ) -> None:
         wait = self._random.random() < 0.2
-
-        async def work(broker: Broker) -> Standing:
-            return await broker.decide(
-                DecideRequest(id=id, decision=decision, group="g", messages=messages, wait=wait)
-            )
-
+        request = DecideRequest(id=id, decision=decision, group="g", messages=messages, wait=wait)
         sent = None if messages is None else bodies(messages)
-        await self._shop.insist(str(decision), token, id, work, sent)
+        await self._shop.insist(str(decision), token, id, request, sent)

@@ -104,6 +104,8 @@ class World:
         """Transactions whose messages somebody has deleted."""
         self.proxies: list[SimProxy] = []
         self.shop = Shop(self.network, Process("shop", f"{seed}/shop"), self.proxies)
+        frames = random.Random(f"frames {seed}")
+        self.shop.frames = frames if frames.random() < 0.5 else None
         for number in range(shape.proxies):
             self.proxies.append(self._proxy(f"proxy-{number}", seed))
         self.faults = Faults(shape, self.random, self.network, self.shop, self.proxies, self.main)

@@ -55,6 +55,12 @@ class _Part:
         self.requests: list[Any] = []
         self.sizes: list[int] = []
 
+    def add(self, call: int, request: Any, size: int) -> None:
+        """Put one behind the others."""
+        self.calls.append(call)
+        self.requests.append(request)
+        self.sizes.append(size)
+
 
 class Session:
     """One SDK session: a `CheckableSession` of the registry."""
@@ -241,16 +247,12 @@ class Session:
         except RequestError as error:
             self._fail((operation.call,), error, part.name)
         else:
-            part.calls.append(operation.call)
-            part.requests.append(request)
-            part.sizes.append(OPERATION_BYTES + size)
+            part.add(operation.call, request, OPERATION_BYTES + size)
 
     def _begin(self, part: "_Part") -> None:
         """Begin the operations of one kind of a frame, as many as there is room for."""
-        taken = self._reserve(part)
-        if not taken:
-            return
-        for run in self._runs(part.requests[:taken]):
+        part = self._reserved(part)
+        for run in self._runs(part.requests):
             self._begun = number = self._begun + 1
             self._tasks[number] = self._loop.create_task(self._carry_out(number, part, run))
 
@@ -262,25 +264,22 @@ class Session:
             for number, request in enumerate(requests)
         ]
 
-    def _reserve(self, part: "_Part") -> int:
-        """Take the bytes of operations; where they do not all fit, of as many as do.
+    def _reserved(self, part: "_Part") -> "_Part":
+        """Take the bytes of operations; return those that there is room for, and answer the others.
 
-        Returns:
-            How many fit. The others are answered.
+        One that does not fit keeps out none behind it that does.
         """
-        sizes, prepare = part.sizes, part.name == "prepare"
-        if self._reserve_bytes(sum(sizes), prepare=prepare) is None:
-            return len(sizes)
-        why = None
-        taken = 0
-        for size in sizes:
+        prepare = part.name == "prepare"
+        if self._reserve_bytes(sum(part.sizes), prepare=prepare) is None:
+            return part
+        taken = _Part(part.name)
+        for call, request, size in zip(part.calls, part.requests, part.sizes, strict=True):
             why = self._reserve_bytes(size, prepare=prepare)
-            if why is not None:
-                break
-            taken += 1
-        if why is not None:
-            error = Overloaded(f"{why}: send the same again a little later")
-            self._fail(part.calls[taken:], error, part.name)
+            if why is None:
+                taken.add(call, request, size)
+            else:
+                error = Overloaded(f"{why}: send the same again a little later")
+                self._fail((call,), error, part.name)
         return taken
 
     def _reserve_bytes(self, size: int, *, prepare: bool) -> str | None:

@@ -41,6 +41,8 @@ BATCH_RECORDS_MAX = 1000
 
 Applied: TypeAlias = Outcome | RequestError
 """What became of a row: what applying it did, or why it was not applied."""
+Known: TypeAlias = Callable[[int], None]
+"""Told of how many more rows of a run it is known what became: long runs take several batches."""
 
 
 class Lane(Enum):
@@ -84,6 +86,7 @@ class _Entry(Struct, eq=False):
     rows: Sequence[Row]
     found: list[Applied | None]
     over: asyncio.Future[None]
+    known: Known
     taken: int = 0
     """How many of its rows are on their way or done."""
     left: int = 0
@@ -190,10 +193,13 @@ class Appender:
         self._told_s = float("-inf")
         """When an append was sent that told where the log ends, on the event loop's clock."""
 
-    async def append(self, rows: Sequence[Row], lane: Lane = Lane.SCHEDULE) -> list[Applied]:
+    async def append(
+        self, rows: Sequence[Row], lane: Lane = Lane.SCHEDULE, known: Known = lambda _: None
+    ) -> list[Applied]:
         """Append the rows of a run, each whole, and return what became of each.
 
-        A caller that gives up takes its rows along, as far as they are not on their way yet.
+        A caller that gives up takes its rows along, as far as they are not on their way yet, and
+        `known` is told no more.
 
         Returns:
             Of each row what applying it did, or `TooLarge` where it does not fit a batch of this
@@ -209,8 +215,9 @@ class Appender:
             size += row.size
             turned_away = turned_away or row.size > bytes_max
         if self._ended or turned_away or size > room:
-            return await self._append_some(rows, lane, found, room)
-        entry = _Entry(rows, found, asyncio.get_running_loop().create_future(), left=len(rows))
+            return await self._append_some(rows, lane, known, found, room)
+        over = asyncio.get_running_loop().create_future()
+        entry = _Entry(rows, found, over, known, left=len(rows))
         queue.add(entry, size)
         self._wake.set()
         try:
@@ -222,7 +229,12 @@ class Appender:
         return [each for each in found if each is not None]
 
     async def _append_some(
-        self, rows: Sequence[Row], lane: Lane, found: list[Applied | None], room: int
+        self,
+        rows: Sequence[Row],
+        lane: Lane,
+        known: Known,
+        found: list[Applied | None],
+        room: int,
     ) -> list[Applied]:
         """Append those rows of a run that can be, and say of the others why they cannot."""
         bytes_max = self._log.batch_bytes_max - BATCH_OVERHEAD_BYTES
@@ -241,8 +253,9 @@ class Appender:
             else:
                 room -= row.size
                 kept.append(number)
+        known(len(rows) - len(kept))
         if kept:
-            appended = await self.append([rows[number] for number in kept], lane)
+            appended = await self.append([rows[number] for number in kept], lane, known)
             for number, each in zip(kept, appended, strict=True):
                 found[number] = each
         return [each for each in found if each is not None]
@@ -487,8 +500,12 @@ def _fail(parts: Iterable[_Part], error: Callable[[], RequestError]) -> None:
 
 def _account(entry: _Entry, count: int) -> None:
     """It is known what became of so many more rows."""
+    if entry.over.done():
+        # Its caller has given up, or all of them were known before.
+        return
     entry.left -= count
-    if not entry.left and not entry.over.done():
+    entry.known(count)
+    if not entry.left:
         entry.over.set_result(None)
 
 

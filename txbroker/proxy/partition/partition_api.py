@@ -178,12 +178,20 @@ class PartitionApi:
         answers: list[Answer | None],
     ) -> None:
         """Append half messages, and note the answer of each under its number."""
-        self._preparing.add(share, len(rows))
+        left = len(rows)
+
+        def known(count: int) -> None:
+            # At once: what is stored of a long run is in the ledger, and would count twice.
+            nonlocal left
+            left -= count
+            self._preparing.add(share, -count)
+
+        self._preparing.add(share, left)
         try:
             hit("prepare.received")
-            outcomes = await self._half.append(rows, Lane.CALLS)
+            outcomes = await self._half.append(rows, Lane.CALLS, known)
         finally:
-            self._preparing.add(share, -len(rows))
+            self._preparing.add(share, -left)
         if any(isinstance(outcome, Outcome) for outcome in outcomes):
             # Else nothing was applied, and the log clock does not tell what time it is now.
             self._id_clock.follow(self._ledger.half_clock_ms)

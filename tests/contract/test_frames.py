@@ -1,0 +1,365 @@
+"""Frames of many operations: each is answered for itself, whatever becomes of the others; in memory
+and on a real Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from cluster_world import Proxies
+from kafka_world import now_ms
+from memory_world import MemoryWorld
+from service_world import Desk, Service, unique, until
+from ws_client import Producer
+
+from txbroker import wire
+from txbroker.core.ids import make_id, parse_id
+from txbroker.core.records import Decision, Message, Record
+from txbroker.errors import KafkaUnavailable
+from txbroker.testing.members import Place
+from txbroker.testing.memory import Outcome
+
+FRAME = wire.FRAME_OPERATIONS_MAX
+BAD = 100
+"""Which operation of a frame is another one than the others."""
+NOBODY_URL = "http://127.0.0.1:9"
+
+Answers = dict[int, wire.Standing | wire.Failure]
+
+
+@asynccontextmanager
+async def connected(service: Service, group: str) -> AsyncIterator[Producer]:
+    """Open a session and see it welcomed."""
+    async with (
+        aiohttp.ClientSession() as client,
+        client.ws_connect(f"{service.proxy.url}/v1/session", max_msg_size=0) as socket,
+    ):
+        producer = Producer(socket)
+        await producer.send(wire.Hello(wire.SESSION_VERSION, group, "worker-1", False))
+        assert isinstance(await producer.next(), wire.Welcome)
+        yield producer
+
+
+async def answers(producer: Producer, count: int) -> Answers:
+    """Return the answers to so many operations, by their calls; each comes once."""
+    found: Answers = {}
+    while len(found) < count:
+        operation = await producer.next()
+        if isinstance(operation, wire.Standing | wire.Failure):
+            assert operation.call not in found
+            found[operation.call] = operation
+    return found
+
+
+def ids_of(partitions: Sequence[int], count: int = FRAME) -> list[str]:
+    """Return new ids, spread over half partitions."""
+    at_ms, first = now_ms(), int(unique("0").rpartition("-")[2]) << 20
+    return [
+        make_id(partitions[number % len(partitions)], at_ms, first + number)
+        for number in range(count)
+    ]
+
+
+def prepares(ids: Sequence[str], topic: str) -> list[wire.Prepare]:
+    """Return an operation for each id."""
+    return [
+        wire.Prepare(number, id, (Message(topic, None, id.encode(), partition=0),))
+        for number, id in enumerate(ids)
+    ]
+
+
+def decides(ids: Sequence[str], decision: Decision = Decision.COMMIT) -> list[wire.Decide]:
+    """Return a decision of each."""
+    return [wire.Decide(number, id, decision) for number, id in enumerate(ids)]
+
+
+def codes(found: Answers) -> list[str]:
+    """Return, in the order of calls, the state or the error's code of each."""
+    return [
+        each.code if isinstance(each, wire.Failure) else str(each.state)
+        for _, each in sorted(found.items())
+    ]
+
+
+async def see_once_each(read: Callable[[], Any], ids: Sequence[str]) -> None:
+    """Wait until all are visible; each is once, those of one half partition in order."""
+
+    async def there() -> list[Record] | None:
+        records: list[Record] = await read()
+        return records if len(records) >= len(ids) else None
+
+    seen = [(record.value or b"").decode() for record in await until(there)]
+    for partition in {parse_id(id).partition for id in ids}:
+        here = [id for id in ids if parse_id(id).partition == partition]
+        assert [id for id in seen if parse_id(id).partition == partition] == here
+    assert len(seen) == len(ids)
+
+
+# --- one of many is another one ------------------------------------------------------------------
+
+
+def _changed(each: wire.Prepare, **fields: Any) -> wire.Prepare:
+    given = {name: getattr(each, name) for name in each.__struct_fields__}
+    return wire.Prepare(**{**given, **fields})
+
+
+PREPARES: dict[str, Callable[[wire.Prepare, wire.Prepare], wire.Prepare]] = {
+    "bad_id": lambda each, _: _changed(each, id="nonsense"),
+    "bad_request": lambda each, _: _changed(each, messages=()),
+    "unknown_topic": lambda each, _: _changed(each, messages=(Message("nowhere", None, b""),)),
+    "bad_target": lambda each, _: _changed(
+        each, messages=(Message(each.messages[0].topic, None, b"", partition=7),)
+    ),
+    "too_large": lambda each, _: _changed(
+        each, messages=(Message(each.messages[0].topic, None, b"x" * 60_000),)
+    ),
+    "id_expired": lambda each, _: _changed(each, id=make_id(0, now_ms() - 3_600_000, 1)),
+    "id_conflict": lambda each, other: _changed(
+        other, call=each.call, messages=(Message(each.messages[0].topic, None, b"w"),)
+    ),
+    "pending": lambda each, other: _changed(other, call=each.call),
+}
+
+
+@pytest.mark.parametrize("code", PREPARES)
+async def test_one_bad_prepare_of_a_frame_spoils_no_other(service: Service, code: str) -> None:
+    topic, group = await service.topic(max_message_bytes="50000"), unique("group")
+    ids = ids_of([0, 1])
+    frame = prepares(ids, topic)
+    frame[BAD] = PREPARES[code](frame[BAD], frame[BAD - 2])
+    good = [*ids[:BAD], *ids[BAD + 1 :]]
+    async with connected(service, group) as producer:
+        await producer.send(*frame)
+        found = await answers(producer, FRAME)
+        assert codes(found) == [*["pending"] * BAD, code, *["pending"] * (FRAME - BAD - 1)]
+        await producer.send(*decides(good))
+        assert set(codes(await answers(producer, len(good)))) <= {"committed", "promoted"}
+    await see_once_each(lambda: service.visible(topic), good)
+
+
+@pytest.mark.parametrize(
+    "code", ["wrong_group", "not_found", "bad_id", "already_decided", "bad_request", "repeated"]
+)
+async def test_one_bad_decision_of_a_frame_spoils_no_other(service: Service, code: str) -> None:
+    topic, group = await service.topic(), unique("group")
+    ids = ids_of([0, 1])
+    [strange] = ids_of([0], 1)
+    other = decides(ids)[BAD - 2]
+    odd: wire.Decide = {
+        "wrong_group": wire.Decide(BAD, strange, Decision.COMMIT),
+        "not_found": wire.Decide(BAD, ids_of([1], 1)[0], Decision.COMMIT),
+        "bad_id": wire.Decide(BAD, strange.lower(), Decision.COMMIT),
+        "already_decided": wire.Decide(BAD, other.id, Decision.ROLLBACK),
+        "bad_request": wire.Decide(BAD, other.id, Decision.UNKNOWN),
+        "repeated": wire.Decide(BAD, other.id, Decision.COMMIT),
+    }[code]
+    frame = decides(ids)
+    frame[BAD] = odd
+    good = [*ids[:BAD], *ids[BAD + 1 :]]
+    async with (
+        connected(service, group) as producer,
+        connected(service, unique("group")) as stranger,
+    ):
+        await stranger.send(*prepares([strange], topic))
+        assert codes(await answers(stranger, 1)) == ["pending"]
+        await producer.send(*prepares(ids, topic))
+        assert codes(await answers(producer, FRAME)) == ["pending"] * FRAME
+        await producer.send(*frame)
+        found = codes(await answers(producer, FRAME))
+        assert set(found[:BAD] + found[BAD + 1 :]) <= {"committed", "promoted"}
+        if code == "repeated":
+            assert found[BAD] in ("committed", "promoted")
+        else:
+            assert found[BAD] == code
+        await see_once_each(lambda: service.visible(topic), good)
+        # What its own frame did not decide is still to be decided.
+        await producer.send(*decides([ids[BAD]], Decision.ROLLBACK))
+        assert codes(await answers(producer, 1)) == ["rolled_back"]
+        await stranger.send(*decides([strange], Decision.ROLLBACK))
+        assert codes(await answers(stranger, 1)) == ["rolled_back"]
+
+
+# --- runs that are cut ---------------------------------------------------------------------------
+
+
+async def test_a_frame_cut_by_a_disconnect_is_sent_again(service: Service) -> None:
+    topic, group = await service.topic(), unique("group")
+    ids = ids_of([0, 1])
+    async with connected(service, group) as producer:
+        await producer.send(*prepares(ids, topic))
+    async with connected(service, group) as producer:
+        await producer.send(*prepares(ids, topic))
+        assert codes(await answers(producer, FRAME)) == ["pending"] * FRAME
+        await producer.send(*decides(ids))
+    async with connected(service, group) as producer:
+        await producer.send(*decides(ids))
+        assert set(codes(await answers(producer, FRAME))) <= {"committed", "promoted"}
+
+    async def all_promoted() -> bool:
+        return len(await service.visible(topic)) >= FRAME
+
+    await until(all_promoted)
+    seen = [record.value for record in await service.visible(topic)]
+    assert sorted(seen, key=bytes) == sorted(id.encode() for id in ids)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [{"pending_max": 100, "pending_group_max": 100}, {"pending_group_max": 100}],
+    ids=["partition", "share"],
+)
+async def test_a_frame_is_overloaded_partway_exactly_where_the_bound_is(
+    world: Any, desk: Desk, bounds: dict[str, int]
+) -> None:
+    service = Service(world, desk, partitions=1, **bounds)
+    await service.start()
+    try:
+        topic, ids = await service.topic(), ids_of([0])
+        async with connected(service, "g") as producer:
+            await producer.send(*prepares(ids, topic))
+            found = codes(await answers(producer, FRAME))
+            assert found == ["pending"] * 100 + ["overloaded"] * (FRAME - 100)
+            # The same again: what is stored stays so, and there is room for nothing else.
+            await producer.send(*prepares(ids, topic))
+            assert codes(await answers(producer, FRAME)) == found
+            await producer.send(*decides(ids[:100]))
+            await answers(producer, 100)
+            await see_once_each(lambda: service.visible(topic), ids[:100])
+            await producer.send(*prepares(ids[100:], topic))
+            found = codes(await answers(producer, FRAME - 100))
+            assert found == ["pending"] * 100 + ["overloaded"] * (FRAME - 200)
+    finally:
+        await service.stop()
+
+
+# --- partitions that moved -----------------------------------------------------------------------
+
+
+async def test_of_a_frame_each_proxy_does_what_is_its_own(two: Proxies) -> None:
+    one, other = two.running.values()
+    topic, group, ids = await one.topic(), unique("group"), ids_of(range(two.partitions))
+    async with connected(one, group) as here, connected(other, group) as there:
+        for frame, done in (
+            (prepares(ids, topic), {"pending"}),
+            (decides(ids), {"committed", "promoted"}),
+            (decides(ids, Decision.ROLLBACK), {"already_decided"}),
+        ):
+            await here.send(*frame)
+            await there.send(*frame)
+            found = codes(await answers(here, FRAME)), codes(await answers(there, FRAME))
+            for pair in zip(*found, strict=True):
+                assert "owner_unavailable" in pair
+                assert set(pair) & done
+        await see_once_each(lambda: one.visible(topic), ids)
+
+
+async def test_what_moved_is_refused_and_the_others_of_the_frame_are_not(
+    in_memory: Proxies,
+) -> None:
+    (one,) = await in_memory.add("one")
+    assert isinstance(in_memory.world, MemoryWorld)
+    topic, ids = await one.topic(), ids_of(range(in_memory.partitions))
+    gone = Place("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
+    coordinator = in_memory.world.kafka.coordinator("test")
+    coordinator.join(gone, in_memory.partitions)
+    theirs = coordinator.owned(gone)
+    async with connected(one, "g") as producer:
+        await producer.send(*prepares(ids, topic))
+        found = await answers(producer, FRAME)
+        assert codes(found) == [
+            "owner_unavailable" if parse_id(id).partition in theirs else "pending" for id in ids
+        ]
+        coordinator.leave(gone)
+        await in_memory.settled()
+        await producer.send(*prepares(ids, topic))
+        assert codes(await answers(producer, FRAME)) == ["pending"] * FRAME
+        await producer.send(*decides(ids))
+        await answers(producer, FRAME)
+        await see_once_each(lambda: one.visible(topic), ids)
+
+
+async def test_a_frame_to_an_owner_that_was_fenced_is_done_by_the_next_one(
+    in_memory: Proxies,
+) -> None:
+    one, two = await in_memory.add("one", "two")
+    assert isinstance(in_memory.world, MemoryWorld)
+    topic, ids = await one.topic(), ids_of(sorted(await one.owned()))
+    coordinator = in_memory.world.kafka.coordinator("test")
+    async with connected(one, "g") as here, connected(two, "g") as there:
+        await here.send(*prepares(ids, topic))
+        assert codes(await answers(here, FRAME)) == ["pending"] * FRAME
+        coordinator.silence("one")
+        coordinator.forget("one")
+
+        async def taken_over() -> bool:
+            return len(await two.owned()) == in_memory.partitions
+
+        await until(taken_over)
+        await here.send(*decides(ids))
+        assert codes(await answers(here, FRAME)) == ["owner_unavailable"] * FRAME
+        await here.send(*prepares(ids_of([parse_id(ids[0]).partition]), topic))
+        assert codes(await answers(here, FRAME)) == ["owner_unavailable"] * FRAME
+        await there.send(*decides(ids))
+        assert set(codes(await answers(there, FRAME))) <= {"committed", "promoted"}
+        await see_once_each(lambda: two.visible(topic), ids)
+    coordinator.let_back("one")
+    await in_memory.settled()
+
+
+async def test_while_kafka_is_gone_a_frame_is_answered_and_can_be_sent_again(
+    in_memory: Proxies,
+) -> None:
+    (one,) = await in_memory.add("one")
+    assert isinstance(in_memory.world, MemoryWorld)
+    topic, ids = await one.topic(), ids_of(range(in_memory.partitions))
+    async with connected(one, "g") as producer:
+        await producer.send(*prepares(ids[:4], topic))
+        await answers(producer, 4)
+        in_memory.world.kafka.go_down(Outcome.DONE)
+        await producer.send(*prepares(ids, topic))
+        found = codes(await answers(producer, FRAME))
+        assert found == ["pending"] * 4 + ["owner_unavailable"] * (FRAME - 4)
+        in_memory.world.kafka.come_up()
+        await producer.send(*prepares(ids, topic))
+        assert codes(await answers(producer, FRAME)) == ["pending"] * FRAME
+        await producer.send(*decides(ids))
+        await answers(producer, FRAME)
+        await see_once_each(lambda: one.visible(topic), ids)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_a_topic_that_kafka_is_asked_about_holds_up_and_fails_no_other(
+    in_memory: Proxies, monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    (one,) = await in_memory.add("one")
+    topic, new, ids = await one.topic(), await one.topic(), ids_of(range(in_memory.partitions))
+    gate, examine = asyncio.Event(), one.door.targets.examine
+
+    async def slow(name: str, *, create: bool = False) -> Any:
+        if name == new:
+            await gate.wait()
+            if not answered:
+                raise KafkaUnavailable("no answer")
+        return await examine(name, create=create)
+
+    async with connected(one, "g") as producer:
+        await producer.send(*prepares(ids[:1], topic))
+        await answers(producer, 1)
+        monkeypatch.setattr(one.door.targets, "examine", slow)
+        frame = prepares(ids, topic)
+        frame[BAD] = prepares([ids[BAD]], new)[0]
+        frame[BAD] = _changed(frame[BAD], call=BAD)
+        await producer.send(*frame)
+        try:
+            found = await answers(producer, FRAME - 1)
+        finally:
+            gate.set()
+        assert BAD not in found
+        assert set(codes(found)) == {"pending"}
+        last = await answers(producer, 1)
+        assert list(last) == [BAD]
+        assert codes(last) == ["pending" if answered else "owner_unavailable"]

@@ -1,0 +1,330 @@
+"""Runs of many operations: each has its own answer, and all are stored as one by one would be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import pytest
+from rules_world import (
+    START_MS,
+    Append,
+    Gate,
+    World,
+    lost_unanswered,
+    message,
+    settled,
+    stored_unanswered,
+    without_offset,
+    without_time,
+)
+
+from txbroker.contract import Answer, DecideRequest, Standing
+from txbroker.core.ids import make_id
+from txbroker.core.records import Decision, Half, Record, State
+from txbroker.door import Appended, AppendRefused, Log
+from txbroker.errors import RequestError, TooLarge
+from txbroker.proxy.partition import appender
+from txbroker.proxy.partition.owner import Owner
+
+FRAME = 256
+LONG = 2 * appender.BATCH_RECORDS_MAX + 300
+ROOM = {"pending_max": 3 * LONG, "pending_group_max": 3 * LONG}
+
+
+async def as_it_is(log: Log, records: Sequence[Record]) -> Appended:
+    """Append."""
+    return await log.append(records)
+
+
+def id_of(record: Record) -> str:
+    """Return whose a record of our logs is."""
+    return (dict(record.headers).get("txb-id") or record.key or b"").decode()
+
+
+def refusing(bad: Collection[str]) -> Append:
+    """Return an append that takes no batch with a record of these transactions in it."""
+
+    async def append(log: Log, records: Sequence[Record]) -> Appended:
+        if any(id_of(record) in bad for record in records):
+            raise AppendRefused("one of them is poison")
+        return await log.append(records)
+
+    return append
+
+
+def halves(world: World, count: int) -> list[Half]:
+    """Return so many half messages of now."""
+    return [world.half() for _ in range(count)]
+
+
+async def prepare(owner: Owner, run: Sequence[Half]) -> list[Answer]:
+    """Prepare as one run."""
+    return await owner.api.prepare([(half, None) for half in run])
+
+
+async def one_by_one(owner: Owner, run: Sequence[Half]) -> list[Answer]:
+    """Prepare as so many runs of one, all at once."""
+    found = await asyncio.gather(*[owner.api.prepare([(half, None)]) for half in run])
+    return [answer for [answer] in found]
+
+
+async def decide(owner: Owner, ids: Sequence[str], decision: Decision) -> list[Answer]:
+    """Decide as one run."""
+    return await owner.api.decide([DecideRequest(id, decision) for id in ids])
+
+
+def stored(world: World, topic: str = "half") -> list[str]:
+    """Return the ids of what lies in one of our logs, in order."""
+    return [id_of(record) for record in world.kafka.visible(f"txbroker.{topic}")]
+
+
+def kinds(answers: Sequence[Answer]) -> list[str]:
+    """Return what each answer is."""
+    return [each.code if isinstance(each, RequestError) else each.state for each in answers]
+
+
+# --- what a broker does not take ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [{0}, {255}, {100}, {3, 4, 200}, {*range(0, 256, 5)}])
+async def test_a_refused_run_is_split_down_to_what_the_broker_does_not_take(
+    world: World, bad: set[int]
+) -> None:
+    owner, run = await world.owner(), halves(world, FRAME)
+    ids = [half.id for half in run]
+    taken = [id for number, id in enumerate(ids) if number not in bad]
+    poison = refusing([ids[number] for number in bad])
+    world.partition.half.script.extend([poison] * 10_000)
+    answers = await prepare(owner, run)
+    assert {n for n, each in enumerate(answers) if isinstance(each, TooLarge)} == bad
+    assert [each for each in answers if isinstance(each, Standing)] == [
+        Standing(id, State.PENDING, None, True) for id in taken
+    ]
+    assert stored(world) == taken
+    assert list(owner.ledger.transactions) == taken
+
+    # Of markers the same: their ids' half messages are there now.
+    world.partition.op.script.extend([refusing(taken[1:3])] * 10_000)
+    answers = await decide(owner, taken, Decision.ROLLBACK)
+    assert kinds(answers) == [
+        "rolled_back",
+        "too_large",
+        "too_large",
+        *["rolled_back"] * (len(taken) - 3),
+    ]
+    assert stored(world, "op") == [taken[0], *taken[3:]]
+
+
+async def test_what_fits_no_batch_keeps_none_of_its_run_out(world: World) -> None:
+    owner, run = await world.owner(), halves(world, FRAME)
+    large = "x" * owner._half._log.batch_bytes_max
+    for number in (0, 100, 101, 255):
+        run[number] = world.half(message(large))
+    answers = await prepare(owner, run)
+    assert [n for n, kind in enumerate(kinds(answers)) if kind == "too_large"] == [0, 100, 101, 255]
+    assert kinds(answers).count("pending") == FRAME - 4
+    # The broker was not troubled with them.
+    assert all("fit a batch" in str(each) for each in answers if isinstance(each, TooLarge))
+    assert stored(world) == [
+        half.id for half, kind in zip(run, kinds(answers), strict=True) if kind == "pending"
+    ]
+
+
+# --- back-pressure ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "queue_bytes_max", "accepted"),
+    [
+        ({"pending_max": 100}, None, 100),
+        ({"pending_group_max": 100}, None, 100),
+        ({"pending_max": 120, "pending_group_max": 100}, None, 100),
+        ({}, 30_000, None),
+    ],
+)
+async def test_a_run_is_refused_exactly_as_many_as_one_by_one(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, int],
+    queue_bytes_max: int | None,
+    accepted: int | None,
+) -> None:
+    if queue_bytes_max is not None:
+        monkeypatch.setattr(appender, "QUEUE_BYTES_MAX", queue_bytes_max)
+    told = []
+    for ask in (prepare, one_by_one):
+        # Some are larger: what does not fit keeps out nothing smaller behind it.
+        bodies = ["x" * (5000 if number % 50 == 49 else 10) for number in range(FRAME)]
+        owner = await world.owner(**settings)
+        run = [world.half(message(body)) for body in bodies]
+        told.append(kinds(await ask(owner, run)))
+        for half in list(owner.ledger.transactions):
+            await decide(owner, [half], Decision.ROLLBACK)
+        await owner.close()
+    assert told[0] == told[1]
+    assert set(told[0]) == {"pending", "overloaded"}
+    if accepted is not None:
+        assert told[0].count("pending") == accepted
+
+
+async def test_what_is_stored_of_a_long_run_counts_once(world: World) -> None:
+    owner = await world.owner(pending_max=1500, pending_group_max=1500)
+    gate = Gate()
+    world.partition.half.script.extend([as_it_is, gate.append])
+    going = asyncio.create_task(prepare(owner, halves(world, 1200)))
+    await gate.reached.wait()
+    # A thousand are stored, two hundred on their way.
+    beside = asyncio.create_task(prepare(owner, halves(world, 400)))
+    await settled()
+    gate.open()
+    assert kinds(await going) == ["pending"] * 1200
+    assert kinds(await beside) == ["pending"] * 300 + ["overloaded"] * 100
+    assert owner.api._preparing.total == 0
+
+
+# --- several batches, and what comes between ----------------------------------------------------
+
+
+@pytest.mark.parametrize("middle", [as_it_is, without_offset, without_time])
+async def test_a_run_of_several_batches_is_stored_once_in_order(
+    world: World, middle: Append
+) -> None:
+    owner = await world.owner(**ROOM)
+    run = [world.half(*[message(str(n))] * (1 + n % 2)) for n in range(LONG)]
+    ids = [half.id for half in run]
+    # Somebody who does not know that it was fenced writes two of them before the second batch.
+    zombies = [ids[1501], ids[2200]]
+
+    async def between(log: Log, records: Sequence[Record]) -> Appended:
+        world.zombie_half(run[1501])
+        world.zombie_half(run[2200])
+        return await middle(log, records)
+
+    world.partition.half.script.extend([as_it_is, between, middle, as_it_is])
+    answers = await prepare(owner, run)
+    assert [(each.id, each.state) for each in answers if isinstance(each, Standing)] == [
+        (id, State.PENDING) for id in ids
+    ]
+    found = stored(world)
+    assert Counter(found) == Counter(
+        {half.id: len(half.messages) * (1 + (half.id in zombies)) for half in run}
+    )
+    assert list(owner.ledger.transactions) == list(dict.fromkeys(found))
+    ours = [id for id in dict.fromkeys(found) if id not in zombies]
+    assert ours == [id for id in ids if id not in zombies]
+    world.partition.op.script.extend([as_it_is, middle, middle])
+    answers = await decide(owner, ids, Decision.ROLLBACK)
+    assert kinds(answers) == ["rolled_back"] * LONG
+    assert stored(world, "op") == ids
+
+
+@pytest.mark.parametrize("middle", [stored_unanswered, lost_unanswered])
+async def test_what_was_not_answered_of_a_run_is_repeated_without_harm(
+    world: World, middle: Append
+) -> None:
+    owner = await world.owner(**ROOM)
+    run = halves(world, LONG)
+    ids = [half.id for half in run]
+    second = slice(appender.BATCH_RECORDS_MAX, 2 * appender.BATCH_RECORDS_MAX)
+    world.partition.half.script.extend([as_it_is, middle])
+    answers = await prepare(owner, run)
+    expected = ["pending"] * LONG
+    expected[second] = ["owner_unavailable"] * appender.BATCH_RECORDS_MAX
+    assert kinds(answers) == expected
+    assert kinds(await prepare(owner, run)) == ["pending"] * LONG
+    assert set(owner.ledger.transactions) == set(ids)
+
+    world.partition.op.script.extend([as_it_is, middle])
+    answers = await decide(owner, ids, Decision.COMMIT)
+    assert kinds(answers)[second] == ["owner_unavailable"] * appender.BATCH_RECORDS_MAX
+    again = await decide(owner, ids, Decision.COMMIT)
+    assert {each.decision for each in again if isinstance(each, Standing)} == {Decision.COMMIT}
+    assert len([each for each in again if isinstance(each, Standing)]) == LONG
+    contrary = await decide(owner, ids, Decision.ROLLBACK)
+    assert set(kinds(contrary)) == {"already_decided"}
+
+
+async def test_who_gives_a_run_up_leaves_what_was_not_on_its_way(world: World) -> None:
+    owner = await world.owner(**ROOM)
+    gate, run = Gate(), halves(world, LONG)
+    world.partition.half.script.append(gate.append)
+    going = asyncio.create_task(prepare(owner, run))
+    await gate.reached.wait()
+    going.cancel()
+    await asyncio.gather(going, return_exceptions=True)
+    gate.open()
+    assert kinds(await prepare(owner, run[-1:])) == ["pending"]
+    first = appender.BATCH_RECORDS_MAX
+    assert stored(world) == [half.id for half in (*run[:first], run[-1])]
+    assert owner.api._preparing.total == 0
+    assert [queue.size for queue in owner._half._queues.values()] == [0, 0]
+
+
+async def test_a_run_is_cut_where_its_owner_is_suspended(world: World) -> None:
+    owner = await world.owner(**ROOM)
+    gate, run = Gate(), halves(world, LONG)
+    world.partition.half.script.append(gate.append)
+    going = asyncio.create_task(prepare(owner, run))
+    await gate.reached.wait()
+    owner.suspend()
+    gate.open()
+    first = appender.BATCH_RECORDS_MAX
+    expected = ["pending"] * first + ["owner_unavailable"] * (LONG - first)
+    assert kinds(await going) == expected
+    assert kinds(await prepare(owner, run[:2])) == ["owner_unavailable"] * 2
+    owner.resume()
+    answers = await prepare(owner, run)
+    assert kinds(answers) == ["pending"] * LONG
+    assert [each.created for each in answers if isinstance(each, Standing)] == [
+        *[False] * first,
+        *[True] * (LONG - first),
+    ]
+    assert stored(world)[:first] == [half.id for half in run[:first]]
+
+
+# --- runs that share a batch --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("append", [as_it_is, without_offset, without_time, refusing(["nobody"])])
+async def test_of_runs_in_one_batch_each_operation_has_its_own_answer(
+    world: World, append: Append
+) -> None:
+    owner, gate = await world.owner(), Gate()
+    world.partition.half.script.extend([gate.append, append])
+    ahead = asyncio.create_task(prepare(owner, halves(world, 1)))
+    await gate.reached.wait()
+    a, b, c, d = halves(world, 4)
+    other = world.half(message("other"), id=a.id)
+    runs = [[a, b], [other, c], [d, b], [world.half(id=make_id(1, START_MS, 1)), a]]
+    tasks = [asyncio.create_task(prepare(owner, run)) for run in runs]
+    await settled()
+    gate.open()
+    found = [kinds(await task) for task in (*tasks, ahead)]
+    assert found == [
+        ["pending", "pending"],
+        ["id_conflict", "pending"],
+        ["pending", "pending"],
+        ["bad_request", "pending"],
+        ["pending"],
+    ]
+
+    gate = Gate()
+    world.partition.op.script.extend([gate.append, append])
+    ahead = asyncio.create_task(decide(owner, [c.id], Decision.ROLLBACK))
+    await gate.reached.wait()
+    says = [
+        decide(owner, [a.id, b.id], Decision.ROLLBACK),
+        decide(owner, [b.id, d.id], Decision.COMMIT),
+        decide(owner, [d.id, a.id], Decision.ROLLBACK),
+    ]
+    tasks = [asyncio.create_task(each) for each in says]
+    await settled()
+    gate.open()
+    found = [kinds(await task) for task in (*tasks, ahead)]
+    assert found[0] == found[3] * 2 == ["rolled_back"] * 2
+    assert found[1][0] == found[2][0] == "already_decided"
+    assert found[1][1] in ("committed", "promoted")
+    assert found[2][1] == "rolled_back"
+    assert len(stored(world, "op")) == 7
