@@ -14,7 +14,7 @@ from kafka_world import KafkaWorld
 from relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
 from small_turns import FENCED_CODES, claim, keys, write
 
-from txbroker.core.records import RECORD_VERSION, Progress, Record
+from txbroker.core.records import LOG_VERSION, Progress, Record
 from txbroker.door import Fenced, TurnLost
 from txbroker.kafka.batch import batch_body
 from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
@@ -388,9 +388,7 @@ async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
     for op in (1, 2, 3, 4):
         relay.decide = fates(END_TXN, Fate.LOSE_ANSWER, Fate.LOSE_ANSWER)
         await (await write(partition, "first", op, topic)).visible()
-    assert (await partition.claim(claim("second"))).progress == Progress(
-        RECORD_VERSION, "first", 4, 4
-    )
+    assert (await partition.claim(claim("second"))).progress == Progress(LOG_VERSION, "first", 4, 4)
     assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
 
 
