@@ -41,6 +41,7 @@ from txbroker.proxy.http.guards import (
     reread_principals,
 )
 from txbroker.proxy.http.internal import Internal
+from txbroker.proxy.http.joint import JointCalls
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
     Call,
@@ -132,7 +133,7 @@ def make_app(
     own = Shell(local or service, groups, sessions, settings, metrics, checks, principals)
     # The same in all but whom it asks: what is in flight is bounded together.
     shell = copy.copy(own)
-    shell.service = service
+    shell.service, shell.joint = service, JointCalls(service)
     internal = Internal(own, leases or Leases(sessions))
     parts = _Parts(own, shell, peers or PeerGuard(settings), internal, operations(), pages)
     guard = Guard(settings, principals=principals)

@@ -85,7 +85,7 @@ async def prepare(call: Call) -> Reply:
     with preparing(request, call.trace) as step:
         traced = within(request, call.trace if step is None else step.context)
         call.shell.check_prepare(traced)
-        standing = await call.shell.service.prepare(traced)
+        standing = await call.shell.joint.carry_out(traced)
         note_standing(step, standing)
     return Reply(201 if standing.created else 200, _standing(standing))
 
@@ -142,7 +142,7 @@ async def _decide(
     )
     call.shell.check_decide(request)
     started = time.monotonic()
-    standing = await call.shell.service.decide(request)
+    standing = await call.shell.joint.carry_out(request)
     call.shell.metrics.decisions_took(time.monotonic() - started)
     return Reply(200, _standing(standing))
 
