@@ -262,6 +262,7 @@ OPERATIONS = (
         ),
         roles=WHO_WRITES,
         prepares=True,
+        direct=True,
     ),
     Operation(
         "list",
@@ -294,6 +295,7 @@ OPERATIONS = (
         body=CommitBody,
         body_optional=True,
         roles=WHO_WRITES,
+        direct=True,
         errors=(WrongGroup, AlreadyDecided, BodyLost, UnknownTopic, BadTarget, *_BY_ID),
     ),
     Operation(
@@ -306,6 +308,7 @@ OPERATIONS = (
         body=RollbackBody,
         body_optional=True,
         roles=WHO_WRITES,
+        direct=True,
         errors=(WrongGroup, AlreadyDecided, *_BY_ID),
     ),
     Operation(
