@@ -88,6 +88,10 @@ compare: $(VENV)/.dev ## Compare with RocketMQ, outboxes, dtm and raw Kafka; wri
 bench-footprint: $(VENV)/.dev ## Measure what a transaction leaves in Kafka, and how many requests it takes
 	@$(BIN)/python benchmarks/footprint.py
 
+.PHONY: bench-settled
+bench-settled: $(VENV)/.dev ## Measure what a settled transaction costs a proxy: memory, time, snapshots
+	@$(BIN)/python benchmarks/settled.py
+
 .PHONY: bench-protocols
 bench-protocols: $(VENV)/.dev ## Compare both versions of Kafka's transaction protocol
 	@$(BIN)/python benchmarks/protocols.py

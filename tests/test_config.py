@@ -331,3 +331,14 @@ def test_advertise_has_one_spelling() -> None:
 def test_missing_secret_names_its_setting() -> None:
     with pytest.raises(ConfigurationError, match="my_file /nonexistent"):
         read_secret("my_file", Path("/nonexistent"))
+
+
+def test_the_old_name_of_settled_bytes_max_counts_rows_of_all_half_partitions() -> None:
+    assert load_settings({"insecure": True}, environ={}).settled_bytes_max == 512 * 1024 * 1024
+    given = {"TXBROKER_SETTLED_MAX": "1000", "TXBROKER_PARTITIONS": "8"}
+    settings = load_settings(environ=given)
+    assert settings.settled_bytes_max == 1000 * 8 * 37
+    assert settings.renamed == {"settled_max": "settled_bytes_max"}
+    both = load_settings(environ={**given, "TXBROKER_SETTLED_BYTES_MAX": "5"})
+    assert both.settled_bytes_max == 5
+    assert load_settings({"settled_bytes_max": 7}, environ={}).renamed == {}

@@ -170,7 +170,7 @@ def test_a_target_is_asked_about_again_only_for_larger_messages() -> None:
         for number, size in enumerate(sizes)
     ]
     ledger = committed(*halves)
-    beside = bytes_in_batch(message("v" * 50)) - 50
+    beside = bytes_in_batch((message("v" * 50),)) - 50
     asked: list[int] = []
 
     def examine(place: Place) -> Verdict:

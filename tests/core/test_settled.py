@@ -284,3 +284,34 @@ def _grown(segment: Segment) -> bytes:
     """Return a segment that says that it has a row more than it has."""
     assert (segment.value[3], segment.value[6]) == (2, segment.count)
     return segment.value[:6] + bytes([segment.count + 1]) + segment.value[7:]
+
+
+_VERSION_1 = bytes.fromhex(
+    "9601d934303030433052514b5a3544303030303030303030303030303037303030433052514b5a35"
+    "44303047303030303030303030303035c48a000102030405060708090a0b0c0d0e0f000000000000"
+    "00000000000000000000000000000000000500000000000000060000018bcfe568020000018bcfe5"
+    "68090000000000101112131415161718191a1b1c1d1e1f0101010101010101010101010101010100"
+    "0000000000000700000000000000080000018bcfe568030000018bcfe5680900000001019292a167"
+    "9192a1740092a1689292a1740092a17501919201a164cf0000018bcfe56803"
+)
+"""As the release before has stored it."""
+
+
+def test_a_segment_of_version_1_is_read_as_it_was_stored() -> None:
+    segment = read(_VERSION_1)
+    first, second = sorted(segment.briefs(), key=lambda each: each.offset)
+    at = [("t", 0)]
+    assert first == Brief(
+        make_id(PARTITION, START_MS, 7), "g", State.PROMOTED, bytes(range(16)), b"", 5, 6,
+        START_MS + 2, START_MS + 9, tuple(at),
+    )  # fmt: skip
+    assert second == Brief(
+        make_id(PARTITION, START_MS + 1, 5), "h", State.ROLLED_BACK, bytes(range(16, 32)),
+        b"\x01" * 16, 7, 8, START_MS + 3, START_MS + 9, (*at, ("u", 1)), "d",
+    )  # fmt: skip
+    assert segment.value_in(1) == _VERSION_1
+    assert segment.name_in(1) == name_of(_VERSION_1)
+    window = SettledWindow()
+    window.add_segment(segment)
+    assert [each.dedup_key for each in segment.keyed()] == ["d"]
+    assert {each.fingerprint for each in window} == {bytes(range(8)), bytes(range(16, 24))}

@@ -11,7 +11,8 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from msgspec import structs
-from rules_world import DAY_MS, Told
+from rules_world import DAY_MS
+from told import Told
 
 from txbroker.contract import Answer, DecideRequest
 from txbroker.core.ids import make_id
@@ -34,16 +35,14 @@ from txbroker.core.runs import half_row, marker_row
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, Claimed, Log, Turn, TurnHandle
 from txbroker.errors import KafkaUnavailable, RequestError
-from txbroker.proxy.partition.appender import Appender
+from txbroker.proxy.partition.appender import Appender, Markers
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.checkback import CheckBack
-from txbroker.proxy.partition.context import CurrentClaim, OwnerSettings, PartitionContext
-from txbroker.proxy.partition.markers import Markers
+from txbroker.proxy.partition.clock import TurnPace
+from txbroker.proxy.partition.context import CurrentClaim, OwnerSettings, PartitionContext, Visible
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
-from txbroker.proxy.partition.turn_pace import TurnPace
-from txbroker.proxy.partition.visible import Visible
 from txbroker.proxy.tally import Tally
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
@@ -246,7 +245,7 @@ class Small:
         return PartitionContext(
             0,
             self.ledger,
-            OwnerSettings(WINDOW_MS, 100, 100, 1000, 14 * DAY_MS, self.limits),
+            OwnerSettings(WINDOW_MS, 100, 100, 14 * DAY_MS, self.limits),
             _Events(self.told, self.lost),
             lambda: self.version,
             self.stops.append,
@@ -256,6 +255,7 @@ class Small:
             gate,
             Tally(),
             Visible(),
+            lambda: 1 << 30,
         )
 
     async def close(self) -> None:

@@ -9,8 +9,9 @@ import pytest
 from rules_world import OwnersTime, World
 
 from txbroker.proxy import ownership
-from txbroker.proxy.partition import claims, clock, owner
-from txbroker.proxy.partition import quarantine as trouble
+from txbroker.proxy.partition import clock, owner
+from txbroker.proxy.partition import owner as claims
+from txbroker.proxy.partition import targets as trouble
 
 
 @pytest.fixture

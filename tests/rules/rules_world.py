@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from pathlib import Path
 
 from msgspec import structs
+from told import Told
 
 from txbroker.checkers.groups import Groups
 from txbroker.config import Settings
 from txbroker.contract import DecideRequest, PrepareRequest, Standing
 from txbroker.core.codec import decode_checkpoint, decode_marker, encode_half, encode_marker
 from txbroker.core.ids import make_id
-from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import (
     RECORD_VERSION,
@@ -36,6 +36,7 @@ from txbroker.core.records import (
     Progress,
     Record,
 )
+from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
@@ -43,9 +44,9 @@ from txbroker.errors import RequestError
 from txbroker.principals import NO_PRINCIPALS
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.partition.checkback import CheckBack
+from txbroker.proxy.partition.clock import TurnPace
 from txbroker.proxy.partition.context import OwnerSettings
 from txbroker.proxy.partition.owner import Owner
-from txbroker.proxy.partition.turn_pace import TurnPace
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
 
@@ -219,72 +220,6 @@ class Handed:
         """Nothing is kept here for an owner."""
 
 
-class Told:
-    """`PartitionEvents` that remembers everything."""
-
-    def __init__(self) -> None:
-        self.outcomes: list[Outcome] = []
-        self.promotions: list[str] = []
-        self.refusals: list[str] = []
-        self.decisions: list[str] = []
-        self.prepares: list[str] = []
-        self.failures: list[str] = []
-        self.foreigners: list[str] = []
-        self.losses: list[int] = []
-        self.snapshots: list[int] = []
-        self.snapshot_failures = 0
-
-    def outcome(self, outcome: Outcome) -> None:
-        """A record changed nothing."""
-        self.outcomes.append(outcome)
-
-    def prepared(self, transactions: Sequence[Transaction]) -> None:
-        """Half messages were stored."""
-        self.prepares.extend(transaction.id for transaction in transactions)
-
-    def decided(self, transactions: Sequence[Transaction]) -> None:
-        """Deciding markers took effect."""
-        self.decisions.extend(transaction.id for transaction in transactions)
-
-    def promoted(self, transactions: list[Transaction]) -> None:
-        """These are visible."""
-        self.promotions.extend(transaction.id for transaction in transactions)
-
-    def refused(self, transactions: list[Transaction]) -> None:
-        """These were set aside."""
-        self.refusals.extend(transaction.id for transaction in transactions)
-
-    def lost(self, count: int) -> None:
-        """Half messages vanished."""
-        self.losses.append(count)
-
-    def snapshot_written(self, seconds: float, entries: int) -> None:
-        """A snapshot was written."""
-        self.snapshots.append(entries)
-
-    def snapshot_failed(self) -> None:
-        """A snapshot could not be written."""
-        self.snapshot_failures += 1
-
-    def recovered(self, seconds: float) -> None:
-        """A partition was gained."""
-
-    def foreign(self, topic: str, count: int) -> None:
-        """Records of others were set aside."""
-        self.foreigners.extend([topic] * count)
-
-    def fenced(self) -> None:
-        """A partition was taken."""
-
-    def kafka_failed(self, operation: str) -> None:
-        """Kafka did not do what was asked."""
-        self.failures.append(operation)
-
-    def effects(self) -> list[Effect]:
-        """What the records did that changed nothing."""
-        return [outcome.effect for outcome in self.outcomes]
-
-
 class OwnersTime:
     """What `txbroker.proxy.partition.clock` takes its time from in these tests."""
 
@@ -357,6 +292,7 @@ class World:
             stopped=self.stops.append,
             bodies_share=lambda: self.share,
             settled_share=lambda: self.settled_share,
+            segment_version=min(SEGMENT_VERSION, self.version),
             record_version=lambda: self.version,
             pace=TurnPace(),
             principals=lambda: self.principals,

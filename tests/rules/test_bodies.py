@@ -17,7 +17,7 @@ from txbroker.door import LogTruncated, TurnLost
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.partition import body_cache as bodies_module
 from txbroker.proxy.partition import promoter as promoter_module
-from txbroker.proxy.partition import quarantine as trouble
+from txbroker.proxy.partition import targets as trouble
 from txbroker.proxy.partition.body_cache import BODY_LOST
 from txbroker.proxy.views import view
 

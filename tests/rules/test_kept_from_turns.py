@@ -9,7 +9,7 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Cause, State
 from txbroker.errors import InvariantBroken
-from txbroker.proxy.partition.quarantine import Trouble
+from txbroker.proxy.partition.targets import Trouble
 
 LIMITS = TurnLimits(transactions_max=50, bytes_max=4000, deferred_max=30)
 SILENT = Cause("no_answer", "its leader is silent", "t", 0, passing=True)

@@ -13,7 +13,6 @@ from recovery_world import forget_bodies, positions, remembered, snapshot, unset
 from rules_world import (
     DAY_MS,
     WINDOW_MS,
-    Told,
     World,
     commit,
     message,
@@ -22,6 +21,7 @@ from rules_world import (
     settled,
     until,
 )
+from told import Told
 
 from txbroker.core import settled as core_settled
 from txbroker.core import snapshot as core_snapshot

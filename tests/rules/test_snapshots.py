@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from recovery_world import snapshot
 from rules_world import WINDOW_MS, Gate, World, commit, known, raising, roll_back, until
@@ -13,7 +14,7 @@ from txbroker.core import settled as core_settled
 from txbroker.core import snapshot as core_snapshot
 from txbroker.core.records import Record, State
 from txbroker.core.segment import ROW_BYTES
-from txbroker.core.snapshot import Whole, find_whole, segments_in
+from txbroker.core.snapshot import Whole, find_whole, segment_key, segments_in
 from txbroker.door import TurnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.partition import snapshots
@@ -237,3 +238,28 @@ async def test_segments_that_nobody_removed_go_with_the_next_snapshot(world: Wor
     assert await snapshot(owner)
     held = {segment.name for each in whole(world) for segment in each.segments}
     assert segments_in(world.kafka.visible("txbroker.checkpoint")) == held
+
+
+async def test_segments_are_stored_as_all_proxies_read_them(world: World) -> None:
+    world.version = 1
+    owner = await world.owner()
+    await settled(world, owner, 4)
+    remembered = {each.id: each.fingerprint for each in owner.ledger.settled}
+    for version, stored in ((1, 1), (1, 1), (2, 2), (1, 2)):
+        world.version = version
+        assert await snapshot(owner)
+        (found, *_) = whole(world)
+        # What was written for all of the newer version stays: nobody knows the rest any more.
+        assert stored == found.closing.v
+        values = [
+            record.value or b""
+            for record in world.kafka.visible("txbroker.checkpoint")
+            if record.key in map(segment_key, found.closing.segments)
+        ]
+        assert {msgspec.msgpack.decode(value)[0] for value in values} == {stored}
+        await owner.close()
+        owner = await world.owner()
+        assert {each.id for each in owner.ledger.settled} == remembered.keys()
+        for each in owner.ledger.settled:
+            length = 8 if stored == 2 else 16
+            assert remembered[each.id][:length] == each.fingerprint[:length]

@@ -48,7 +48,7 @@ from txbroker.door import (
     TurnLost,
 )
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
-from txbroker.proxy.partition.quarantine import Trouble, note_invisible
+from txbroker.proxy.partition.targets import Trouble, note_invisible
 from txbroker.testing.door import MemoryPartitionDoor
 
 # --- appending -----------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
     monkeypatch.setattr(Trouble, "take_due", planned)
     monkeypatch.setattr(world.partition, "prove", noted)
     # By the time that there is an answer the pause is over.
-    monkeypatch.setattr("txbroker.proxy.partition.quarantine.RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr("txbroker.proxy.partition.targets.RETRY_FIRST_S", 0.0)
     world.kafka.untold.add(("u", 0))
     id = await world.committed(owner, message("kept off", "u", b"x"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 5)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from txbroker.proxy.partition.turn_pace import TurnPace, UnderWay
+from txbroker.proxy.partition.clock import TurnPace, UnderWay
 
 LONG_S = 60.0
 

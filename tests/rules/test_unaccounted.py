@@ -534,25 +534,6 @@ async def test_a_checkpoint_topic_made_anew_stops_the_partition(world: World, to
     assert world.kafka.visible("txbroker.checkpoint") == []
 
 
-async def test_two_first_owners_at_once_are_no_lost_checkpoint(world: World) -> None:
-    """The other one may claim and write after the first look at the checkpoint topic."""
-    one, two = world.make(), world.make()
-    found = world.partition.claimed_before
-    asked: list[bool] = []
-
-    async def while_the_other_begins() -> bool:
-        before = await found()
-        if not asked:
-            await one.open()
-            await world.prepared(one)
-        asked.append(before)
-        return before
-
-    world.partition.claimed_before = while_the_other_begins  # type: ignore[method-assign]
-    await two.open()
-    assert asked == [False, True]
-
-
 # --- a parked topic made anew ----------------------------------------------------------------
 
 

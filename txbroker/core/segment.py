@@ -422,7 +422,8 @@ def pack(briefs: Sequence[Brief], *, late: bool = False, tails: bool = False) ->
         ),
     )
     rest = b"".join([each.fingerprint[MARK_BYTES:] for each in briefs]) if tails else b""
-    return Segment(_encode(packed), rest)
+    # The encoder's own bytes keep all the room that it took while they grew.
+    return Segment(bytes(memoryview(_encode(packed))), rest)
 
 
 def _odd_ones(

@@ -269,7 +269,8 @@ class SettledWindow:
 
     def get(self, id: str) -> Transaction | None:
         """Return a transaction as far as it is remembered."""
-        found = self._whole(id)
+        # In line, as every prepare asks for an id that is not here.
+        found = self.shown.get(id) or self._usual.loose.get(id) or self._late.loose.get(id)
         if found is None and (place := self._packed(id)) is not None:
             segment, row = place
             return whole(segment.brief(row))
@@ -289,7 +290,13 @@ class SettledWindow:
             parts = parse_id(id)
         except ValueError:
             return None
-        return self._usual.find(parts) or self._late.find(parts)
+        for lane in self._lanes:
+            # Most that are asked for are new: younger than all that is packed.
+            if lane.highs and parts.time_ms <= lane.highs[-1]:
+                found = lane.find(parts)
+                if found is not None:
+                    return found
+        return None
 
     # --- forgetting --------------------------------------------------------------------------
 

@@ -257,6 +257,7 @@ class Broker:
         prepares: dict[int, tuple[list[int], list[PrepareRequest]]] = {}
         decides: dict[int, tuple[list[int], list[DecideRequest]]] = {}
         owners: dict[int, Owner] = {}
+        examined: dict[str, bool] = {}
         runs: list[Run] = []
         partitions, traced = self._door.partitions, tracing.is_on()
         for number, request in enumerate(requests):
@@ -271,20 +272,26 @@ class Broker:
             except RequestError as error:
                 runs.append(Run((number,), _refused(error)))
                 continue
-            if traced:
+            # Whatever waits for more than its log goes alone, as it would hold the others up: for a
+            # target or messages to be examined, to become visible, for an id to be looked up.
+            waits = traced
+            if isinstance(request, PrepareRequest):
+                for message in request.messages:
+                    topic = message.topic
+                    if topic not in examined:
+                        facts = self._targets.known(topic)
+                        examined[topic] = isinstance(facts, TargetFacts)
+                    waits = waits or not examined[topic]
+            elif request.wait or request.messages is not None:
+                waits = True
+            else:
+                waits = waits or request.id not in owner.ledger.transactions
+            if waits:
                 runs.append(Run((number,), alone(self, request)))
             elif isinstance(request, PrepareRequest):
                 numbers, prepared = prepares.setdefault(partition, ([], []))
                 numbers.append(number)
                 prepared.append(request)
-            elif (
-                # It would hold the others up: messages that are to be examined or to become
-                # visible, a transaction that is to be looked up.
-                request.wait
-                or request.messages is not None
-                or request.id not in owner.ledger.transactions
-            ):
-                runs.append(Run((number,), alone(self, request)))
             else:
                 numbers, decided = decides.setdefault(partition, ([], []))
                 numbers.append(number)

@@ -21,9 +21,9 @@ from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.partition.checkback import Runner
+from txbroker.proxy.partition.clock import TurnPace
 from txbroker.proxy.partition.context import OwnerSettings, PartitionEvents
 from txbroker.proxy.partition.owner import Owner
-from txbroker.proxy.partition.turn_pace import TurnPace
 
 REOPEN_S = 1.0
 """A partition that could not be opened is tried again after this, seconds."""
@@ -105,8 +105,8 @@ class Ownership:
         principals: returns the principals as they are now.
         rejoin_s: how long a stuck proxy stays out of the group, seconds.
 
-    `url` is this proxy's own URL, as others are told it, `own_peer_url` where it takes their calls
-    and `own_admin_url` operators', "" for there too; all are set before `join`.
+    `url` is this proxy's own URL, `own_peer_url` where it takes other proxies' calls and
+    `own_admin_url` operators', "" for there too; all are set before `join`.
     """
 
     def __init__(
@@ -240,8 +240,7 @@ class Ownership:
         """Return the URL of each half partition's proxy, as the group says, "" where none is
         known."""
         known = self._assignment.owners[: self._door.partitions]
-        missing = self._door.partitions - len(known)
-        return (*known, *[""] * missing)
+        return (*known, *[""] * (self._door.partitions - len(known)))
 
     def proxies(self) -> tuple[str, ...]:
         """Return the URLs of all proxies of the group, this one's included."""

@@ -143,7 +143,7 @@ def _half_part(record: Rec) -> tuple[dict[str, str], Placed]:
     if not record.headers or record.headers[0][0] != "txb-v":
         raise ValueError("no half record")
     version, *optional = (record.headers[0][1] or b"").decode().split(" ")
-    if version != "1":
+    if version not in ("1", "2"):
         raise ValueError(f"version {version}")
     names = [*_FIXED, *(f"txb-{name}" for name in optional)]
     ours = record.headers[: len(names)]

@@ -20,9 +20,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from txbroker.core.outcome import Effect, Outcome
-from txbroker.core.records import Anchor, Record
-from txbroker.core.runs import Row
+from txbroker.core.records import Anchor, Marker, MarkerKind, Record, Source
+from txbroker.core.runs import Row, marker_row
 from txbroker.core.sizes import BATCH_OVERHEAD_BYTES
+from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import (
     KafkaUnavailable,
@@ -289,7 +290,7 @@ class Appender:
                     # Not under the lock: reading goes on.
                     await self._gate.wait()
                     async with self._lock:
-                        parts = self._take()
+                        parts = self._take() if self._gate.is_set() else []
                         if parts:
                             await self._send(parts)
         finally:
@@ -298,10 +299,7 @@ class Appender:
 
     def turn_away(self) -> None:
         """Answer those that wait, and are not on their way yet: nobody knows when it would be."""
-        _fail(
-            self._waiting(),
-            lambda: OwnerUnavailable("nobody knows now whose the partition is: try again"),
-        )
+        _fail(self._waiting(), _suspended)
 
     def _waiting(self) -> list[_Part]:
         return [part for queue in self._queues.values() for part in queue.clear()]
@@ -327,6 +325,10 @@ class Appender:
         return parts
 
     async def _send(self, parts: list[_Part]) -> None:
+        if not self._gate.is_set():
+            # Since the first half of a batch that was refused was sent.
+            _fail(parts, _suspended)
+            return
         rows = [row for entry, start, stop in parts for row in entry.rows[start:stop]]
         records = [record for row in rows for record in row.records]
         sent_s = asyncio.get_running_loop().time()
@@ -464,6 +466,10 @@ def _check_same(record: Record, anchor: Anchor | None) -> None:
         )
 
 
+def _suspended() -> RequestError:
+    return OwnerUnavailable("nobody knows now whose the partition is: try again")
+
+
 def _moving() -> RequestError:
     return OwnerUnavailable("the partition is moving to another owner")
 
@@ -484,3 +490,54 @@ def _account(entry: _Entry, count: int) -> None:
     entry.left -= count
     if not entry.left and not entry.over.done():
         entry.over.set_result(None)
+
+
+class Markers:
+    """Appends markers to the operation topic, each for one transaction.
+
+    Args:
+        context: what all parts of the partition share.
+        op: where they are written.
+    """
+
+    def __init__(self, context: PartitionContext, op: Appender) -> None:
+        self._context = context
+        self._op = op
+
+    async def write(
+        self,
+        transaction: Transaction,
+        kind: MarkerKind,
+        *,
+        source: Source,
+        by: str = "",
+        reason: str = "",
+        number: int | None = None,
+        endpoint: str = "",
+        previous: str = "",
+        later_s: float = 0.0,
+    ) -> Outcome:
+        """Append one marker of this transaction and return what it did.
+
+        Raises:
+            OwnerUnavailable: it may or may not be written.
+        """
+        marker = Marker(
+            v=self._context.record_version(),
+            kind=kind,
+            id=transaction.id,
+            half=transaction.offset,
+            source=source,
+            by=by,
+            reason=reason,
+            round=transaction.round,
+            number=transaction.number if number is None else number,
+            claim=self._context.claim.id,
+            endpoint=endpoint,
+            previous=previous,
+            later_s=later_s,
+        )
+        [outcome] = await self._op.append((marker_row(marker),))
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome

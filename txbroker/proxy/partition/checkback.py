@@ -39,9 +39,9 @@ from txbroker.errors import (
 )
 from txbroker.failpoints import hit
 from txbroker.proxy.logging import get_logger
+from txbroker.proxy.partition.appender import Markers
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.context import PartitionContext
-from txbroker.proxy.partition.markers import Markers
 from txbroker.proxy.partition.targets import examine_final
 
 AGAIN_MS = 1000

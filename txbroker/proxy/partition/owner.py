@@ -1,45 +1,49 @@
 """The owner of one half partition: it alone writes, diffs, checks and promotes it."""
 
 import asyncio
+import random
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 
 from txbroker.contract import PartitionState
-from txbroker.core.ledger import BEYOND_MAX, Ledger
+from txbroker.core.ledger import Ledger
+from txbroker.core.records import Claim, State
 from txbroker.core.segment import SEGMENT_BYTES
-from txbroker.door import PartitionDoor, Targets
+from txbroker.core.turns import BEYOND_MAX
+from txbroker.door import Claimed, Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.partition.appender import Appender
+from txbroker.proxy.partition.appender import Appender, Markers
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.checkback import CheckBack, Runner
-from txbroker.proxy.partition.claims import Claims
-from txbroker.proxy.partition.clock import LogClockFollower, LogTime
+from txbroker.proxy.partition.clock import LogClockFollower, LogTime, Pace, TurnPace
 from txbroker.proxy.partition.context import (
     CurrentClaim,
     OwnerSettings,
     PartitionContext,
     PartitionEvents,
+    Visible,
 )
-from txbroker.proxy.partition.gate import GatedDoor
-from txbroker.proxy.partition.markers import Markers
-from txbroker.proxy.partition.pace import Pace
+from txbroker.proxy.partition.parked_copies import read_copies
 from txbroker.proxy.partition.partition_api import PartitionApi
 from txbroker.proxy.partition.promoter import Promoter
-from txbroker.proxy.partition.recovery import Recovered, recover
+from txbroker.proxy.partition.recovery import Recovered, claim_first, recover
 from txbroker.proxy.partition.retention import Edges
 from txbroker.proxy.partition.snapshots import SnapshotWriter
-from txbroker.proxy.partition.turn_pace import TurnPace
-from txbroker.proxy.partition.visible import Visible
 from txbroker.proxy.tally import Tally
 
 IDLE_S = 1.0
 """An owner that has appended nothing for so long looks whether somebody else wrote to its logs."""
 EDGES_S = 10.0
 """An owner looks this often whether its logs are still what they were."""
+CLAIM_PAUSE_S = 0.2
+CLAIM_PAUSE_MAX_S = 2.0
+"""Pauses between claims are random and grow to this."""
+
 log = get_logger(__name__)
 
 
@@ -109,7 +113,7 @@ class Owner:
             settled_share,
         )
         context.gate.set()
-        self._door = GatedDoor(door, context.gate)
+        self._door = door
         self._applier = Applier(self.ledger, events)
         self._half = Appender(context, self._door.half, HalfReplica(self._applier))
         self._op = Appender(context, self._door.op, OpReplica(self._applier))
@@ -207,7 +211,6 @@ class Owner:
         if self._context.gate.is_set():
             self._context.gate.clear()
             hit("handover.suspended")
-            self.api.suspended = True
             self._half.turn_away()
             self._op.turn_away()
             self._snapshots.abandon()
@@ -220,7 +223,6 @@ class Owner:
         next turn would be fenced, and what it appended is read before ours is applied."""
         if not self._context.gate.is_set() and not self._closed:
             self._context.gate.set()
-            self.api.suspended = False
             self._resumed_s = time.monotonic()
             if self._tasks:
                 self._begin_checks()
@@ -286,3 +288,137 @@ class Owner:
                     await self._edges.look()
             except KafkaUnavailable as error:
                 log.warning("log not read", partition=self.partition, why=str(error))
+
+
+class Claims:
+    """Claims one half partition: a `txbroker.proxy.partition.promoter.Claimer`.
+
+    Args:
+        context: what all parts of the partition share.
+        door: where claims are written.
+        identity: this proxy's name and URL, for the claim record.
+        still_ours: says, after a fresh heartbeat, whether the partition is still this proxy's.
+        logs: the appenders of half and operation topic, to read what other owners wrote.
+        snapshots: the one that is being written is given up before the ledger is reconciled.
+
+    Attributes:
+        hanging: whether a transaction that nobody ends has hidden the progress at the last try.
+    """
+
+    def __init__(
+        self,
+        context: PartitionContext,
+        door: PartitionDoor,
+        identity: tuple[str, str],
+        still_ours: Callable[[], Awaitable[bool]],
+        logs: tuple[Appender, Appender],
+        snapshots: SnapshotWriter,
+    ) -> None:
+        self.hanging = False
+        self._context = context
+        self._door = door
+        self._identity = identity
+        self._still_ours = still_ours
+        self._half, self._op = logs
+        self._snapshots = snapshots
+
+    async def first(self) -> Claimed:
+        """Claim a partition that is to be recovered; return what the claim has found.
+
+        Raises:
+            Fenced: the partition is another proxy's by now.
+            LogTruncated: the checkpoint topic is not what it was.
+            KafkaUnavailable: Kafka does not answer.
+        """
+        pause_s = CLAIM_PAUSE_S
+        while True:
+            try:
+                await self._context.gate.wait()
+                return await claim_first(self._door, self._new())
+            except Fenced:
+                pause_s = await self._pause(pause_s)
+
+    def _new(self) -> Claim:
+        """Return the next claim, which is the present one from now on."""
+        self._context.claim.id = uuid.uuid4().hex
+        name, url = self._identity
+        return Claim(self._context.record_version(), self._context.claim.id, name, url)
+
+    async def _pause(self, pause_s: float) -> float:
+        """Pause before another claim, unless the partition has moved; return the next pause.
+
+        Raises:
+            Fenced: it has.
+        """
+        await asyncio.sleep(pause_s * random.random())
+        await self._check_ours()
+        return min(pause_s * 2, CLAIM_PAUSE_MAX_S)
+
+    async def _check_ours(self) -> None:
+        """Ask the group, for as long as it does not answer, whether the partition is ours.
+
+        Raises:
+            Fenced: it is not.
+        """
+        partition = self._context.partition
+        pause_s = CLAIM_PAUSE_S
+        while True:
+            await self._context.gate.wait()
+            try:
+                ours = await self._still_ours()
+            except KafkaUnavailable as error:
+                # Also while the group is being rebalanced.
+                log.warning("not known whose", partition=partition, why=str(error))
+                await asyncio.sleep(pause_s * (0.5 + random.random()))
+                pause_s = min(pause_s * 2, CLAIM_PAUSE_MAX_S)
+            else:
+                if not ours:
+                    raise Fenced(f"partition {partition} has another owner")
+                return
+
+    async def reclaim(self, unseen: frozenset[str]) -> None:
+        """Claim again after a lost turn, and take over what turned out to be committed.
+
+        Args:
+            unseen: what is known to be committed already, and will be visible.
+
+        Raises:
+            Fenced: the partition has another owner.
+        """
+        context, pause_s = self._context, CLAIM_PAUSE_S
+        while True:
+            try:
+                await self._check_ours()
+                hit("reclaim.asked")
+                # Whoever is out of touch would fence the rightful owner.
+                await self._context.gate.wait()
+                claimed = await self._door.claim(self._new())
+                hit("reclaim.claimed")
+                # Another owner may have come and gone: what it appended and promoted is done by
+                # this progress, and would be promoted again if it were read later.
+                await self._op.catch_up()
+                await self._half.catch_up()
+                kept = await read_copies(self._door, claimed.skips)
+                break
+            except KafkaUnavailable as error:
+                log.warning("claim failed", partition=context.partition, why=str(error))
+                if isinstance(error, Hanging):
+                    self.hanging = True
+                context.events.kafka_failed("claim")
+                await asyncio.sleep(pause_s * random.random())
+                pause_s = min(pause_s * 2, CLAIM_PAUSE_MAX_S)
+            except Fenced:
+                pause_s = await self._pause(pause_s)
+        self.hanging = False
+        # One that is being captured would see only a part of what changes now.
+        self._snapshots.abandon()
+        done = context.ledger.reconcile(claimed.progress, kept.whole, unseen)
+        kept.check(done)
+        context.claim.reclaims += 1
+        hit("reclaim.done")
+        log.info("claimed again", partition=context.partition, committed_meanwhile=len(done))
+        if done:
+            context.promoted(done)
+        # The lost turns may have refused some.
+        waited_for = [context.ledger.transactions.get(id) for id in context.visible]
+        context.visible.release([t for t in waited_for if t and t.state is not State.COMMITTED])

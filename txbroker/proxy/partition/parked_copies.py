@@ -10,7 +10,7 @@ from txbroker.core.transaction import Transaction, bare
 from txbroker.door import PartitionDoor, SetAside
 from txbroker.errors import InvariantBroken, KafkaUnavailable, NewerRecord
 from txbroker.own_topics import ParkedScan
-from txbroker.proxy.partition.pace import Pace
+from txbroker.proxy.partition.clock import Pace
 
 PICKED_MAX = 200
 """Copies whose messages are in memory at the same time while they are taken back."""

@@ -37,11 +37,10 @@ from txbroker.errors import (
     WrongGroup,
 )
 from txbroker.failpoints import hit
-from txbroker.proxy.partition.appender import Appender, Applied, Lane
+from txbroker.proxy.partition.appender import Appender, Applied, Lane, Markers
 from txbroker.proxy.partition.body_cache import lost_cause
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.history import search, tell_verdict
-from txbroker.proxy.partition.markers import Markers
 from txbroker.proxy.partition.promoter import Promoter
 
 VERDICT_S = 1.0
@@ -74,8 +73,6 @@ class PartitionApi:
         promoter: Promoter,
         markers: Markers,
     ) -> None:
-        self.suspended = False
-        """Whether nobody knows whose the partition is: then nothing new is taken."""
         self._context = context
         self._ledger = context.ledger
         self._id_clock = context.id_clock
@@ -92,7 +89,7 @@ class PartitionApi:
         self._telling = asyncio.Semaphore(VERDICTS_MAX)
 
     def _check_open(self, id: str) -> None:
-        if self.suspended:
+        if not self._context.gate.is_set():
             raise OwnerUnavailable(
                 "this proxy is out of touch with the others: nobody knows now whose the "
                 "partition is",
@@ -326,13 +323,13 @@ class PartitionApi:
             it was not written, as a commit could promote nothing; `OwnerUnavailable` where it may
             or may not be written, and the same again is safe.
         """
-        ledger = self._ledger
+        ledger, suspended = self._ledger, not self._context.gate.is_set()
         answers: list[Answer | None] = [None] * len(requests)
         found: list[tuple[int, DecideRequest, Transaction]] = []
         for number, request in enumerate(requests):
             id = request.id
             try:
-                if self.suspended:
+                if suspended:
                     self._check_open(id)
                 transaction = ledger.transactions.get(id) or await self.get(id)
                 if transaction.verdict is not None:
@@ -362,7 +359,7 @@ class PartitionApi:
         answers: list[Answer | None],
     ) -> None:
         """Append deciding markers, and note the answer of each under its number."""
-        if self.suspended:
+        if not self._context.gate.is_set():
             # Touch may be lost since: nobody knows when it would be written.
             for number, request, _ in found:
                 try:

@@ -43,10 +43,9 @@ from txbroker.failpoints import hit
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.body_cache import BODY_LOST, Bodies, lost_cause
+from txbroker.proxy.partition.clock import TurnPace, UnderWay
 from txbroker.proxy.partition.context import PartitionContext
-from txbroker.proxy.partition.quarantine import Trouble, note_invisible
-from txbroker.proxy.partition.targets import takes
-from txbroker.proxy.partition.turn_pace import TurnPace, UnderWay
+from txbroker.proxy.partition.targets import Trouble, note_invisible, takes
 from txbroker.proxy.tracing import TracedTurn, traced_turn, turn_ended
 
 COPIES_MAX = 100
@@ -57,7 +56,7 @@ log = get_logger(__name__)
 
 
 class Claimer(Protocol):
-    """Who claims a partition again: `txbroker.proxy.partition.claims.Claims`."""
+    """Who claims a partition again: `txbroker.proxy.partition.owner.Claims`."""
 
     async def reclaim(self, unseen: frozenset[str]) -> None:
         """Claim again after a lost turn, and reconcile the ledger with what the claim finds.
@@ -302,7 +301,9 @@ class Promoter:
         kept_as = [(transaction, transaction.state) for transaction in flight.keep]
         hit("turn.planned")
         try:
-            handle = await self._door.write(self._encode(flight))
+            turn = self._encode(flight)
+            await self._context.gate.wait()
+            handle = await self._door.write(turn)
         except TurnRefused as error:
             self._trouble.isolate(plan.promote, error.cause)
             self._targets.forget(error.cause.topic)

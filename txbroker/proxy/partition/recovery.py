@@ -16,7 +16,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.own_topics import foreign_why
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
-from txbroker.proxy.partition.pace import Pace
+from txbroker.proxy.partition.clock import Pace
 from txbroker.proxy.partition.parked_copies import Copies, batches, read_copies, with_messages
 
 

@@ -7,8 +7,8 @@ from txbroker.core.transaction import Transaction
 from txbroker.door import Log, LogTruncated, PartitionDoor
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.partition.body_cache import BATCH_MAX, Bodies
+from txbroker.proxy.partition.clock import Pace
 from txbroker.proxy.partition.context import PartitionContext
-from txbroker.proxy.partition.pace import Pace
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 

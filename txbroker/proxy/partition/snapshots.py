@@ -213,6 +213,7 @@ class SnapshotWriter:
                 return False
             # Even where it is not stored: nobody knows.
             self._chunks[slot] = max(self._chunks[slot], capture.chunks)
+            await self._context.gate.wait()
             await self._door.store(records)
             rest_s = REST * (time.monotonic() - since_s)
             await asyncio.sleep(min(max(rest_s, REST_MIN_S), REST_MAX_S))
@@ -229,6 +230,7 @@ class SnapshotWriter:
         tombstones += capture.superfluous()
         try:
             for at in range(0, len(tombstones), REMOVED_AT_ONCE):
+                await self._context.gate.wait()
                 await self._door.store(tombstones[at : at + REMOVED_AT_ONCE])
         except (AppendRefused, KafkaUnavailable) as error:
             # They are in nobody's way: next time.
