@@ -9,7 +9,6 @@ from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE, HttpVersion, HttpVersion10, HttpVersion11
 from msgspec import Struct
-from multidict import CIMultiDict
 
 from txbroker.core.trace_context import TraceContext
 from txbroker.errors import (
@@ -158,9 +157,7 @@ def refused(error: RequestError) -> Answered:
 
 def response_of(answered: Answered) -> web.Response:
     """Return an answer for the library to send."""
-    return web.Response(
-        status=answered.status, body=answered.body, headers=CIMultiDict(answered.headers)
-    )
+    return web.Response(status=answered.status, body=answered.body, headers=dict(answered.headers))
 
 
 def error_response(error: RequestError) -> web.Response:
