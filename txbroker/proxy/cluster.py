@@ -118,8 +118,12 @@ class Cluster:
         try:
             if isinstance(request, DecideRequest):
                 return self._owner_of(request.id) is None
-            partition = home(request, self._partitions()) if request.messages else None
-            return partition is not None and self._owner(partition, request.id) is None
+            if not request.messages:
+                return False
+            partition = home(request, self._partitions())
+            if partition is None:
+                return bool(self._local.mine())  # what no key ties goes here if anywhere
+            return self._owner(partition, request.id) is None
         except RequestError:
             return False
 

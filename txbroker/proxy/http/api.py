@@ -3,7 +3,7 @@
 import copy
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -29,9 +29,10 @@ from txbroker.errors import (
     RequestError,
     TooLarge,
 )
-from txbroker.principals import ANYBODY, Directory
+from txbroker.principals import ANYBODY, Directory, Principal
 from txbroker.proxy.forwarding import CALLER, CALLER_HEADER, PREFIX
 from txbroker.proxy.http import registration, system, transactions
+from txbroker.proxy.http.direct import DirectCalls, Endpoint
 from txbroker.proxy.http.guards import (
     PRINCIPAL,
     Guard,
@@ -41,13 +42,17 @@ from txbroker.proxy.http.guards import (
     reread_principals,
 )
 from txbroker.proxy.http.internal import Internal
+from txbroker.proxy.http.joint import JointCalls
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
+    Answered,
     Call,
     Operation,
     Reply,
     encode_json,
     error_response,
+    refused,
+    response_of,
 )
 from txbroker.proxy.http.reading import Body, check_media_type, decode_body, decode_query
 from txbroker.proxy.http.sessions import SessionServer
@@ -63,6 +68,7 @@ SLOW_BODY_S = 1.0
 OPENAPI_PATH = "/v1/openapi.json"
 _VARIABLE = re.compile(r"\{(\w+)\}")
 SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)
+DIRECT: web.AppKey[DirectCalls] = web.AppKey("direct", DirectCalls)
 
 
 Pages = Callable[[Shell, Guard], Iterable[tuple[str, str, Handler]]]
@@ -132,7 +138,7 @@ def make_app(
     own = Shell(local or service, groups, sessions, settings, metrics, checks, principals)
     # The same in all but whom it asks: what is in flight is bounded together.
     shell = copy.copy(own)
-    shell.service = service
+    shell.service, shell.joint = service, JointCalls(service)
     internal = Internal(own, leases or Leases(sessions))
     parts = _Parts(own, shell, peers or PeerGuard(settings), internal, operations(), pages)
     guard = Guard(settings, principals=principals)
@@ -207,9 +213,16 @@ def _application(
     shell = parts.shell
     open_paths = frozenset(operation.path for operation in parts.declared if operation.open)
     app = _web_application(parts, guard, open_paths, pages=admin, internal=internal)
+    endpoints = {
+        operation.name: _endpoint(shell, guard, operation)
+        for operation in parts.declared
+        if admin or not operation.admin
+    }
+    direct = [(each, endpoints[each.name]) for each in parts.declared if each.direct]
+    app[DIRECT] = DirectCalls(guard, direct, _refusal)
     for operation in parts.declared:
-        taken = admin or not operation.admin
-        handler = _endpoint(shell, guard, operation) if taken else _at_admin_address
+        endpoint = endpoints.get(operation.name)
+        handler = _at_admin_address if endpoint is None else _routed(endpoint)
         methods = ("GET", "HEAD") if operation.method == "GET" else (operation.method,)
         for method in methods:
             app.router.add_route(method, _route(operation), handler, expect_handler=_expect)
@@ -228,12 +241,23 @@ async def _at_admin_address(_: web.Request) -> web.StreamResponse:
     raise AdminOnly
 
 
-def _endpoint(shell: Shell, guard: Guard, operation: Operation) -> Handler:
+def _routed(endpoint: Endpoint) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         principal = request.get(PRINCIPAL, ANYBODY)
+        return response_of(await endpoint(request, request.match_info, principal))
+
+    return handle
+
+
+def _endpoint(shell: Shell, guard: Guard, operation: Operation) -> Endpoint:
+    changes = operation.changes
+
+    async def carry_out(
+        request: web.BaseRequest, path: Mapping[str, str], principal: Principal
+    ) -> Answered:
         if not operation.open:
             principal.check_role(operation.roles)
-        if operation.changes:
+        if changes:
             check_media_type(request)
         query = decode_query(request, operation.query) if request.query_string else None
         content = Body(shell, prepare=operation.prepares)
@@ -248,7 +272,7 @@ def _endpoint(shell: Shell, guard: Guard, operation: Operation) -> Handler:
                 body = decode_body(raw, operation.body, optional=operation.body_optional)
             call = Call(
                 shell,
-                request.match_info,
+                path,
                 query or operation.query(),
                 body,
                 request.remote or "",
@@ -261,26 +285,39 @@ def _endpoint(shell: Shell, guard: Guard, operation: Operation) -> Handler:
             raise
         finally:
             content.let_go()
-        return _response(operation, reply)
+        return _answered(operation, reply)
 
-    return handle
+    return carry_out
 
 
-def _response(operation: Operation, reply: Reply) -> web.Response:
+def _answered(operation: Operation, reply: Reply) -> Answered:
     content = reply.content
     raw = content if isinstance(content, bytes) else encode_json(content)
-    text = operation.media.startswith("text/")
-    response = web.Response(
-        status=reply.status,
-        body=raw,
-        content_type=operation.media,
-        charset="utf-8" if text else None,
-    )
-    if text:
-        response.headers["X-Content-Type-Options"] = "nosniff"
+    headers = [("Content-Type", operation.media)]
+    if operation.media.startswith("text/"):
+        headers = [
+            ("Content-Type", f"{operation.media}; charset=utf-8"),
+            ("X-Content-Type-Options", "nosniff"),
+        ]
     if reply.status == 503:
-        response.headers["Retry-After"] = "1"
-    return response
+        headers.append(("Retry-After", "1"))
+    return Answered(reply.status, tuple(headers), raw)
+
+
+def _refusal(request: web.BaseRequest, error: Exception) -> Answered:
+    """Return the answer to a call that ended with an error."""
+    if isinstance(error, RequestError):
+        return refused(error)
+    if isinstance(error, KafkaUnavailable):
+        return refused(KafkaDown(str(error)))
+    log.error(
+        "call failed",
+        method=request.method,
+        path=request.path[:100],
+        error=telling(error),
+        where=where_raised(error),
+    )
+    return refused(RequestError("something went wrong inside the proxy; its log says what"))
 
 
 def _outermost(
@@ -303,25 +340,12 @@ def _outermost(
             if page and not pages:
                 raise AdminOnly("the console is at this proxy's admin address")
             return await handler(request)
-        except RequestError as error:
-            return error_response(error)
-        except KafkaUnavailable as error:
-            return error_response(KafkaDown(str(error)))
         except web.HTTPException as error:
             return _translated(request, error)
         except ConnectionError:
             raise
         except Exception as error:
-            log.error(
-                "call failed",
-                method=request.method,
-                path=request.path[:100],
-                error=telling(error),
-                where=where_raised(error),
-            )
-            return error_response(
-                RequestError("something went wrong inside the proxy; its log says what")
-            )
+            return response_of(_refusal(request, error))
 
     return outermost
 

@@ -2,9 +2,13 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE, HttpVersion, HttpVersion10, HttpVersion11
+from msgspec import Struct
 
 from txbroker.core.trace_context import TraceContext
 from txbroker.errors import (
@@ -77,6 +81,8 @@ class Operation:
         admin: True where the call is one of operators': where there is an admin address, it is
             taken there alone.
         prepares: True where the call begins a transaction: it leaves room for those that end one.
+        direct: True where a connection knows the call by its path, without the router: it is one
+            of those of which each transaction makes some.
     """
 
     name: str
@@ -94,6 +100,7 @@ class Operation:
     roles: tuple[Role, ...] = EVERY_ROLE
     admin: bool = False
     prepares: bool = False
+    direct: bool = False
 
     @property
     def changes(self) -> bool:
@@ -109,16 +116,50 @@ class Operation:
         return tuple(dict.fromkeys((*always, *(_WITH_BODY if self.changes else ()), *self.errors)))
 
 
-def error_response(error: RequestError) -> web.Response:
+class Answered(Struct):
+    """What goes back of a call over HTTP, whole.
+
+    Attributes:
+        headers: the media type's comes first.
+        keep_alive: whether the connection takes another request; known once it was sent.
+    """
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    keep_alive: bool = False
+
+    def head(self, version: HttpVersion, *, keep_alive: bool) -> bytes:
+        """Return the bytes before the body, the same as the library writes for a response."""
+        lines = [f"HTTP/{version[0]}.{version[1]} {self.status} {HTTPStatus(self.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in self.headers]
+        lines.append(f"Content-Length: {len(self.body)}")
+        lines.append(f"Date: {rfc822_formatted_time()}")
+        lines.append(f"Server: {SERVER_SOFTWARE}")
+        if keep_alive and version == HttpVersion10:
+            lines.append("Connection: keep-alive")
+        elif not keep_alive and version == HttpVersion11:
+            lines.append("Connection: close")
+        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def refused(error: RequestError) -> Answered:
     """Return the answer to a call that was not carried out."""
     fields = {"code": error.code, "message": str(error), **error.details}
-    response = web.Response(
-        status=error.status, body=encode_json({"error": fields}), content_type=JSON
-    )
     # Who asked for a session gets to see nothing of the body.
-    response.headers[CODE_HEADER] = error.code
+    headers = [("Content-Type", JSON), (CODE_HEADER, error.code)]
     if error.retryable:
-        response.headers["Retry-After"] = str(error.details.get("retry_after_s", 1))
+        headers.append(("Retry-After", str(error.details.get("retry_after_s", 1))))
     if error.status == Unauthorized.status:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
+        headers.append(("WWW-Authenticate", "Bearer"))
+    return Answered(error.status, tuple(headers), encode_json({"error": fields}))
+
+
+def response_of(answered: Answered) -> web.Response:
+    """Return an answer for the library to send."""
+    return web.Response(status=answered.status, body=answered.body, headers=dict(answered.headers))
+
+
+def error_response(error: RequestError) -> web.Response:
+    """Return the answer to a call that was not carried out, for the library to send."""
+    return response_of(refused(error))

@@ -71,15 +71,15 @@ class Body:
         bytes_max = self._shell.settings.request_bytes_max
         if (request.content_length or 0) > bytes_max:
             raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
-        self._reserve(CALL_BYTES)
         chunks: list[bytes] = []
         content = request.content
         try:
             if content.is_eof():
                 # As of nearly every call: nothing is waited for, so no timer has to be set.
                 whole = content.read_nowait()
-                self._take(len(whole), bytes_max)
+                self._take(CALL_BYTES + len(whole), bytes_max)
                 return whole
+            self._reserve(CALL_BYTES)
             async with asyncio.timeout(self._shell.settings.request_timeout_s):
                 async for chunk in content.iter_any():
                     self._take(len(chunk), bytes_max)
@@ -91,7 +91,7 @@ class Body:
         return b"".join(chunks)
 
     def _take(self, size: int, bytes_max: int) -> None:
-        if self._reserved - CALL_BYTES + size > bytes_max:
+        if self._reserved + size > bytes_max + CALL_BYTES:
             raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
         self._reserve(size)
 
@@ -132,7 +132,7 @@ def decode_body(raw: bytes, kind: type[T], *, optional: bool) -> T:
         raise BadRequest(f"the body is not JSON: {error}") from None
 
 
-def decode_query(request: web.Request, kind: type[T]) -> T:
+def decode_query(request: web.BaseRequest, kind: type[T]) -> T:
     """Return the request in a query.
 
     Raises:

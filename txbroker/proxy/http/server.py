@@ -6,15 +6,17 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from txbroker.addresses import parse_address
 from txbroker.core.telling import telling, where_raised
 from txbroker.deadlines import Deadlines
 from txbroker.errors import BadRequest, ConfigurationError, RequestError
-from txbroker.proxy.http.api import SHELL
+from txbroker.proxy.http.api import DIRECT, SHELL
+from txbroker.proxy.http.direct import DirectCalls, DirectRequest
 from txbroker.proxy.http.frames import FrameMeter
-from txbroker.proxy.http.operations import error_response
+from txbroker.proxy.http.operations import Answered, error_response
 from txbroker.proxy.http.shell import Shell
 from txbroker.proxy.logging import get_logger
 from txbroker.tls import ServerTls
@@ -99,11 +101,39 @@ class _Connection(RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send an answer, to a client that takes it."""
+        answered: object = resp  # whatever the handler returned
+        if isinstance(answered, Answered):
+            return await self._finish_direct(request, answered)
         self._answering.begin(self)
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
             self._answering.end(self)
+
+    async def _finish_direct(
+        self, request: web.BaseRequest, answered: Answered
+    ) -> tuple[Any, bool]:
+        """Send the answer of a direct call; return it, and whether the connection has ended."""
+        answered.keep_alive = request.keep_alive
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return answered, True
+        head = answered.head(request.version, keep_alive=answered.keep_alive)
+        transport.write(head + answered.body)
+        if self._paused:
+            self._answering.begin(self)
+            try:
+                await self._drain_helper()
+            except ConnectionError:
+                return answered, True
+            finally:
+                self._answering.end(self)
+        return answered, False
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Read on, where reading was paused: the library asks for it with every body."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
 
     def not_taken(self) -> None:
         """It has had its answer for too long without reading it."""
@@ -145,6 +175,20 @@ class _Server(web.Server):
     answering: Deadlines[_Connection]
     heads: Deadlines[_Connection]
 
+    def set_direct(self, direct: DirectCalls) -> None:
+        """Let direct calls pass by the application."""
+        make, handle, loop = self.request_factory, self.request_handler, self._loop
+
+        def request_of(message: RawRequestMessage, *made_of: Any) -> web.BaseRequest:
+            return direct.request(message, *made_of, loop) or make(message, *made_of)
+
+        def answer_to(request: web.BaseRequest) -> Any:
+            if isinstance(request, DirectRequest):
+                return direct.answer(request)
+            return handle(request)
+
+        self.request_factory, self.request_handler = request_of, answer_to
+
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
@@ -162,6 +206,8 @@ class _Runner(web.AppRunner):
         bounded = _Server(
             server.request_handler, request_factory=server.request_factory, **server._kwargs
         )
+        if direct := self.app.get(DIRECT):
+            bounded.set_direct(direct)
         shell = bounded.shell = self.app[SHELL]
         seconds = shell.settings.request_timeout_s
         bounded.answering = Deadlines(seconds, _Connection.not_taken)

@@ -21,6 +21,7 @@ from txbroker.principals import Directory, Principal
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 from txbroker.proxy.http.frames import Receiving
 from txbroker.proxy.http.guards import Reread
+from txbroker.proxy.http.joint import JointCalls
 from txbroker.proxy.metrics import Metrics
 
 _ID = re.compile(f"[0-7][{ALPHABET}]{{{LENGTH - 1}}}")
@@ -88,6 +89,8 @@ class Shell:
     """The principals as they are now."""
     in_flight: InFlight = field(init=False)
     """What all callers together have being carried out."""
+    joint: JointCalls = field(init=False)
+    """Carries prepares and decisions out by `service`."""
     outgoing: InFlight = field(init=False)
     """Checks that wait to be read, all sessions together. Apart from `in_flight`, so that sessions
     that do not read keep nobody's calls out."""
@@ -102,6 +105,7 @@ class Shell:
 
     def __post_init__(self) -> None:
         self.in_flight = InFlight(self.settings.in_flight_bytes_max)
+        self.joint = JointCalls(self.service)
         self.outgoing = InFlight(self.settings.in_flight_bytes_max)
         self.receiving = Receiving(int(self.settings.in_flight_bytes_max * RECEIVING_SHARE))
         self.url = self.settings.advertise_url

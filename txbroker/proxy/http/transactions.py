@@ -85,7 +85,7 @@ async def prepare(call: Call) -> Reply:
     with preparing(request, call.trace) as step:
         traced = within(request, call.trace if step is None else step.context)
         call.shell.check_prepare(traced)
-        standing = await call.shell.service.prepare(traced)
+        standing = await call.shell.joint.carry_out(traced)
         note_standing(step, standing)
     return Reply(201 if standing.created else 200, _standing(standing))
 
@@ -142,7 +142,7 @@ async def _decide(
     )
     call.shell.check_decide(request)
     started = time.monotonic()
-    standing = await call.shell.service.decide(request)
+    standing = await call.shell.joint.carry_out(request)
     call.shell.metrics.decisions_took(time.monotonic() - started)
     return Reply(200, _standing(standing))
 
@@ -262,6 +262,7 @@ OPERATIONS = (
         ),
         roles=WHO_WRITES,
         prepares=True,
+        direct=True,
     ),
     Operation(
         "list",
@@ -294,6 +295,7 @@ OPERATIONS = (
         body=CommitBody,
         body_optional=True,
         roles=WHO_WRITES,
+        direct=True,
         errors=(WrongGroup, AlreadyDecided, BodyLost, UnknownTopic, BadTarget, *_BY_ID),
     ),
     Operation(
@@ -306,6 +308,7 @@ OPERATIONS = (
         body=RollbackBody,
         body_optional=True,
         roles=WHO_WRITES,
+        direct=True,
         errors=(WrongGroup, AlreadyDecided, *_BY_ID),
     ),
     Operation(

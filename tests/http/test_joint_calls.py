@@ -1,0 +1,153 @@
+"""Calls that come in together are carried out together, and each gets its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
+
+import pytest
+
+from txbroker.contract import Answer, DecideRequest, PrepareRequest, Run, Standing
+from txbroker.core.records import Decision, State
+from txbroker.errors import NotFound, RequestError
+from txbroker.proxy.forwarding import CALLER
+from txbroker.proxy.http.joint import JointCalls, Request
+
+Outcome = Callable[[Sequence[Request]], Awaitable[Sequence[Answer]]]
+
+
+class Together:
+    """Of a `Service` the runs: each handing-over is one run, answered as a test says."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.handed_over: list[tuple[str, list[Request]]] = []
+
+    def runs(self, requests: Sequence[Request]) -> Sequence[Run]:
+        self.handed_over.append((CALLER.get(), list(requests)))
+        # In another order than handed over, as a service may.
+        numbers = range(len(requests))[::-1]
+        return [Run(numbers, self.outcome([requests[number] for number in numbers]))]
+
+
+def joint(outcome: Outcome) -> tuple[JointCalls, Together]:
+    service = Together(outcome)
+    return JointCalls(service), service  # type: ignore[arg-type]  # all that is used
+
+
+def prepare(id: str, group: str = "orders") -> PrepareRequest:
+    return PrepareRequest(group, (), id)
+
+
+def commit(id: str) -> DecideRequest:
+    return DecideRequest(id, Decision.COMMIT, "orders")
+
+
+async def stand(requests: Sequence[Request]) -> Sequence[Answer]:
+    return [Standing(str(request.id), State.PENDING) for request in requests]
+
+
+async def test_calls_of_one_turn_are_handed_over_in_one_go() -> None:
+    calls, service = joint(stand)
+    answers = await asyncio.gather(*[calls.carry_out(prepare(id)) for id in "abc"])
+    assert [answer.id for answer in answers] == ["a", "b", "c"]
+    assert service.handed_over == [("", [prepare("a"), prepare("b"), prepare("c")])]
+
+
+async def test_a_later_turn_is_handed_over_by_itself() -> None:
+    calls, service = joint(stand)
+    assert (await calls.carry_out(prepare("a"))).id == "a"
+    assert (await calls.carry_out(prepare("b"))).id == "b"
+    assert [len(requests) for _, requests in service.handed_over] == [1, 1]
+
+
+async def test_kinds_groups_and_callers_are_kept_apart() -> None:
+    calls, service = joint(stand)
+    own, other = copy_context(), copy_context()
+    own.run(CALLER.set, "alice")
+    other.run(CALLER.set, "bob")
+    answers = await asyncio.gather(
+        own.run(calls.carry_out, prepare("a")),
+        other.run(calls.carry_out, prepare("b")),
+        own.run(calls.carry_out, prepare("c", "shipping")),
+        own.run(calls.carry_out, commit("d")),
+        own.run(calls.carry_out, prepare("e")),
+    )
+    assert [answer.id for answer in answers] == ["a", "b", "c", "d", "e"]
+    assert service.handed_over == [
+        ("alice", [prepare("a"), prepare("e")]),
+        ("bob", [prepare("b")]),
+        ("alice", [prepare("c", "shipping")]),
+        ("alice", [commit("d")]),
+    ]
+
+
+async def test_each_call_gets_its_own_error() -> None:
+    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
+        found = await stand(requests)
+        return [NotFound(id="b") if answer.id == "b" else answer for answer in found]  # type: ignore[union-attr]
+
+    calls, _ = joint(outcome)
+    first, second = calls.carry_out(prepare("a")), calls.carry_out(prepare("b"))
+    assert (await first).id == "a"
+    with pytest.raises(NotFound) as caught:
+        await second
+    assert caught.value.details == {"id": "b"}
+
+
+@pytest.mark.parametrize("error", [RequestError("closed"), ValueError("a bug")])
+async def test_a_run_that_fails_fails_all_its_calls(error: Exception) -> None:
+    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
+        raise error
+
+    calls, _ = joint(outcome)
+    asked = [calls.carry_out(prepare(id)) for id in "ab"]
+    assert await asyncio.gather(*asked, return_exceptions=True) == [error, error]
+
+
+async def test_what_cannot_be_handed_over_fails() -> None:
+    calls, service = joint(stand)
+    error = RuntimeError("no runs")
+
+    def runs(requests: Sequence[Request]) -> Sequence[Run]:
+        raise error
+
+    service.runs = runs  # type: ignore[method-assign]
+    asked = [calls.carry_out(prepare(id)) for id in "ab"]
+    assert await asyncio.gather(*asked, return_exceptions=True) == [error, error]
+
+
+async def test_a_caller_that_is_gone_leaves_the_others_their_answers() -> None:
+    gate = asyncio.Event()
+
+    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
+        await gate.wait()
+        return await stand(requests)
+
+    calls, _ = joint(outcome)
+    gone, staying = calls.carry_out(prepare("a")), calls.carry_out(prepare("b"))
+    gone.cancel()
+    gate.set()
+    assert (await staying).id == "b"
+    assert gone.cancelled()
+
+
+async def test_calls_end_where_their_run_is_cancelled() -> None:
+    begun = asyncio.Event()
+    task: list[asyncio.Task[object] | None] = []
+
+    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
+        task.append(asyncio.current_task())
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    calls, _ = joint(outcome)
+    asked = calls.carry_out(prepare("a"))
+    await begun.wait()
+    [running] = task
+    assert running is not None
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
