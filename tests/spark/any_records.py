@@ -133,8 +133,8 @@ def some_marker(rng: random.Random) -> Marker:
 
 # --- damage ----------------------------------------------------------------------------------
 
-FIRSTS = (b"", b"1 ", b"01", b"0", b"2", b"-1", b"+1", b"1\n", b"1 ts ts", b"1 v", b"1 id", b"1 x",
-           b"99999999999999999999", b"\xff", b"1  ts", b"1 ts", None)  # fmt: skip
+FIRSTS = (b"", b"1 ", b"01", b"0", b"2", b"3", b"-1", b"+1", b"1\n", b"1 ts ts", b"1 v", b"1 id",
+           b"1 x", b"99999999999999999999", b"\xff", b"1  ts", b"1 ts", None)  # fmt: skip
 VALUES = (b"", None, b"\xff", b"1/1", b"0/1", b"1/0", b"0/1\n", b" 0/1", b"+1", b"1/2/3", b"/",
            b"7", b"-1", b"1_0", b"1 ", b"6/30/15", b"6/30/0/5", b"nan/1/1/1", b"1e3/1/1/1",
            b"-1/1/1/1",
@@ -161,8 +161,9 @@ def damaged(rng: random.Random, record: Record) -> Record:
 
 
 JSON = (
-    b"", b"{}", b"null", b"[]", b"5", b"{", b"\xff", b'{"v":1}', b'{"v":2}', b'{"v":"2"}',
-    b'{"v":2,"kind":7}', b'{"v":1,"kind":"commit"}', b'{"v":1,"kind":"nothing","id":"ID"}',
+    b"", b"{}", b"null", b"[]", b"5", b"{", b"\xff", b'{"v":1}', b'{"v":3}', b'{"v":"2"}',
+    b'{"v":2,"kind":7}', b'{"v":3,"kind":7}', b'{"v":1,"kind":"commit"}',
+    b'{"v":1,"kind":"nothing","id":"ID"}',
     b'{"v":1,"kind":"commit","id":"ID"}', b' {"id":"ID", "v":1, "kind":"commit"} ',
     b'{"v":1,"kind":"commit","id":"ID"} x', b'{"v":1,"kind":"commit","id":"ID"}{"v":1}',
     b'{"v":1,"kind":"commit","id":"ID","group":5}', b'{"v":1,"kind":"commit","id":"ID","by":null}',
