@@ -20,13 +20,13 @@ import click
 from pydantic import SecretStr
 
 from txbroker.addresses import parse_address
-from txbroker.cli.lifeline import BEAT_S, END_TIMEOUT_S, STACKS_SIGNAL
+from txbroker.cli.lifeline import BEAT_S, END_TIMEOUT_S, STACKS_SIGNAL, WORKER_MODULE
 from txbroker.cli.run import Failed
 from txbroker.cli.serving import why_not_free
 from txbroker.config import Settings
 from txbroker.proxy.logging import get_logger
 
-COMMAND = (sys.executable, "-m", "txbroker.cli.worker")
+COMMAND = (sys.executable, "-m", WORKER_MODULE)
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
 """How long a worker that has ended stays away, at first and at most; twice as long each time."""
 WELL_S = 60.0

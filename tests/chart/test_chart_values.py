@@ -322,11 +322,11 @@ def test_the_notes_name_commands_that_are_there(notes: Callable[[str], str], nam
     text = notes(name)
     service = "half" if name == "spare" else "shop-txbroker"
     assert f"rollout status statefulset/{service}\n" in text
-    admin = name in ("secured", "peer names")
-    console = f"{service}-admin 8471" if admin else f"{service} 8470"
+    admin = SETS[name].get("admin", {}).get("port")
+    console = f"{service}-admin {admin}" if admin else f"{service} 8470"
     assert f"port-forward service/{console}\n" in text
     scheme = "https" if "tls" in SETS[name] else "http"
-    assert f"console at {scheme}://127.0.0.1:{8471 if admin else 8470}/" in text
+    assert f"console at {scheme}://127.0.0.1:{admin or 8470}/" in text
     assert f"{scheme}://{service}-0.{service}-peers.pay.svc.cluster.local:8470" in text
     calls = re.findall(r"exec (\S+) -- txbroker (.*)$", text, re.M)
     # Only the token of callers is one that the proxy's own settings name, too.

@@ -375,6 +375,10 @@ securityContext:
   value: "{{ .Values.listenHost }}:{{ int .Values.port }}"
 - name: TXBROKER_ADVERTISE
   value: {{ $scheme }}://{{ include "txbroker.ownHost" . }}:{{ int .Values.port }}
+{{- if gt (int .Values.workers) 1 }}
+- name: TXBROKER_WORKERS
+  value: "{{ int .Values.workers }}"
+{{- end }}
 {{- if .Values.admin.port }}
 - name: TXBROKER_ADMIN_LISTEN
   value: "{{ .Values.listenHost }}:{{ int .Values.admin.port }}"
