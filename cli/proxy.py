@@ -41,7 +41,6 @@ def run_one(settings: Settings, *, worker: int = 0, parent: int | None = None) -
                 serve(
                     settings,
                     lambda proxy: proxy.broker.readiness().ready,
-                    lambda: None,
                     wait_s=settings.wait_for_kafka_s,
                 ),
                 parent,

@@ -7,19 +7,17 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NoReturn
 
 import click
 
 from txbroker.addresses import Address
 from txbroker.cli.lifeline import lifeline
-from txbroker.cli.run import Failed
 from txbroker.config import Settings
 from txbroker.kafka.wiring import door_from
 from txbroker.proxy.process import Proxy, run_proxy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LOOK_AT_START_S, _LOOK_S = 0.02, 0.5
+_LOOK_S = 0.02
 _COLLECT_EVERY = 20_000
 """New objects from which on Python looks for those that only refer to one another. It does so from
 700 on by itself, and looks through everything that calls in flight hold each time."""
@@ -93,34 +91,24 @@ async def until_signal(work: Coroutine[None, None, None], parent: int | None = N
         return not stop.is_set()
 
 
-async def serve(
-    settings: Settings,
-    ready: Callable[[Proxy], bool],
-    lost: Callable[[], str | None],
-    *,
-    wait_s: float = 0.0,
-) -> NoReturn:
+async def serve(settings: Settings, ready: Callable[[Proxy], bool], *, wait_s: float = 0.0) -> None:
     """Run a proxy until this is cancelled, and say in one line of stdout when it is ready.
 
-    `lost` is asked now and then for what went missing that the proxy cannot do without. A Kafka
-    that does not answer at the start is waited for, `wait_s` seconds.
+    A Kafka that does not answer at the start is waited for, `wait_s` seconds.
 
     Raises:
         KafkaUnavailable, ConfigurationError: the proxy cannot start.
-        Failed: `lost` has named something.
     """
-    announced = False
     with rare_collections():
         async with run_proxy(door_from(settings), settings, wait_s=wait_s) as proxy:
             while True:
-                if (what := lost()) is not None:
-                    raise Failed(what)
-                if not announced and ready(proxy):
-                    announced = True
-                    admin = f" admin {proxy.admin_url}" if proxy.admin_url else ""
-                    click.echo(f"ready {proxy.url} kafka {settings.kafka}{admin}")
-                    sys.stdout.flush()
-                await asyncio.sleep(_LOOK_S if announced else _LOOK_AT_START_S)
+                if ready(proxy):
+                    break
+                await asyncio.sleep(_LOOK_S)
+            admin = f" admin {proxy.admin_url}" if proxy.admin_url else ""
+            click.echo(f"ready {proxy.url} kafka {settings.kafka}{admin}")
+            sys.stdout.flush()
+            await asyncio.get_running_loop().create_future()
 
 
 def why_not_free(address: Address) -> str:
