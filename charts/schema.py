@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from txbroker.config import Settings
+from txbroker.config import WORKERS_MAX, Settings
 
 Json = dict[str, Any]
 
@@ -22,8 +22,7 @@ MADE_HERE = frozenset(
         "peers_ca_file", "secrets_dir", "workers",
     }
 )  # fmt: skip
-"""Settings that templates make from other values, and `workers`, as pods are what shares the work
-there; so are all that begin with `kafka`."""
+"""Settings that templates make from other values; so are all that begin with `kafka`."""
 
 TEXT: Json = {"type": "string"}
 NAME: Json = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"}
@@ -123,6 +122,7 @@ def proxies() -> dict[str, Json]:
     """Return the schemas of the values that are about the proxies themselves."""
     return {
         "replicas": count(1, 100),
+        "workers": count(1, WORKERS_MAX),
         "image": image(),
         "imagePullSecrets": {"type": "array", "items": NAME},
         "port": count(1024, 65535),

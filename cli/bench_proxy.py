@@ -21,7 +21,7 @@ async def work(given: dict[str, Any]) -> None:
     """Serve until stdin ends; a line on stdout says `ready URL …`, or `failed` and why."""
     settings = load_settings(given, environ={})
     configure_logging(settings.log_format, settings.log_level)
-    serving = asyncio.create_task(serve(settings, owns_all, lambda: None))
+    serving = asyncio.create_task(serve(settings, owns_all))
     ending = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
     await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()

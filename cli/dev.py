@@ -1,8 +1,9 @@
-"""`txbroker dev`: everything that it takes, in one process and one Java beside it."""
+"""`txbroker dev`: all that it takes, in one process (or `workers`) and one Java beside it."""
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -11,12 +12,14 @@ from txbroker.cli.instance import named
 from txbroker.cli.run import Failed, run_async
 from txbroker.cli.serving import owns_all, serve, until_signal, why_not_free
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
+from txbroker.cli.workers import run_workers
 from txbroker.config import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka
 from txbroker.proxy.logging import configure_logging
 
-_OF_OTHERS = (*KAFKA_SETTINGS, "wait_for_kafka_s", "workers")
-"""What is about another Kafka, or several proxies."""
+_LOOK_S = 0.5
+_OF_OTHERS = (*KAFKA_SETTINGS, "wait_for_kafka_s")
+"""What is about another Kafka."""
 DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in _OF_OTHERS)
 
 
@@ -42,7 +45,8 @@ def command(kafka_version: str, config: Path | None, **options: Any) -> None:
         settings = settings.model_copy(update={"create_target_topics": True})
     configure_logging(settings.log_format, settings.log_level)
     require_free(settings.listen_address)
-    with named(settings) as settings:
+    # Each of several workers takes its name by itself.
+    with named(settings) if settings.workers == 1 else nullcontext(settings) as settings:
         kafka = EmbeddedKafka(
             settings.data_dir / "kafka", version=kafka_version, progress=BarProgress()
         )
@@ -63,20 +67,34 @@ def require_free(address: Address) -> None:
 
 
 async def develop(kafka: EmbeddedKafka, settings: Settings) -> None:
-    """Run Kafka, and a proxy on it, until this is cancelled.
+    """Run Kafka, and the proxies on it, until this is cancelled.
 
     Raises:
         EmbeddedKafkaError, KafkaUnavailable, ConfigurationError: they cannot start.
-        Failed: Kafka has ended by itself.
+        Failed: Kafka has ended by itself, or a worker cannot start.
     """
     try:
         await asyncio.to_thread(kafka.start)
-
-        def lost() -> str | None:
-            if kafka.running:
-                return None
-            return f"the embedded Kafka has ended; {kafka.log_path} says why. Start again to go on"
-
-        await serve(settings.model_copy(update={"kafka": kafka.bootstrap}), owns_all, lost)
+        settings = settings.model_copy(update={"kafka": kafka.bootstrap})
+        proxies = run_workers(settings) if settings.workers > 1 else serve(settings, owns_all)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(proxies)
+            group.create_task(_watch(kafka))
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
     finally:
         await asyncio.to_thread(kafka.stop)
+
+
+async def _watch(kafka: EmbeddedKafka) -> NoReturn:
+    """Wait until Kafka has ended by itself.
+
+    Raises:
+        Failed: it has.
+    """
+    while True:
+        if not kafka.running:
+            raise Failed(
+                f"the embedded Kafka has ended; {kafka.log_path} says why. Start again to go on"
+            )
+        await asyncio.sleep(_LOOK_S)

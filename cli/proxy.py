@@ -32,8 +32,8 @@ def command(config: Path | None, **options: Any) -> None:
         run_one(settings)
 
 
-def run_one(settings: Settings, *, worker: int = 0, lifeline: int | None = None) -> None:
-    """Run one proxy in this process, until a signal comes or its `lifeline` says so."""
+def run_one(settings: Settings, *, worker: int = 0, parent: int | None = None) -> None:
+    """Run one proxy in this process, until a signal comes or the `parent` behind a pipe says so."""
     with named(settings) as settings:
         configure_logging(settings.log_format, settings.log_level, worker=worker)
         run_async(
@@ -41,9 +41,8 @@ def run_one(settings: Settings, *, worker: int = 0, lifeline: int | None = None)
                 serve(
                     settings,
                     lambda proxy: proxy.broker.readiness().ready,
-                    lambda: None,
                     wait_s=settings.wait_for_kafka_s,
                 ),
-                lifeline,
+                parent,
             )
         )

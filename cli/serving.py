@@ -2,25 +2,22 @@
 
 import asyncio
 import gc
-import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import contextmanager, nullcontext
 
 import click
 
 from txbroker.addresses import Address
-from txbroker.cli.run import Failed
+from txbroker.cli.lifeline import lifeline
 from txbroker.config import Settings
 from txbroker.kafka.wiring import door_from
 from txbroker.proxy.process import Proxy, run_proxy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LOOK_AT_START_S, _LOOK_S = 0.02, 0.5
-_LIFELINE_BYTES = 1024
+_LOOK_S = 0.02
 _COLLECT_EVERY = 20_000
 """New objects from which on Python looks for those that only refer to one another. It does so from
 700 on by itself, and looks through everything that calls in flight hold each time."""
@@ -42,12 +39,11 @@ def rare_collections() -> Iterator[None]:
 
 
 @contextmanager
-def stop_event(lifeline: int | None = None) -> Iterator[asyncio.Event]:
+def stop_event(parent: int | None = None) -> Iterator[asyncio.Event]:
     """Give an event that the first SIGINT or SIGTERM sets; a second one ends the process at once.
 
-    What an embedded Kafka is then left with, its own watcher ends. A `lifeline` is a pipe from a
-    parent process: what it writes asks for a stop, and its end, as the parent has died, counts
-    like a SIGTERM.
+    What an embedded Kafka is then left with, its own watcher ends. `parent` is a pipe from a
+    parent process, which is obeyed likewise: `txbroker.cli.lifeline`.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -58,34 +54,28 @@ def stop_event(lifeline: int | None = None) -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
 
-    def on_lifeline(pipe: int) -> None:
-        if not os.read(pipe, _LIFELINE_BYTES):
-            loop.remove_reader(pipe)
-            signal.raise_signal(signal.SIGTERM)
-        elif not stop.is_set():
+    def on_parent() -> None:
+        if not stop.is_set():
             on_signal()
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
-    if lifeline is not None:
-        loop.add_reader(lifeline, on_lifeline, lifeline)
     try:
-        yield stop
+        with nullcontext() if parent is None else lifeline(parent, on_parent):
+            yield stop
     finally:
-        if lifeline is not None:
-            loop.remove_reader(lifeline)
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
 
-async def until_signal(work: Coroutine[None, None, None], lifeline: int | None = None) -> bool:
-    """Do `work` until it ends or a signal comes, or a parent says so by a `lifeline`; then it is
+async def until_signal(work: Coroutine[None, None, None], parent: int | None = None) -> bool:
+    """Do `work` until it ends or a signal comes, or the parent behind a pipe says so; then it is
     cancelled, and cleans up after itself.
 
     Returns False where a signal came. Raises whatever `work` raises, and RuntimeError where it was
     cancelled by nobody but itself.
     """
-    with stop_event(lifeline) as stop:
+    with stop_event(parent) as stop:
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(stop.wait())
         try:
@@ -101,34 +91,24 @@ async def until_signal(work: Coroutine[None, None, None], lifeline: int | None =
         return not stop.is_set()
 
 
-async def serve(
-    settings: Settings,
-    ready: Callable[[Proxy], bool],
-    lost: Callable[[], str | None],
-    *,
-    wait_s: float = 0.0,
-) -> NoReturn:
+async def serve(settings: Settings, ready: Callable[[Proxy], bool], *, wait_s: float = 0.0) -> None:
     """Run a proxy until this is cancelled, and say in one line of stdout when it is ready.
 
-    `lost` is asked now and then for what went missing that the proxy cannot do without. A Kafka
-    that does not answer at the start is waited for, `wait_s` seconds.
+    A Kafka that does not answer at the start is waited for, `wait_s` seconds.
 
     Raises:
         KafkaUnavailable, ConfigurationError: the proxy cannot start.
-        Failed: `lost` has named something.
     """
-    announced = False
     with rare_collections():
         async with run_proxy(door_from(settings), settings, wait_s=wait_s) as proxy:
             while True:
-                if (what := lost()) is not None:
-                    raise Failed(what)
-                if not announced and ready(proxy):
-                    announced = True
-                    admin = f" admin {proxy.admin_url}" if proxy.admin_url else ""
-                    click.echo(f"ready {proxy.url} kafka {settings.kafka}{admin}")
-                    sys.stdout.flush()
-                await asyncio.sleep(_LOOK_S if announced else _LOOK_AT_START_S)
+                if ready(proxy):
+                    break
+                await asyncio.sleep(_LOOK_S)
+            admin = f" admin {proxy.admin_url}" if proxy.admin_url else ""
+            click.echo(f"ready {proxy.url} kafka {settings.kafka}{admin}")
+            sys.stdout.flush()
+            await asyncio.get_running_loop().create_future()
 
 
 def why_not_free(address: Address) -> str:

@@ -1,9 +1,10 @@
 """Several proxies on one machine as one command: `txbroker proxy --workers N`.
 
 Each is a process of its own and a member of the proxies' group like any other, so the parent
-only starts them, starts again whichever ends by itself, and ends them. It talks to them by pipes:
-their stdin carries the settings and then the wish to stop, and its end tells that the parent has
-died, however that happened; their stdout says when they are ready.
+only starts them, starts again whichever ends by itself or hangs, and ends them. It talks to them by
+pipes: their stdin carries the settings and then the wish to stop, and its end tells that the parent
+has died, however that happened; their stdout says when they are ready, and that they do not hang
+(`txbroker.cli.lifeline`).
 """
 
 import asyncio
@@ -19,18 +20,22 @@ import click
 from pydantic import SecretStr
 
 from txbroker.addresses import parse_address
+from txbroker.cli.lifeline import BEAT_S, END_TIMEOUT_S, STACKS_SIGNAL, WORKER_MODULE
 from txbroker.cli.run import Failed
 from txbroker.cli.serving import why_not_free
 from txbroker.config import Settings
 from txbroker.proxy.logging import get_logger
 
-COMMAND = (sys.executable, "-m", "txbroker.cli.worker")
+COMMAND = (sys.executable, "-m", WORKER_MODULE)
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
 """How long a worker that has ended stays away, at first and at most; twice as long each time."""
 WELL_S = 60.0
 """A worker that ran for so long begins again with the shortest pause."""
-END_TIMEOUT_S = 40.0
-"""More than a proxy takes to end what is under way."""
+BEATS_MISSED_MAX = 30
+"""A worker that hangs for so many beats is killed. Beats are counted and no time is taken, so that
+nobody is killed when the parent goes on that was stopped itself, by Ctrl-Z, say."""
+STACKS_S = 1.0
+"""For a worker that hangs to write where, before it is killed."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """One that was sent to all may end a worker that has only begun."""
@@ -123,16 +128,42 @@ class _Worker:
         assert process.stdout is not None
         try:
             process.stdin.write(self._told)
-            async for line in process.stdout:
-                if not self._was_ready:
-                    self._was_ready = True
-                    self._ready(self._number, line.decode().rstrip())
+            if not await self._beats(process.stdout):
+                await self._kill(process)
             return await process.wait()
         except asyncio.CancelledError:
             await self._end(process)
             raise
         finally:
             process.stdin.close()
+
+    async def _beats(self, out: asyncio.StreamReader) -> bool:
+        """Read what a process says until it has ended; return False as soon as it hangs."""
+        missed = 0
+        while missed < BEATS_MISSED_MAX:
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    line = await out.readline()
+            except TimeoutError:
+                missed += 1
+                continue
+            if not line:
+                return True
+            missed = 0
+            said = line.decode().rstrip()
+            if said and not self._was_ready:
+                self._was_ready = True
+                self._ready(self._number, said)
+        return False
+
+    async def _kill(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a process that hangs, once it has said where."""
+        seconds = BEATS_MISSED_MAX * BEAT_S
+        log.error("worker hangs", worker=self._number, seconds=seconds)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            process.send_signal(STACKS_SIGNAL)
+            await asyncio.sleep(STACKS_S)
+            process.kill()
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Let a process end what is under way, then itself.

@@ -48,7 +48,7 @@ txbroker_promoted_total{topic="other"} 3.0
 
 def settings(**given: Any) -> Settings:
     """The defaults but for what is given."""
-    return Settings(**given)
+    return Settings(**{"partitions": PARTITIONS} | given)
 
 
 class FakeKafka:

@@ -77,7 +77,7 @@ def test_a_proxy_that_is_on_loopback_only(given: dict[str, Any], loopback: bool)
 
 def test_settings_by_hand_ignore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TXBROKER_PARTITIONS", "9")
-    assert Settings().partitions == 4
+    assert Settings().partitions == 2
 
 
 def test_settings_are_frozen() -> None:
@@ -117,7 +117,7 @@ def test_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
 def test_unknown_names_elsewhere() -> None:
     assert "did you mean TXBROKER_CHECK_AFTER_S" in refused(TXBROKER_CHECK_AFTR_S="1")
     assert "option --check-aftr-s" in refused({"check_aftr_s": 1})
-    assert load_settings(environ={"TXBROKER_URL": "http://localhost"}).partitions == 4
+    assert load_settings(environ={"TXBROKER_URL": "http://localhost"}).partitions == 2
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_unknown_names_elsewhere() -> None:
             "what prepares may take (three quarters)",
         ),
         ({"bodies_bytes_max": 1_000_000}, "must fit into bodies_bytes_max"),
-        ({"pending_group_max": 300_000}, "pending_group_max 300000 is more than pending_max"),
+        ({"pending_group_max": 600_000}, "pending_group_max 600000 is more than pending_max"),
         ({"pending_max": 10, "pending_group_max": 11}, "one group cannot hold more than all"),
         ({"snapshot_records_min": 0}, "snapshot_records_min"),
         ({"frame_bytes_max": 20_000_000}, "that SDKs and proxies agree on"),
@@ -266,9 +266,12 @@ def test_one_group_leaves_a_fifth_to_others(pending: int, group: int) -> None:
     assert load_settings({"pending_max": pending}, environ={}).pending_group_max == group
 
 
-def test_a_million_pending_fit_on_the_partitions_there_are_by_default() -> None:
-    settings = Settings()
-    assert settings.partitions * settings.pending_max >= 1_000_000
+@pytest.mark.parametrize(
+    ("partitions", "each"), [(1, 1_000_000), (None, 500_000), (4, 250_000), (64, 250_000)]
+)
+def test_a_million_pending_fit_by_default(partitions: int | None, each: int) -> None:
+    given = {} if partitions is None else {"partitions": partitions}
+    assert load_settings(given, environ={}).pending_max == each
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,9 @@ class Settings(ListenerAccess, KafkaAccess):
         "header `txb-installation: PREFIX`.",
     )
     partitions: Annotated[int, Field(ge=1, le=1000)] = Field(
-        4, description="How many half partitions there are when the topics are made."
+        2,
+        description="How many half partitions there are when the topics are made, and so how many "
+        "proxies can share the work. One proxy does more with few of them.",
     )
     half_retention_s: Seconds = Field(
         14 * DAY_S,
@@ -158,11 +160,11 @@ class Settings(ListenerAccess, KafkaAccess):
 
     # --- limits: each bounds what the process can be made to hold or do ---
     pending_max: Count = Field(
-        250_000,
+        default_factory=lambda given: max(250_000, 1_000_000 // given["partitions"]),
         description="Transactions that one half partition holds and that are not settled: "
         "undecided, waiting to be promoted, or refused; more prepares are `overloaded`. Each "
-        "costs the owner some 700 bytes beside its body, so a full partition takes 175 MB, and "
-        "four of them hold a million in 700 MB.",
+        "costs the owner some 700 bytes beside its body. Not given: a million in all "
+        "`partitions` together, which take 700 MB, but 250,000 in each at least.",
     )
     pending_group_max: Count = Field(
         default_factory=lambda given: part_of(given["pending_max"]),

@@ -100,6 +100,21 @@ async def proxies_owners(subject: Subject) -> Finding:
 
 
 @proxies_book.check(
+    "there is a half partition for every proxy",
+    hint="Run fewer proxies or `workers`, or move to more half partitions: their number is fixed.",
+    doc="docs/operate/partition-count.md",
+)
+async def proxies_partitions(subject: Subject) -> Finding:
+    """Whether proxies, `workers` among them, can do no more than wait for another one to go."""
+    overview = await subject.overview()
+    proxies, partitions = len(overview.proxies), len(overview.partitions)
+    if proxies > partitions:
+        idle = [f"{one.url} owns none" for one in overview.proxies if not one.partitions]
+        return judged(Level.WARNING, f"{proxies} proxies share {partitions} half partitions", idle)
+    return fine(f"{partitions} half partitions for {proxies} proxies")
+
+
+@proxies_book.check(
     "all proxies run the same version",
     hint="Finish the upgrade, or go back to one version on all.",
 )

@@ -151,6 +151,13 @@ PEER_NAMES: Values = {
         "egress": [{"ports": [{"port": 9093, "protocol": "TCP"}]}],
     },
 }
+WORKERS: Values = {
+    "workers": 3,
+    "admin": {"port": 8480},
+    "peerPort": 8490,
+    "networkPolicy": {"enabled": True, "egress": [{"ports": [{"port": 9093, "protocol": "TCP"}]}]},
+    "serviceMonitor": {"enabled": True},
+}
 NEEDED: Values = {"peerSecret": {"existingSecret": "txbroker-peers"}}
 """Without which the chart makes no more than one proxy."""
 _SETS: dict[str, Values] = {
@@ -165,5 +172,6 @@ _SETS: dict[str, Values] = {
     "projected token": {"kafka": PROJECTED, "audit": {"enabled": True}},
     "principals": PRINCIPALS,
     "peer names": PEER_NAMES,
+    "workers": WORKERS,
 }
 SETS = {name: {**NEEDED, **values} for name, values in _SETS.items()}

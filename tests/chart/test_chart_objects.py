@@ -448,6 +448,29 @@ def test_without_a_token_prometheus_brings_none(render: Render) -> None:
     assert "authorization" not in endpoint
 
 
+def test_every_worker_of_a_pod_is_reached(render: Render, tmp_path: Path) -> None:
+    objects = render(SETS["workers"])
+    pod = pod_of(objects, "StatefulSet")
+    ports = {port["name"]: port["containerPort"] for port in pod.container["ports"]}
+    given = settings_of(pod, objects, tmp_path)
+    assert given.workers == 3
+    listened = set()
+    for number in range(1, 4):
+        worker = given.of_worker(number)
+        for address in (worker.listen_address, worker.admin_address, worker.peer_address):
+            assert address is not None
+            listened.add(address.port)
+    assert set(ports.values()) == listened
+    peers = one(objects, "Service", "-peers")["spec"]["ports"]
+    assert {port["name"]: port["port"] for port in peers} == ports
+    policy = one(objects, "NetworkPolicy")["spec"]
+    admitted = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    among = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
+    assert admitted == set(ports) <= among
+    endpoints = one(objects, "ServiceMonitor")["spec"]["endpoints"]
+    assert [ports[each["port"]] for each in endpoints] == [8480, 8481, 8482]
+
+
 # --- the package -----------------------------------------------------------------------------
 
 

@@ -36,9 +36,8 @@ MADE_BY_TEMPLATES = {
     "listen", "advertise", "data_dir", "instance", "allowed_hosts", "token_file", "insecure",
     "principals_file", "peer_secret_file", "peer_names", "peer_listen", "peer_advertise",
     "admin_listen", "admin_token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file",
-    "peers_ca_file", "secrets_dir",
+    "peers_ca_file", "secrets_dir", "workers",
 }  # fmt: skip
-ONE_A_POD = {"workers"}
 
 Object = dict[str, Any]
 Helm = Callable[..., tuple[int, str]]
@@ -111,7 +110,6 @@ def indent_of(line: str) -> int:
 def test_every_setting_of_txbroker_can_be_given() -> None:
     listed = set(SCHEMA["properties"]["settings"]["properties"])
     made = {n for n in Settings.model_fields if n.startswith("kafka")} | MADE_BY_TEMPLATES
-    made |= ONE_A_POD
     assert listed | made == set(Settings.model_fields)
     assert listed & made == set()
 
@@ -181,6 +179,14 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "one port for producers and proxies": (
         {"peerPort": 8470},
         "peerPort must be another one than port and admin.port",
+    ),
+    "ports of workers that meet": (
+        {"workers": 2, "admin": {"port": 8471}},
+        "each of the 2 workers of a Pod has the ports after those of the one before",
+    ),
+    "several workers that nobody can tell from producers": (
+        {"replicas": 1, "workers": 2, "peerSecret": {"existingSecret": ""}},
+        "2 proxies must prove to one another that they are proxies",
     ),
     "one port for operators and proxies": (
         {"admin": {"port": 8471}, "peerPort": 8471},
@@ -316,11 +322,11 @@ def test_the_notes_name_commands_that_are_there(notes: Callable[[str], str], nam
     text = notes(name)
     service = "half" if name == "spare" else "shop-txbroker"
     assert f"rollout status statefulset/{service}\n" in text
-    admin = name in ("secured", "peer names")
-    console = f"{service}-admin 8471" if admin else f"{service} 8470"
+    admin = SETS[name].get("admin", {}).get("port")
+    console = f"{service}-admin {admin}" if admin else f"{service} 8470"
     assert f"port-forward service/{console}\n" in text
     scheme = "https" if "tls" in SETS[name] else "http"
-    assert f"console at {scheme}://127.0.0.1:{8471 if admin else 8470}/" in text
+    assert f"console at {scheme}://127.0.0.1:{admin or 8470}/" in text
     assert f"{scheme}://{service}-0.{service}-peers.pay.svc.cluster.local:8470" in text
     calls = re.findall(r"exec (\S+) -- txbroker (.*)$", text, re.M)
     # Only the token of callers is one that the proxy's own settings name, too.

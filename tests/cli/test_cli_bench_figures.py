@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import socket
+import subprocess
+import sys
 import time
 from array import array
 
@@ -26,6 +28,7 @@ from txbroker.cli.bench_figures import (
 )
 from txbroker.cli.bench_load import Book, Event, Fate, Job
 from txbroker.cli.bench_run import showing
+from txbroker.cli.lifeline import WORKER_MODULE
 from txbroker.kafka.counting import Count
 
 TAG = "0123abcd"
@@ -180,6 +183,43 @@ def test_nothing_is_known_where_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert Listener("127.0.0.1", port).cpu_s() is None
+
+
+WORKER = """
+import socket, sys, time
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    sys.stdin.readline()
+    while time.process_time() < 0.5: pass
+    print(flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_workers_of_one_parent_count_together() -> None:
+    def start() -> subprocess.Popen[str]:
+        # Workers are known by their module, and their parent is this process.
+        command = [sys.executable, "-c", WORKER, WORKER_MODULE]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    with start() as listening, start() as working:
+        try:
+            assert listening.stdout is not None
+            assert working.stdout is not None
+            port = int(listening.stdout.readline())
+            working.stdout.readline()
+            listener = Listener("127.0.0.1", port)
+            before = listener.cpu_s()
+            print(file=working.stdin, flush=True)
+            working.stdout.readline()
+            after = listener.cpu_s()
+        finally:
+            listening.kill()
+            working.kill()
+    assert before is not None
+    assert after is not None
+    assert after - before >= 0.3
 
 
 # --- the bar ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,6 +43,23 @@ def test_its_whole_life(tmp_path: Path, call: Call) -> None:
     assert done.json[0]["state"] == "promoted"
     assert dev.end(signal.SIGTERM) == (0, "")
     until_gone(second)
+    assert "Traceback" not in dev.stderr
+
+
+def test_several_workers(tmp_path: Path, call: Call) -> None:
+    dev = Dev(tmp_path / "data", "--workers", "2")
+    dev.start()
+    below = dev.children()
+    assert len(below) == 4  # Java with its watcher, and both workers
+    assert dev.process.stdout is not None
+    line = dev.process.stdout.readline().decode()
+    ready = re.fullmatch(rf"ready (http://127\.0\.0\.1:\d+) kafka {dev.kafka}\n", line)
+    assert ready is not None
+    assert ready[1] != dev.url
+    for url in (dev.url, ready[1]):
+        call("send", "shared", "v", "--url", url)
+    assert dev.end(signal.SIGTERM) == (0, "")
+    until_gone(below)
     assert "Traceback" not in dev.stderr
 
 

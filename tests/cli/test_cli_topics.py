@@ -40,5 +40,5 @@ def test_the_topics_are_really_there(call: Call, dev: Dev) -> None:
     listed = subprocess.run(
         ["kcat", "-b", dev.kafka, "-L"], capture_output=True, text=True, check=True
     ).stdout
-    assert 'topic "there.half" with 4 partitions' in listed
+    assert 'topic "there.half" with 2 partitions' in listed
     assert 'topic "there.groups" with 1 partitions' in listed

@@ -81,9 +81,14 @@ async def two_workers(data_dir: Path, dev: Dev, *words: object) -> AsyncIterator
 # --- whole processes -------------------------------------------------------------------------
 
 
-async def test_transactions_go_on_while_a_worker_is_killed(dev: Dev, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "way", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)]
+)  # one that hangs is killed by the parent half a minute later
+async def test_transactions_go_on_while_a_worker_is_away(
+    dev: Dev, tmp_path: Path, way: str
+) -> None:
     first = free_ports(2)
-    words = ("--topic-prefix", "killed", "--create-target-topics")
+    words = ("--topic-prefix", way, "--create-target-topics")
     async with two_workers(tmp_path, dev, *words, "--listen", f"127.0.0.1:{first}") as proxy:
         while len(proxy.events("starting")) < 2:
             await proxy.until("starting")
@@ -92,9 +97,9 @@ async def test_transactions_go_on_while_a_worker_is_killed(dev: Dev, tmp_path: P
             1: f"127.0.0.1:{first}",
             2: f"127.0.0.1:{first + 1}",
         }
-        async with Committing(f"http://127.0.0.1:{first}", "killed-target") as committing:
+        async with Committing(f"http://127.0.0.1:{first}", f"{way}-target") as committing:
             await committing.more(200)
-            os.kill(pid_of(tmp_path, starting[2]["instance"]), signal.SIGKILL)
+            os.kill(pid_of(tmp_path, starting[2]["instance"]), signal.Signals[way])
             ended = await proxy.until("worker ended")
             assert (ended["worker"], ended["how"]) == (2, "SIGKILL")
             again = await until_line(proxy, "starting", 2)
@@ -104,7 +109,7 @@ async def test_transactions_go_on_while_a_worker_is_killed(dev: Dev, tmp_path: P
             await committing.more(200)
         for port in (first, first + 1):
             assert b"txbroker_partitions{" in await page(f"http://127.0.0.1:{port}/metrics")
-        assert await asyncio.to_thread(numbers_in, dev.kafka, "killed-target") == committing.done
+        assert await asyncio.to_thread(numbers_in, dev.kafka, f"{way}-target") == committing.done
         below = descendants(proxy.process.pid)
         assert len(below) == 2
         proxy.process.terminate()
@@ -291,19 +296,31 @@ asyncio.run(until_signal(work(), 0))
 """
 
 
+async def tied_process(script: str) -> asyncio.subprocess.Process:
+    """Run a script whose stdin and stdout are pipes to us."""
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-c", script)
+    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+
+
+async def line_of(process: asyncio.subprocess.Process) -> bytes:
+    """Return the next line that is no beat."""
+    assert process.stdout is not None
+    while (line := await process.stdout.readline()) == b"\n":
+        pass
+    return line
+
+
 @pytest.mark.parametrize(
     "ways",
     [["stop", "end"], ["SIGTERM", "end"], ["SIGINT", "stop", "end"], ["end", "SIGTERM"]],
     ids=" ".join,
 )
 async def test_first_wish_is_obeyed_in_order_and_a_second_at_once(ways: list[str]) -> None:
-    pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-c", SLOW_TO_END)
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    process = await tied_process(SLOW_TO_END)
     assert process.stdin is not None
-    assert process.stdout is not None
     async with asyncio.timeout(DEADLINE_S):
-        assert await process.stdout.readline() == b"working\n"
+        assert await line_of(process) == b"working\n"
         for way in ways:
             assert process.returncode is None
             if way == "stop":
@@ -314,8 +331,32 @@ async def test_first_wish_is_obeyed_in_order_and_a_second_at_once(ways: list[str
             else:
                 process.send_signal(signal.Signals[way])
             if way == ways[0]:
-                assert await process.stdout.readline() == b"ending\n"
+                assert await line_of(process) == b"ending\n"
         assert await process.wait() == -signal.SIGTERM
+
+
+HANGING = """
+import asyncio, time
+from txbroker.cli import lifeline
+from txbroker.cli.serving import until_signal
+
+lifeline.END_TIMEOUT_S = 0.2
+
+async def work():
+    print("working", flush=True)
+    time.sleep(1000)
+
+asyncio.run(until_signal(work(), 0))
+"""
+
+
+async def test_process_that_hangs_ends_with_its_parent() -> None:
+    process = await tied_process(HANGING)
+    assert process.stdin is not None
+    async with asyncio.timeout(DEADLINE_S):
+        assert await line_of(process) == b"working\n"
+        process.stdin.close()
+        assert await process.wait() == 1
 
 
 # --- the parent alone ------------------------------------------------------------------------
@@ -407,6 +448,35 @@ async def test_worker_that_does_not_stop_is_killed_and_told(
     with pytest.raises(Failed, match="worker 2 did not end in order: SIGKILL"):
         task.result()
     until_gone(list(below))
+
+
+@pytest.mark.usefixtures("quick")
+async def test_worker_that_hangs_says_where_and_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(workers, "BEAT_S", 0.1)
+    monkeypatch.setattr(workers, "STACKS_S", 0.5)
+    once = tmp_path / "once"
+    behaving(
+        monkeypatch,
+        "import faulthandler, threading\n"
+        "def beat():\n"
+        "    while True: print(flush=True); time.sleep(0.1)\n"
+        "def hang(): time.sleep(1000)\n"
+        "faulthandler.register(signal.SIGUSR1)\n"
+        "print('ready', told['worker'], flush=True)\n"
+        f"if told['worker'] == 2 and not os.path.exists({str(once)!r}):\n"
+        f"    open({str(once)!r}, 'w').close(); hang()\n"
+        "threading.Thread(target=beat, daemon=True).start()\n"
+        f"if told['worker'] == 2: open({str(once)!r} + ' more', 'w').close()\n"
+        "sys.stdin.readline()\n",
+    )
+    with capture_logs() as lines:
+        async with parent():
+            await until((tmp_path / "once more").exists)
+    said = [(line["event"], line["worker"], line.get("how")) for line in lines]
+    assert said == [("worker hangs", 2, None), ("worker ended", 2, "SIGKILL")]
+    assert "in hang\n" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")

@@ -323,6 +323,15 @@ async def test_proxies_that_know_of_no_partition(world: World) -> None:
     assert (await world.outcome("proxies-owners")).level is FAILS
 
 
+async def test_more_proxies_than_half_partitions(world: World) -> None:
+    world.proxies.proxy(TWO, partitions=())
+    assert (await world.outcome("proxies-partitions")).level is OK
+    view = world.proxies.seen
+    world.proxies.view = structs.replace(view, partitions=view.partitions[:1])
+    found = await world.outcome("proxies-partitions")
+    assert (found.level, found.details) == (WARNING, (f"{TWO} owns none",))
+
+
 async def test_two_versions(world: World) -> None:
     world.proxies.proxy(TWO, version="0.9")
     found = await world.outcome("proxies-version")

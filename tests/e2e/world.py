@@ -87,6 +87,7 @@ class World:
             "instance": "one",
             "data_dir": folder,
             "topic_prefix": self.prefix,
+            "partitions": 4,
             "check_timeout_s": 2.0,
             "log_format": "console",
             **settings,

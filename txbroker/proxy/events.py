@@ -76,6 +76,15 @@ SECTIONS: dict[str, tuple[LogEvent, ...]] = {
             "See its lines before this one; after `SIGKILL`, the kernel's: memory may be short.",
         ),
         LogEvent(
+            "worker hangs",
+            "error",
+            "worker seconds",
+            "The event loop of one of the proxies of `--workers` has hung for so many seconds. It "
+            "is killed, and started again.",
+            "The stacks of its threads follow on stderr: please report them. Where none do, the "
+            "process was stopped (SIGSTOP), or waited for a disk.",
+        ),
+        LogEvent(
             "worker killed",
             "error",
             "worker seconds",

@@ -18,6 +18,37 @@
 {{ include "txbroker.fullname" . }}-peers
 {{- end -}}
 
+{{/* The name of a port of one worker. Call with a list: that of the first one's, and how many workers
+come before. */}}
+{{- define "txbroker.portOf" -}}
+{{ index . 0 }}{{ if index . 1 }}-{{ add1 (index . 1) }}{{ end }}
+{{- end -}}
+
+{{/* All ports of a Pod by their names, as JSON: a list of lists of name and number. */}}
+{{- define "txbroker.ports" -}}
+{{- $first := list (list (include "txbroker.scheme" .) .Values.port) (list "admin" .Values.admin.port) (list "peers" .Values.peerPort) -}}
+{{- $ports := list -}}
+{{- range $port := $first -}}
+{{- if index $port 1 -}}
+{{- range $before := until (int $.Values.workers) -}}
+{{- $name := include "txbroker.portOf" (list (index $port 0) $before) -}}
+{{- $ports = append $ports (list $name (add (int (index $port 1)) $before)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $ports -}}
+{{- end -}}
+
+{{/* The ports of a kind, one for each worker, as a NetworkPolicy lists them. Call with a list of the
+root and the name of the first one's. */}}
+{{- define "txbroker.policyPorts" -}}
+{{- $kind := index . 1 -}}
+{{- range $before := until (int (index . 0).Values.workers) }}
+- protocol: TCP
+  port: {{ include "txbroker.portOf" (list $kind $before) }}
+{{- end }}
+{{- end -}}
+
 {{- define "txbroker.labels" -}}
 {{ include "txbroker.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
@@ -137,6 +168,13 @@ $(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Va
 {{- fail "admin.port must be another one than port" -}}
 {{- end -}}
 {{- include "txbroker.validatePeers" . -}}
+{{- $numbers := list -}}
+{{- range $port := include "txbroker.ports" . | fromJsonArray -}}
+{{- $numbers = append $numbers (int (index $port 1)) -}}
+{{- end -}}
+{{- if ne (len $numbers) (len (uniq $numbers)) -}}
+{{- fail (printf "each of the %d workers of a Pod has the ports after those of the one before: leave room between port, admin.port and peerPort" (int .Values.workers)) -}}
+{{- end -}}
 {{- $oauth := $kafka.oauth -}}
 {{- if include "txbroker.usesTokens" . -}}
 {{- if or $sasl.username $sasl.usernameKey -}}
@@ -197,8 +235,9 @@ in the cluster: Argo CD and Flux would replace it again and again. So it has to 
 {{- fail "peerPort needs peerSecret.existingSecret or peerNames" -}}
 {{- end -}}
 {{- end -}}
-{{- if and (gt (int .Values.replicas) 1) (include "txbroker.guarded" .) (not (include "txbroker.peerIdentity" .)) -}}
-{{- fail (printf "%d proxies must prove to one another that they are proxies, as callers need a credential: make a Secret, for instance with `kubectl create secret generic txbroker-peers --from-literal=secret=\"$(openssl rand -hex 32)\"`, and name it with peerSecret.existingSecret, or set peerNames" (int .Values.replicas)) -}}
+{{- $proxies := mul (int .Values.replicas) (int .Values.workers) -}}
+{{- if and (gt $proxies 1) (include "txbroker.guarded" .) (not (include "txbroker.peerIdentity" .)) -}}
+{{- fail (printf "%d proxies must prove to one another that they are proxies, as callers need a credential: make a Secret, for instance with `kubectl create secret generic txbroker-peers --from-literal=secret=\"$(openssl rand -hex 32)\"`, and name it with peerSecret.existingSecret, or set peerNames" $proxies) -}}
 {{- end -}}
 {{- end -}}
 
@@ -336,6 +375,10 @@ securityContext:
   value: "{{ .Values.listenHost }}:{{ int .Values.port }}"
 - name: TXBROKER_ADVERTISE
   value: {{ $scheme }}://{{ include "txbroker.ownHost" . }}:{{ int .Values.port }}
+{{- if gt (int .Values.workers) 1 }}
+- name: TXBROKER_WORKERS
+  value: "{{ int .Values.workers }}"
+{{- end }}
 {{- if .Values.admin.port }}
 - name: TXBROKER_ADMIN_LISTEN
   value: "{{ .Values.listenHost }}:{{ int .Values.admin.port }}"
