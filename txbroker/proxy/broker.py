@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median_low
 
@@ -316,9 +316,11 @@ class Broker:
         halves: list[tuple[Half, tuple[Place, ...]]] = []
         numbers: list[int] = []
         with self._calls.take(len(requests)):
-            facts = await self._facts(requests)
-            now_ms, id_ms = owner.now_ms(), owner.id_ms()
             known = owner.api.standing_prepares(requests)
+            facts = await self._facts(
+                request for number, request in enumerate(requests) if number not in known
+            )
+            now_ms, id_ms = owner.now_ms(), owner.id_ms()
             policies: dict[tuple[float | None, float | None], CheckPolicy] = {}
             for number, request in enumerate(requests):
                 id = request.id
@@ -361,9 +363,9 @@ class Broker:
         return [each for each in answers if each is not None]
 
     async def _facts(
-        self, requests: Sequence[PrepareRequest]
+        self, requests: Iterable[PrepareRequest]
     ) -> dict[str, TargetFacts | Cause] | OwnerUnavailable:
-        """Return what is known of all topics of a run, or that Kafka does not say."""
+        """Return what is known of all topics of these, or that Kafka does not say."""
         topics: dict[str, None] = {}
         for request in requests:
             for message in request.messages:
