@@ -108,6 +108,8 @@ class Encoded(Struct, frozen=True, eq=False, gc=False):
         return hash(tuple(self))
 
 
+NO_HEADERS = Encoded(varint(0))
+
 Headers: TypeAlias = tuple[Header, ...] | Encoded
 """The headers of a record, in order."""
 

@@ -4,8 +4,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from txbroker.core.headers import NO_HEADERS, Headers
 from txbroker.core.headers import Header as Header
-from txbroker.core.headers import Headers
 
 RECORD_VERSION = 2
 """The newest version of records that this build understands. Proxies tell one another theirs, and
@@ -22,7 +22,7 @@ class Record(Struct, frozen=True):
 
     key: bytes | None
     value: bytes | None
-    headers: Headers = ()
+    headers: Headers = NO_HEADERS
     timestamp_ms: int = -1
     offset: int = -1
     skipped: int = 0

@@ -87,7 +87,7 @@ def batch_body(records: Sequence[Record], bytes_max: int = _UNBOUNDED) -> Body:
     first_ms = largest_ms = records[0].timestamp_ms if records[0].timestamp_ms >= 0 else now_ms
     # Every record comes through here: nothing is called for it but what is in C, and for what is
     # large or new.
-    small, bound, null, none = SMALL, len(SMALL), NULL, SMALL[0]
+    small, bound, null = SMALL, len(SMALL), NULL
     encoded: list[bytes] = []
     count, size = 0, HEADER_BYTES
     for record in records:
@@ -107,10 +107,7 @@ def batch_body(records: Sequence[Record], bytes_max: int = _UNBOUNDED) -> Body:
         else:
             n = len(value)
             value_size = small[n] if n < bound else varint(n)
-        if type(headers) is Encoded:
-            data = headers.data
-        else:
-            data = encode_headers(headers).data if headers else none
+        data = (headers if type(headers) is Encoded else encode_headers(headers)).data
         n = 1 + len(age) + len(place) + len(key_size) + len(key)
         n += len(value_size) + len(value) + len(data)
         record_size = small[n] if n < bound else varint(n)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median_low
 
@@ -17,7 +17,6 @@ from txbroker.contract import (
     ListRequest,
     Overview,
     Page,
-    PartitionState,
     PrepareRequest,
     Readiness,
     Run,
@@ -317,9 +316,8 @@ class Broker:
         numbers: list[int] = []
         with self._calls.take(len(requests)):
             known = owner.api.standing_prepares(requests)
-            facts = await self._facts(
-                request for number, request in enumerate(requests) if number not in known
-            )
+            new = [each for number, each in enumerate(requests) if number not in known]
+            facts = await self._facts(new)
             now_ms, id_ms = owner.now_ms(), owner.id_ms()
             policies: dict[tuple[float | None, float | None], CheckPolicy] = {}
             for number, request in enumerate(requests):
@@ -363,7 +361,7 @@ class Broker:
         return [each for each in answers if each is not None]
 
     async def _facts(
-        self, requests: Iterable[PrepareRequest]
+        self, requests: Sequence[PrepareRequest]
     ) -> dict[str, TargetFacts | Cause] | OwnerUnavailable:
         """Return what is known of all topics of these, or that Kafka does not say."""
         topics: dict[str, None] = {}
@@ -393,7 +391,7 @@ class Broker:
         owners = self._ownership.open()
         if not owners:
             raise OwnerUnavailable("this proxy owns no half partition now: try again")
-        able = [n for n, each in owners.items() if each.phase is not PartitionState.SUSPENDED]
+        able = [n for n, each in owners.items() if each.gate.is_set()]
         return self._keyless.choose(able or list(owners))
 
     def _policy(self, request: PrepareRequest) -> CheckPolicy:
@@ -569,7 +567,7 @@ class Broker:
         Suspended ones are left out: they may be another proxy's by now, which shows them itself.
         """
         owners = self._ownership.open().values()
-        return tuple(owner for owner in owners if owner.phase is not PartitionState.SUSPENDED)
+        return tuple(owner for owner in owners if owner.gate.is_set())
 
     def topic_problems(self) -> Sequence[str]:
         """Return what has happened to txbroker's own topics that it cannot work with."""

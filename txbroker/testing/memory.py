@@ -17,7 +17,7 @@ from enum import Enum
 
 from msgspec import Struct, structs
 
-from txbroker.core.headers import encode_headers
+from txbroker.core.headers import Encoded, encode_headers
 from txbroker.core.records import Cause, Record
 from txbroker.door import Appended, AppendRefused, AppendUnknown, LogTruncated, TargetFacts
 from txbroker.errors import KafkaUnavailable
@@ -532,7 +532,8 @@ def _record_bytes(records: Iterable[Record], numbers: Iterable[int]) -> list[int
         parts = [record.key, record.value]
         # A byte each for attributes, time, and the first of its number and of both lengths.
         size = 3 + len(parts) + bisect_right(_MORE_BYTES, number)
-        size += len(encode_headers(record.headers).data)
+        headers = record.headers
+        size += len((headers if isinstance(headers, Encoded) else encode_headers(headers)).data)
         for part in parts:
             if part:
                 size += len(part) + bisect_right(_MORE_BYTES, len(part))
