@@ -96,6 +96,13 @@ class Owner:
         record_version: the version of the records to write.
         pace: lets turns begin; the same for all partitions of a proxy.
         principals: returns the principals as they are now, whose shares are counted.
+
+    Attributes:
+        gate: open unless this owner is suspended.
+        now_ms: returns the time by the brokers' clock, ms.
+        id_ms: returns the time by which ids are made and judged, ms: where the half topic's log
+            clock will stand when a record is appended now. If that broker's clock is put back the
+            log clock stands still, and ids by any other clock would soon be void.
     """
 
     def __init__(
@@ -145,13 +152,8 @@ class Owner:
         )
         context.gate.set()
         self.gate = context.gate
-        """Open unless this owner is suspended."""
         self.now_ms = context.clock.now_ms
-        """Returns the time by the brokers' clock, ms."""
         self.id_ms = context.id_clock.now_ms
-        """Returns the time by which ids are made and judged: where the half topic's log clock will
-        stand when a record is appended now, ms. If that broker's clock is put back the log clock
-        stands still, and ids by any other clock would soon be void."""
         self._door = door
         self._applier = Applier(self.ledger, events)
         self._half = Appender(context, self._door.half, HalfReplica(self._applier))
