@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from core_fuzz import fuzz
-from core_values import COMMITS, HALVES, IDS, KEPT, MARKERS, MESSAGES, WORDS
+from core_values import COMMITS, HALVES, HEADERS, IDS, KEPT, MARKERS, MESSAGES, WORDS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +30,7 @@ from txbroker.core.codec import (
     kept_tombstones,
     promoted_headers,
 )
+from txbroker.core.headers import Header, encode_headers
 from txbroker.core.records import (
     RECORD_VERSION,
     Anchor,
@@ -170,6 +171,19 @@ def test_promoted_headers_say_whose_they_are_unless_the_prefix_is_the_default() 
     assert promoted_headers(ID, 0, 1, message, shops) == (*ours, *message.headers)
     several = (*ours, ("txb-seq", b"1/3"), *message.headers)
     assert promoted_headers(ID, 1, 3, message, shops) == several
+
+
+@fuzz
+@given(HEADERS, HEADERS)
+def test_encoded_headers_are_to_readers_what_was_encoded(
+    headers: tuple[Header, ...], others: tuple[Header, ...]
+) -> None:
+    encoded = encode_headers(headers)
+    assert (tuple(encoded), len(encoded), encoded[1:]) == (headers, len(headers), headers[1:])
+    # A record that was read is looked for among those that were written.
+    assert {encoded: "ours"}[headers] == {headers: "ours"}[encoded] == "ours"
+    same = headers == others
+    assert (encoded == others) is (others == encoded) is (encoded == encode_headers(others)) is same
 
 
 # --- what must not be written ----------------------------------------------------------------

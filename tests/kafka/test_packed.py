@@ -20,7 +20,6 @@ from aiokafka.protocol.types import (
     Int32,
     Int64,
     Schema,
-    TaggedFields,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,8 +33,7 @@ from txbroker.kafka.packed import (
     ProduceRequest,
     WriteRequest,
 )
-
-_TAGS = ("tags", TaggedFields)
+from txbroker.kafka.wire import _TAGS, _BeginResponse
 
 
 class WrittenAnswer(Response):
@@ -98,16 +96,10 @@ class WriteStruct(RequestStruct):
     )
 
 
-class OverAnswer(Response):
+class OverAnswer(_BeginResponse):
+    """An end is answered as a beginning is: with a producer id and epoch to go on with."""
+
     API_KEY = 26
-    API_VERSION = 5
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("error_code", Int16),
-        ("producer_id", Int64),
-        ("producer_epoch", Int16),
-        _TAGS,
-    )
 
 
 class EndStruct(RequestStruct):

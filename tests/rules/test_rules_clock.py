@@ -189,6 +189,19 @@ async def test_a_retried_prepare_gets_the_standing_state(
     assert world.visible() == ([half.id] if state is State.PROMOTED else [])
 
 
+async def test_a_retried_prepare_is_answered_without_a_look_at_its_targets(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await world.broker(ScriptedDoor(world.kafka, half_partitions=1))
+    await until(lambda: broker.mine())
+    request = PrepareRequest(GROUP, (message("same"),), dedup_key="d")
+    first = await broker.prepare(request)
+    looks: list[object] = []
+    monkeypatch.setattr(broker._targets, "known", looks.append)
+    again = await broker.prepare(request)
+    assert (again.id, again.created, looks) == (first.id, False, [])
+
+
 async def test_of_two_prepares_with_one_key_at_once_one_counts(world: World) -> None:
     owner = await world.owner()
     halves = [world.half(message("same"), dedup_key="d") for _ in range(2)]

@@ -61,7 +61,7 @@ def stored(records: Iterable[Record]) -> list[Stored]:
     """Return records as a topic holds them that gives its own time to those without one."""
     return [
         Stored(
-            *(r.key, r.value, r.headers),
+            *(r.key, r.value, tuple(r.headers)),
             AT_MS if r.timestamp_ms == -1 else r.timestamp_ms,
             offset,
             append_time=r.timestamp_ms == -1,

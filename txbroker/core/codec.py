@@ -12,6 +12,13 @@ from typing import cast
 
 import msgspec
 
+from txbroker.core.headers import (
+    Encoded,
+    Header,
+    encode_field,
+    encode_fields,
+    varint,
+)
 from txbroker.core.records import (
     LOG_VERSION,
     RECORD_VERSION,
@@ -19,7 +26,6 @@ from txbroker.core.records import (
     CheckPolicy,
     Claim,
     Half,
-    Header,
     Kept,
     Marker,
     MarkerKind,
@@ -100,42 +106,37 @@ def encode_half(
         ValueError: a message has no partition yet, or a number is one that cannot be read back.
     """
     records = []
-    messages = half.messages
+    messages, order_key, dedup_key = half.messages, half.order_key, half.dedup_key
     count = len(messages)
-    id = ("txb-id", half.id.encode())
-    group = ("txb-group", _bytes(half.group))
+    id = encode_field(ID_HEADER, half.id.encode())
     for sequence, message in enumerate(messages):
-        partition, stamp = message.partition, message.timestamp_ms
+        partition, stamp, theirs = message.partition, message.timestamp_ms, message.headers
         if partition is None or partition < 0:
             raise ValueError(f"{half.id}: message {sequence} has no partition")
-        optional: list[tuple[str, bytes]] = []
+        names: tuple[str, ...] = ()
+        optional = b""
         if stamp is not None:
             if stamp < 0:
                 raise ValueError(f"{half.id}: message {sequence} is from before 1970")
-            optional.append(("ts", b"%d" % stamp))
+            names += ("ts",)
+            optional += encode_field("txb-ts", b"%d" % stamp)
         if sequence == 0:
-            optional.append(("check", _encode_policy(half.policy)))
-            if half.order_key is not None:
-                optional.append(("order", half.order_key.encode()))
-            if half.dedup_key is not None:
-                optional.append(("dedup", half.dedup_key.encode()))
-        if extra:
-            optional.extend(extra[sequence])
-        headers: list[Header] = [
-            (VERSION_HEADER, b"%d" % version),
-            id,
-            group,
-            ("txb-topic", _bytes(message.topic)),
-            ("txb-part", b"%d" % partition),
-            ("txb-seq", b"%d/%d" % (sequence, count)),
-        ]
-        first = b"%d" % version
-        for name, value in optional:
-            first += b" " + name.encode()
-            headers.append(("txb-" + name, value))
-        headers[0] = (VERSION_HEADER, first)
-        headers += message.headers
-        records.append(Record(message.key, message.value, tuple(headers)))
+            names += ("check",)
+            optional += _encode_policy(half.policy)
+            if order_key is not None:
+                names += ("order",)
+                optional += encode_field("txb-order", order_key.encode())
+            if dedup_key is not None:
+                names += ("dedup",)
+                optional += encode_field("txb-dedup", dedup_key.encode())
+        for name, value in extra[sequence] if extra else ():
+            names += (name,)
+            optional += encode_field("txb-" + name, value)
+        data = _encode_names(version, names, len(theirs)) + id
+        data += _encode_place(half.group, message.topic, partition, sequence, count) + optional
+        if theirs:
+            data += encode_fields(theirs)
+        records.append(Record(message.key, message.value, Encoded(data)))
     return tuple(records)
 
 
@@ -147,10 +148,21 @@ def encode_contents(
     return encode_half(replaced, version)
 
 
+# Of these there are few, in very many records: each is encoded once.
+
+
+@lru_cache(maxsize=1000)
+def _encode_names(version: int, optional: tuple[str, ...], theirs: int) -> bytes:
+    """Return the number of all headers, and our first, which tells the optional ones."""
+    first = encode_field(VERSION_HEADER, " ".join((str(version), *optional)).encode())
+    return varint(1 + len(_FIXED) + len(optional) + theirs) + first
+
+
 @lru_cache(maxsize=10_000)
-def _bytes(text: str) -> bytes:
-    """Return the name of a group or topic as it is stored: there are few, in very many records."""
-    return text.encode()
+def _encode_place(group: str, topic: str, partition: int, sequence: int, count: int) -> bytes:
+    """Return our headers behind the id that every record has."""
+    values = group.encode(), topic.encode(), b"%d" % partition, b"%d/%d" % (sequence, count)
+    return encode_fields(zip(_FIXED[1:], values, strict=True))
 
 
 def decode_half(record: Record) -> HalfPart:
@@ -165,7 +177,7 @@ def decode_half(record: Record) -> HalfPart:
 
 
 def _decode_part(record: Record) -> tuple[HalfPart, dict[str, bytes]]:
-    headers = record.headers
+    headers = tuple(record.headers)
     if not headers or headers[0][0] != VERSION_HEADER:
         raise Malformed(f"the first header is not {VERSION_HEADER}")
     try:
@@ -258,7 +270,8 @@ def _encode_policy(policy: CheckPolicy) -> bytes:
         f"{seconds:g}" if float(f"{seconds:g}") == seconds else repr(seconds)
         for seconds in (policy.after_s, policy.interval_s, policy.timeout_s)
     )
-    return f"{after}/{interval}/{policy.attempts_max}/{timeout}".encode()
+    text = f"{after}/{interval}/{policy.attempts_max}/{timeout}"
+    return encode_field("txb-check", text.encode())
 
 
 def _check_policy(policy: CheckPolicy) -> CheckPolicy:
@@ -319,16 +332,26 @@ def promoted_headers(
     count: int,
     message: Message,
     installation: tuple[Header, ...] = (),
-) -> tuple[Header, ...]:
+) -> Encoded:
     """Return the headers of a promoted record: ours first, then the user's as they came.
 
     Args:
         installation: as `installation_headers` gives them.
     """
-    ours = (*installation, (ID_HEADER, id.encode()))
+    theirs = message.headers
+    data = _encode_installation(installation, (count > 1) + len(theirs))
+    data += encode_field(ID_HEADER, id.encode())
     if count > 1:
-        ours += ((SEQUENCE_HEADER, f"{sequence}/{count}".encode()),)
-    return ours + message.headers
+        data += encode_field(SEQUENCE_HEADER, b"%d/%d" % (sequence, count))
+    if theirs:
+        data += encode_fields(theirs)
+    return Encoded(data)
+
+
+@lru_cache(maxsize=1000)
+def _encode_installation(installation: tuple[Header, ...], behind_id: int) -> bytes:
+    """Return the number of all headers of a promoted record, and those that come before the id."""
+    return varint(len(installation) + 1 + behind_id) + encode_fields(installation)
 
 
 # --- markers ---------------------------------------------------------------------------------
@@ -452,7 +475,7 @@ def passed_over(skips: Collection[Skip], log: str, record: Record) -> Skip | Non
 
 def _digest(record: Record) -> str:
     """Return what tells a record's key, value and headers from any other's."""
-    parts = msgspec.msgpack.encode((record.key, record.value, record.headers))
+    parts = msgspec.msgpack.encode((record.key, record.value, tuple(record.headers)))
     return hashlib.sha256(parts).hexdigest()
 
 

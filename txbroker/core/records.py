@@ -1,12 +1,11 @@
 """The values that travel: messages, half messages, markers and the records that hold them."""
 
 from enum import StrEnum
-from typing import TypeAlias
 
 from msgspec import Struct
 
-Header: TypeAlias = tuple[str, bytes | None]
-"""A record header: its name and its bytes. Order and repeats are kept."""
+from txbroker.core.headers import NO_HEADERS, Headers
+from txbroker.core.headers import Header as Header
 
 RECORD_VERSION = 2
 """The newest version of records that this build understands. Proxies tell one another theirs, and
@@ -16,14 +15,14 @@ LOG_VERSION = 1
 
 
 class Record(Struct, frozen=True):
-    """A record of a topic, as it is stored.
+    """A record of a topic, as it is stored, or as it is to be.
 
     `offset` and `timestamp_ms` (the broker's append time) are -1 in a record not yet appended.
     """
 
     key: bytes | None
     value: bytes | None
-    headers: tuple[Header, ...] = ()
+    headers: Headers = NO_HEADERS
     timestamp_ms: int = -1
     offset: int = -1
     skipped: int = 0

@@ -276,10 +276,6 @@ class SettledWindow:
             return whole(segment.brief(row))
         return found
 
-    def is_brief(self, id: str) -> bool:
-        """Say whether only what answers need is remembered of a transaction."""
-        return self._whole(id) is None and self._packed(id) is not None
-
     def _whole(self, id: str) -> Transaction | None:
         return self.shown.get(id) or self._usual.loose.get(id) or self._late.loose.get(id)
 

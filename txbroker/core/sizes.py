@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from txbroker.core.headers import Encoded
 from txbroker.core.records import Header, Message, Record
 
 RECORD_OVERHEAD_BYTES = 96
@@ -21,9 +22,11 @@ def bytes_in_batch(records: Iterable[Record | Message]) -> int:
     size = 0
     for record in records:
         size += RECORD_OVERHEAD_BYTES + len(record.key or b"") + len(record.value or b"")
-        for name, value in record.headers:
-            name_bytes = len(name) if name.isascii() else len(name.encode())
-            size += HEADER_OVERHEAD_BYTES + name_bytes + len(value or b"")
+        headers = record.headers
+        if isinstance(headers, Encoded):
+            size += len(headers.data)
+        elif headers:
+            size += headers_bytes(headers)
     return size
 
 

@@ -14,7 +14,8 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.record.util import decode_varint
 from msgspec import Struct
 
-from txbroker.core.records import Header, Record
+from txbroker.core.headers import NULL, SMALL, Encoded, Header, encode_headers, varint
+from txbroker.core.records import Record
 
 if google_crc32c.implementation != "c":
     raise ImportError(
@@ -55,38 +56,6 @@ class Unreadable(Exception):
     """A batch whose checksum is right does not decode: another client wrote it."""
 
 
-def _varint(number: int) -> bytes:
-    """Return a number as records hold it: its sign in the lowest bit, seven bits a byte."""
-    rest = number << 1 if number >= 0 else (-number << 1) - 1
-    encoded = bytearray()
-    while rest > 0x7F:
-        encoded.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    encoded.append(rest)
-    return bytes(encoded)
-
-
-class _Names(dict[str, bytes]):
-    """Names of headers with their lengths in front, as records hold them. Remembers some."""
-
-    def __missing__(self, name: str) -> bytes:
-        plain = name.encode()
-        encoded = _varint(len(plain)) + plain
-        if len(encoded) <= _NAME_BYTES_MAX:
-            if len(self) >= _NAMES_MAX:
-                self.clear()
-            self[name] = encoded
-        return encoded
-
-
-_NAME_BYTES_MAX, _NAMES_MAX = 64, 1024
-_SMALL = tuple(map(_varint, range(1 << 13)))
-"""Numbers as records hold them, by number."""
-_NULL = _varint(-1)
-"""The length of what is None."""
-_NAMES = _Names()
-
-
 class Body(Struct, frozen=True):
     """The records of one batch, encoded: all but the header, which names their producer.
 
@@ -118,46 +87,38 @@ def batch_body(records: Sequence[Record], bytes_max: int = _UNBOUNDED) -> Body:
     first_ms = largest_ms = records[0].timestamp_ms if records[0].timestamp_ms >= 0 else now_ms
     # Every record comes through here: nothing is called for it but what is in C, and for what is
     # large or new.
-    small, bound, names, join = _SMALL, len(_SMALL), _NAMES, b"".join
+    small, bound, null = SMALL, len(SMALL), NULL
     encoded: list[bytes] = []
     count, size = 0, HEADER_BYTES
     for record in records:
-        at_ms, key, value = record.timestamp_ms, record.key, record.value
+        at_ms, key, value, headers = record.timestamp_ms, record.key, record.value, record.headers
         if at_ms < 0:
             at_ms = now_ms
         n = at_ms - first_ms
-        age = small[n] if 0 <= n < bound else _varint(n)
-        place = small[count] if count < bound else _varint(count)
+        age = small[n] if 0 <= n < bound else varint(n)
+        place = small[count] if count < bound else varint(count)
         if key is None:
-            key_size, key = _NULL, b""
+            key_size, key = null, b""
         else:
             n = len(key)
-            key_size = small[n] if n < bound else _varint(n)
+            key_size = small[n] if n < bound else varint(n)
         if value is None:
-            value_size, value = _NULL, b""
+            value_size, value = null, b""
         else:
             n = len(value)
-            value_size = small[n] if n < bound else _varint(n)
-        n = len(record.headers)
-        fields = [small[n] if n < bound else _varint(n)]
-        for name, content in record.headers:
-            if content is None:
-                fields += names[name], _NULL
-            else:
-                n = len(content)
-                fields += names[name], small[n] if n < bound else _varint(n), content
-        headers = join(fields)
+            value_size = small[n] if n < bound else varint(n)
+        data = (headers if type(headers) is Encoded else encode_headers(headers)).data
         n = 1 + len(age) + len(place) + len(key_size) + len(key)
-        n += len(value_size) + len(value) + len(headers)
-        record_size = small[n] if n < bound else _varint(n)
+        n += len(value_size) + len(value) + len(data)
+        record_size = small[n] if n < bound else varint(n)
         size += len(record_size) + n
         if size > bytes_max and count:
             break
-        encoded += record_size, b"\0", age, place, key_size, key, value_size, value, headers
+        encoded += record_size, b"\0", age, place, key_size, key, value_size, value, data
         count += 1
         if at_ms > largest_ms:
             largest_ms = at_ms
-    return Body(join(encoded), count, first_ms, largest_ms)
+    return Body(b"".join(encoded), count, first_ms, largest_ms)
 
 
 def batch_bodies(records: Sequence[Record], bytes_max: int) -> list[Body]:

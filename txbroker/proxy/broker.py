@@ -17,7 +17,6 @@ from txbroker.contract import (
     ListRequest,
     Overview,
     Page,
-    PartitionState,
     PrepareRequest,
     Readiness,
     Run,
@@ -316,9 +315,10 @@ class Broker:
         halves: list[tuple[Half, tuple[Place, ...]]] = []
         numbers: list[int] = []
         with self._calls.take(len(requests)):
-            facts = await self._facts(requests)
-            now_ms, id_ms = owner.now_ms(), owner.id_ms()
             known = owner.api.standing_prepares(requests)
+            new = [each for number, each in enumerate(requests) if number not in known]
+            facts = await self._facts(new)
+            now_ms, id_ms = owner.now_ms(), owner.id_ms()
             policies: dict[tuple[float | None, float | None], CheckPolicy] = {}
             for number, request in enumerate(requests):
                 id = request.id
@@ -363,7 +363,7 @@ class Broker:
     async def _facts(
         self, requests: Sequence[PrepareRequest]
     ) -> dict[str, TargetFacts | Cause] | OwnerUnavailable:
-        """Return what is known of all topics of a run, or that Kafka does not say."""
+        """Return what is known of all topics of these, or that Kafka does not say."""
         topics: dict[str, None] = {}
         for request in requests:
             for message in request.messages:
@@ -391,7 +391,7 @@ class Broker:
         owners = self._ownership.open()
         if not owners:
             raise OwnerUnavailable("this proxy owns no half partition now: try again")
-        able = [n for n, each in owners.items() if each.phase is not PartitionState.SUSPENDED]
+        able = [n for n, each in owners.items() if each.gate.is_set()]
         return self._keyless.choose(able or list(owners))
 
     def _policy(self, request: PrepareRequest) -> CheckPolicy:
@@ -567,7 +567,7 @@ class Broker:
         Suspended ones are left out: they may be another proxy's by now, which shows them itself.
         """
         owners = self._ownership.open().values()
-        return tuple(owner for owner in owners if owner.phase is not PartitionState.SUSPENDED)
+        return tuple(owner for owner in owners if owner.gate.is_set())
 
     def topic_problems(self) -> Sequence[str]:
         """Return what has happened to txbroker's own topics that it cannot work with."""

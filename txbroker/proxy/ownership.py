@@ -216,7 +216,7 @@ class Ownership:
         """
         holding = self._held.get(partition)
         owner = None if holding is None else holding.owner
-        if owner is not None and owner.phase is not PartitionState.SUSPENDED:
+        if owner is not None and owner.gate.is_set():
             return owner
         state, why = self._state(partition)
         advice = "see /readyz and the proxy's log" if state in STOPPED else "try again"

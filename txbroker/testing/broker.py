@@ -332,7 +332,7 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 def _as_message(topic: str, partition: int, record: Record) -> PromotedMessage:
     """Take our own headers, which come first, off a promoted record."""
-    headers = record.headers
+    headers = tuple(record.headers)
     if headers[0][0] == INSTALLATION_HEADER:
         headers = headers[1:]
     ours = 2 if [name for name, _ in headers[1:2]] == [SEQUENCE_HEADER] else 1

@@ -17,6 +17,7 @@ from enum import Enum
 
 from msgspec import Struct, structs
 
+from txbroker.core.headers import Encoded, encode_headers
 from txbroker.core.records import Cause, Record
 from txbroker.door import Appended, AppendRefused, AppendUnknown, LogTruncated, TargetFacts
 from txbroker.errors import KafkaUnavailable
@@ -529,11 +530,10 @@ def _record_bytes(records: Iterable[Record], numbers: Iterable[int]) -> list[int
     sizes = []
     for record, number in zip(records, numbers, strict=False):
         parts = [record.key, record.value]
-        for name, value in record.headers:
-            parts += (name.encode(), value)
-        # A byte each for attributes, time, and the first of both numbers and of every length.
-        size = 4 + len(parts) + bisect_right(_MORE_BYTES, number)
-        size += bisect_right(_MORE_BYTES, len(record.headers))
+        # A byte each for attributes, time, and the first of its number and of both lengths.
+        size = 3 + len(parts) + bisect_right(_MORE_BYTES, number)
+        headers = record.headers
+        size += len((headers if isinstance(headers, Encoded) else encode_headers(headers)).data)
         for part in parts:
             if part:
                 size += len(part) + bisect_right(_MORE_BYTES, len(part))

@@ -34,7 +34,8 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from txbroker.contract import PartitionState
 from txbroker.core.ledger import Ledger
@@ -95,6 +96,13 @@ class Owner:
         record_version: the version of the records to write.
         pace: lets turns begin; the same for all partitions of a proxy.
         principals: returns the principals as they are now, whose shares are counted.
+
+    Attributes:
+        gate: open unless this owner is suspended.
+        now_ms: returns the time by the brokers' clock, ms.
+        id_ms: returns the time by which ids are made and judged, ms: where the half topic's log
+            clock will stand when a record is appended now. If that broker's clock is put back the
+            log clock stands still, and ids by any other clock would soon be void.
     """
 
     def __init__(
@@ -143,6 +151,9 @@ class Owner:
             settled_share,
         )
         context.gate.set()
+        self.gate = context.gate
+        self.now_ms = context.clock.now_ms
+        self.id_ms = context.id_clock.now_ms
         self._door = door
         self._applier = Applier(self.ledger, events)
         self._half = Appender(context, self._door.half, HalfReplica(self._applier))
@@ -191,7 +202,7 @@ class Owner:
             self._watch,
             self._snapshots.run,
         )
-        self._tasks = [asyncio.create_task(self._guard(loop)) for loop in loops]
+        self._tasks = [self._begin_task(loop) for loop in loops]
         self._phase = PartitionState.OWNED
         self._resumed_s = time.monotonic()
         self._begin_checks()
@@ -260,7 +271,7 @@ class Owner:
 
     def _begin_checks(self) -> None:
         if self._context.gate.is_set():
-            self._checking = asyncio.create_task(self._guard(self.checks.run))
+            self._checking = self._begin_task(self.checks.run)
 
     @property
     def phase(self) -> PartitionState:
@@ -277,29 +288,20 @@ class Owner:
             return 0.0
         return time.monotonic() - max(since_s, self._resumed_s)
 
-    def now_ms(self) -> int:
-        """Return the time by the brokers' clock, ms."""
-        return self._context.clock.now_ms()
-
-    def id_ms(self) -> int:
-        """Return the time by which ids are made and judged: where the half topic's log clock will
-        stand when a record is appended now, ms.
-
-        If that broker's clock is put back the log clock stands still, and ids by any other clock
-        would soon be void.
-        """
-        return self._context.id_clock.now_ms()
-
     def clock_at_least(self, now_ms: int) -> None:
         """The brokers' clock says so by now; it is no earlier."""
         self._context.clock.at_least(now_ms)
         self._context.id_clock.at_least(now_ms)
         self.checks.look_again()
 
-    async def _guard(self, loop: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await loop()
-        except Exception as error:
+    def _begin_task(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        task = asyncio.create_task(loop())
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
             self._context.stopped(error)
 
     async def _watch(self) -> None:
