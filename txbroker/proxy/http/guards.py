@@ -38,6 +38,7 @@ from txbroker.principals import (
     no_principals,
     read_principals,
 )
+from txbroker.proxy.http.posted import Received
 from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
@@ -210,7 +211,7 @@ class Guard:
         """True where callers need a token or a named certificate."""
         return self._asks
 
-    def admit(self, request: web.BaseRequest) -> Principal:
+    def admit(self, request: Received) -> Principal:
         """Return who calls; refuse a call by a foreign page, for an unknown host name, or without
         the credential that is asked for.
 
@@ -220,7 +221,7 @@ class Guard:
         self.admit_page(request)
         return self.known(credential_of(request))
 
-    def admit_page(self, request: web.BaseRequest) -> None:
+    def admit_page(self, request: Received) -> None:
         """Refuse a call by a foreign page, for an unknown host name, or without the client
         certificate that is asked for; of a token nothing is asked, as for the console, which has
         a login.
@@ -333,7 +334,7 @@ class PeerGuard:
         )
 
 
-def credential_of(request: web.BaseRequest) -> Credential:
+def credential_of(request: Received) -> Credential:
     """Return what a caller showed."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     token = given.strip() if scheme.lower() == "bearer" else ""
@@ -341,7 +342,7 @@ def credential_of(request: web.BaseRequest) -> Credential:
     return Credential(digest, certificate_names(request))
 
 
-def certificate_names(request: web.BaseRequest) -> tuple[str, ...]:
+def certificate_names(request: Received) -> tuple[str, ...]:
     """Return the names in the caller's certificate: DNS names, URIs, addresses, then the common
     name; () where it showed none. TLS has let no certificate pass that is not trusted."""
     transport = request.transport
