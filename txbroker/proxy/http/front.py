@@ -191,11 +191,10 @@ class Front(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
         self._held = self._held + data if self._held else data
-        if not self._busy and not self._paused:
-            self._go_on()
-        elif len(self._held) > HELD_BYTES_MAX and not self._reading_paused:
+        self._go_on()
+        if len(self._held) > HELD_BYTES_MAX and not self._reading_paused:
             self._reading_paused = True
-            assert self.transport is not None
+            assert self.transport is not None  # or nothing is held
             self.transport.pause_reading()
 
     def pause_writing(self) -> None:
