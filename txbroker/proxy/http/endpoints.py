@@ -88,7 +88,8 @@ class Endpoint:
             content = Body(self._shell, prepare=self.operation.prepares)
             content.take(raw)
             # A task for those that wait for more than one answer; the others are futures.
-            reply = asyncio.ensure_future(self._run(request, path, raw, principal))
+            begun = self._run(request, path, raw, principal)
+            reply = begun if isinstance(begun, asyncio.Future) else asyncio.ensure_future(begun)
         except Exception as error:
             answer(self._ended(request, content, error))
         else:

@@ -12,7 +12,7 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from httptools import HttpParserError, HttpRequestParser
 from multidict import CIMultiDict
@@ -65,8 +65,8 @@ class DirectCalls:
         assert kind is not None
         assert first is not None
         endpoint, names = self._endpoints[kind]
-        found = {name: match[first + n].decode() for n, name in enumerate(names, 1)}
-        return endpoint, found, match[first].decode()
+        values = [value.decode() for value in match.groups()[first : first + len(names)]]
+        return endpoint, dict(zip(names, values, strict=True)), match[first].decode()
 
 
 class Heads:
@@ -104,9 +104,11 @@ class Heads:
 
     def ends_with(self, body: bytes) -> bool:
         """Say whether a request of which the head was read ends with this body."""
-        if body:
-            with suppress(HttpParserError):
+        try:
+            if body:
                 self._parser.feed_data(body)
+        except HttpParserError:
+            return False
         return self._whole
 
 
@@ -122,24 +124,18 @@ class FrontServer(Protocol):
         """Return a connection of the framework's."""
 
 
-class _Begun:
-    """A request of which the head is here."""
+class _Begun(NamedTuple):
+    """A request of which the head is here.
 
-    __slots__ = ("body_at", "end", "endpoint", "names", "posted")
+    Attributes:
+        body_at, end: where in what is held its body begins and ends.
+    """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        names: Mapping[str, str],
-        posted: Posted,
-        body_at: int,
-        end: int,
-    ) -> None:
-        self.endpoint = endpoint
-        self.names = names
-        self.posted = posted
-        self.body_at = body_at
-        self.end = end
+    endpoint: Endpoint
+    names: Mapping[str, str]
+    posted: Posted
+    body_at: int
+    end: int
 
 
 class Front(asyncio.Protocol):

@@ -196,6 +196,7 @@ class Guard:
         self._needs_certificate = settings.tls_client_ca_file is not None
         # Where operators have no address of their own, who may call may do all.
         self._role = Role.PRODUCER if settings.admin_listen and not admin else Role.OPERATOR
+        self._anybody = ANYBODY._replace(role=self._role)
         self._token = _token_of(settings, self._role, admin=admin)
         self._principals = principals or reread_principals(settings)
         self._asks = self._token is not None or settings.principals_file is not None
@@ -253,18 +254,18 @@ class Guard:
         return found
 
     def _find(self, credential: Credential) -> Principal | None:
-        if credential.digest is not None and self.asks:
+        if credential.digest is not None and self._asks:
             token = None if self._token is None else self._token()
             # By digest: how long a look-up takes tells nothing about the tokens.
             if token is not None and hmac.compare_digest(token.digests[0], credential.digest):
                 return token
             return self._principals().by_digest(credential.digest)
-        if self.asks:
+        if self._asks:
             return self._principals().by_certificate(credential.certificates)
         if credential.certificates:
             name = credential.certificates[0]
             return Principal(name, self._role, shared=name == _NAMELESS)
-        return ANYBODY._replace(role=self._role)
+        return self._anybody
 
     def credentials(self) -> tuple[object, ...]:
         """Return what all credentials are now, to compare: another one when a file has changed."""

@@ -4,30 +4,22 @@ import asyncio
 from typing import TypeAlias
 
 from aiohttp import web
-from aiohttp.helpers import HeadersMixin
+from msgspec import Struct
 from multidict import CIMultiDict
 
 
-class Posted(HeadersMixin):
+class Posted(Struct, frozen=True):
     """The head of a call that needs no router; its body comes apart from it.
 
     Attributes:
         remote: the caller's address.
     """
 
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        headers: CIMultiDict[str],
-        transport: asyncio.Transport,
-        remote: str,
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.headers = self._headers = headers
-        self.transport = transport
-        self.remote = remote
+    method: str
+    path: str
+    headers: CIMultiDict[str]
+    transport: asyncio.Transport
+    remote: str
 
 
 Received: TypeAlias = web.BaseRequest | Posted

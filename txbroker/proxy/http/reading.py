@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.helpers import parse_content_type
 
 from txbroker.core.message_json import MessageError, TooManyMessages, decode_messages
 from txbroker.core.records import Message
@@ -41,9 +42,12 @@ def check_media_type(request: Received) -> None:
     given = request.headers.get("Content-Type")
     if given == "application/json":
         return  # as nearly everybody says it
-    if given is None or request.content_type.lower() != "application/json":
+    if given is None:
         raise UnsupportedMediaType
-    charset = request.charset
+    kind, options = parse_content_type(given)
+    if kind.lower() != "application/json":
+        raise UnsupportedMediaType
+    charset = options.get("charset")
     if charset is not None and charset.lower().replace("-", "") != "utf8":
         raise UnsupportedMediaType("JSON is UTF-8; no other charset is taken")
 
