@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, cast
 
-from httptools import HttpParserError, HttpRequestParser
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from multidict import CIMultiDict
 
 from txbroker.deadlines import Deadlines
@@ -92,7 +92,7 @@ class Heads:
                 name.decode("ascii").lower(): value.rstrip(b" \t").decode(errors="surrogateescape")
                 for name, value in self._fields.items()
             }
-        except (HttpParserError, UnicodeDecodeError):
+        except (HttpParserError, HttpParserUpgrade, UnicodeDecodeError):
             return None
         # As many fields as lines, so none is repeated or folded.
         usual = len(fields) == raw.count(b"\r\n") - 2 <= _FIELDS_MAX and "host" in fields
