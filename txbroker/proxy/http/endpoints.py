@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from functools import cache, partial
 
 from aiohttp import web
 
@@ -45,6 +45,7 @@ class Endpoint:
         self.operation = operation
         self._shell = shell
         self._guard = guard
+        self._changes = operation.changes
 
     async def routed(self, request: web.Request) -> web.StreamResponse:
         """Answer a request that the router has brought here, its caller admitted."""
@@ -127,7 +128,7 @@ class Endpoint:
         operation = self.operation
         if not operation.open:
             principal.check_role(operation.roles)
-        if operation.changes:
+        if self._changes:
             check_media_type(request)
 
     def _run(
@@ -158,15 +159,20 @@ class Endpoint:
 def _answered(operation: Operation, reply: Reply) -> Answered:
     content = reply.content
     raw = content if isinstance(content, bytes) else encode_json(content)
-    headers = [("Content-Type", operation.media)]
-    if operation.media.startswith("text/"):
-        headers = [
-            ("Content-Type", f"{operation.media}; charset=utf-8"),
+    return Answered(reply.status, _fields(operation.media, reply.status), raw)
+
+
+@cache
+def _fields(media: str, status: int) -> tuple[tuple[str, str], ...]:
+    fields = [("Content-Type", media)]
+    if media.startswith("text/"):
+        fields = [
+            ("Content-Type", f"{media}; charset=utf-8"),
             ("X-Content-Type-Options", "nosniff"),
         ]
-    if reply.status == 503:
-        headers.append(("Retry-After", "1"))
-    return Answered(reply.status, tuple(headers), raw)
+    if status == 503:
+        fields.append(("Retry-After", "1"))
+    return tuple(fields)
 
 
 def refusal(request: Received, error: Exception) -> Answered:

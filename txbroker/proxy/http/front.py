@@ -65,8 +65,10 @@ class DirectCalls:
         assert kind is not None
         assert first is not None
         endpoint, names = self._endpoints[kind]
-        values = [value.decode() for value in match.groups()[first : first + len(names)]]
-        return endpoint, dict(zip(names, values, strict=True)), match[first].decode()
+        found = {}
+        for number, name in enumerate(names, first + 1):
+            found[name] = match[number].decode()
+        return endpoint, found, match[first].decode()
 
 
 class Heads:
@@ -88,10 +90,10 @@ class Heads:
         self._whole = False
         try:
             self._parser.feed_data(raw)
-            fields = {
-                name.decode("ascii").lower(): value.rstrip(b" \t").decode(errors="surrogateescape")
-                for name, value in self._fields.items()
-            }
+            fields = {}
+            for name, value in self._fields.items():
+                text = value.rstrip(b" \t").decode(errors="surrogateescape")
+                fields[name.decode("ascii").lower()] = text
         except (HttpParserError, HttpParserUpgrade, UnicodeDecodeError):
             return None
         # As many fields as lines, so none is repeated or folded.

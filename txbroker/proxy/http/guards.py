@@ -337,9 +337,11 @@ class PeerGuard:
 
 def credential_of(request: Received) -> Credential:
     """Return what a caller showed."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    token = given.strip() if scheme.lower() == "bearer" else ""
-    digest = digest_of(token) if given else None
+    shown, digest = request.headers.get("Authorization"), None
+    if shown:
+        scheme, _, given = shown.partition(" ")
+        token = given.strip() if scheme.lower() == "bearer" else ""
+        digest = digest_of(token) if given else None
     return Credential(digest, certificate_names(request))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http import HTTPStatus
 
 import msgspec
@@ -31,7 +32,6 @@ from txbroker.wire import CODE_HEADER
 
 JSON = "application/json"
 encode_json = msgspec.json.Encoder().encode
-_PHRASES = {int(status): status.phrase for status in HTTPStatus}
 
 EVERY_ROLE = tuple(Role)
 WHO_WRITES = (Role.PRODUCER, Role.OPERATOR)
@@ -129,13 +129,17 @@ class Answered(Struct, frozen=True):
     def kept_alive(self) -> bytes:
         """Return it as bytes, for a connection of HTTP/1.1 that takes another request: the same as
         the library writes for `response_of`."""
-        fields = "".join([f"{name}: {value}\r\n" for name, value in self.headers])
         head = (
-            f"HTTP/1.1 {self.status} {_PHRASES[self.status]}\r\n{fields}"
-            f"Content-Length: {len(self.body)}\r\n"
+            f"{_first_lines(self.status, self.headers)}Content-Length: {len(self.body)}\r\n"
             f"Date: {rfc822_formatted_time()}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
         )
         return head.encode() + self.body
+
+
+@lru_cache
+def _first_lines(status: int, headers: tuple[tuple[str, str], ...]) -> str:
+    fields = [f"{name}: {value}" for name, value in headers]
+    return "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *fields, ""])
 
 
 def refused(error: RequestError) -> Answered:

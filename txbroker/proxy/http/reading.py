@@ -102,7 +102,9 @@ class Body:
         Raises:
             TooLarge, Overloaded: as `read`.
         """
-        self._take(CALL_BYTES + len(whole))
+        if len(whole) > self._bytes_max:
+            raise TooLarge(f"the body has more than the {self._bytes_max} bytes that are taken")
+        self._reserve(CALL_BYTES + len(whole))
 
     def _take(self, size: int) -> None:
         if self._reserved + size > self._bytes_max + CALL_BYTES:
