@@ -172,7 +172,7 @@ class _Server(web.Server):
 
     def pre_shutdown(self) -> None:
         super().pre_shutdown()
-        for front in self.fronts:
+        for front in tuple(self.fronts):
             front.close()
 
     async def shutdown(self, timeout: float | None = None) -> None:
