@@ -34,7 +34,7 @@ from txbroker.testing.broker import InMemoryBroker
 BOUNDS = {
     "proxy at 512 in flight": 88,
     "proxy at 64 in flight": 140,
-    "proxy over HTTP at 64 in flight": 740,
+    "proxy over HTTP at 64 in flight": 540,
     "client at 512 in flight": 46,
     "client at 64 in flight": 46,
     "modules of a prepare": 39,

@@ -19,6 +19,7 @@ from typing import Any
 
 import structlog
 import uvloop
+from rig.http_load import transactions_over_http
 
 from txbroker.principals import Role, digest_of, format_principal, make_token
 from txbroker.sdk import Limits, Message, TransactionalProducer
@@ -102,7 +103,12 @@ def main() -> None:
     parser.add_argument(
         "--principals", action="store_true", help="authenticate and authorize the producers"
     )
+    parser.add_argument(
+        "--http", action="store_true", help="producers speak plain HTTP, without the SDK"
+    )
     given = parser.parse_args()
+    if given.http and given.principals:
+        parser.error("--http shows no credential: leave out --principals")
     rounds: list[tuple[float, float]] = []
     settings: dict[str, Path] = {}
     token = ""
@@ -111,10 +117,17 @@ def main() -> None:
             settings, token = with_principals(Path(folder))
         broker = stack.enter_context(in_memory_broker(**settings))
         proxy, client = thread_of_proxy(), threading.get_native_id()
-        uvloop.run(transactions(broker.url, WARMUP, given.in_flight, given.size, token))
+
+        def load(count: int) -> None:
+            asked = broker.url, count, given.in_flight, given.size
+            uvloop.run(
+                transactions_over_http(*asked) if given.http else transactions(*asked, token)
+            )
+
+        load(WARMUP)
         for _ in range(given.rounds):
             before = processor_us(proxy), processor_us(client)
-            uvloop.run(transactions(broker.url, given.count, given.in_flight, given.size, token))
+            load(given.count)
             of_proxy, of_client = (
                 (processor_us(thread) - earlier) / given.count
                 for thread, earlier in zip((proxy, client), before, strict=True)

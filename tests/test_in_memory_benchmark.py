@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "benchmarks/in_memory.py"
 
 
-@pytest.mark.parametrize("more", [[], ["--principals"]], ids=["anybody", "principals"])
+@pytest.mark.parametrize("more", [[], ["--principals"], ["--http"]])
 def test_each_round_tells_what_a_transaction_takes_of_the_processor(more: list[str]) -> None:
     command = [sys.executable, str(SCRIPT), "--count", "200", "--rounds", "2", "--in-flight", "20"]
     command += more

@@ -127,7 +127,7 @@ class Principal(NamedTuple):
     def counted_as(self) -> str:
         """To whose account its use of a proxy is counted; "" where no limit of one caller applies,
         as the credential does not say who calls."""
-        return self.name if self.identified else ""
+        return "" if self.shared else self.name
 
     @property
     def sees_bodies(self) -> bool:

@@ -18,6 +18,7 @@ from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.proxy.check_urls import make_checks
 from txbroker.proxy.http import make_app, serve
+from txbroker.proxy.http.api import SHELL
 from txbroker.proxy.metrics import Metrics
 
 JSON = {"content-type": "application/json"}
@@ -39,6 +40,10 @@ class Api:
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
+
+    def in_flight(self) -> int:
+        """Return how many bytes of calls are being carried out now."""
+        return self.app[SHELL].in_flight.bytes
 
     async def call(
         self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str

@@ -44,21 +44,25 @@ def commit(id: str) -> DecideRequest:
     return DecideRequest(id, Decision.COMMIT, "orders")
 
 
+def same(standing: Standing) -> Standing:
+    return standing
+
+
 async def stand(requests: Sequence[Request]) -> Sequence[Answer]:
     return [Standing(str(request.id), State.PENDING) for request in requests]
 
 
 async def test_calls_of_one_turn_are_handed_over_in_one_go() -> None:
     calls, service = joint(stand)
-    answers = await asyncio.gather(*[calls.carry_out(prepare(id)) for id in "abc"])
+    answers = await asyncio.gather(*[calls.carry_out(prepare(id), same) for id in "abc"])
     assert [answer.id for answer in answers] == ["a", "b", "c"]
     assert service.handed_over == [("", [prepare("a"), prepare("b"), prepare("c")])]
 
 
 async def test_a_later_turn_is_handed_over_by_itself() -> None:
     calls, service = joint(stand)
-    assert (await calls.carry_out(prepare("a"))).id == "a"
-    assert (await calls.carry_out(prepare("b"))).id == "b"
+    assert (await calls.carry_out(prepare("a"), same)).id == "a"
+    assert (await calls.carry_out(prepare("b"), same)).id == "b"
     assert [len(requests) for _, requests in service.handed_over] == [1, 1]
 
 
@@ -68,11 +72,11 @@ async def test_kinds_groups_and_callers_are_kept_apart() -> None:
     own.run(CALLER.set, "alice")
     other.run(CALLER.set, "bob")
     answers = await asyncio.gather(
-        own.run(calls.carry_out, prepare("a")),
-        other.run(calls.carry_out, prepare("b")),
-        own.run(calls.carry_out, prepare("c", "shipping")),
-        own.run(calls.carry_out, commit("d")),
-        own.run(calls.carry_out, prepare("e")),
+        own.run(calls.carry_out, prepare("a"), same),
+        other.run(calls.carry_out, prepare("b"), same),
+        own.run(calls.carry_out, prepare("c", "shipping"), same),
+        own.run(calls.carry_out, commit("d"), same),
+        own.run(calls.carry_out, prepare("e"), same),
     )
     assert [answer.id for answer in answers] == ["a", "b", "c", "d", "e"]
     assert service.handed_over == [
@@ -89,7 +93,7 @@ async def test_each_call_gets_its_own_error() -> None:
         return [NotFound(id="b") if answer.id == "b" else answer for answer in found]  # type: ignore[union-attr]
 
     calls, _ = joint(outcome)
-    first, second = calls.carry_out(prepare("a")), calls.carry_out(prepare("b"))
+    first, second = calls.carry_out(prepare("a"), same), calls.carry_out(prepare("b"), same)
     assert (await first).id == "a"
     with pytest.raises(NotFound) as caught:
         await second
@@ -102,7 +106,7 @@ async def test_a_run_that_fails_fails_all_its_calls(error: Exception) -> None:
         raise error
 
     calls, _ = joint(outcome)
-    asked = [calls.carry_out(prepare(id)) for id in "ab"]
+    asked = [calls.carry_out(prepare(id), same) for id in "ab"]
     assert await asyncio.gather(*asked, return_exceptions=True) == [error, error]
 
 
@@ -114,7 +118,7 @@ async def test_what_cannot_be_handed_over_fails() -> None:
         raise error
 
     service.runs = runs  # type: ignore[method-assign]
-    asked = [calls.carry_out(prepare(id)) for id in "ab"]
+    asked = [calls.carry_out(prepare(id), same) for id in "ab"]
     assert await asyncio.gather(*asked, return_exceptions=True) == [error, error]
 
 
@@ -126,7 +130,7 @@ async def test_a_caller_that_is_gone_leaves_the_others_their_answers() -> None:
         return await stand(requests)
 
     calls, _ = joint(outcome)
-    gone, staying = calls.carry_out(prepare("a")), calls.carry_out(prepare("b"))
+    gone, staying = calls.carry_out(prepare("a"), same), calls.carry_out(prepare("b"), same)
     gone.cancel()
     gate.set()
     assert (await staying).id == "b"
@@ -144,7 +148,7 @@ async def test_calls_end_where_their_run_is_cancelled() -> None:
         raise AssertionError
 
     calls, _ = joint(outcome)
-    asked = calls.carry_out(prepare("a"))
+    asked = calls.carry_out(prepare("a"), same)
     await begun.wait()
     [running] = task
     assert running is not None

@@ -29,6 +29,7 @@ _FIELDS = (
     "partition",
     "timestamp_ms",
 )
+_KNOWN = frozenset(_FIELDS)
 PARTITION_MAX = 2**31 - 1
 TIMESTAMP_MS_MAX = 9_200_000_000_000_000
 """In the year 293506. Audits hold timestamps in 64-bit microseconds, so these end there."""
@@ -241,10 +242,9 @@ def message_from_json(obj: object, path: str = "message") -> Message:
     """
     if not isinstance(obj, Mapping):
         raise MessageError(path, f"must be an object, not {_kind(obj)}")
-    for name in obj:
-        if name not in _FIELDS:
-            shown = str(name)[:40]
-            raise MessageError(path, f"unknown field {shown!r}; known are {', '.join(_FIELDS)}")
+    if not obj.keys() <= _KNOWN:
+        shown = next(str(name)[:40] for name in obj if name not in _KNOWN)
+        raise MessageError(path, f"unknown field {shown!r}; known are {', '.join(_FIELDS)}")
     return Message(
         topic=_topic(obj, path),
         key=_key(obj, path),
@@ -290,10 +290,16 @@ def _value(obj: Mapping[str, Any], path: str) -> bytes | None:
 
 
 def _one_of(obj: Mapping[str, Any], names: tuple[str, ...], path: str) -> str | None:
-    given = [name for name in names if obj.get(name) is not None]
-    if len(given) > 1:
-        raise MessageError(path, f"gives {' and '.join(given)}; only one of them can be true")
-    return given[0] if given else None
+    found = None
+    for name in names:
+        if obj.get(name) is not None:
+            if found is not None:
+                given = [name for name in names if obj.get(name) is not None]
+                raise MessageError(
+                    path, f"gives {' and '.join(given)}; only one of them can be true"
+                )
+            found = name
+    return found
 
 
 def _bytes(name: str, given: object, path: str) -> bytes:

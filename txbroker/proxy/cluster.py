@@ -83,8 +83,11 @@ class Cluster:
         Raises:
             OwnerUnavailable: nobody is known to own it, or this proxy is going away.
         """
+        return self._owner_among(self._local.assigned(), partition, id)
+
+    def _owner_among(self, assigned: Sequence[str], partition: int, id: str | None) -> str | None:
         self._local.check_open()
-        url = self._local.assigned()[partition]
+        url = assigned[partition]
         if url == self._local.url:
             return None
         if not url:
@@ -103,8 +106,9 @@ class Cluster:
         is refused at once, goes alone."""
         here: list[int] = []
         runs: list[Run] = []
+        assigned = self._local.assigned()
         for number, request in enumerate(requests):
-            if self._is_here(request):
+            if self._is_here(request, assigned):
                 here.append(number)
             else:
                 runs.append(Run((number,), alone(self, request)))
@@ -113,17 +117,18 @@ class Cluster:
             run._replace(numbers=[here[number] for number in run.numbers]) for run in own
         ]
 
-    def _is_here(self, request: PrepareRequest | DecideRequest) -> bool:
+    def _is_here(self, request: PrepareRequest | DecideRequest, assigned: Sequence[str]) -> bool:
         """Say whether an operation is for this proxy's own part."""
         try:
             if isinstance(request, DecideRequest):
-                return self._owner_of(request.id) is None
-            if not request.messages:
+                partition: int | None = partition_of(request.id, len(assigned))
+            elif not request.messages:
                 return False
-            partition = home(request, self._partitions())
+            else:
+                partition = home(request, len(assigned))
             if partition is None:
                 return bool(self._local.mine())  # what no key ties goes here if anywhere
-            return self._owner(partition, request.id) is None
+            return self._owner_among(assigned, partition, request.id) is None
         except RequestError:
             return False
 

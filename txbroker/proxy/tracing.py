@@ -39,10 +39,10 @@ def within(request: PrepareRequest, context: TraceContext | None) -> PrepareRequ
     return structs.replace(request, messages=with_context(request.messages, context))
 
 
-def note_standing(step: tracing.Step | None, standing: Standing) -> None:
+def note_id(step: tracing.Step | None, id: str) -> None:
     """Name the transaction in the span that prepared it."""
     if step is not None:
-        step.note({tracing.ID: standing.id})
+        step.note({tracing.ID: id})
 
 
 async def traced_alone(
@@ -55,7 +55,7 @@ async def traced_alone(
     with preparing(request) as step:
         answers = await alone(service, request)
         if isinstance(answers[0], Standing):
-            note_standing(step, answers[0])
+            note_id(step, answers[0].id)
         return answers
 
 

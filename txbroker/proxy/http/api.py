@@ -2,42 +2,35 @@
 
 import copy
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from txbroker import tracing
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import Leases
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
 from txbroker.contract import Service
-from txbroker.core.telling import telling, where_raised
 from txbroker.errors import (
     AdminOnly,
     BadRequest,
-    KafkaDown,
-    KafkaUnavailable,
     MethodNotAllowed,
     NotFound,
-    Overloaded,
-    RequestError,
     TooLarge,
 )
-from txbroker.principals import ANYBODY, Directory, Principal
+from txbroker.principals import Directory
 from txbroker.proxy.forwarding import CALLER, CALLER_HEADER, PREFIX
 from txbroker.proxy.http import registration, system, transactions
-from txbroker.proxy.http.direct import DirectCalls, Endpoint
+from txbroker.proxy.http.endpoints import Endpoint, refusal
+from txbroker.proxy.http.front import DirectCalls
 from txbroker.proxy.http.guards import (
     PRINCIPAL,
     Guard,
     PeerGuard,
-    credential_of,
     is_page,
     reread_principals,
 )
@@ -45,16 +38,13 @@ from txbroker.proxy.http.internal import Internal
 from txbroker.proxy.http.joint import JointCalls
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
-    Answered,
     Call,
     Operation,
     Reply,
     encode_json,
     error_response,
-    refused,
     response_of,
 )
-from txbroker.proxy.http.reading import Body, check_media_type, decode_body, decode_query
 from txbroker.proxy.http.sessions import SessionServer
 from txbroker.proxy.http.shell import Shell
 from txbroker.proxy.logging import get_logger
@@ -63,8 +53,6 @@ from txbroker.proxy.metrics import Gauges, Metrics
 log = get_logger(__name__)
 
 SESSION_PATH = "/v1/session"
-SLOW_BODY_S = 1.0
-"""A caller whose body took longer is authenticated again: its rights may be gone by now."""
 OPENAPI_PATH = "/v1/openapi.json"
 _VARIABLE = re.compile(r"\{(\w+)\}")
 SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)
@@ -213,16 +201,11 @@ def _application(
     shell = parts.shell
     open_paths = frozenset(operation.path for operation in parts.declared if operation.open)
     app = _web_application(parts, guard, open_paths, pages=admin, internal=internal)
-    endpoints = {
-        operation.name: _endpoint(shell, guard, operation)
-        for operation in parts.declared
-        if admin or not operation.admin
-    }
-    direct = [(each, endpoints[each.name]) for each in parts.declared if each.direct]
-    app[DIRECT] = DirectCalls(guard, direct, _refusal)
-    for operation in parts.declared:
-        endpoint = endpoints.get(operation.name)
-        handler = _at_admin_address if endpoint is None else _routed(endpoint)
+    endpoints = [Endpoint(shell, guard, operation) for operation in parts.declared]
+    app[DIRECT] = DirectCalls([each for each in endpoints if each.operation.direct])
+    for endpoint in endpoints:
+        operation = endpoint.operation
+        handler = endpoint.routed if admin or not operation.admin else _at_admin_address
         methods = ("GET", "HEAD") if operation.method == "GET" else (operation.method,)
         for method in methods:
             app.router.add_route(method, _route(operation), handler, expect_handler=_expect)
@@ -239,85 +222,6 @@ def _route(operation: Operation) -> str:
 
 async def _at_admin_address(_: web.Request) -> web.StreamResponse:
     raise AdminOnly
-
-
-def _routed(endpoint: Endpoint) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        principal = request.get(PRINCIPAL, ANYBODY)
-        return response_of(await endpoint(request, request.match_info, principal))
-
-    return handle
-
-
-def _endpoint(shell: Shell, guard: Guard, operation: Operation) -> Endpoint:
-    changes = operation.changes
-
-    async def carry_out(
-        request: web.BaseRequest, path: Mapping[str, str], principal: Principal
-    ) -> Answered:
-        if not operation.open:
-            principal.check_role(operation.roles)
-        if changes:
-            check_media_type(request)
-        query = decode_query(request, operation.query) if request.query_string else None
-        content = Body(shell, prepare=operation.prepares)
-        try:
-            body = None
-            if operation.body is not None:
-                began_s = time.monotonic()
-                raw = await content.read(request)
-                if time.monotonic() - began_s > SLOW_BODY_S and not operation.open:
-                    principal = guard.known(credential_of(request))
-                    principal.check_role(operation.roles)
-                body = decode_body(raw, operation.body, optional=operation.body_optional)
-            call = Call(
-                shell,
-                path,
-                query or operation.query(),
-                body,
-                request.remote or "",
-                principal,
-                tracing.incoming(request.headers),
-            )
-            reply = await operation.run(call)
-        except Overloaded:
-            shell.metrics.overloaded(operation.name)
-            raise
-        finally:
-            content.let_go()
-        return _answered(operation, reply)
-
-    return carry_out
-
-
-def _answered(operation: Operation, reply: Reply) -> Answered:
-    content = reply.content
-    raw = content if isinstance(content, bytes) else encode_json(content)
-    headers = [("Content-Type", operation.media)]
-    if operation.media.startswith("text/"):
-        headers = [
-            ("Content-Type", f"{operation.media}; charset=utf-8"),
-            ("X-Content-Type-Options", "nosniff"),
-        ]
-    if reply.status == 503:
-        headers.append(("Retry-After", "1"))
-    return Answered(reply.status, tuple(headers), raw)
-
-
-def _refusal(request: web.BaseRequest, error: Exception) -> Answered:
-    """Return the answer to a call that ended with an error."""
-    if isinstance(error, RequestError):
-        return refused(error)
-    if isinstance(error, KafkaUnavailable):
-        return refused(KafkaDown(str(error)))
-    log.error(
-        "call failed",
-        method=request.method,
-        path=request.path[:100],
-        error=telling(error),
-        where=where_raised(error),
-    )
-    return refused(RequestError("something went wrong inside the proxy; its log says what"))
 
 
 def _outermost(
@@ -345,7 +249,7 @@ def _outermost(
         except ConnectionError:
             raise
         except Exception as error:
-            return response_of(_refusal(request, error))
+            return response_of(refusal(request, error))
 
     return outermost
 

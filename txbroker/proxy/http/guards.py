@@ -38,6 +38,7 @@ from txbroker.principals import (
     no_principals,
     read_principals,
 )
+from txbroker.proxy.http.posted import Received
 from txbroker.proxy.logging import get_logger
 
 log = get_logger(__name__)
@@ -195,6 +196,7 @@ class Guard:
         self._needs_certificate = settings.tls_client_ca_file is not None
         # Where operators have no address of their own, who may call may do all.
         self._role = Role.PRODUCER if settings.admin_listen and not admin else Role.OPERATOR
+        self._anybody = ANYBODY._replace(role=self._role)
         self._token = _token_of(settings, self._role, admin=admin)
         self._principals = principals or reread_principals(settings)
         self._asks = self._token is not None or settings.principals_file is not None
@@ -210,7 +212,7 @@ class Guard:
         """True where callers need a token or a named certificate."""
         return self._asks
 
-    def admit(self, request: web.BaseRequest) -> Principal:
+    def admit(self, request: Received) -> Principal:
         """Return who calls; refuse a call by a foreign page, for an unknown host name, or without
         the credential that is asked for.
 
@@ -220,7 +222,7 @@ class Guard:
         self.admit_page(request)
         return self.known(credential_of(request))
 
-    def admit_page(self, request: web.BaseRequest) -> None:
+    def admit_page(self, request: Received) -> None:
         """Refuse a call by a foreign page, for an unknown host name, or without the client
         certificate that is asked for; of a token nothing is asked, as for the console, which has
         a login.
@@ -252,18 +254,18 @@ class Guard:
         return found
 
     def _find(self, credential: Credential) -> Principal | None:
-        if credential.digest is not None and self.asks:
+        if credential.digest is not None and self._asks:
             token = None if self._token is None else self._token()
             # By digest: how long a look-up takes tells nothing about the tokens.
             if token is not None and hmac.compare_digest(token.digests[0], credential.digest):
                 return token
             return self._principals().by_digest(credential.digest)
-        if self.asks:
+        if self._asks:
             return self._principals().by_certificate(credential.certificates)
         if credential.certificates:
             name = credential.certificates[0]
             return Principal(name, self._role, shared=name == _NAMELESS)
-        return ANYBODY._replace(role=self._role)
+        return self._anybody
 
     def credentials(self) -> tuple[object, ...]:
         """Return what all credentials are now, to compare: another one when a file has changed."""
@@ -333,15 +335,17 @@ class PeerGuard:
         )
 
 
-def credential_of(request: web.BaseRequest) -> Credential:
+def credential_of(request: Received) -> Credential:
     """Return what a caller showed."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    token = given.strip() if scheme.lower() == "bearer" else ""
-    digest = digest_of(token) if given else None
+    shown, digest = request.headers.get("Authorization"), None
+    if shown:
+        scheme, _, given = shown.partition(" ")
+        token = given.strip() if scheme.lower() == "bearer" else ""
+        digest = digest_of(token) if given else None
     return Credential(digest, certificate_names(request))
 
 
-def certificate_names(request: web.BaseRequest) -> tuple[str, ...]:
+def certificate_names(request: Received) -> tuple[str, ...]:
     """Return the names in the caller's certificate: DNS names, URIs, addresses, then the common
     name; () where it showed none. TLS has let no certificate pass that is not trusted."""
     transport = request.transport

@@ -2,12 +2,13 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http import SERVER_SOFTWARE, HttpVersion, HttpVersion10, HttpVersion11
+from aiohttp.http import SERVER_SOFTWARE
 from msgspec import Struct
 
 from txbroker.core.trace_context import TraceContext
@@ -42,8 +43,7 @@ _ALWAYS: Errors = (BadRequest, Forbidden, CertificateRequired, Unauthorized, Req
 _WITH_BODY: Errors = (TooSlow, TooLarge, UnsupportedMediaType, Overloaded)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Struct, frozen=True):
     """One call, as declared: its path's names, its query and its body were read already."""
 
     shell: Shell
@@ -56,8 +56,7 @@ class Call:
     """The trace that it came with, where spans are made."""
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """What goes back: a JSON answer, or bytes of the operation's own media type."""
 
     status: int
@@ -116,31 +115,31 @@ class Operation:
         return tuple(dict.fromkeys((*always, *(_WITH_BODY if self.changes else ()), *self.errors)))
 
 
-class Answered(Struct):
+class Answered(Struct, frozen=True):
     """What goes back of a call over HTTP, whole.
 
     Attributes:
         headers: the media type's comes first.
-        keep_alive: whether the connection takes another request; known once it was sent.
     """
 
     status: int
     headers: tuple[tuple[str, str], ...]
     body: bytes
-    keep_alive: bool = False
 
-    def head(self, version: HttpVersion, *, keep_alive: bool) -> bytes:
-        """Return the bytes before the body, the same as the library writes for a response."""
-        lines = [f"HTTP/{version[0]}.{version[1]} {self.status} {HTTPStatus(self.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in self.headers]
-        lines.append(f"Content-Length: {len(self.body)}")
-        lines.append(f"Date: {rfc822_formatted_time()}")
-        lines.append(f"Server: {SERVER_SOFTWARE}")
-        if keep_alive and version == HttpVersion10:
-            lines.append("Connection: keep-alive")
-        elif not keep_alive and version == HttpVersion11:
-            lines.append("Connection: close")
-        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+    def kept_alive(self) -> bytes:
+        """Return it as bytes, for a connection of HTTP/1.1 that takes another request: the same as
+        the library writes for `response_of`."""
+        head = (
+            f"{_first_lines(self.status, self.headers)}Content-Length: {len(self.body)}\r\n"
+            f"Date: {rfc822_formatted_time()}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
+        )
+        return head.encode() + self.body
+
+
+@lru_cache
+def _first_lines(status: int, headers: tuple[tuple[str, str], ...]) -> str:
+    fields = [f"{name}: {value}" for name, value in headers]
+    return "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *fields, ""])
 
 
 def refused(error: RequestError) -> Answered:

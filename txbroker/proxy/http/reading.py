@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.helpers import parse_content_type
 
 from txbroker.core.message_json import MessageError, TooManyMessages, decode_messages
 from txbroker.core.records import Message
@@ -20,6 +21,7 @@ from txbroker.errors import (
 )
 from txbroker.proxy.forwarding import CALLER
 from txbroker.proxy.http.bodies import Request
+from txbroker.proxy.http.posted import Received
 from txbroker.proxy.http.shell import Shell
 
 T = TypeVar("T", bound=Request)
@@ -31,7 +33,7 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTA
 _PATTERN = re.compile(r"matching regex .*", re.DOTALL)
 
 
-def check_media_type(request: web.BaseRequest) -> None:
+def check_media_type(request: Received) -> None:
     """Refuse what does not say that it is JSON, as a page's form could not.
 
     Raises:
@@ -40,9 +42,12 @@ def check_media_type(request: web.BaseRequest) -> None:
     given = request.headers.get("Content-Type")
     if given == "application/json":
         return  # as nearly everybody says it
-    if given is None or request.content_type.lower() != "application/json":
+    if given is None:
         raise UnsupportedMediaType
-    charset = request.charset
+    kind, options = parse_content_type(given)
+    if kind.lower() != "application/json":
+        raise UnsupportedMediaType
+    charset = options.get("charset")
     if charset is not None and charset.lower().replace("-", "") != "utf8":
         raise UnsupportedMediaType("JSON is UTF-8; no other charset is taken")
 
@@ -55,6 +60,7 @@ class Body:
 
     def __init__(self, shell: Shell, *, prepare: bool) -> None:
         self._shell = shell
+        self._bytes_max = shell.settings.request_bytes_max
         self._prepare = prepare
         self._who = CALLER.get()
         self._reserved = 0
@@ -68,7 +74,7 @@ class Body:
             Overloaded: too many bytes are in flight already.
             BadRequest: it breaks off or is badly framed.
         """
-        bytes_max = self._shell.settings.request_bytes_max
+        bytes_max = self._bytes_max
         if (request.content_length or 0) > bytes_max:
             raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
         chunks: list[bytes] = []
@@ -77,12 +83,12 @@ class Body:
             if content.is_eof():
                 # As of nearly every call: nothing is waited for, so no timer has to be set.
                 whole = content.read_nowait()
-                self._take(CALL_BYTES + len(whole), bytes_max)
+                self.take(whole)
                 return whole
             self._reserve(CALL_BYTES)
             async with asyncio.timeout(self._shell.settings.request_timeout_s):
                 async for chunk in content.iter_any():
-                    self._take(len(chunk), bytes_max)
+                    self._take(len(chunk))
                     chunks.append(chunk)
         except TimeoutError:
             raise TooSlow from None
@@ -90,9 +96,19 @@ class Body:
             raise BadRequest(f"the body does not read: {str(error)[:SHOWN_MAX]}") from None
         return b"".join(chunks)
 
-    def _take(self, size: int, bytes_max: int) -> None:
-        if self._reserved + size > bytes_max + CALL_BYTES:
-            raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
+    def take(self, whole: bytes) -> None:
+        """Count a body that is here already.
+
+        Raises:
+            TooLarge, Overloaded: as `read`.
+        """
+        if len(whole) > self._bytes_max:
+            raise TooLarge(f"the body has more than the {self._bytes_max} bytes that are taken")
+        self._reserve(CALL_BYTES + len(whole))
+
+    def _take(self, size: int) -> None:
+        if self._reserved + size > self._bytes_max + CALL_BYTES:
+            raise TooLarge(f"the body has more than the {self._bytes_max} bytes that are taken")
         self._reserve(size)
 
     def _reserve(self, size: int) -> None:

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from txbroker.addresses import parse_address
@@ -14,9 +13,9 @@ from txbroker.core.telling import telling, where_raised
 from txbroker.deadlines import Deadlines
 from txbroker.errors import BadRequest, ConfigurationError, RequestError
 from txbroker.proxy.http.api import DIRECT, SHELL
-from txbroker.proxy.http.direct import DirectCalls, DirectRequest
 from txbroker.proxy.http.frames import FrameMeter
-from txbroker.proxy.http.operations import Answered, error_response
+from txbroker.proxy.http.front import HELD_S, DirectCalls, Front
+from txbroker.proxy.http.operations import error_response
 from txbroker.proxy.http.shell import Shell
 from txbroker.proxy.logging import get_logger
 from txbroker.tls import ServerTls
@@ -101,53 +100,23 @@ class _Connection(RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send an answer, to a client that takes it."""
-        answered: object = resp  # whatever the handler returned
-        if isinstance(answered, Answered):
-            return await self._finish_direct(request, answered)
         self._answering.begin(self)
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
             self._answering.end(self)
 
-    async def _finish_direct(
-        self, request: web.BaseRequest, answered: Answered
-    ) -> tuple[Any, bool]:
-        """Send the answer of a direct call; return it, and whether the connection has ended."""
-        answered.keep_alive = request.keep_alive
-        transport = self.transport
-        if transport is None or transport.is_closing():
-            return answered, True
-        head = answered.head(request.version, keep_alive=answered.keep_alive)
-        transport.write(head + answered.body)
-        if self._paused:
-            self._answering.begin(self)
-            try:
-                await self._drain_helper()
-            except ConnectionError:
-                return answered, True
-            finally:
-                self._answering.end(self)
-        return answered, False
-
     def resume_reading(self, resume_parser: bool = True) -> None:
         """Read on, where reading was paused: the library asks for it with every body."""
         if self._reading_paused:
             super().resume_reading(resume_parser)
-
-    def not_taken(self) -> None:
-        """It has had its answer for too long without reading it."""
-        self._drop("it does not read its answer")
 
     def head_not_whole(self) -> None:
         """It has begun a request for too long, whether it is silent or sends byte by byte."""
         self._drop("the head of a request did not come whole in time")
 
     def _drop(self, why: str) -> None:
-        transport = self.transport
-        if transport is not None:
-            log.warning("connection dropped", peer=str(self.peername), why=why)
-            transport.abort()
+        _drop(self.transport, why)
 
     def handle_error(
         self,
@@ -172,47 +141,71 @@ class _Connection(RequestHandler):
 
 class _Server(web.Server):
     shell: Shell
-    answering: Deadlines[_Connection]
+    direct: DirectCalls | None
+    answering: Deadlines[_Connection | Front]
     heads: Deadlines[_Connection]
+    idle: Deadlines[Front]
+    unfinished: Deadlines[Front]
 
-    def set_direct(self, direct: DirectCalls) -> None:
-        """Let direct calls pass by the application."""
-        make, handle, loop = self.request_factory, self.request_handler, self._loop
+    def set_up(self, shell: Shell, direct: DirectCalls | None) -> None:
+        """Begin to watch over connections."""
+        self.shell, self.direct = shell, direct
+        self.fronts: set[Front] = set()
+        seconds = shell.settings.request_timeout_s
+        self.answering = Deadlines(seconds, _not_taken)
+        self.heads = Deadlines(seconds, _Connection.head_not_whole)
+        self.idle = Deadlines(KEEPALIVE_S, Front.idle_too_long)
+        self.unfinished = Deadlines(min(HELD_S, seconds / 2), Front.unfinished_too_long)
 
-        def request_of(message: RawRequestMessage, *made_of: Any) -> web.BaseRequest:
-            return direct.request(message, *made_of, loop) or make(message, *made_of)
+    def tear_down(self) -> None:
+        """Watch over nothing any more."""
+        for deadlines in (self.answering, self.heads, self.idle, self.unfinished):
+            deadlines.close()
 
-        def answer_to(request: web.BaseRequest) -> Any:
-            if isinstance(request, DirectRequest):
-                return direct.answer(request)
-            return handle(request)
+    def accept(self) -> asyncio.Protocol:
+        """Return what a new connection begins with."""
+        return self.connection() if self.direct is None else Front(self, self.direct)
 
-        self.request_factory, self.request_handler = request_of, answer_to
-
-    def __call__(self) -> RequestHandler:
+    def connection(self) -> RequestHandler:
+        """Return a connection of the library's."""
         return _Connection(self, loop=self._loop, **self._kwargs)
+
+    def pre_shutdown(self) -> None:
+        super().pre_shutdown()
+        for front in tuple(self.fronts):
+            front.close()
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        fronts = [front.shutdown(timeout) for front in self.fronts]
+        await asyncio.gather(super().shutdown(timeout), *fronts)
+
+
+def _not_taken(connection: _Connection | Front) -> None:
+    """A client has had its answer for too long without reading it."""
+    _drop(connection.transport, "it does not read its answer")
+
+
+def _drop(transport: asyncio.Transport | None, why: str) -> None:
+    if transport is not None:
+        peer = transport.get_extra_info("peername")
+        log.warning("connection dropped", peer=str(peer), why=why)
+        transport.abort()
 
 
 class _Runner(web.AppRunner):
-    _deadlines: tuple[Deadlines[_Connection], ...] = ()
+    _bounded: _Server | None = None
 
     async def cleanup(self) -> None:
         await super().cleanup()
-        for deadlines in self._deadlines:
-            deadlines.close()
+        if self._bounded is not None:
+            self._bounded.tear_down()
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
-        bounded = _Server(
+        bounded = self._bounded = _Server(
             server.request_handler, request_factory=server.request_factory, **server._kwargs
         )
-        if direct := self.app.get(DIRECT):
-            bounded.set_direct(direct)
-        shell = bounded.shell = self.app[SHELL]
-        seconds = shell.settings.request_timeout_s
-        bounded.answering = Deadlines(seconds, _Connection.not_taken)
-        bounded.heads = Deadlines(seconds, _Connection.head_not_whole)
-        self._deadlines = (bounded.answering, bounded.heads)
+        bounded.set_up(self.app[SHELL], self.app.get(DIRECT))
         return bounded
 
 
@@ -223,9 +216,10 @@ class _Site(web.TCPSite):
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
-        assert self._runner.server is not None
+        server = self._runner.server
+        assert isinstance(server, _Server)
         self._server = await asyncio.get_running_loop().create_server(
-            self._runner.server,
+            server.accept,
             self._host,
             self._port,
             ssl=self._ssl_context,

@@ -1,11 +1,15 @@
 """The calls on transactions."""
 
+import asyncio
 import time
+from collections.abc import Awaitable
+from functools import partial
 from itertools import accumulate
 from typing import cast
 
 import msgspec
 
+from txbroker import tracing
 from txbroker.contract import (
     LISTED_MESSAGES_MAX,
     DecideRequest,
@@ -52,7 +56,8 @@ from txbroker.proxy.http.bodies import (
 from txbroker.proxy.http.operations import ONLY_OPERATORS, WHO_WRITES, Call, Operation, Reply
 from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.http.shell import check_group, plain_id, within_groups
-from txbroker.proxy.tracing import note_standing, preparing, within
+from txbroker.proxy.metrics import Metrics
+from txbroker.proxy.tracing import note_id, preparing, within
 
 WAIT_MAX_S = 30.0
 """How long an answer waits at most until messages are visible, seconds. A client that repeats what
@@ -65,7 +70,7 @@ _VIEW_FIELDS = tuple(
 )
 
 
-async def prepare(call: Call) -> Reply:
+def prepare(call: Call) -> Awaitable[Reply]:
     """Store a half message."""
     body = cast(PrepareBody, call.body)
     request = PrepareRequest(
@@ -82,68 +87,83 @@ async def prepare(call: Call) -> Reply:
     check_group(request.group)
     call.principal.check_group(request.group)
     call.principal.check_topics(message.topic for message in request.messages)
+    if tracing.is_on():
+        return _prepare_traced(call, request)
+    return _prepare(call, request)
+
+
+def _prepare(call: Call, request: PrepareRequest) -> asyncio.Future[Reply]:
+    call.shell.check_prepare(request)
+    return call.shell.joint.carry_out(request, _prepared)
+
+
+async def _prepare_traced(call: Call, request: PrepareRequest) -> Reply:
     with preparing(request, call.trace) as step:
         traced = within(request, call.trace if step is None else step.context)
-        call.shell.check_prepare(traced)
-        standing = await call.shell.joint.carry_out(traced)
-        note_standing(step, standing)
+        reply = await _prepare(call, traced)
+        note_id(step, cast(StandingBody, reply.content).id)
+        return reply
+
+
+def _prepared(standing: Standing) -> Reply:
     return Reply(201 if standing.created else 200, _standing(standing))
 
 
-async def commit(call: Call) -> Reply:
+def commit(call: Call) -> Awaitable[Reply]:
     """Commit a transaction, maybe with final content."""
     body = cast(CommitBody, call.body)
-    return await _decide(
-        call,
-        Decision.COMMIT,
-        group=body.group,
-        reason=body.reason,
-        by=body.by,
-        content=body.messages,
-        wait=body.wait is not None,
-    )
+    content, wait = _messages(call, body.messages), body.wait is not None
+    return _decide(call, Decision.COMMIT, body, content, wait=wait)
 
 
-async def rollback(call: Call) -> Reply:
+def rollback(call: Call) -> Awaitable[Reply]:
     """Roll a transaction back."""
-    body = cast(RollbackBody, call.body)
-    return await _decide(call, Decision.ROLLBACK, group=body.group, reason=body.reason, by=body.by)
+    return _decide(call, Decision.ROLLBACK, cast(RollbackBody, call.body))
 
 
-async def _decide(
+def _decide(
     call: Call,
     decision: Decision,
+    body: CommitBody | RollbackBody,
+    content: tuple[Message, ...] | None = None,
     *,
-    group: str | None,
-    reason: str | None,
-    by: str | None,
-    content: msgspec.Raw | None = None,
     wait: bool = False,
-) -> Reply:
-    id = plain_id(call.path["id"])
-    if group is not None:
-        check_group(group)
-        call.principal.check_group(group)
-    else:
-        await _check_own(call, id)
-    principal = call.principal
+) -> Awaitable[Reply]:
+    id, principal = plain_id(call.path["id"]), call.principal
+    if body.group is not None:
+        check_group(body.group)
+        principal.check_group(body.group)
     # A principal's role says it; a group that is named, where nobody knows who calls.
-    producer = principal.role is Role.PRODUCER or (group and not principal.identified)
+    producer = principal.role is Role.PRODUCER or (body.group and not principal.identified)
     request = DecideRequest(
         id=id,
         decision=decision,
-        group=group or "",
-        messages=None if content is None else _messages(call, content),
-        reason=reason or "",
+        group=body.group or "",
+        messages=content,
+        reason=body.reason or "",
         source=Source.PRODUCER if producer else Source.OPERATOR,
-        by=_who(by, call),
+        by=_who(body.by, call),
         wait=wait,
         wait_s=WAIT_MAX_S if wait else 0.0,
     )
+    if body.group is None and not principal.groups.everything:
+        return _decide_own(call, request)
+    return _decide_at_once(call, request)
+
+
+async def _decide_own(call: Call, request: DecideRequest) -> Reply:
+    await _check_own(call, request.id)
+    return await _decide_at_once(call, request)
+
+
+def _decide_at_once(call: Call, request: DecideRequest) -> asyncio.Future[Reply]:
     call.shell.check_decide(request)
-    started = time.monotonic()
-    standing = await call.shell.joint.carry_out(request)
-    call.shell.metrics.decisions_took(time.monotonic() - started)
+    decided = partial(_decided, call.shell.metrics, time.monotonic())
+    return call.shell.joint.carry_out(request, decided)
+
+
+def _decided(metrics: Metrics, began_s: float, standing: Standing) -> Reply:
+    metrics.decisions_took(time.monotonic() - began_s)
     return Reply(200, _standing(standing))
 
 
