@@ -31,11 +31,11 @@ A, B, C = ("half", 0), ("op", 0), ("half", 1)
 class Sent:
     """A request on its way to a broker."""
 
-    def __init__(self, node: int, lane: str, request: Any) -> None:
+    def __init__(self, node: int, lane: str, request: Any, answer: Any) -> None:
         self.node = node
         self.lane = lane
         self.request = request
-        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.answer = answer or asyncio.get_running_loop().create_future()
 
     @property
     def batches(self) -> dict[Partition, bytes]:
@@ -70,12 +70,12 @@ class Scripted:
     def connected(self) -> bool:
         return self._up
 
-    def send(self, request: Any) -> asyncio.Future[Any]:
+    def send(self, request: Any, answer: Any = None) -> Any:
         if self._brokers.send_fails is not None:
             raise self._brokers.send_fails
         connections = self._brokers.client._connections.items()
         lane = next(lane for (_, lane), each in connections if each is self)
-        sent = Sent(self._node, lane, request)
+        sent = Sent(self._node, lane, request, answer)
         if type(request).__name__ == "InitProducerIdRequest":
             told = SimpleNamespace(error_code=0, producer_id=7, producer_epoch=0)
             sent.answer.set_result(told)
@@ -254,8 +254,9 @@ async def test_a_partition_is_never_in_one_request_twice(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     """As where one who gave up has an heir in the same moment."""
-    batches = [shared._write_with_others(1, A, data) for data in (b"1", b"2")]
-    writing = [asyncio.create_task(each) for each in batches]
+    made = asyncio.get_running_loop().create_future
+    batches = [shared_writes._Batch(A, data, made()) for data in (b"1", b"2")]
+    writing = [asyncio.create_task(shared._write(1, each, "")) for each in batches]
     await settle()
     assert [sent.batches for sent in brokers.sent] == [{A: b"1"}, {A: b"2"}]
     for number, sent in enumerate(brokers.sent):
@@ -293,7 +294,8 @@ async def test_what_is_given_up_in_the_very_round_never_leaves(
     await settle()
     assert not brokers.sent
     assert not shared._brokers[1].waiting
-    assert not shared._sending
+    assert not shared._under_way
+    assert not shared._brokers[1].lanes
     again = start(shared, A)
     await settle()
     # It did not come through as far as is known, so the next one goes alone.
@@ -322,16 +324,20 @@ async def test_one_that_gives_up_under_way_takes_nobody_along(
     assert given_up.cancelled()
 
 
-async def test_what_failed_is_gone_with_its_bytes(brokers: Brokers, shared: SharedWrites) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+async def test_what_failed_is_gone_with_its_bytes(
+    brokers: Brokers, shared: SharedWrites, alone: bool
+) -> None:
+    data = bytes(REQUEST_BYTES_MAX + alone)
     gc.collect()
     gc.disable()
     try:
         for node in (1, 2):  # a connection that breaks, and one that does not come about
-            writing = [start(shared, at, leader=node) for at in (("x", node), ("y", node))]
+            some = [("x", node), ("y", node)]
+            writing = [start(shared, at, data, leader=node) for at in some]
             await settle()
-            for sent in brokers.sent:
-                sent.lose()
-            brokers.sent.clear()
+            while brokers.sent:
+                brokers.sent.pop().lose()
             brokers.refused = ConnectionRefusedError(111, "connection refused")
             told = await asyncio.gather(*writing, return_exceptions=True)
             assert {type(each) for each in told} <= {Unanswered, NotSent}
