@@ -248,6 +248,8 @@ class Unseen:
             written = self._last.get(partition)
             if written is not None and written.offset == offset:
                 del self._last[partition]
+        if not self._last:
+            self._producer.seen()
 
     async def over(self, partitions: Collection[Partition], patience: Patience) -> None:
         """Return once all that the producer wrote to partitions has ended there. As a rule it is
