@@ -163,6 +163,18 @@ async def test_what_is_ready_in_one_round_leaves_in_one_request(
     ]
 
 
+async def test_an_answer_takes_one_round_of_the_loop_to_whoever_waits(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    await _done(brokers, shared, A)
+    writing = start(shared, A)
+    await asyncio.sleep(0)  # it runs, and what is ready meanwhile goes along
+    await asyncio.sleep(0)
+    brokers.sent[-1].store()
+    await asyncio.sleep(0)
+    assert writing.done()
+
+
 async def test_each_partition_hears_its_own_error(brokers: Brokers, shared: SharedWrites) -> None:
     first, second = start(shared, A), start(shared, B)
     await settle()
