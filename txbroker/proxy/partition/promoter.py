@@ -321,6 +321,8 @@ class Promoter:
             self._finishing.add(task)
             self._flights.add(flight)
             task.add_done_callback(partial(self._finished, flight))
+            # The turn's commit leaves before the next one is planned.
+            await asyncio.sleep(0)
         return True
 
     def _to_keep(self) -> list[Transaction]:
