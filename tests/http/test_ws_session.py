@@ -128,6 +128,24 @@ async def test_what_is_answered_in_one_turn_goes_back_in_few_frames(api: Api) ->
         assert calls == [[*range(full)], [*range(full, count)]]
 
 
+async def test_an_answer_waits_for_the_writer_only_while_others_may_come(api: Api) -> None:
+    api.service.gate = gate = asyncio.Event()
+    async with session(api) as producer:
+        [entry] = api.sessions._groups["orders"]
+        entry.session._wake = asyncio.Event()  # type: ignore[attr-defined]  # wakes nobody
+        await producer.send(wire.Prepare(1, ID, MESSAGES))
+        while not api.service.requests:
+            await asyncio.sleep(0)
+        api.service.gate = None
+        await producer.send(wire.Prepare(2, make_id(0, NOW_MS, 2), MESSAGES))
+        while len(api.service.requests) < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        gate.set()
+        calls = [each.call for each in await producer.next_frame()]  # type: ignore[union-attr]
+        assert calls == [2, 1]
+
+
 async def test_slow_operation_holds_up_no_other(api: Api) -> None:
     api.service.gate = gate = asyncio.Event()
     async with session(api) as producer:

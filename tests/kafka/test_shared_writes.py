@@ -9,107 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiokafka.conn import CloseReason
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError
+from scripted_brokers import A, B, Brokers, C, Sent
 
 from txbroker.core.records import Record
 from txbroker.door import AppendRefused, AppendUnknown
 from txbroker.errors import ConfigurationError
 from txbroker.kafka import shared_writes
-from txbroker.kafka.client import Client, NotSent, Unanswered
+from txbroker.kafka.client import NotSent, Unanswered
 from txbroker.kafka.log import KafkaLog
-from txbroker.kafka.settings import KafkaSettings
 from txbroker.kafka.shared_writes import REQUEST_BYTES_MAX, SharedWrites
 from txbroker.kafka.transactions import ACKS_ALL, Answered, Partition
 
 LONG_S = 60.0
 TOO_LARGE, NOT_LEADER, TIMED_OUT, OUT_OF_ORDER = 10, 6, 7, 45
 FEW_REPLICAS, FEW_REPLICAS_AFTER_APPEND = 19, 20
-A, B, C = ("half", 0), ("op", 0), ("half", 1)
-
-
-class Sent:
-    """A request on its way to a broker."""
-
-    def __init__(self, node: int, lane: str, request: Any) -> None:
-        self.node = node
-        self.lane = lane
-        self.request = request
-        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    @property
-    def batches(self) -> dict[Partition, bytes]:
-        """What it writes."""
-        topics = self.request._topics
-        pairs = [((topic, number), data) for topic, some in topics for number, data in some]
-        assert len(dict(pairs)) == len(pairs), "a partition is there twice"
-        return dict(pairs)
-
-    def store(self, offset: int = 5, leave_out: Partition | None = None, **codes: int) -> None:
-        """Answer it; `codes` are those of topics whose batches are not stored."""
-        topics = [
-            (topic, [(number, codes.get(topic, 0), offset, 77)])
-            for topic, number in self.batches
-            if (topic, number) != leave_out
-        ]
-        self.answer.set_result(SimpleNamespace(topics=topics))
-
-    def lose(self) -> None:
-        """Break its connection."""
-        self.answer.set_exception(KafkaConnectionError("reset"))
-
-
-class Scripted:
-    """A connection that leaves answers to the test."""
-
-    def __init__(self, brokers: Brokers, node: int) -> None:
-        self._brokers = brokers
-        self._node = node
-        self._up = True
-
-    def connected(self) -> bool:
-        return self._up
-
-    def send(self, request: Any) -> asyncio.Future[Any]:
-        if self._brokers.send_fails is not None:
-            raise self._brokers.send_fails
-        connections = self._brokers.client._connections.items()
-        lane = next(lane for (_, lane), each in connections if each is self)
-        sent = Sent(self._node, lane, request)
-        if type(request).__name__ == "InitProducerIdRequest":
-            told = SimpleNamespace(error_code=0, producer_id=7, producer_epoch=0)
-            sent.answer.set_result(told)
-        else:
-            self._brokers.sent.append(sent)
-        return sent.answer
-
-    def close(self, reason: CloseReason | None = None) -> asyncio.Future[None]:
-        self._up = False
-        closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        closed.set_result(None)
-        return closed
-
-
-class Brokers:
-    """Brokers 1 and 2 and a client of theirs, whose connections the test answers."""
-
-    def __init__(self, **changes: Any) -> None:
-        self.sent: list[Sent] = []
-        self.send_fails: Exception | None = None
-        self.refused: Exception | None = None
-        self.open = asyncio.Event()
-        self.open.set()
-        settings = KafkaSettings(bootstrap_servers=("x:1",), instance_id="one", **changes)
-        self.client = Client(settings, self._open)
-        self.client._brokers = {1: ("one", 1), 2: ("two", 2)}
-        for at in (A, B, C):
-            self.client._leaders[at] = 1
-
-    async def _open(self, _host: str, port: int, **_: Any) -> Any:
-        await self.open.wait()
-        if self.refused is not None:
-            raise self.refused
-        return Scripted(self, port)
 
 
 @pytest.fixture
@@ -161,6 +75,18 @@ async def test_what_is_ready_in_one_round_leaves_in_one_request(
         (*B, 5),
         (*C, 5),
     ]
+
+
+async def test_an_answer_takes_one_round_of_the_loop_to_whoever_waits(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
+    await _done(brokers, shared, A)
+    writing = start(shared, A)
+    await asyncio.sleep(0)  # it runs, and what is ready meanwhile goes along
+    await asyncio.sleep(0)
+    brokers.sent[-1].store()
+    await asyncio.sleep(0)
+    assert writing.done()
 
 
 async def test_each_partition_hears_its_own_error(brokers: Brokers, shared: SharedWrites) -> None:
@@ -254,8 +180,9 @@ async def test_a_partition_is_never_in_one_request_twice(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     """As where one who gave up has an heir in the same moment."""
-    batches = [shared._write_with_others(1, A, data) for data in (b"1", b"2")]
-    writing = [asyncio.create_task(each) for each in batches]
+    made = asyncio.get_running_loop().create_future
+    batches = [shared_writes._Batch(A, data, made()) for data in (b"1", b"2")]
+    writing = [asyncio.create_task(shared._write(1, each, "")) for each in batches]
     await settle()
     assert [sent.batches for sent in brokers.sent] == [{A: b"1"}, {A: b"2"}]
     for number, sent in enumerate(brokers.sent):
@@ -293,7 +220,8 @@ async def test_what_is_given_up_in_the_very_round_never_leaves(
     await settle()
     assert not brokers.sent
     assert not shared._brokers[1].waiting
-    assert not shared._sending
+    assert not shared._under_way
+    assert not shared._brokers[1].lanes
     again = start(shared, A)
     await settle()
     # It did not come through as far as is known, so the next one goes alone.
@@ -322,16 +250,20 @@ async def test_one_that_gives_up_under_way_takes_nobody_along(
     assert given_up.cancelled()
 
 
-async def test_what_failed_is_gone_with_its_bytes(brokers: Brokers, shared: SharedWrites) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+async def test_what_failed_is_gone_with_its_bytes(
+    brokers: Brokers, shared: SharedWrites, alone: bool
+) -> None:
+    data = bytes(REQUEST_BYTES_MAX + alone)
     gc.collect()
     gc.disable()
     try:
         for node in (1, 2):  # a connection that breaks, and one that does not come about
-            writing = [start(shared, at, leader=node) for at in (("x", node), ("y", node))]
+            some = [("x", node), ("y", node)]
+            writing = [start(shared, at, data, leader=node) for at in some]
             await settle()
-            for sent in brokers.sent:
-                sent.lose()
-            brokers.sent.clear()
+            while brokers.sent:
+                brokers.sent.pop().lose()
             brokers.refused = ConnectionRefusedError(111, "connection refused")
             told = await asyncio.gather(*writing, return_exceptions=True)
             assert {type(each) for each in told} <= {Unanswered, NotSent}

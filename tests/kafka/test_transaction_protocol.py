@@ -219,6 +219,30 @@ async def test_right_behind_an_end_the_coordinator_is_asked_beforehand(
     assert brokers.asked[3:] == []
 
 
+@pytest.mark.parametrize(
+    ("seen", "waited_s", "adds"), [("this", -1, 0), ("this", 60, 1), ("before", -1, 1)]
+)
+async def test_what_readers_have_seen_is_over_for_the_coordinator_a_little_later(
+    monkeypatch: pytest.MonkeyPatch, seen: str, waited_s: float, adds: int
+) -> None:
+    brokers = Brokers()
+    brokers.leaders = {"a": 1}
+    own = await begun(brokers)
+    patience = Patience(1, 0.001)
+    monkeypatch.setattr("txbroker.kafka.producer._SETTLED_S", 60)
+    monkeypatch.setattr("txbroker.kafka.producer._SEEN_S", waited_s)
+    if seen == "before":
+        own.seen()
+        await asyncio.sleep(0.001)
+    await own.end(commit=True, patience=patience)
+    if seen == "this":
+        await asyncio.sleep(0.001)
+        own.seen()
+    brokers.asked.clear()
+    await own.add([("a", 0)], patience)
+    assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
+
+
 @pytest.mark.parametrize("features", [LEVEL_1, LEVEL_2])
 async def test_only_the_second_version_asks_again_without_an_answer(features: bytes) -> None:
     brokers = Brokers(features)

@@ -107,6 +107,21 @@ async def test_turns_of_several_half_partitions_are_seen_by_one_question(
     assert kafka.asked[1:] == [(1, [A, B, C])]
 
 
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_turn_that_waits_for_another_to_be_seen_waits_for_no_company(
+    kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    await stable.pass_by({A: 9}, 60.0)
+    monkeypatch.setattr(visible, "COMPANY_S", 3600.0)
+    waiting = asyncio.create_task(stable.pass_by({B: 9}, 60.0))
+    if late:  # the question waits already
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(10.0):
+        assert await stable.left({C: 9}, 5.0, hurry=True) == []
+        await waiting
+    assert [sorted(asked) for _, asked in kafka.asked] == [[A], [B, C]]
+
+
 async def test_what_does_not_show_yet_is_asked_about_again_without_waiting_for_company(
     kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,7 @@ async def test_what_readers_have_come_past_is_not_asked_about(world: World) -> N
         turn = await twins.write(number)
         await turn.visible()
     assert twins.asked == []
+    assert [each for each in twins.log if each.endswith("seen")] == ["a seen", "b seen"] * 2
     twins.stable = 0
     await (await twins.write(5)).committed()
     await twins.write(6)

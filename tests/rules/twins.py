@@ -61,6 +61,10 @@ class FakeProducer:
             raise self.end_error
         self.log.append(f"{self.name} {what} acknowledged")
 
+    def seen(self) -> None:
+        """Readers have come past all of it."""
+        self.log.append(f"{self.name} seen")
+
 
 class Twins:
     """A twin writer on two fake producers, and what they did."""

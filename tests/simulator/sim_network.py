@@ -98,8 +98,8 @@ class Connection:
         """Whether it is up, as far as this side knows."""
         return self._up
 
-    def send(self, request: Any) -> asyncio.Future[Any]:
-        """Send a request; the future brings its answer.
+    def send(self, request: Any, answer: Any = None) -> Any:
+        """Send a request; the future that is returned, or `answer`, brings its answer.
 
         Raises:
             KafkaConnectionError: the connection is down.
@@ -107,7 +107,7 @@ class Connection:
         if not self._up:
             raise KafkaConnectionError(f"no connection to broker {self._node}")
         process, random, weather = self._process, self._process.random, self._network.weather
-        future: asyncio.Future[Any] = self._loop.create_future()
+        future: asyncio.Future[Any] = answer or self._loop.create_future()
         timer = self._loop.call_later(self._timeout_s, self._expire, future)
         self._waiting[future] = timer
         fate = random.random()

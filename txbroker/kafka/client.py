@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from aiokafka.conn import CloseReason
@@ -28,6 +28,32 @@ from txbroker.kafka.settings import KafkaSettings
 
 _IDLE_MS = 9 * 60 * 1000  # a minute less than brokers allow, so that they never close first
 _GROUP, _TRANSACTION = 0, 1
+_LOST = (OSError, KafkaError, TimeoutError)
+"""Whatever a connection says where there will be no answer."""
+
+
+class Answer(Protocol):
+    """What a connection uses of the future of an answer."""
+
+    def done(self) -> bool:
+        """Whether there is an answer, or never will be."""
+        ...
+
+    def cancelled(self) -> bool:
+        """Whether nobody waits for it any more."""
+        ...
+
+    def set_result(self, result: Any) -> None:
+        """Take the answer."""
+        ...
+
+    def set_exception(self, exception: Exception) -> None:
+        """Take why there is none."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """Return why there is none."""
+        ...
 
 
 class Connection(Protocol):
@@ -37,8 +63,8 @@ class Connection(Protocol):
         """Whether the peer has not closed it."""
         ...
 
-    def send(self, request: Request[Any] | Packed) -> Awaitable[Any]:
-        """Send a request; the awaitable brings its answer."""
+    def send(self, request: Request[Any] | Packed, answer: Answer | None = None) -> Awaitable[Any]:
+        """Send a request; the awaitable, or `answer` in its place, brings its answer."""
         ...
 
     def close(self, reason: CloseReason | None = None) -> Awaitable[None]:
@@ -132,26 +158,60 @@ class Client:
             KafkaRefused: the broker does not know this request in a version that we do.
         """
         connection = await self._connection(node, lane, timeout_s)
-        try:
+        with _sending(node):
             answer = connection.send(request)
-        except IncompatibleBrokerVersion as error:
-            raise ConfigurationError(f"this Kafka is too old: {error}") from None
-        except NotImplementedError:
-            # The library's word for a broker that does not speak any version of it that we do.
-            raise KafkaRefused(Code.UNSUPPORTED_VERSION) from None
-        except (OSError, KafkaError) as error:
-            raise NotSent(f"broker {node}: {error}") from None
         try:
             answered = await answer
-        except (OSError, KafkaError, TimeoutError) as error:
-            self._silent.add(node)
-            # What may still be on its way must not answer a later request.
-            self._drop(node, lane, connection)
-            # What broke the connection, where it is known: an answer that does not read, for one.
-            why = error.__cause__ or error
-            raise Unanswered(f"broker {node} did not answer ({why!r})") from None
+        except _LOST as error:
+            raise self._unanswered(node, lane, connection, error) from None
         self._silent.discard(node)
         return answered
+
+    def post(
+        self,
+        node: int,
+        request: Packed,
+        lane: str,
+        hear: Callable[[Any], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """Send a request over a connection that is there (`connect`), for many who wait.
+
+        Args:
+            node: the broker.
+            request: is sent at once.
+            lane: the connection.
+            hear: gets the answer, in the very round of the event loop in which it arrives.
+            fail: gets `Unanswered` where there is none.
+
+        Raises:
+            NotSent
+            KafkaRefused: the broker does not know this request in a version that we do.
+        """
+        connection = self._connections.get((node, lane))
+        if connection is None or not connection.connected():
+            raise NotSent(f"broker {node}: the connection has just broken")
+
+        def heard(answer: Any) -> None:
+            self._silent.discard(node)
+            hear(answer)
+
+        def lost(error: Exception) -> None:
+            fail(self._unanswered(node, lane, connection, error))
+
+        with _sending(node):
+            connection.send(request, _Posted(heard, lost))
+
+    def _unanswered(
+        self, node: int, lane: str, connection: Connection, error: Exception
+    ) -> Unanswered:
+        """Drop a connection without an answer; return what to raise."""
+        self._silent.add(node)
+        # What may still be on its way must not answer a later request.
+        self._drop(node, lane, connection)
+        # What broke the connection, where it is known: an answer that does not read, for one.
+        why = error.__cause__ or error
+        return Unanswered(f"broker {node} did not answer ({why!r})")
 
     async def ask_any(
         self, request: Request[Any], lane: str, timeout_s: float | None = None
@@ -178,6 +238,11 @@ class Client:
         """Return all brokers as they are to be asked for what any of them knows: at random, those
         last that were silent, as a question to one that hangs takes the whole request timeout."""
         return sorted(self._brokers, key=lambda node: (node in self._silent, random.random()))
+
+    def connected(self, node: int, lane: str) -> bool:
+        """Say whether there is a connection to broker `node`."""
+        connection = self._connections.get((node, lane))
+        return connection is not None and connection.connected()
 
     async def connect(self, node: int, lane: str) -> None:
         """Have a connection to broker `node` ready; at once where there is one.
@@ -415,6 +480,50 @@ class Client:
     def forget_group_coordinator(self, group_id: str) -> None:
         """Look again for the coordinator before the next request to it."""
         self._coordinators.pop((_GROUP, group_id), None)
+
+
+class _Posted:
+    """Takes an answer as a future does, and hands it on without a round of the event loop."""
+
+    def __init__(self, heard: Callable[[Any], None], lost: Callable[[Exception], None]) -> None:
+        self._heard = heard
+        self._lost = lost
+        self._done = False
+
+    def done(self) -> bool:
+        """Whether there is an answer, or never will be."""
+        return self._done
+
+    def cancelled(self) -> bool:
+        """Say no: who has sent it wants to hear."""
+        return False
+
+    def set_result(self, result: Any) -> None:
+        """Hand the answer on."""
+        self._done = True
+        self._heard(result)
+
+    def set_exception(self, exception: Exception) -> None:
+        """Say that there is none; later, as the connection is being closed perhaps."""
+        self._done = True
+        asyncio.get_running_loop().call_soon(self._lost, exception)
+
+    def exception(self) -> None:
+        """Return nothing: it was handed on."""
+
+
+@contextlib.contextmanager
+def _sending(node: int) -> Iterator[None]:
+    """Say in our words why a request did not leave."""
+    try:
+        yield
+    except IncompatibleBrokerVersion as error:
+        raise ConfigurationError(f"this Kafka is too old: {error}") from None
+    except NotImplementedError:
+        # The library's word for a broker that does not speak any version of it that we do.
+        raise KafkaRefused(Code.UNSUPPORTED_VERSION) from None
+    except (OSError, KafkaError) as error:
+        raise NotSent(f"broker {node}: {error}") from None
 
 
 def may_pass(error: KafkaUnavailable) -> bool:

@@ -124,8 +124,9 @@ class LoggedInConnection(AIOKafkaConnection):
         self._read_task.cancel()
         self._writer.transport.set_protocol(_Frames(self, self._closed_fut))
 
-    def send(self, request: Request[Any] | Packed) -> Awaitable[Any]:  # type: ignore[override]
-        """Send a request; the awaitable brings its answer, or a TimeoutError.
+    def send(self, request: Request[Any] | Packed, answer: Any = None) -> Awaitable[Any]:
+        """Send a request; the awaitable brings its answer, or a TimeoutError; so does `answer`,
+        which takes either as a future does, where it is given.
 
         Raises:
             KafkaConnectionError: the connection is broken; nothing was sent.
@@ -151,12 +152,13 @@ class LoggedInConnection(AIOKafkaConnection):
             # nobody was told yet.
             self.close(reason=CloseReason.CONNECTION_BROKEN)
             raise KafkaConnectionError(f"connection broken: {error}") from error
-        answer: asyncio.Future[Any] = self._loop.create_future()
+        answer = answer or self._loop.create_future()
         timer = self._loop.call_later(self._request_timeout, self._expire, answer)
         self._requests.append((number, (asked, timer), answer))
         if isinstance(request, SaslAuthenticateRequest):
             return self._logged_in(answer)
-        return answer
+        awaitable: Awaitable[Any] = answer
+        return awaitable
 
     def take(self, frame: bytes) -> None:
         """Give an answer to whoever waits for it. Brokers answer in order.

@@ -248,6 +248,8 @@ class Unseen:
             written = self._last.get(partition)
             if written is not None and written.offset == offset:
                 del self._last[partition]
+        if not self._last:
+            self._producer.seen()
 
     async def over(self, partitions: Collection[Partition], patience: Patience) -> None:
         """Return once all that the producer wrote to partitions has ended there. As a rule it is
@@ -260,7 +262,8 @@ class Unseen:
         pause_s = _SEEN_S
         while last := {each: self._last[each] for each in partitions if each in self._last}:
             offsets = {each: written.offset for each, written in last.items()}
-            left = await self._stable.left(offsets, max(0.0, min(pause_s, patience.left_s)))
+            wait_s = max(0.0, min(pause_s, patience.left_s))
+            left = await self._stable.left(offsets, wait_s, hurry=True)
             # No end of ours ends what was written under an earlier producer id.
             id = self._producer.id
             epochs = {each: last[each].epoch for each in left if last[each].producer_id == id}

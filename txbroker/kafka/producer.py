@@ -42,6 +42,8 @@ _MISSING_S = 0.3
 _SETTLED_S = 0.02
 """Behind an end for so long its markers may be on their way. So long brokers wait, too, before they
 ask the coordinator again (`add.partitions.to.txn.retry.backoff.ms`)."""
+_SEEN_S = 0.001
+"""Behind readers for so long the coordinator may still note that all markers are written."""
 _STORED_PERHAPS = (Code.REQUEST_TIMED_OUT, Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
 """Besides these, a leader that is deposed while it waits for its followers says that it leads no
 more, and its batch may be with the next one."""
@@ -112,6 +114,7 @@ class Producer:
         self._sequences: dict[Partition, int] = {}
         self._added: set[Partition] = set()
         self._ended_s = float("-inf")
+        self._seen_s = float("-inf")
         self.told_by: dict[Partition, int] = {}
         """The broker that told of a partition what holds only if it takes the next batch there."""
 
@@ -366,8 +369,15 @@ class Producer:
 
     @property
     def _settled(self) -> bool:
-        """Whether the markers of the transaction before are written, as far as one can tell."""
-        return asyncio.get_running_loop().time() - self._ended_s > _SETTLED_S
+        """Whether the transaction before is over for the coordinator, as far as one can tell."""
+        now_s = asyncio.get_running_loop().time()
+        if self._seen_s > self._ended_s:
+            return now_s - self._seen_s > _SEEN_S
+        return now_s - self._ended_s > _SETTLED_S
+
+    def seen(self) -> None:
+        """Readers have come past all that it has written: the markers are there."""
+        self._seen_s = asyncio.get_running_loop().time()
 
     async def _led_by_one(self, partitions: Sequence[Partition]) -> bool:
         """Say whether one broker leads them all, as far as is known; False where one has none."""

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec import Struct
 
 from txbroker.errors import TxbrokerError
 from txbroker.kafka.client import Client, NotSent, Unanswered
 from txbroker.kafka.codes import Code
+from txbroker.kafka.packed import Written
 from txbroker.kafka.transactions import FIRST, Answered, Partition
 
 AT_ONCE = 2
@@ -41,6 +42,16 @@ class _Batch(Struct, eq=False):
     partition: Partition
     encoded: bytes
     answer: asyncio.Future[Answered]
+
+
+class _Request(Struct, eq=False):
+    """Batches that leave together."""
+
+    node: int
+    lane: str
+    batches: Sequence[_Batch]
+    over: Callable[[], None] = lambda: None
+    """Told when it is known what became of it."""
 
 
 class _Broker:
@@ -73,7 +84,8 @@ class SharedWrites:
         self._wait_max_s = wait_max_s
         self._brokers: dict[int, _Broker] = {}
         self._apart: set[Partition] = set()
-        self._sending: set[asyncio.Task[None]] = set()
+        self._under_way: set[_Request] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def write(
@@ -101,11 +113,10 @@ class SharedWrites:
         # Until it is known that this one came through, and in good time.
         self._apart.add(partition)
         try:
-            if alone:
-                batch = _Batch(partition, encoded, loop.create_future())
-                answered = _said(await self._ask(leader, [batch], own_lane), partition)
-            else:
-                answered = await self._write_with_others(leader, partition, encoded)
+            batch = _Batch(partition, encoded, loop.create_future())
+            writing = self._write(leader, batch, own_lane if alone else "")
+            del batch  # or the error of a failed write would be a cycle, with its bytes
+            answered = await writing
         except NotSent:
             # It has not slowed anybody; connections that are up may take it.
             self._apart.discard(partition)
@@ -117,7 +128,10 @@ class SharedWrites:
     async def close(self) -> None:
         """Give up what waits and what is under way."""
         self._closed = True
-        tasks = list(self._sending)
+        for request in self._under_way:
+            _fail(request.batches, Unanswered(_CLOSED))
+        self._under_way.clear()
+        tasks = list(self._connecting)
         for task in tasks:
             task.cancel()
         for broker in self._brokers.values():
@@ -126,16 +140,18 @@ class SharedWrites:
             broker.waiting.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _write_with_others(
-        self, leader: int, partition: Partition, encoded: bytes
-    ) -> Answered:
+    async def _write(self, leader: int, batch: _Batch, own_lane: str) -> Answered:
+        """Write one batch: over a lane of its own, or "" with what others write."""
         broker = self._brokers.get(leader)
         if broker is None:
             broker = self._brokers[leader] = _Broker(leader)
-        batch = _Batch(partition, encoded, asyncio.get_running_loop().create_future())
-        broker.waiting[batch] = None
-        self._go_on(broker)
         try:
+            if own_lane:
+                await self._client.connect(leader, own_lane)
+                self._leave(_Request(leader, own_lane, [batch]))
+            else:
+                broker.waiting[batch] = None
+                self._go_on(broker)
             return await batch.answer
         finally:
             broker.waiting.pop(batch, None)
@@ -167,46 +183,59 @@ class SharedWrites:
         broker.beginning = True
         number = next(n for n in itertools.count() if n not in broker.lanes)
         broker.lanes.add(number)
-        # A task begins in the next round of the loop: what is ready in this one goes along.
-        task = asyncio.create_task(self._send(broker, number), name="txbroker shared write")
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        # What is ready in this round of the loop goes along.
+        asyncio.get_running_loop().call_soon(self._send, broker, number)
 
-    async def _send(self, broker: _Broker, number: int) -> None:
-        """Write what waits in one request; the answers go to those that wait."""
+    def _send(self, broker: _Broker, number: int) -> None:
+        """Write what waits in one request, once there is a connection."""
         broker.beginning = False
-        batches: list[_Batch] = []
         lane = f"shared/{number}"
-        try:
-            batches = await self._when_connected(broker, lane)
-            self._go_on(broker)
-            if batches:
-                _answer(batches, await self._ask(broker.node, batches, lane))
-        except asyncio.CancelledError:
-            _fail(batches, Unanswered(_CLOSED))
-            raise
-        except Exception as error:
-            # Whatever it is: whoever waits must hear of it.
-            _fail_all(batches, error)
-        finally:
-            broker.lanes.discard(number)
-            self._go_on(broker)
+        if self._closed or self._client.connected(broker.node, lane):
+            self._send_over(broker, number, lane)
+        else:
+            task = asyncio.create_task(self._connect(broker, number, lane), name="txbroker connect")
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
 
-    async def _when_connected(self, broker: _Broker, lane: str) -> list[_Batch]:
-        """Take what waits once there is a connection, so that what comes before that goes along
-        and what is given up does not. Without one all that waits has failed."""
+    async def _connect(self, broker: _Broker, number: int, lane: str) -> None:
+        """Have a connection, so that what comes before that goes along and what is given up does
+        not. Without one all that waits has failed."""
         try:
             await self._client.connect(broker.node, lane)
         except Exception as error:
             waiting = list(broker.waiting)
             broker.waiting.clear()
             _fail_all(waiting, error)
-            return []
-        return _take(broker)
+        self._send_over(broker, number, lane)
 
-    async def _ask(
-        self, node: int, batches: Collection[_Batch], lane: str
-    ) -> dict[Partition, Answered]:
+    def _send_over(self, broker: _Broker, number: int, lane: str) -> None:
+        """Write what waits over a connection that is there."""
+        batches = _take(broker)
+        request = _Request(broker.node, lane, batches, lambda: self._over(broker, number))
+        try:
+            if batches:
+                self._leave(request)
+        except Exception as error:
+            self._fail(request, error)
+        else:
+            if batches:
+                self._go_on(broker)
+            else:
+                self._over(broker, number)
+
+    def _over(self, broker: _Broker, number: int) -> None:
+        """A request is over: let others take what waits."""
+        broker.lanes.discard(number)
+        self._go_on(broker)
+
+    def _leave(self, request: _Request) -> None:
+        """Write batches in one request; the answers go to those that wait.
+
+        Raises:
+            NotSent
+            KafkaRefused: the broker does not know this request in a version that we do.
+        """
+        batches = request.batches
         topics: dict[str, list[tuple[int, bytes]]] = {}
         for batch in batches:
             topic, number = batch.partition
@@ -215,10 +244,30 @@ class SharedWrites:
         if len(batches) > 1:
             # The broker answers by then, so that the others hear of theirs.
             timeout_s = min(timeout_s, SLOW_S)
-        timeout_ms = round(timeout_s * 1000)
-        request = FIRST.write(None, timeout_ms, list(topics.items()))
-        answer = await self._client.ask(node, request, lane)
-        return {(each.topic, each.partition): each for each in FIRST.written(answer)}
+        self._client.post(
+            request.node,
+            FIRST.write(None, round(timeout_s * 1000), list(topics.items())),
+            request.lane,
+            lambda answer: self._hear(request, answer),
+            lambda error: self._fail(request, error),
+        )
+        self._under_way.add(request)
+
+    def _hear(self, request: _Request, answer: Written) -> None:
+        try:
+            told = {(each.topic, each.partition): each for each in FIRST.written(answer)}
+        except Exception as error:
+            self._fail(request, error)
+            return
+        self._under_way.discard(request)
+        _answer(request.batches, told)
+        request.over()
+
+    def _fail(self, request: _Request, error: Exception) -> None:
+        self._under_way.discard(request)
+        # Whatever it is: whoever waits must hear of it.
+        _fail_all(request.batches, error)
+        request.over()
 
 
 def _take(broker: _Broker) -> list[_Batch]:

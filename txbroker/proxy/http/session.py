@@ -1,7 +1,8 @@
 """One SDK session: operations in, answers out, many of either in a frame.
 
 Whatever is answered during one turn of the event loop goes back in one frame, because the writer
-wakes up only in the next. Every queue of a session is bounded; a client that does not read its
+wakes up only in the next; an answer behind which nothing else is carried out leaves at once. Every
+queue of a session is bounded; a client that does not read its
 answers is cut off.
 """
 
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import ClientConnectionError, web
 
 from txbroker import contract, tracing, wire
 from txbroker.core.records import Decision, Source
@@ -77,6 +78,7 @@ class Session:
         self._request = request
         self._outbox: list[wire.FromProxy] = []
         self._wake = asyncio.Event()
+        self._sending = False
         self._unread = 0
         self._unread_bytes = 0
         self._checks_unread = 0
@@ -123,6 +125,12 @@ class Session:
         return self._hand_over((check,), size)
 
     def _hand_over(self, operations: Sequence[wire.FromProxy], size: int) -> bool:
+        taken = self._put(operations, size)
+        self._wake.set()
+        return taken
+
+    def _put(self, operations: Sequence[wire.FromProxy], size: int) -> bool:
+        """Put operations into the outbox; False where the session is closed."""
         if self.closed:
             return False
         if (
@@ -134,15 +142,22 @@ class Session:
         self._unread += len(operations)
         self._unread_bytes += size
         self._outbox += operations
-        self._wake.set()
         return True
 
     async def write(self) -> None:
         """Send what is handed over until the session ends."""
+        while not self.closed:
+            await self._wake.wait()
+            self._wake.clear()
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Send what is in the outbox, unless somebody does."""
+        if self._sending:
+            return
+        self._sending = True
         try:
-            while not self.closed:
-                await self._wake.wait()
-                self._wake.clear()
+            while self._outbox and not self.closed:
                 operations, self._outbox = self._outbox, []
                 for part in self._parts(operations):
                     async with asyncio.timeout(self._settings.request_timeout_s):
@@ -150,8 +165,10 @@ class Session:
                     self._was_read(part)
         except TimeoutError:
             self.cut_off("it does not read its answers")
-        except (ClientConnectionResetError, ConnectionError):
+        except (ClientConnectionError, ConnectionError):
             self.closed = True
+        finally:
+            self._sending = False
 
     def _parts(self, operations: list[wire.FromProxy]) -> Iterator[list[wire.FromProxy]]:
         """Share operations out over frames: so many, and of checks, which are large, so few, that
@@ -331,8 +348,7 @@ class Session:
                     )
             if part.name == "decide" and told:
                 self._shell.metrics.decisions_took(time.monotonic() - started, len(told))
-            if told:
-                self.send(*told)
+            self._put(told, ANSWER_BYTES * len(told))
             for call, error in failed:
                 self._fail((call,), error, part.name)
         except Exception as error:
@@ -341,6 +357,10 @@ class Session:
             del self._tasks[number]
             size = sum([part.sizes[place] for place in run.numbers])
             self._release(size, prepare=part.name == "prepare")
+        if self._tasks:
+            self._wake.set()
+        else:
+            await self._flush()  # nothing else can be answered in this round of the loop
 
     def _prepare(self, operation: wire.Prepare) -> tuple[contract.PrepareRequest, int]:
         request = contract.PrepareRequest(

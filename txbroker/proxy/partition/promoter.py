@@ -235,18 +235,13 @@ class Promoter:
         # From here to the progress of this very plan nothing is awaited.
         self._note_deferred(plan)
         self._in_flight.update(_ids(_decided_by(plan)))
-        flight = _Flight(
-            plan,
-            self._progress(plan),
-            self._to_keep(),
-            self._to_release(),
-            time.monotonic(),
-            under_way,
-        )
-        if flight.empty:
+        keep, release = self._to_keep(), self._to_release()
+        if plan.empty and not keep and not release:
             if not self._open:
                 self._failing_since_s = None
             return False
+        began_s = time.monotonic()
+        flight = _Flight(plan, self._progress(plan), keep, release, began_s, under_way)
         self._open.add(flight)
         with self._bodies.hold(flight.whole()):
             written = await self._load(flight) and await self._write(flight)
@@ -326,6 +321,8 @@ class Promoter:
             self._finishing.add(task)
             self._flights.add(flight)
             task.add_done_callback(partial(self._finished, flight))
+            # The turn's commit leaves before the next one is planned.
+            await asyncio.sleep(0)
         return True
 
     def _to_keep(self) -> list[Transaction]:
