@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -72,7 +72,7 @@ class Unclear(Struct, frozen=True):
 CheckResult: TypeAlias = Answered | Unreached | Unclear
 
 
-class Wanted(NamedTuple):
+class Wanted(Struct, frozen=True, gc=False):
     """An attempt that is to be made: of which transaction, why now, and whom it will ask."""
 
     id: str
@@ -80,7 +80,7 @@ class Wanted(NamedTuple):
     endpoint: str
 
 
-class Told(NamedTuple):
+class Told(Struct, frozen=True):
     """What came of an attempt, and from whom."""
 
     call: CheckCall

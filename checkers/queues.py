@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from txbroker.checkers.base import Channel, CheckCall, CheckOwner
+from txbroker.checkers.base import Channel, CheckCall, CheckOwner, CheckResult
 from txbroker.core.records import CheckReason
 
 
@@ -20,12 +20,13 @@ class Item:
 
     __slots__ = (
         "began_s", "call", "channel", "endpoint", "era", "forgotten", "group", "id", "owner",
-        "place", "prefer", "reason",
+        "place", "prefer", "reason", "result",
     )  # fmt: skip
 
     channel: Channel
     call: CheckCall
     endpoint: str
+    result: CheckResult
 
     def __init__(
         self,

@@ -11,11 +11,11 @@ import heapq
 import itertools
 import logging
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import structlog
 from msgspec import structs
@@ -72,13 +72,6 @@ Later: TypeAlias = Callable[[float, Callable[[], None]], Timer]
 """Call something so many seconds later, from the event loop."""
 
 
-class _Heard(NamedTuple):
-    """What came of a question."""
-
-    item: Item
-    result: CheckResult
-
-
 class CheckRunner:
     """Takes due checks from owners and carries them out."""
 
@@ -120,7 +113,7 @@ class CheckRunner:
         # with somebody to ask in hand, and what has been answered.
         self._grown: dict[Group, None] = {}
         self._in_hand: list[Item] = []
-        self._heard: list[_Heard] = []
+        self._heard: list[Item] = []
         # Whose channels are in hand, and what they were asked.
         self._holding: dict[Item, asyncio.Future[CheckResult] | None] = {}
         self._waking = False
@@ -373,7 +366,7 @@ class CheckRunner:
         """Write the markers of a run of one owner, and ask."""
         try:
             hit("check.acquired")
-            wanted = [item for item in items if item.wanted]
+            wanted = [item for item in items if not item.forgotten]
             calls = await owner.attempt(
                 [Wanted(item.id, item.reason, item.endpoint) for item in wanted]
             )
@@ -402,56 +395,56 @@ class CheckRunner:
 
     def _answered(self, item: Item, answer: asyncio.Future[CheckResult]) -> None:
         if not self._closed:
-            self._heard.append(_Heard(item, result_of(item.call, answer)))
+            item.result = result_of(item.call, answer)
+            self._heard.append(item)
             self._wake()
 
-    def _take_in(self, heard: list[_Heard]) -> None:
+    def _take_in(self, heard: list[Item]) -> None:
         """Take what was answered in one turn of the event loop."""
         hit("check.answered")
-        self._release([item for item, _ in heard])
-        told: list[_Heard] = []
-        for each in heard:
-            item, result = each
+        self._release(heard)
+        told: list[Item] = []
+        for item in heard:
+            result = item.result
             if isinstance(result, Unreached) and item.channel.instance:
                 self._start(self._ask_others(item, result))
             else:
-                told.append(each)
+                told.append(item)
         self._pass_on(told)
 
-    def _pass_on(self, heard: list[_Heard]) -> None:
+    def _pass_on(self, heard: list[Item]) -> None:
         """Count what came of checks, and tell their owners: those of one owner together, but for
         answers with messages, which are to be examined."""
         now_s = asyncio.get_running_loop().time()
-        durations: dict[tuple[Group, str], list[float]] = {}
-        runs: dict[tuple[CheckOwner, Item | None], list[_Heard]] = {}
-        for each in heard:
-            item, result = each
-            key = item.group, outcome_of(result)
-            durations.setdefault(key, []).append(now_s - item.began_s)
+        durations: defaultdict[tuple[Group, str], list[float]] = defaultdict(list)
+        runs: defaultdict[tuple[CheckOwner, Item | None], list[Item]] = defaultdict(list)
+        for item in heard:
+            result, group = item.result, item.group
+            durations[group, outcome_of(result)].append(now_s - item.began_s)
             if isinstance(result, Unreached):
-                self._failed(item.group, item.era, result.detail)
-            else:
-                self._reached(item.group)
+                self._failed(group, item.era, result.detail)
+            elif group.failures or group.timer is not None:
+                self._reached(group)
             alone = isinstance(result, Answered) and result.messages is not None
-            runs.setdefault((item.owner, item if alone else None), []).append(each)
+            runs[item.owner, item if alone else None].append(item)
         for (group, outcome), took_s in durations.items():
             self._metrics.checks_ended(group.name, outcome, took_s)
         for (owner, _), run in runs.items():
             self._start(self._tell(owner, run))
 
-    async def _tell(self, owner: CheckOwner, heard: list[_Heard]) -> None:
+    async def _tell(self, owner: CheckOwner, heard: list[Item]) -> None:
         """Tell an owner what came of checks."""
         again: set[Item] = set()
         try:
-            known = [each for each in heard if not each.item.forgotten]
-            await owner.answered([Told(i.call, i.endpoint, result) for i, result in known])
+            known = [item for item in heard if not item.forgotten]
+            await owner.answered([Told(each.call, each.endpoint, each.result) for each in known])
             hit("check.taken")
-            again = {item for item, result in known if isinstance(result, Unreached)}
+            again = {each for each in known if isinstance(each.result, Unreached)}
         except Exception as error:
-            for item, _ in heard:
+            for item in heard:
                 tell_failed(item, error)
         finally:
-            self._ended([item for item, _ in heard], again=again)
+            self._ended(heard, again=again)
 
     async def _ask_others(self, item: Item, result: CheckResult) -> None:
         """Ask the others of a group after an instance that did not take the question.
@@ -489,8 +482,8 @@ class CheckRunner:
             # The attempt's marker names another one.
             told = shortened(f"{channel.endpoint}: {result.detail}")
             result = structs.replace(result, detail=told)
-        item.endpoint = channel.endpoint
-        self._pass_on([_Heard(item, result)])
+        item.endpoint, item.result = channel.endpoint, result
+        self._pass_on([item])
 
     async def _acquire(self, item: Item, avoid: Collection[str] = ()) -> Channel | Unreached:
         try:

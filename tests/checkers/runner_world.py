@@ -161,10 +161,10 @@ class FakeOwner:
         return id in self._world.pending
 
     async def answered(self, run: Sequence[Told]) -> None:
-        self.told.append([call.id for call, _, _ in run])
+        self.told.append([told.call.id for told in run])
         await asyncio.sleep(0)
-        for call, _, result in run:
-            self._take(call, result)
+        for told in run:
+            self._take(told.call, told.result)
 
     def _take(self, call: CheckCall, result: CheckResult) -> None:
         world = self._world

@@ -121,9 +121,9 @@ class Owner:
 
     async def answered(self, run: Sequence[Told]) -> None:
         await self.dice.pause()
-        for call, _, result in run:
-            if isinstance(result, Answered):
-                self.pending.discard(call.id)
+        for told in run:
+            if isinstance(told.result, Answered):
+                self.pending.discard(told.call.id)
 
 
 @pytest.mark.parametrize("seed", range(30))

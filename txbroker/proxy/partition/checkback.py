@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from msgspec import Struct
+
 from txbroker import tracing
 from txbroker.checkers.base import Answered, CheckCall, Told, Unreached, Wanted, shortened
 from txbroker.contract import Answer, DecideRequest
@@ -85,7 +87,7 @@ class _Asked(NamedTuple):
     by: str = ""
 
 
-class _Attempt(NamedTuple):
+class _Attempt(Struct, frozen=True):
     """An attempt that is to be made, and where in its run."""
 
     place: int
@@ -316,7 +318,8 @@ class CheckBack:
             the check again.
         """
         found: list[CheckCall | TxbrokerError | None] = [None] * len(checks)
-        transactions = [t for check in checks if (t := self._pending(check.id)) is not None]
+        known = self._ledger.transactions
+        transactions = [known[check.id] for check in checks if check.id in known]
         attempts: list[_Attempt] = []
         try:
             async with self._bodies.at_hand(transactions):
@@ -359,11 +362,12 @@ class CheckBack:
         """Write the markers of attempts, and note the question of each under its number."""
         expected: list[tuple[int, int]] = []
         rows: list[MarkerRow] = []
-        for _, transaction, reason, endpoint in attempts:
+        for attempt in attempts:
+            transaction, reason = attempt.transaction, attempt.reason
             turn, number = transaction.round, transaction.number + 1
             expected.append((turn, number))
             asked = self._asked.get(transaction.half.id) if reason is CheckReason.ASKED else None
-            last = transaction.attempts[-1] if transaction.attempts else None
+            before = transaction.attempts
             rows.append(
                 self._markers.row(
                     transaction,
@@ -372,8 +376,8 @@ class CheckBack:
                     by="" if asked is None else asked.by,
                     reason=reason,
                     number=number,
-                    endpoint=endpoint,
-                    previous="" if last is None else last.outcome,
+                    endpoint=attempt.endpoint,
+                    previous=before[-1].outcome if before else "",
                 )
             )
         made: list[str] = []
@@ -407,7 +411,8 @@ class CheckBack:
 
     def still_pending(self, id: str) -> bool:
         """Say whether a transaction is undecided and not parked."""
-        return self._pending(id) is not None
+        transaction = self._ledger.transactions.get(id)
+        return transaction is not None and transaction.state is State.PENDING
 
     async def answered(self, run: Sequence[Told]) -> None:
         """Take what came of attempts."""
@@ -443,7 +448,7 @@ class CheckBack:
     async def _take(self, transaction: Transaction, told: Told) -> DecideRequest | MarkerRow | None:
         """Return what an answer comes to: a decision, a marker that gives its attempt back, or
         nothing."""
-        call, endpoint, result = told
+        call, endpoint, result = told.call, told.endpoint, told.result
         if isinstance(result, Answered) and result.decision is not Decision.UNKNOWN:
             try:
                 objection = await self._objection(transaction, result)
