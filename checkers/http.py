@@ -34,6 +34,7 @@ from txbroker.checkers.connections import (
 )
 from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
 from txbroker.checkers.groups import (
+    PARALLEL_MAX,
     GroupPolicy,
     PolicyError,
     host_and_port,
@@ -58,7 +59,8 @@ IDLE_S = 1.5
 """How long a connection lies idle before it is closed: less than common servers' 2 to 5 s, so
 that hardly ever a question meets a connection that the other side is just closing."""
 NOT_HTTP = "the answer is not HTTP, is cut off or has too large headers"
-IDLE_PER_GROUP_MAX = 8
+IDLE_PER_GROUP_MAX = PARALLEL_MAX
+"""As many as it has calls at a time: those of a run are given back together."""
 IDLE_MAX = 256
 
 
