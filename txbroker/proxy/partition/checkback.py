@@ -443,7 +443,8 @@ class CheckBack:
                 for (told, _), outcome in zip(markers, outcomes, strict=True):
                     _see_taken(told, outcome)
         finally:
-            self.changed(touched)
+            # What is decided is off the schedule since its marker was applied.
+            self.changed([each for each in touched if each.state is State.PENDING])
 
     async def _take(self, transaction: Transaction, told: Told) -> DecideRequest | MarkerRow | None:
         """Return what an answer comes to: a decision, a marker that gives its attempt back, or
