@@ -356,7 +356,7 @@ class CheckBack:
 
     async def _make(
         self,
-        attempts: list["_Attempt"],
+        attempts: list[_Attempt],
         found: list[CheckCall | TxbrokerError | None],
     ) -> None:
         """Write the markers of attempts, and note the question of each under its number."""
