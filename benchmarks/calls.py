@@ -13,18 +13,20 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import uvloop
 from in_memory import PROXY_THREAD, in_memory_broker, transactions
+from rig.beside import call
 from rig.http_load import transactions_over_http
 
-from txbroker.sdk import Message, TransactionalProducer
+from txbroker.sdk import CheckRequest, Decision, Message, TransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
 
 # At most so many. Calls: some 4 to 10 % above what was measured on Python 3.11, where two runs
@@ -35,6 +37,7 @@ BOUNDS = {
     "proxy at 512 in flight": 88,
     "proxy at 64 in flight": 140,
     "proxy over HTTP at 64 in flight": 540,
+    "proxy of a check-back": 172,
     "client at 512 in flight": 46,
     "client at 64 in flight": 46,
     "modules of a prepare": 39,
@@ -44,6 +47,12 @@ BOUNDS = {
 IN_FLIGHT = (512, 64)
 HTTP_IN_FLIGHT = 64
 OVER_HTTP = f"proxy over HTTP at {HTTP_IN_FLIGHT} in flight"
+OF_A_CHECK = "proxy of a check-back"
+CHECKED_GROUPS = 4
+CHECKS_PARALLEL = 64
+CHECK_AFTER_S = 600.0
+CHECKS_END_S = 0.5
+"""After the last answer, until it is decided and promoted: asking for that would count, too."""
 WARMUP = 1_000
 SIZE = 1024
 SINGLE = 20
@@ -150,6 +159,59 @@ def count_http(
     return min(found, key=lambda calls: sum(calls.values()))
 
 
+async def prepare_undecided(url: str, count: int) -> None:
+    """Prepare transactions of several groups, and go away."""
+
+    async def lane(producer: TransactionalProducer, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            message = Message("payments", key=b"key-%d" % number, value=b"x" * SIZE)
+            await producer.prepare(message, check_after_s=CHECK_AFTER_S)
+
+    async with AsyncExitStack() as stack:
+        numbers, lanes = iter(range(count)), []
+        for group in range(CHECKED_GROUPS):
+            producer = TransactionalProducer(url, group=f"checked-{group}")
+            await stack.enter_async_context(producer)
+            lanes += [lane(producer, numbers) for _ in range(CHECKS_PARALLEL)]
+        await asyncio.gather(*lanes)
+
+
+async def answer_checks(url: str, count: int) -> None:
+    """Be there for the groups until so many checks are answered."""
+    answered = asyncio.Semaphore(0)
+
+    async def commit(_: CheckRequest) -> Decision:
+        answered.release()
+        return Decision.COMMIT
+
+    async with AsyncExitStack() as stack:
+        for group in range(CHECKED_GROUPS):
+            producer = TransactionalProducer(url, group=f"checked-{group}", check=commit)
+            await stack.enter_async_context(producer)
+        for _ in range(count):
+            await answered.acquire()
+
+
+def count_checks(
+    broker: InMemoryBroker, counter: CallCounter, count: int, rounds: int
+) -> dict[str, float]:
+    """Return the proxy's calls of a check-back that is answered and promoted, all being due at
+    once, by file, of the least round."""
+    for group in range(CHECKED_GROUPS):
+        policy = {"parallel": CHECKS_PARALLEL}
+        call("PUT", f"{broker.url}/v1/groups/checked-{group}", policy)
+    found: list[dict[str, float]] = []
+    for _ in range(rounds):
+        uvloop.run(prepare_undecided(broker.url, count))
+        broker.advance(CHECK_AFTER_S)
+        counter.take()
+        uvloop.run(answer_checks(broker.url, count))
+        time.sleep(CHECKS_END_S)
+        calls = by_file(counter.take()["proxy"])
+        found.append({name: number / count for name, number in calls.most_common()})
+    return min(found, key=lambda calls: sum(calls.values()))
+
+
 async def count_modules(broker: InMemoryBroker, counter: CallCounter) -> dict[str, dict[str, int]]:
     """Return the proxy's calls by module of txbroker, fakes left out: of one prepare, and of one
     commit until its message is visible.
@@ -195,6 +257,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
         for side, files in sides.items()
     }
     sums[OVER_HTTP] = round(sum(found["http"].values()), 1)
+    sums[OF_A_CHECK] = round(sum(found["checks"].values()), 1)
     return sums | {f"modules of a {step}": len(each) for step, each in found["modules"].items()}
 
 
@@ -214,7 +277,8 @@ def measure(in_flight: list[int], count: int, rounds: int) -> dict[str, Any]:
         modules = uvloop.run(count_modules(broker, counter))
         calls = {each: count_load(broker, counter, each, count, rounds) for each in in_flight}
         http = count_http(broker, counter, count, rounds)
-    return {"calls": calls, "http": http, "modules": modules}
+        checks = count_checks(broker, counter, count // 2, rounds)
+    return {"calls": calls, "http": http, "checks": checks, "modules": modules}
 
 
 def show(found: dict[str, Any], *, files: bool, modules: bool) -> None:
@@ -229,6 +293,8 @@ def show(found: dict[str, Any], *, files: bool, modules: bool) -> None:
                 _table_of(calls)
         print(f"\ncalls of a transaction in the {OVER_HTTP}")
         _table_of(found["http"])
+        print(f"\ncalls in the {OF_A_CHECK}")
+        _table_of(found["checks"])
     if modules:
         for step, calls in found["modules"].items():
             print(f"\ncalls of one {step} in modules of txbroker, in the proxy")

@@ -1,12 +1,14 @@
 """What a check-back is, whoever is asked and however."""
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Collection, Sequence
 from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
 from txbroker.core.records import CheckReason, Decision, Message
 from txbroker.core.trace_context import TraceContext
+from txbroker.errors import TxbrokerError
 
 ASK_AGAIN_S_MIN = 1.0
 """A "not yet" for less than this is taken as this, so that no group is asked in a tight loop."""
@@ -70,6 +72,22 @@ class Unclear(Struct, frozen=True):
 CheckResult: TypeAlias = Answered | Unreached | Unclear
 
 
+class Wanted(Struct, frozen=True, gc=False):
+    """An attempt that is to be made: of which transaction, why now, and whom it will ask."""
+
+    id: str
+    reason: CheckReason
+    endpoint: str
+
+
+class Told(Struct, frozen=True):
+    """What came of an attempt, and from whom."""
+
+    call: CheckCall
+    endpoint: str
+    result: CheckResult
+
+
 def ask_again_within_bounds(seconds: float) -> float:
     """Return how long a "not yet" holds: what was answered, but 1 s at least and 1 h at most.
 
@@ -82,8 +100,17 @@ def ask_again_within_bounds(seconds: float) -> float:
 
 def shortened(detail: str) -> str:
     """Return a detail that is safe to store and show: one line, printable, at most 200 long."""
+    if len(detail) <= DETAIL_CHARS_MAX and detail.isprintable():
+        return detail
     line = "".join(c if c.isprintable() else " " for c in detail[: DETAIL_CHARS_MAX * 2])
     return line if len(line) <= DETAIL_CHARS_MAX else line[: DETAIL_CHARS_MAX - 1] + "…"
+
+
+def already(result: CheckResult) -> "asyncio.Future[CheckResult]":
+    """Return a future of what is known already."""
+    future: asyncio.Future[CheckResult] = asyncio.get_running_loop().create_future()
+    future.set_result(result)
+    return future
 
 
 class Channel(Protocol):
@@ -94,11 +121,11 @@ class Channel(Protocol):
     instance: str
     """The SDK instance that it asks, "" where it asks no one instance that could be avoided."""
 
-    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
-        """Ask, once. The question is handed to the socket before the first suspension.
+    def ask(self, call: CheckCall, timeout_s: float) -> "asyncio.Future[CheckResult]":
+        """Ask, once. The question has been handed to the socket when this returns.
 
-        Never raises for what the other side does: every outcome is a CheckResult, within
-        `timeout_s`.
+        Nothing is raised for what the other side does: every outcome is a CheckResult, known
+        within `timeout_s`.
         """
         ...
 
@@ -110,6 +137,10 @@ class Channel(Protocol):
 class Finder(Protocol):
     """Finds somebody of a group to ask."""
 
+    def at_hand(self, group: str, prefer: str) -> Channel | None:
+        """Return the channel that `acquire` would return without waiting for anything, if any."""
+        ...
+
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Channel | Unreached:
@@ -119,4 +150,30 @@ class Finder(Protocol):
         Args:
             avoid: instances that did not take the question; somebody else is wanted.
         """
+        ...
+
+
+class CheckOwner(Protocol):
+    """The owner of the half partition that a transaction lives in. Compared by identity."""
+
+    def in_memory(self, id: str) -> bool:
+        """Say whether the transaction's messages are in memory: others do not wait for those
+        that are to be read first."""
+        ...
+
+    async def attempt(self, checks: Sequence[Wanted]) -> "list[CheckCall | TxbrokerError | None]":
+        """Write the numbered markers of attempts.
+
+        Return of each the question once the marker is durable and the ledger has accepted it, None
+        where there is nothing to ask (any more): decided, too early, not ours; or why its marker
+        was not written.
+        """
+        ...
+
+    def still_pending(self, id: str) -> bool:
+        """Say whether the transaction is undecided, by all markers that the ledger knows."""
+        ...
+
+    async def answered(self, run: Sequence[Told]) -> None:
+        """Take what came of attempts: a decision, "not yet", nobody reached, or nothing."""
         ...

@@ -1,7 +1,7 @@
 """One HTTP/1.1 call on a connection in hand, for talk between proxies.
 
-As with `txbroker.checkers.http`, the request is handed to the socket before the first suspension,
-and nothing is ever sent twice: so it is known for certain whether anything was sent.
+As with `txbroker.checkers.http`, the request is handed to the socket at once, and nothing
+is ever sent twice: so it is known for certain whether anything was sent.
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,15 @@ async def post(
         NotSent: certainly nothing was sent.
         NoAnswer: it may have arrived.
     """
+    return await receive(connection, send(connection, target, headers, body), answer_bytes_max)
+
+
+def send(connection: Connection, target: str, headers: Headers, body: bytes) -> h11.Connection:
+    """Send one POST at once; return what `receive` needs.
+
+    Raises:
+        NotSent: certainly nothing was sent.
+    """
     if not connection.fresh:
         raise NotSent("the connection closed before the question was sent")
     state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADER_BYTES_MAX)
@@ -52,6 +61,15 @@ async def post(
     )
     events = (request, h11.Data(data=body), h11.EndOfMessage())
     connection.send(b"".join(state.send(event) or b"" for event in events))
+    return state
+
+
+async def receive(connection: Connection, state: h11.Connection, answer_bytes_max: int) -> Answer:
+    """Return the answer to what was sent; the caller bounds the time.
+
+    Raises:
+        NoAnswer: there is none, or not a whole one.
+    """
     try:
         return await _answer(connection, state, answer_bytes_max)
     except h11.RemoteProtocolError:

@@ -29,6 +29,14 @@ class GroupFinder:
         self._http = http
         self._peers = peers
 
+    def at_hand(self, group: str, prefer: str) -> Channel | None:
+        """Return a channel to a session here, None where others are to be looked for first."""
+        peers = self._peers
+        session = self._sessions.acquire_instance(group, prefer) if prefer else None
+        if session is not None or (prefer and peers is not None and peers.has(group, prefer)):
+            return session
+        return self._sessions.acquire(group, "")
+
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Channel | Unreached:

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -23,6 +24,8 @@ QUERY_MASKS = (QUERY_MASK, "?%E2%80%A6", "?%e2%80%a6")
 GROUP_NAME_CHARS_MAX = 249
 """As long as a topic name may be, which is what groups are usually named after."""
 URL_CHARS_MAX = 2000
+URLS_KNOWN_MAX = 1024
+"""Check URLs that are not taken apart again for each check."""
 REF_CHARS_MAX = 4096
 PARALLEL_MAX = 64
 """Calls to one group at a time, so that no group takes all the calls of a proxy."""
@@ -124,6 +127,7 @@ def check_group_name(group: str) -> None:
         raise PolicyError(f"a group's name must not be {group!r}: no URL can name it")
 
 
+@lru_cache(maxsize=URLS_KNOWN_MAX)
 def split_check_url(url: str) -> SplitResult:
     """Return the parts of a check URL.
 
@@ -159,6 +163,7 @@ def split_check_url(url: str) -> SplitResult:
     return parts
 
 
+@lru_cache(maxsize=URLS_KNOWN_MAX)
 def host_and_port(url: str) -> tuple[str, int]:
     """Return the host, without brackets, and the port that a check URL leads to.
 

@@ -2,7 +2,7 @@
 
 A client of its own round h11, because it must be known for certain whether anything of a
 question was sent: the connection is in hand before the attempt's marker is written, the request
-is handed to the socket before the first suspension, and nothing is ever sent twice.
+is handed to the socket in the very call that asks, and nothing is ever sent twice.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from txbroker.checkers.answers import (
     trial_question,
     webhook_id,
 )
-from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, shortened
+from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, already, shortened
 from txbroker.checkers.connections import (
     CannotConnect,
     Connection,
@@ -34,6 +34,7 @@ from txbroker.checkers.connections import (
 )
 from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
 from txbroker.checkers.groups import (
+    PARALLEL_MAX,
     GroupPolicy,
     PolicyError,
     host_and_port,
@@ -58,7 +59,8 @@ IDLE_S = 1.5
 """How long a connection lies idle before it is closed: less than common servers' 2 to 5 s, so
 that hardly ever a question meets a connection that the other side is just closing."""
 NOT_HTTP = "the answer is not HTTP, is cut off or has too large headers"
-IDLE_PER_GROUP_MAX = 8
+IDLE_PER_GROUP_MAX = PARALLEL_MAX
+"""As many as it has calls at a time: those of a run are given back together."""
 IDLE_MAX = 256
 
 
@@ -340,18 +342,21 @@ class HttpChannel:
         self._released = False
         self.endpoint = request.endpoint
 
-    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+    def ask(self, call: CheckCall, timeout_s: float) -> "asyncio.Future[CheckResult]":
         """Ask, once; see `Channel.ask`."""
         if not self._connection.fresh:
             self._reusable = False
-            return Unreached("the connection closed before the question was sent")
+            return already(Unreached("the connection closed before the question was sent"))
         state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADER_BYTES_MAX)
         data = self._encode(state, question(call), webhook_id(call), _trace_headers(call))
         self._reusable = False
         self._connection.send(data)
+        return asyncio.get_running_loop().create_task(self._result(state, call.id, timeout_s))
+
+    async def _result(self, state: h11.Connection, id: str, timeout_s: float) -> CheckResult:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._answer(state, call.id)
+                return await self._answer(state, id)
         except TimeoutError:
             return Unclear(f"no answer within {timeout_s:g} s")
         except h11.RemoteProtocolError:

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
+import h11
 import msgspec
 from msgspec import Struct
 
@@ -21,10 +22,11 @@ from txbroker.checkers.base import (
     CheckResult,
     Unclear,
     Unreached,
+    already,
     shortened,
 )
 from txbroker.checkers.connections import CannotConnect, Connection, Names, connect
-from txbroker.checkers.exchange import Headers, NoAnswer, NotSent, post
+from txbroker.checkers.exchange import Headers, NoAnswer, NotSent, post, receive, send
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
 from txbroker.core.records import Decision, Message
 from txbroker.tls import ClientTls
@@ -284,6 +286,10 @@ class PeerSessions:
             self._not_there(url, request)
         return Unreached(shortened(why))
 
+    def has(self, group: str, instance: str) -> bool:
+        """Say whether another proxy has this very instance, as far as is known."""
+        return any(self._has(url, group, instance) for url in self._seen)
+
     def _candidates(self, request: LeaseRequest) -> list[str]:
         group, prefer = request.group, request.prefer
         if request.only:
@@ -362,16 +368,18 @@ class LeaseChannel:
         self.endpoint = endpoint
         self.instance = instance
 
-    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+    def ask(self, call: CheckCall, timeout_s: float) -> "asyncio.Future[CheckResult]":
         """Ask, once; see `Channel.ask`."""
-        body = encode(call)
+        try:
+            state = send(self._connection, self._target, self._headers, encode(call))
+        except NotSent as error:
+            return already(Unreached(str(error)))
+        return asyncio.get_running_loop().create_task(self._result(state, timeout_s))
+
+    async def _result(self, state: h11.Connection, timeout_s: float) -> CheckResult:
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await post(
-                    self._connection, self._target, self._headers, body, FRAME_BYTES_MAX
-                )
-        except NotSent as error:
-            return Unreached(str(error))
+                answer = await receive(self._connection, state, FRAME_BYTES_MAX)
         except NoAnswer as error:
             return Unclear(shortened(f"the other proxy: {error}"))
         except TimeoutError:

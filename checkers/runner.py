@@ -1,7 +1,9 @@
 """Carries out due checks: whom, when and how many at a time, never at another group's cost.
 
-Each group has a queue, a limit of parallel calls and a back-off of its own. The steps of one
-check are in `CheckRunner._check`; their order is what keeps the number of attempts true.
+Each group has a queue, a limit of parallel calls and a back-off of its own. Checks go in *runs*:
+those of one owner that have somebody to ask in one turn of the event loop are attempted together,
+and what they are answered in one turn is told together. `CheckRunner._attempt` and `_tell` carry a
+run out; the order of their steps is what keeps the number of attempts true.
 """
 
 import asyncio
@@ -9,27 +11,31 @@ import heapq
 import itertools
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import structlog
 from msgspec import structs
 
-from txbroker import tracing
+from txbroker.checkers.asking import ask, outcome_of, result_of, tell_failed, tell_fault
 from txbroker.checkers.base import (
     Answered,
     Channel,
     CheckCall,
+    CheckOwner,
     CheckResult,
     Finder,
-    Unclear,
+    Told,
     Unreached,
+    Wanted,
     shortened,
 )
+from txbroker.checkers.queues import Group, Item, Line, Timer
 from txbroker.core.records import CheckReason
 from txbroker.core.shares import ShareOf, own_share, part_of
-from txbroker.core.telling import telling, where_raised
 from txbroker.errors import TxbrokerError
 from txbroker.failpoints import hit
 
@@ -50,31 +56,11 @@ BACK_OFF_MAX_S = 30.0
 twice as long at random, so that groups which went together do not come back together."""
 
 
-class CheckOwner(Protocol):
-    """The owner of the half partition that a transaction lives in. Compared by identity."""
-
-    async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
-        """Write the numbered marker of an attempt; several are awaited at once, for one batch.
-
-        Return the question once the marker is durable and the ledger has accepted it, or None
-        where there is nothing to ask (any more): decided, too early, not ours.
-        """
-        ...
-
-    def still_pending(self, id: str) -> bool:
-        """Say whether the transaction is undecided, by all markers that the ledger knows."""
-        ...
-
-    async def answered(self, call: CheckCall, endpoint: str, result: CheckResult) -> None:
-        """Take what came of an attempt: a decision, "not yet", nobody reached, or nothing."""
-        ...
-
-
 class CheckMetrics(Protocol):
     """Told of what the runner does."""
 
-    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
-        """One try to check is over.
+    def checks_ended(self, group: str, outcome: str, durations_s: Sequence[float]) -> None:
+        """Tries to check are over, each after so many seconds.
 
         `outcome`: `commit`, `rollback`, `unknown`, `later`, `unclear`, `returned` (an attempt
         that reached nobody) or `unreachable` (there was nobody, so no attempt was made).
@@ -82,122 +68,8 @@ class CheckMetrics(Protocol):
         ...
 
 
-class Timer(Protocol):
-    """What ends a group's rest, as `asyncio.TimerHandle` does."""
-
-    def cancel(self) -> None:
-        """Let it not happen."""
-        ...
-
-
 Later: TypeAlias = Callable[[float, Callable[[], None]], Timer]
 """Call something so many seconds later, from the event loop."""
-
-
-class _Item:
-    """A check that is due."""
-
-    __slots__ = ("due_s", "forgotten", "group", "id", "order", "owner", "prefer", "reason")
-
-    def __init__(
-        self,
-        owner: CheckOwner,
-        id: str,
-        group: str,
-        prefer: str,
-        reason: CheckReason,
-        due_s: float,
-        order: int,
-    ) -> None:
-        self.owner = owner
-        self.id = id
-        self.group = group
-        self.prefer = prefer
-        self.reason = reason
-        self.due_s = due_s
-        self.order = order
-        self.forgotten = False
-
-    def __lt__(self, other: "_Item") -> bool:
-        return (self.due_s, self.order) < (other.due_s, other.order)
-
-    @property
-    def wanted(self) -> bool:
-        return not self.forgotten and self.owner.still_pending(self.id)
-
-
-class _Group:
-    """The queue of one group and how it fares."""
-
-    def __init__(self, name: str, share: "_Line") -> None:
-        self.name = name
-        self.share = share
-        self.queue: list[_Item] = []
-        self.running = 0
-        self.failures = 0
-        self.away_s = 0.0
-        """When the first of these failures was met, by the loop's clock."""
-        self.detail = ""
-        self.era = 0
-        """Grows with each back-off and each end of one, so that calls which began before it
-        neither lengthen it nor count twice."""
-        self.timer: Timer | None = None
-
-    @property
-    def resting(self) -> bool:
-        return self.timer is not None
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-
-class _Line:
-    """Groups whose calls are bounded together: all groups, or those of one share.
-
-    Args:
-        name: of the share, "" for all groups.
-        first_max, more_max: calls at a time up to which a group gets its first one, or a further
-            one.
-    """
-
-    def __init__(self, name: str, first_max: int, more_max: int) -> None:
-        self.name = name
-        self.groups = 0
-        """How many of a share are known now."""
-        self.running = 0
-        self.charged = 0
-        """What counts against further calls: of a share its calls up to its own bound, of all
-        groups what their shares are charged. So first calls of a share take no other's part."""
-        self.first_max = first_max
-        self.more_max = more_max
-        # Groups that the bound holds up, longest waiting first: those without any call under way,
-        # and those that wait for a further one.
-        self._first: dict[str, _Group] = {}
-        self._more: dict[str, _Group] = {}
-
-    def _open(self, further: bool) -> bool:
-        return self.charged < self.more_max if further else self.running < self.first_max
-
-    def room(self, group: _Group) -> bool:
-        """Say whether the bound allows a group another call; if not, line it up."""
-        further = group.running > 0
-        if self._open(further):
-            return True
-        (self._more if further else self._first)[group.name] = group
-        return False
-
-    def forget(self, group: _Group) -> None:
-        """It waits for nothing any more."""
-        self._first.pop(group.name, None)
-        self._more.pop(group.name, None)
-
-    def next(self) -> Iterator[_Group]:
-        """Yield the groups whose turn it is, while there is room."""
-        for waiting, further in ((self._first, False), (self._more, True)):
-            while waiting and self._open(further):
-                yield waiting.pop(next(iter(waiting)))
 
 
 class CheckRunner:
@@ -229,14 +101,22 @@ class CheckRunner:
         self._share_of = share_of
         self._jitter = jitter
         self._later = later or _by_the_loop
-        self._groups: dict[str, _Group] = {}
-        self._items: dict[tuple[CheckOwner, str], _Item] = {}
-        self._all = _Line("", first_calls_max, parallel_total_max)
+        self._groups: dict[str, Group] = {}
+        self._items: dict[tuple[CheckOwner, str], Item] = {}
+        self._all = Line("", first_calls_max, parallel_total_max)
         self._share_bounds = (part_of(first_calls_max), part_of(parallel_total_max))
-        self._shares: dict[str, _Line] = {}
+        self._shares: dict[str, Line] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order = itertools.count()
         self._closed = False
+        # What the next turn of the event loop takes up: groups whose queues have grown, checks
+        # with somebody to ask in hand, and what has been answered.
+        self._grown: dict[Group, None] = {}
+        self._in_hand: list[Item] = []
+        self._heard: list[Item] = []
+        # Whose channels are in hand, and what they were asked.
+        self._holding: dict[Item, asyncio.Future[CheckResult] | None] = {}
+        self._waking = False
 
     # --- from the owners ---------------------------------------------------------------------
 
@@ -269,19 +149,20 @@ class CheckRunner:
             return False
         state = known or self._enter(group)
         since_s = asyncio.get_running_loop().time() if due_s is None else due_s
-        item = _Item(owner, id, group, prefer, reason, since_s, next(self._order))
+        item = Item(owner, id, state, prefer, reason, (since_s, next(self._order)))
         self._items[owner, id] = item
-        heapq.heappush(state.queue, item)
-        self._pump(state)
+        heapq.heappush(state.queue, (item.place, item))
+        self._grown[state] = None
+        self._wake()
         return True
 
-    def _enter(self, name: str) -> _Group:
+    def _enter(self, name: str) -> Group:
         share = self._share_of(name)
         line = self._shares.get(share)
         if line is None:
-            line = self._shares[share] = _Line(share, *self._share_bounds)
+            line = self._shares[share] = Line(share, *self._share_bounds)
         line.groups += 1
-        group = self._groups[name] = _Group(name, line)
+        group = self._groups[name] = Group(name, line)
         return group
 
     def forget(self, owner: CheckOwner) -> None:
@@ -292,9 +173,8 @@ class CheckRunner:
         gone = [item for item in self._items.values() if item.owner is owner]
         for item in gone:
             item.forgotten = True
-        for name in {item.group for item in gone}:
-            group = self._groups[name]
-            group.queue = [item for item in group.queue if not item.forgotten]
+        for group in {item.group for item in gone}:
+            group.queue = [entry for entry in group.queue if not entry[1].forgotten]
             heapq.heapify(group.queue)
             self._pump(group)
         for item in gone:
@@ -327,7 +207,7 @@ class CheckRunner:
     @property
     def running(self) -> int:
         """How many checks are being carried out now."""
-        return len(self._tasks)
+        return self._all.running
 
     async def close(self) -> None:
         """Stop everything; returns once no call is under way."""
@@ -335,35 +215,92 @@ class CheckRunner:
         for group in self._groups.values():
             group.stop_timer()
             group.queue.clear()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        asked = [answer for answer in self._holding.values() if answer is not None]
+        under_way: list[asyncio.Future[Any]] = [*self._tasks, *asked]
+        for each in under_way:
+            each.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        self._release(list(self._holding))
         self._items.clear()
         self._groups.clear()
         self._shares.clear()
 
     # --- whose turn it is --------------------------------------------------------------------
 
-    def _pump(self, group: _Group) -> None:
-        """Start as many of a group's checks as the limits allow; drop those decided meanwhile."""
-        while group.queue and not self._closed:
-            if not group.queue[0].wanted:
-                self._done(heapq.heappop(group.queue))
+    def _wake(self) -> None:
+        """Go on in the next turn of the event loop, with all that this one brings."""
+        if not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._waking = False
+        if self._closed:
+            return
+        grown, self._grown = self._grown, {}
+        for group in grown:
+            self._pump(group)
+        heard, self._heard = self._heard, []
+        if heard:
+            self._take_in(heard)
+        in_hand, self._in_hand = self._in_hand, []
+        runs: dict[tuple[CheckOwner, bool], list[Item]] = {}
+        for item in in_hand:
+            runs.setdefault((item.owner, item.owner.in_memory(item.id)), []).append(item)
+        for (owner, _), items in runs.items():
+            self._start(self._attempt(owner, items))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _pump(self, group: Group) -> None:
+        """Begin as many of a group's checks as the limits allow; drop those decided meanwhile."""
+        queue, limit = group.queue, self._limit(group)
+        now_s = asyncio.get_running_loop().time()
+        while queue and not self._closed:
+            item = queue[0][1]
+            if not item.wanted:
+                heapq.heappop(queue)
+                self._done(item)
                 continue
-            if group.resting or group.running >= self._limit(group):
+            if group.resting or group.running >= limit:
                 return
             if not (group.share.room(group) and self._all.room(group)):
                 return
-            item = heapq.heappop(group.queue)
+            heapq.heappop(queue)
             self._count(group, 1)
-            task = asyncio.get_running_loop().create_task(self._carry_out(group, item))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        if not group.queue and not group.running and not group.resting:
+            item.era, item.began_s = group.era, now_s
+            self._begin(item)
+        if not queue and not group.running and not group.resting:
             self._drop(group)
 
-    def _count(self, group: _Group, calls: int) -> None:
+    def _begin(self, item: Item) -> None:
+        """Take somebody in hand to ask, at once where nothing is to be waited for."""
+        try:
+            channel = self._finder.at_hand(item.group.name, item.prefer)
+        except Exception:
+            # It is told of where it is looked for once more.
+            channel = None
+        if channel is None:
+            self._start(self._find(item))
+        else:
+            self._has(item, channel)
+
+    def _has(self, item: Item, channel: Channel) -> None:
+        """Somebody is in hand: the check goes on with others that are so far."""
+        item.channel, item.endpoint = channel, channel.endpoint
+        self._holding[item] = None
+        self._in_hand.append(item)
+        self._wake()
+
+    def _release(self, items: Iterable[Item]) -> None:
+        for item in items:
+            del self._holding[item]
+            item.channel.release()
+
+    def _count(self, group: Group, calls: int) -> None:
         """Count calls of a group that begin, or end if negative."""
         share = group.share
         for each in (group, share, self._all):
@@ -371,107 +308,153 @@ class CheckRunner:
         before, share.charged = share.charged, min(share.running, share.more_max)
         self._all.charged += share.charged - before
 
-    def _limit(self, group: _Group) -> int:
+    def _limit(self, group: Group) -> int:
         # One call finds out whether an unreachable group is there again.
         return 1 if group.failures else self._parallel(group.name) or PARALLEL_DEFAULT
 
-    def _drop(self, group: _Group) -> None:
+    def _drop(self, group: Group) -> None:
         """Forget a group that nothing waits for; if it could not be reached, nobody asks now."""
+        if self._groups.get(group.name) is not group:
+            # Forgotten before, and perhaps known again since.
+            return
         self._reached(group)
         for line in (group.share, self._all):
             line.forget(group)
-        if self._groups.pop(group.name, None) is not None:
-            group.share.groups -= 1
-            if not group.share.groups:
-                del self._shares[group.share.name]
+        del self._groups[group.name]
+        group.share.groups -= 1
+        if not group.share.groups:
+            del self._shares[group.share.name]
 
-    def _done(self, item: _Item) -> None:
+    def _done(self, item: Item) -> None:
         if self._items.get((item.owner, item.id)) is item:
             del self._items[item.owner, item.id]
 
-    def _ended(self, group: _Group) -> None:
-        """A call of this group is over: it and the groups that wait for room go on."""
-        self._count(group, -1)
-        self._pump(group)
-        for line in (group.share, self._all):
+    def _ended(self, items: Sequence[Item], *, again: Collection[Item] = ()) -> None:
+        """These are over, but for those that stay in the queue: their groups, and those that wait
+        for room, go on."""
+        if self._closed:
+            return
+        groups: Counter[Group] = Counter()
+        for item in items:
+            groups[item.group] += 1
+            if item in again and not item.forgotten:
+                heapq.heappush(item.group.queue, (item.place, item))
+            else:
+                self._done(item)
+        for group, count in groups.items():
+            self._count(group, -count)
+        for group in groups:
+            self._pump(group)
+        for line in dict.fromkeys([*[group.share for group in groups], self._all]):
             for waiting in line.next():
                 self._pump(waiting)
 
-    # --- one check ---------------------------------------------------------------------------
+    # --- a run of checks ---------------------------------------------------------------------
 
-    async def _carry_out(self, group: _Group, item: _Item) -> None:
-        again = False
-        try:
-            again = await self._check(group, item)
-        except TxbrokerError as error:
-            # The owner could not write: its schedule offers the check again.
-            log.warning("check not made", id=item.id, group=group.name, why=str(error))
-        except Exception as error:
-            _tell_fault(item.id, item.group, error)
-        finally:
-            task = asyncio.current_task()
-            if task is not None:
-                self._tasks.discard(task)
-            if again and not item.forgotten and not self._closed:
-                heapq.heappush(group.queue, item)
-            else:
-                self._done(item)
-            if not self._closed:
-                self._ended(group)
-
-    async def _check(self, group: _Group, item: _Item) -> bool:
-        """Take the steps of one check; say whether it stays in the queue."""
-        era = group.era
-        started_s = asyncio.get_running_loop().time()
+    async def _find(self, item: Item) -> None:
+        """Find somebody to ask where nobody is at hand."""
+        group = item.group
         channel = await self._acquire(item)
         if isinstance(channel, Unreached):
-            self._metrics.check_ended(group.name, "unreachable", _since(started_s))
-            self._failed(group, era, channel.detail)
-            return True
-        hit("check.acquired")
-        try:
-            if not item.wanted:
-                return False
-            call = await item.owner.attempt(item.id, item.reason, channel.endpoint)
-            # From this test until the question is handed to the socket nothing is awaited.
-            if call is None or not item.wanted:
-                return False
-            hit("check.asking")
-            asked_s = asyncio.get_running_loop().time()
-            result = await self._ask_traced(channel, call)
-        finally:
-            channel.release()
-        endpoint = channel.endpoint
-        if isinstance(result, Unreached) and channel.instance:
-            until_s = asked_s + call.timeout_s
-            endpoint, result = await self._ask_others(item, call, channel, result, until_s)
-        hit("check.answered")
-        self._metrics.check_ended(group.name, _outcome(result), _since(asked_s))
-        if isinstance(result, Unreached):
-            self._failed(group, era, result.detail)
+            self._metrics.checks_ended(group.name, "unreachable", [_since(item.began_s)])
+            self._failed(group, item.era, channel.detail)
+            self._ended([item], again=[item])
         else:
-            self._reached(group)
-        if not item.forgotten:
-            await item.owner.answered(call, endpoint, result)
-            hit("check.taken")
-        return isinstance(result, Unreached)
+            self._has(item, channel)
 
-    async def _ask_others(
-        self, item: _Item, call: CheckCall, channel: Channel, result: CheckResult, until_s: float
-    ) -> tuple[str, CheckResult]:
+    async def _attempt(self, owner: CheckOwner, items: list[Item]) -> None:
+        """Write the markers of a run of one owner, and ask."""
+        try:
+            hit("check.acquired")
+            wanted = [item for item in items if not item.forgotten]
+            calls = await owner.attempt(
+                [Wanted(item.id, item.reason, item.endpoint) for item in wanted]
+            )
+            hit("check.asking")
+            for item, call in zip(wanted, calls, strict=True):
+                if isinstance(call, TxbrokerError):
+                    tell_failed(item, call)
+                    continue
+                # From this test until the question is handed to the socket nothing is awaited.
+                if call is None or not item.wanted:
+                    continue
+                self._ask(item, call)
+        except Exception as error:
+            for item in items:
+                tell_failed(item, error)
+        finally:
+            left = [item for item in items if self._holding[item] is None]
+            self._release(left)
+            self._ended(left)
+
+    def _ask(self, item: Item, call: CheckCall) -> None:
+        item.call = call
+        item.began_s = asyncio.get_running_loop().time()
+        answer = self._holding[item] = ask(item.channel, call)
+        answer.add_done_callback(partial(self._answered, item))
+
+    def _answered(self, item: Item, answer: asyncio.Future[CheckResult]) -> None:
+        if not self._closed:
+            item.result = result_of(item.call, answer)
+            self._heard.append(item)
+            self._wake()
+
+    def _take_in(self, heard: list[Item]) -> None:
+        """Take what was answered in one turn of the event loop."""
+        hit("check.answered")
+        self._release(heard)
+        told: list[Item] = []
+        for item in heard:
+            result = item.result
+            if isinstance(result, Unreached) and item.channel.instance:
+                self._start(self._ask_others(item, result))
+            else:
+                told.append(item)
+        self._pass_on(told)
+
+    def _pass_on(self, heard: list[Item]) -> None:
+        """Count what came of checks, and tell their owners: those of one owner together, but for
+        answers with messages, which are to be examined."""
+        now_s = asyncio.get_running_loop().time()
+        durations: defaultdict[tuple[Group, str], list[float]] = defaultdict(list)
+        runs: defaultdict[tuple[CheckOwner, Item | None], list[Item]] = defaultdict(list)
+        for item in heard:
+            result, group = item.result, item.group
+            durations[group, outcome_of(result)].append(now_s - item.began_s)
+            if isinstance(result, Unreached):
+                self._failed(group, item.era, result.detail)
+            elif group.failures or group.timer is not None:
+                self._reached(group)
+            alone = isinstance(result, Answered) and result.messages is not None
+            runs[item.owner, item if alone else None].append(item)
+        for (group, outcome), took_s in durations.items():
+            self._metrics.checks_ended(group.name, outcome, took_s)
+        for (owner, _), run in runs.items():
+            self._start(self._tell(owner, run))
+
+    async def _tell(self, owner: CheckOwner, heard: list[Item]) -> None:
+        """Tell an owner what came of checks."""
+        again: set[Item] = set()
+        try:
+            known = [item for item in heard if not item.forgotten]
+            await owner.answered([Told(each.call, each.endpoint, each.result) for each in known])
+            hit("check.taken")
+            again = {each for each in known if isinstance(each.result, Unreached)}
+        except Exception as error:
+            for item in heard:
+                tell_failed(item, error)
+        finally:
+            self._ended(heard, again=again)
+
+    async def _ask_others(self, item: Item, result: CheckResult) -> None:
         """Ask the others of a group after an instance that did not take the question.
 
         It is the same attempt, as it has reached nobody yet, and it ends no later: somebody is
-        found within half of its time, and has what is left of it to answer.
-
-        Args:
-            channel: whom it did not reach, and `result` why.
-            until_s: when the attempt ends, by the loop's clock.
-
-        Returns:
-            Whom it went to last, and what came of it.
+        found within half of its time, and has what is left of it to answer. At last it is passed
+        on whom it went to, and what came of it.
         """
-        loop = asyncio.get_running_loop()
+        loop, call, channel = asyncio.get_running_loop(), item.call, item.channel
+        until_s = item.began_s + call.timeout_s
         find_until_s = until_s - call.timeout_s / 2
         refused: set[str] = set()
         while isinstance(result, Unreached) and channel.instance and loop.time() < find_until_s:
@@ -490,52 +473,28 @@ class CheckRunner:
                 if not item.wanted:
                     break
                 again = structs.replace(call, timeout_s=until_s - loop.time())
-                result = await self._ask_traced(channel, again)
+                answer = ask(channel, again)
+                with suppress(Exception):
+                    await answer
+                result = result_of(call, answer)
             finally:
                 channel.release()
             # The attempt's marker names another one.
             told = shortened(f"{channel.endpoint}: {result.detail}")
             result = structs.replace(result, detail=told)
-        return channel.endpoint, result
+        item.endpoint, item.result = channel.endpoint, result
+        self._pass_on([item])
 
-    async def _acquire(self, item: _Item, avoid: Collection[str] = ()) -> Channel | Unreached:
+    async def _acquire(self, item: Item, avoid: Collection[str] = ()) -> Channel | Unreached:
         try:
-            return await self._finder.acquire(item.group, item.prefer, avoid)
+            return await self._finder.acquire(item.group.name, item.prefer, avoid)
         except Exception as error:
-            _tell_fault(item.id, item.group, error)
+            tell_fault(item.id, item.group.name, error)
             return Unreached(shortened(f"the proxy failed to connect: {type(error).__name__}"))
-
-    async def _ask_traced(self, channel: Channel, call: CheckCall) -> CheckResult:
-        """Ask in a span that continues the one that prepared, where that is recorded."""
-        parent = tracing.sampled_context(call.messages)
-        if parent is None:
-            return await self._ask(channel, call)
-        attributes: tracing.Attributes = {
-            tracing.ID: call.id,
-            tracing.GROUP: call.group,
-            tracing.ATTEMPT: call.attempt,
-        }
-        with tracing.continued(
-            "check", call.messages, attributes, kind="client", parent=parent
-        ) as step:
-            if step is None:
-                return await self._ask(channel, call)
-            result = await self._ask(channel, structs.replace(call, trace=step.context))
-            step.note({tracing.OUTCOME: _outcome(result)})
-            if not isinstance(result, Answered):
-                step.failed(_outcome(result))
-            return result
-
-    async def _ask(self, channel: Channel, call: CheckCall) -> CheckResult:
-        try:
-            return await channel.ask(call, call.timeout_s)
-        except Exception as error:
-            _tell_fault(call.id, call.group, error)
-            return Unclear(shortened(f"the proxy failed while it asked: {type(error).__name__}"))
 
     # --- reachable or not --------------------------------------------------------------------
 
-    def _failed(self, group: _Group, era: int, detail: str) -> None:
+    def _failed(self, group: Group, era: int, detail: str) -> None:
         """Nobody was reached: let the group rest, each time twice as long."""
         group.detail = detail
         # A call that was handed out before the rest began may start within it.
@@ -550,11 +509,11 @@ class CheckRunner:
         rest_s *= 1 + self._jitter()
         group.timer = self._later(rest_s, partial(self._rested, group))
 
-    def _rested(self, group: _Group) -> None:
+    def _rested(self, group: Group) -> None:
         group.timer = None
         self._pump(group)
 
-    def _reached(self, group: _Group) -> None:
+    def _reached(self, group: Group) -> None:
         """Somebody is there, or may be: no rest any more."""
         group.stop_timer()
         if group.failures:
@@ -567,22 +526,5 @@ def _by_the_loop(delay_s: float, then: Callable[[], None]) -> Timer:
     return asyncio.get_running_loop().call_later(delay_s, then)
 
 
-def _tell_fault(id: str, group: str, error: Exception) -> None:
-    """Tell of a fault of ours."""
-    log.error(
-        "check failed in the proxy",
-        id=id,
-        group=group,
-        error=telling(error),
-        where=where_raised(error),
-    )
-
-
 def _since(started_s: float) -> float:
     return asyncio.get_running_loop().time() - started_s
-
-
-def _outcome(result: CheckResult) -> str:
-    if isinstance(result, Answered):
-        return str(result.decision) if result.ask_again_s is None else "later"
-    return "returned" if isinstance(result, Unreached) else "unclear"

@@ -2,8 +2,9 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from txbroker import wire
 from txbroker.checkers.base import (
@@ -12,13 +13,19 @@ from txbroker.checkers.base import (
     CheckResult,
     Unclear,
     Unreached,
+    already,
     ask_again_within_bounds,
     shortened,
 )
 from txbroker.core.records import Decision
+from txbroker.deadlines import Deadlines
 
 OPEN_CHECKS_MAX = 64
 """Checks that one instance has not answered yet; more would only wait in its queue."""
+TIMEOUTS_MAX = 64
+"""Lengths of time to answer whose timers are kept while nobody is asked."""
+
+_Answer: TypeAlias = asyncio.Future[CheckResult]
 
 
 class CheckableSession(Protocol):
@@ -57,7 +64,7 @@ class _Entry:
 
     def __init__(self, session: CheckableSession) -> None:
         self.session = session
-        self.open: dict[int, asyncio.Future[CheckResult]] = {}
+        self.open: dict[int, _Question] = {}
         self.taken = 0
         self.lost = False
 
@@ -72,14 +79,81 @@ class _Entry:
         return self.askable and self.session.checks
 
 
+class _Question:
+    """A check that a session was sent and has not answered yet."""
+
+    __slots__ = ("answer", "deadlines", "entry", "number")
+
+    def __init__(
+        self, entry: _Entry, number: int, answer: _Answer, deadlines: "Deadlines[_Question]"
+    ) -> None:
+        self.entry = entry
+        self.number = number
+        self.answer = answer
+        self.deadlines = deadlines
+
+    def over(self, result: CheckResult) -> None:
+        """It is known what came of it, or that nothing will."""
+        del self.entry.open[self.number]
+        self.deadlines.end(self)
+        if not self.answer.done():
+            self.answer.set_result(result)
+
+
+class _Questions:
+    """Numbers the questions to all sessions, and ends those that are not answered in time: by one
+    timer for all that have equally long."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._deadlines: dict[float, Deadlines[_Question]] = {}
+
+    def send(self, entry: _Entry, call: CheckCall, timeout_s: float) -> _Answer | None:
+        """Send a question; None where it was certainly not sent."""
+        number = next(self._numbers)
+        check = wire.Check(
+            number,
+            call.id,
+            call.group,
+            call.attempt,
+            call.attempts_max,
+            call.reason,
+            call.prepared_at_ms,
+            call.messages,
+        )
+        try:
+            if not entry.session.send_check(check):
+                return None
+        except Exception:
+            # By its contract nothing was sent, whatever the socket's library raises.
+            return None
+        deadlines = self._deadlines.get(timeout_s)
+        if deadlines is None:
+            deadlines = self._within(timeout_s)
+        answer: _Answer = asyncio.get_running_loop().create_future()
+        question = entry.open[number] = _Question(entry, number, answer, deadlines)
+        deadlines.begin(question)
+        return answer
+
+    def _within(self, timeout_s: float) -> Deadlines[_Question]:
+        if len(self._deadlines) >= TIMEOUTS_MAX:
+            # What remains of the time of a question that went to others first is no length again.
+            self._deadlines = {s: waits for s, waits in self._deadlines.items() if len(waits)}
+        late = Unclear(f"no answer within {timeout_s:g} s")
+        waits = Deadlines[_Question](timeout_s, lambda question: question.over(late))
+        self._deadlines[timeout_s] = waits
+        return waits
+
+
 class SessionRegistry:
     """The live sessions of all groups that are connected to this proxy."""
 
     def __init__(self, *, open_checks_max: int = OPEN_CHECKS_MAX) -> None:
         self._open_checks_max = open_checks_max
         self._groups: dict[str, list[_Entry]] = {}
-        self._calls = itertools.count(1)
-        self._turn = 0
+        self._by_session: dict[tuple[str, CheckableSession], _Entry] = {}
+        self._questions = _Questions()
+        self._turns: Counter[str] = Counter()
         self._listeners: list[Callable[[str], None]] = []
 
     def on_appeared(self, listener: Callable[[str], None]) -> None:
@@ -92,32 +166,33 @@ class SessionRegistry:
         entries = self._groups.setdefault(group, [])
         first = not any(entry.checks for entry in entries)
         entries.append(_Entry(session))
+        self._by_session[group, session] = entries[-1]
         if first and entries[-1].checks:
             for listener in self._listeners:
                 listener(group)
 
     def remove(self, group: str, session: CheckableSession) -> None:
         """Forget a session that ended: what it has not answered becomes unclear."""
-        entries = self._groups.get(group, [])
-        for entry in [entry for entry in entries if entry.session is session]:
-            entry.lost = True
-            entries.remove(entry)
-            for answer in entry.open.values():
-                if not answer.done():
-                    answer.set_result(Unclear("the session ended before an answer"))
+        entry = self._by_session.pop((group, session), None)
+        if entry is None:
+            return
+        entry.lost = True
+        for question in tuple(entry.open.values()):
+            question.over(Unclear("the session ended before an answer"))
+        entries = self._groups[group]
+        entries.remove(entry)
         if not entries:
-            self._groups.pop(group, None)
+            del self._groups[group]
+            self._turns.pop(group, None)
 
     def answer(self, group: str, session: CheckableSession, answer: wire.CheckAnswer) -> bool:
         """Take an instance's answer; False where nothing (or nothing any more) waits for it."""
-        for entry in self._groups.get(group, []):
-            if entry.session is session:
-                waiting = entry.open.get(answer.call)
-                if waiting is None or waiting.done():
-                    return False
-                waiting.set_result(_result(answer))
-                return True
-        return False
+        entry = self._by_session.get((group, session))
+        question = None if entry is None else entry.open.get(answer.call)
+        if question is None:
+            return False
+        question.over(_result(answer))
+        return True
 
     def counts(self) -> dict[str, int]:
         """Return how many sessions each connected group has."""
@@ -144,17 +219,13 @@ class SessionRegistry:
 
     def acquire_instance(self, group: str, instance: str) -> "SessionChannel | None":
         """Return a channel to this very instance, None where it cannot be asked here."""
-        for entry in reversed(self._free(group)):
-            if entry.session.instance == instance:
-                return SessionChannel(entry, self._calls)
+        for entry in reversed(self._groups.get(group, [])):
+            if entry.session.instance == instance and entry.askable and self._has_room(entry):
+                return SessionChannel(entry, self._questions)
         return None
 
-    def _free(self, group: str) -> list[_Entry]:
-        return [
-            entry
-            for entry in self._groups.get(group, [])
-            if entry.askable and entry.taken < self._open_checks_max
-        ]
+    def _has_room(self, entry: _Entry) -> bool:
+        return entry.taken < self._open_checks_max
 
     def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
@@ -174,63 +245,38 @@ class SessionRegistry:
             preferred = self.acquire_instance(group, prefer)
             if preferred is not None:
                 return preferred
-        free = [e for e in self._free(group) if e.checks and e.session.instance not in avoid]
-        if not free:
-            return None
-        self._turn += 1
-        return SessionChannel(free[self._turn % len(free)], self._calls)
+        entries = self._groups.get(group, [])
+        for _ in entries:
+            self._turns[group] = turn = (self._turns[group] + 1) % len(entries)
+            entry = entries[turn]
+            if entry.checks and entry.session.instance not in avoid and self._has_room(entry):
+                return SessionChannel(entry, self._questions)
+        return None
 
 
 class SessionChannel:
     """One session in hand."""
 
-    def __init__(self, entry: _Entry, calls: "itertools.count[int]") -> None:
+    def __init__(self, entry: _Entry, questions: _Questions) -> None:
         self._entry = entry
-        self._calls = calls
+        self._questions = questions
         self._released = False
         entry.taken += 1
         self.instance = entry.session.instance
         of = entry.session.principal_name
         self.endpoint = f"session {self.instance}{f' of {of}' if of else ''}"
 
-    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+    def ask(self, call: CheckCall, timeout_s: float) -> _Answer:
         """Ask the instance, once."""
         entry = self._entry
-        number = next(self._calls)
-        answer: asyncio.Future[CheckResult] = asyncio.get_running_loop().create_future()
-        entry.open[number] = answer
-        try:
-            if entry.lost or not self._send(number, call):
-                return Unreached("the session closed before the question was sent")
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError:
-            return Unclear(f"no answer within {timeout_s:g} s")
-        finally:
-            entry.open.pop(number, None)
+        answer = None if entry.lost else self._questions.send(entry, call, timeout_s)
+        return answer or already(Unreached("the session closed before the question was sent"))
 
     def release(self) -> None:
         """Give the session back."""
         if not self._released:
             self._released = True
             self._entry.taken -= 1
-
-    def _send(self, number: int, call: CheckCall) -> bool:
-        check = wire.Check(
-            call=number,
-            id=call.id,
-            group=call.group,
-            attempt=call.attempt,
-            attempts_max=call.attempts_max,
-            reason=call.reason,
-            prepared_at_ms=call.prepared_at_ms,
-            messages=call.messages,
-        )
-        try:
-            return self._entry.session.send_check(check)
-        except Exception:
-            # By its contract nothing was sent, whatever the socket's library raises.
-            return False
 
 
 def _result(answer: wire.CheckAnswer) -> CheckResult:

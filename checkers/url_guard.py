@@ -7,10 +7,14 @@ an address, and every name for it, comes out the same.
 
 import ipaddress
 from collections.abc import Iterator
+from functools import lru_cache
 
 from msgspec import Struct
 
 from txbroker.addresses import HostRules, IpAddress, IpNetwork
+
+ADDRESSES_KNOWN_MAX = 4096
+"""Addresses whose kind is remembered: a kept connection's is tested before each check."""
 
 _Kinds = tuple[tuple[str, tuple[IpNetwork, ...]], ...]
 
@@ -110,10 +114,16 @@ class UrlGuard(Struct, frozen=True):
         return None
 
     def _kind(self, address: IpAddress) -> str | None:
-        for kind, networks in _REFUSED:
-            if any(address in network for network in networks):
-                return None if kind is _LOOPBACK and self.loopback else kind
-        return None
+        kind = _refused_kind(address)
+        return None if kind is _LOOPBACK and self.loopback else kind
+
+
+@lru_cache(maxsize=ADDRESSES_KNOWN_MAX)
+def _refused_kind(address: IpAddress) -> str | None:
+    for kind, networks in _REFUSED:
+        if any(address in network for network in networks):
+            return kind
+    return None
 
 
 def leads_inside(rules: HostRules) -> bool:
@@ -138,6 +148,7 @@ def _is_localhost(name: str) -> bool:
     return name == "localhost" or name.endswith(".localhost")
 
 
+@lru_cache(maxsize=ADDRESSES_KNOWN_MAX)
 def forms(address: str) -> tuple[IpAddress, ...]:
     """Return an address and the IPv4 addresses in it that it would be translated to."""
     found = ipaddress.ip_address(address.partition("%")[0])

@@ -72,6 +72,7 @@ def test_tables_name_what_is_called_in_each_file() -> None:
         "calls of a transaction in the proxy, 64 in flight",
         "calls of a transaction in the client, 64 in flight",
         "calls of a transaction in the proxy over HTTP at 64 in flight",
+        "calls in the proxy of a check-back",
         "calls of one prepare in modules of txbroker, in the proxy",
         "calls of one commit in modules of txbroker, in the proxy",
     ):

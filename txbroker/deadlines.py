@@ -25,6 +25,9 @@ class Deadlines(Generic[K]):
         self._due: dict[K, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
+    def __len__(self) -> int:
+        return len(self._due)
+
     def begin(self, wait: K) -> None:
         """A wait begins."""
         self._due[wait] = self._loop.time() + self._seconds

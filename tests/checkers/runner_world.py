@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached
+from txbroker.checkers.base import Answered, CheckCall, CheckResult, Told, Unreached, Wanted
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.records import CheckReason, Decision
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import OwnerUnavailable, TxbrokerError
 
 DUE = CheckReason.DUE
 COMMIT = Answered(Decision.COMMIT, detail="commit")
@@ -19,7 +19,8 @@ COMMIT = Answered(Decision.COMMIT, detail="commit")
 class World:
     """Finder, owner and metrics in one, with a log of everything in the order it happened."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, near: bool = True) -> None:
+        self.near = near  # whether there is somebody to ask without waiting
         self.log: list[str] = []
         self.pending: set[str] = set()
         self.gone: dict[str, str] = {}  # groups that cannot be reached, with why
@@ -30,6 +31,7 @@ class World:
         self.markers_held: asyncio.Event | None = None
         self.refused: set[str] = set()  # ids whose marker the ledger does not accept
         self.broken: set[str] = set()  # ids whose marker cannot be written
+        self.unread: set[str] = set()  # ids whose messages are not in memory
         self.attempts: defaultdict[str, int] = defaultdict(int)
         self.open_channels = 0
         self.asking: set[str] = set()
@@ -38,6 +40,9 @@ class World:
         self.timeouts: list[float] = []
 
     # Finder
+    def at_hand(self, group: str, prefer: str) -> FakeChannel | None:
+        return None if not self.near or group in self.gone else self._channel(group, prefer, ())
+
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> FakeChannel | Unreached:
@@ -49,15 +54,19 @@ class World:
         if not free and avoid and not self.url:
             self.log.append(f"nobody else of {group}")
             return Unreached("nobody else")
+        return self._channel(group, prefer, avoid)
+
+    def _channel(self, group: str, prefer: str, avoid: Collection[str]) -> FakeChannel:
+        free = [name for name in self.instances.get(group, ()) if name not in avoid]
         self.open_channels += 1
         self.log.append(f"channel to {group}")
         instance = prefer if prefer in free else "".join(free[:1])
         return FakeChannel(self, f"session {instance or prefer or group}", instance)
 
     # Metrics
-    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
-        assert duration_s >= 0
-        self.outcomes.append((group, outcome))
+    def checks_ended(self, group: str, outcome: str, durations_s: Sequence[float]) -> None:
+        assert min(durations_s) >= 0
+        self.outcomes += [(group, outcome)] * len(durations_s)
 
     # Timers
     def later(self, delay_s: float, then: Callable[[], None]) -> FakeTimer:
@@ -93,18 +102,21 @@ class FakeChannel:
         self.endpoint = endpoint
         self.instance = instance
 
-    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+    def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
         world = self._world
         whom = f" of {self.instance}" if self.instance else ""
         world.log.append(f"ask {call.id}.{call.attempt}{whom}")
         world.timeouts.append(timeout_s)
         world.asking.add(call.id)
-        try:
-            if call.id in world.held:
-                await world.held[call.id].wait()
-            return world.results.get(self.instance) or world.results.get(call.id, COMMIT)
-        finally:
-            world.asking.discard(call.id)
+        asked = asyncio.ensure_future(self._result(call))
+        asked.add_done_callback(lambda _: world.asking.discard(call.id))
+        return asked
+
+    async def _result(self, call: CheckCall) -> CheckResult:
+        world = self._world
+        if call.id in world.held:
+            await world.held[call.id].wait()
+        return world.results.get(self.instance) or world.results.get(call.id, COMMIT)
 
     def release(self) -> None:
         assert not self._released
@@ -116,32 +128,46 @@ class FakeOwner:
     def __init__(self, world: World) -> None:
         self._world = world
         self.markers_waiting = 0
-        self.markers_waiting_most = 0
+        self.runs: list[list[str]] = []  # the ids of each run of markers
+        self.told: list[list[str]] = []  # and of each run of answers
 
-    async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
+    def in_memory(self, id: str) -> bool:
+        return id not in self._world.unread
+
+    async def attempt(self, checks: Sequence[Wanted]) -> list[CheckCall | TxbrokerError | None]:
         world = self._world
-        world.log.append(f"marker {id}")
-        self.markers_waiting += 1
-        self.markers_waiting_most = max(self.markers_waiting_most, self.markers_waiting)
+        ids = [check.id for check in checks]
+        self.runs.append(ids)
+        world.log += [f"marker {id}" for id in ids]
+        self.markers_waiting += len(ids)
         try:
             await asyncio.sleep(0)
             if world.markers_held is not None:
                 await world.markers_held.wait()
         finally:
-            self.markers_waiting -= 1
+            self.markers_waiting -= len(ids)
+        return [self._made(check) for check in checks]
+
+    def _made(self, check: Wanted) -> CheckCall | TxbrokerError | None:
+        world, id = self._world, check.id
         if id in world.broken:
-            raise KafkaUnavailable
+            return OwnerUnavailable()
         if id in world.refused:
             return None
         world.attempts[id] += 1
-        return CheckCall(id, id.split("-")[0], world.attempts[id], 15, reason, 0, ())
+        return CheckCall(id, id.split("-")[0], world.attempts[id], 15, check.reason, 0, ())
 
     def still_pending(self, id: str) -> bool:
         return id in self._world.pending
 
-    async def answered(self, call: CheckCall, endpoint: str, result: CheckResult) -> None:
-        world = self._world
+    async def answered(self, run: Sequence[Told]) -> None:
+        self.told.append([told.call.id for told in run])
         await asyncio.sleep(0)
+        for told in run:
+            self._take(told.call, told.result)
+
+    def _take(self, call: CheckCall, result: CheckResult) -> None:
+        world = self._world
         if isinstance(result, Unreached):
             world.attempts[call.id] -= 1
             world.log.append(f"returned {call.id}")

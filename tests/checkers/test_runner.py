@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 import pytest
 from runner_world import DUE, FakeChannel, FakeOwner, World, due, make
 
-from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
+from txbroker.checkers.base import (
+    Answered,
+    CheckCall,
+    CheckResult,
+    Unclear,
+    Unreached,
+    Wanted,
+)
 from txbroker.checkers.runner import CheckRunner
-from txbroker.core.records import CheckReason, Decision
+from txbroker.core.records import CheckReason, Decision, Message
+from txbroker.errors import TxbrokerError
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
+@pytest.fixture(params=["near", "far"])
+def world(request: pytest.FixtureRequest) -> World:
+    """Near: somebody to ask is at hand, so checks go in runs; far: each waits for its channel."""
+    return World(near=request.param == "near")
 
 
 @pytest.fixture
@@ -49,9 +58,9 @@ async def test_the_preferred_instance_is_passed_on(
     endpoints: list[str] = []
     attempt = owner.attempt
 
-    async def recorded(id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
-        endpoints.append(f"{endpoint} {reason}")
-        return await attempt(id, reason, endpoint)
+    async def recorded(checks: Sequence[Wanted]) -> list[CheckCall | TxbrokerError | None]:
+        endpoints.extend(f"{check.endpoint} {check.reason}" for check in checks)
+        return await attempt(checks)
 
     owner.attempt = recorded  # type: ignore[method-assign]
     world.pending.add("a-1")
@@ -189,7 +198,25 @@ async def test_attempts_of_a_group_are_written_together(
     runner = make(world, parallel=16)
     due(runner, owner, world, *(f"a-{n}" for n in range(16)))
     await until(lambda: runner.queued == 0)
-    assert owner.markers_waiting_most == 16
+    # What was answered in one turn of the event loop is told together, too.
+    assert [len(run) for run in owner.runs] == [16]
+    assert [len(run) for run in owner.told] == [16]
+    await runner.close()
+
+
+async def test_what_waits_for_more_than_others_goes_alone(
+    owner: FakeOwner, world: World, until: Until
+) -> None:
+    """Messages that are to be read first, an answer with messages, another owner's checks."""
+    runner, other = make(world, parallel=16), FakeOwner(world)
+    world.unread = {"a-2", "a-3"}
+    world.results["a-1"] = Answered(Decision.COMMIT, messages=(Message("t"),), detail="commit")
+    due(runner, owner, world, *(f"a-{n}" for n in range(5)))
+    due(runner, other, world, "b-1")
+    await until(lambda: runner.queued == 0)
+    assert sorted(owner.runs) == [["a-0", "a-1", "a-4"], ["a-2", "a-3"]]
+    assert ["a-1"] in owner.told
+    assert (other.runs, other.told) == ([["b-1"]], [["b-1"]])
     await runner.close()
 
 
@@ -199,6 +226,7 @@ async def test_a_group_is_asked_in_the_order_of_due_times(
     runner = make(world, parallel=1)
     world.held = {"a-0": asyncio.Event()}
     due(runner, owner, world, "a-0")
+    await until(lambda: "a-0" in world.asking)
     world.pending.update({"a-3", "a-1", "a-2"})
     for number in (3, 1, 2):
         runner.due(owner, f"a-{number}", "a", "", DUE, due_s=float(number))
@@ -226,7 +254,9 @@ async def test_a_full_queue_leaves_the_rest_to_the_schedule(
 ) -> None:
     runner = make(world, parallel=1, queue_max=2)
     world.held = {"a-0": asyncio.Event()}
-    assert due(runner, owner, world, "a-0", "a-1", "a-2", "a-3") == [True, True, True, False]
+    assert due(runner, owner, world, "a-0") == [True]
+    await until(lambda: "a-0" in world.asking)
+    assert due(runner, owner, world, "a-1", "a-2", "a-3") == [True, True, False]
     assert due(runner, owner, world, "b-0") == [True]  # another group has its own
     world.held["a-0"].set()
     await until(lambda: runner.queued == 0)
@@ -486,7 +516,7 @@ async def test_a_broken_channel_counts_and_the_runner_goes_on(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     class Breaks(FakeChannel):
-        async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+        def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
             raise RuntimeError("a bug")
 
     acquire = world.acquire
@@ -502,6 +532,7 @@ async def test_a_broken_channel_counts_and_the_runner_goes_on(
         return channel
 
     world.acquire = breaking  # type: ignore[method-assign]
+    world.near = False
     due(runner, owner, world, "a-1", "b-1")
     await until(lambda: runner.queued == 1)
     assert "answered a-1 the proxy failed while it asked: RuntimeError" in world.log

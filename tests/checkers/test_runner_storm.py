@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 
-from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
+from txbroker.checkers.base import (
+    Answered,
+    CheckCall,
+    CheckResult,
+    Told,
+    Unclear,
+    Unreached,
+    Wanted,
+)
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.records import CheckReason, Decision
-from txbroker.errors import OwnerUnavailable
+from txbroker.errors import OwnerUnavailable, TxbrokerError
 
 GROUPS = 4
 STEPS = 300
@@ -61,13 +69,19 @@ class Storm:
             if not timer.cancelled:
                 timer.then()
 
+    def at_hand(self, group: str, prefer: str) -> Storm | None:
+        return self if self.dice.random.random() < 0.5 else None
+
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Storm | Unreached:
         await self.dice.pause()
         return Unreached("nobody") if self.dice.random.random() < 0.3 else self
 
-    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+    def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
+        return asyncio.ensure_future(self._result())
+
+    async def _result(self) -> CheckResult:
         await self.dice.pause()
         return self.dice.random.choice(
             [Answered(Decision.COMMIT), Unreached("busy"), Unclear("no answer")]
@@ -76,7 +90,7 @@ class Storm:
     def release(self) -> None:
         pass
 
-    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
+    def checks_ended(self, group: str, outcome: str, durations_s: Sequence[float]) -> None:
         pass
 
 
@@ -87,20 +101,29 @@ class Owner:
         self.dice = dice
         self.pending: set[str] = set()
 
-    async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
+    def in_memory(self, id: str) -> bool:
+        return self.dice.random.random() < 0.5
+
+    async def attempt(self, checks: Sequence[Wanted]) -> list[CheckCall | TxbrokerError | None]:
         await self.dice.pause()
+        if self.dice.random.random() < 0.05:
+            raise RuntimeError("a bug")
+        return [self._made(check) for check in checks]
+
+    def _made(self, check: Wanted) -> CheckCall | TxbrokerError | None:
         chance = self.dice.random.random()
         if chance < 0.05:
-            raise OwnerUnavailable
-        return None if chance < 0.15 else CheckCall(id, "g", 1, 15, reason, 0, ())
+            return OwnerUnavailable()
+        return None if chance < 0.15 else CheckCall(check.id, "g", 1, 15, check.reason, 0, ())
 
     def still_pending(self, id: str) -> bool:
         return id in self.pending
 
-    async def answered(self, call: CheckCall, endpoint: str, result: CheckResult) -> None:
+    async def answered(self, run: Sequence[Told]) -> None:
         await self.dice.pause()
-        if isinstance(result, Answered):
-            self.pending.discard(call.id)
+        for told in run:
+            if isinstance(told.result, Answered):
+                self.pending.discard(told.call.id)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -60,7 +60,7 @@ async def asked(
 ) -> CheckResult:
     """Ask `session`; each answer is given with the call's number, None ends the session."""
     channel = acquire(sessions, session.instance)
-    task = asyncio.create_task(channel.ask(call, 5.0))
+    task = channel.ask(call, 5.0)
     await asyncio.sleep(0)
     for answer in answers:
         if answer is None:
@@ -83,12 +83,11 @@ async def test_the_question_goes_down_the_socket_at_once(
     channel = acquire(sessions)
     assert channel.endpoint == "session pod-1"
     asking = channel.ask(call, 5.0)
-    asking.send(None)  # runs until it first waits
     (check,) = session.sent
     assert (check.id, check.group, check.attempt, check.attempts_max) == (call.id, "orders", 3, 15)
     assert (check.reason, check.prepared_at_ms) == (call.reason, call.prepared_at_ms)
     assert check.messages == call.messages
-    asking.close()
+    asking.cancel()
     channel.release()
 
 
@@ -168,7 +167,7 @@ async def test_answers_are_matched_by_call_number_and_session(
 ) -> None:
     one, two = connect(sessions, "pod-1", "pod-2")
     channels = [acquire(sessions, "pod-1"), acquire(sessions, "pod-2")]
-    tasks = [asyncio.create_task(channel.ask(call, 5.0)) for channel in channels]
+    tasks = [channel.ask(call, 5.0) for channel in channels]
     await asyncio.sleep(0)
     numbers = one.sent[0].call, two.sent[0].call
     assert numbers[0] != numbers[1]

@@ -149,8 +149,7 @@ async def test_the_question_is_handed_over_before_anything_is_awaited(
     sent: list[bytes] = []
     monkeypatch.setattr(channel._connection, "send", sent.append)
     asking = channel.ask(CALL, 5.0)
-    asking.send(None)
-    asking.close()
+    asking.cancel()
     channel.release()
     assert sent[0].startswith(b"POST /internal/v1/leases/")
 

@@ -28,7 +28,7 @@ def test_what_happens_is_counted() -> None:
     metrics.prepared("payments")
     metrics.decided("commit", "producer")
     metrics.promoted("payments", 3)
-    metrics.check_ended("orders", "commit", 0.02)
+    metrics.checks_ended("orders", "commit", [0.02])
     metrics.conflict()
     metrics.fenced()
     metrics.overloaded("prepare")
@@ -93,7 +93,7 @@ def test_gauges_are_asked_for_at_the_scrape_and_brought_together() -> None:
 def test_groups_beyond_the_bound_count_as_other() -> None:
     metrics = Metrics(group_labels_max=2)
     for group in ("a", "b", "c", "d", "a"):
-        metrics.check_ended(group, "commit", 0.1)
+        metrics.checks_ended(group, "commit", [0.1])
     metrics.watch(lambda: Gauges(pending={"c": 1, "d": 1}))
     found = samples(metrics)
 
@@ -111,8 +111,8 @@ def test_groups_beyond_the_bound_count_as_other() -> None:
 def test_one_share_does_not_have_all_labels() -> None:
     metrics = Metrics(group_labels_max=5, share_of=lambda group: group[:1])
     for number in range(9):
-        metrics.check_ended(f"shop-{number}", "commit", 0.1)
-    metrics.check_ended("bank", "commit", 0.1)
+        metrics.checks_ended(f"shop-{number}", "commit", [0.1])
+    metrics.checks_ended("bank", "commit", [0.1])
     checks = [labels for name, labels in samples(metrics) if name == "txbroker_checks_total"]
     shown = {dict(labels)["group"] for labels in checks}
     assert shown == {"shop-0", "shop-1", "shop-2", "shop-3", "bank", "other"}
@@ -132,7 +132,7 @@ def test_the_share_of_a_group_is_asked_for_once(monkeypatch: pytest.MonkeyPatch)
     metrics.watch(lambda: Gauges(pending=groups, pending_oldest_age_seconds=groups, parked=groups))
     first, second = samples(metrics), samples(metrics)
     assert asked == list(groups)[:50]
-    metrics.check_ended("bank", "commit", 0.1)
+    metrics.checks_ended("bank", "commit", [0.1])
     assert "bank" not in asked
     for found in (first, second):
         assert found["txbroker_pending", (("group", "shop-3"),)] == 1

@@ -121,7 +121,7 @@ async def test_with_every_byte_taken_by_stuck_prepares_decisions_and_checks_go_o
             assert await flood.next() == wire.Standing(102, decided[2], State.PENDING)
             channel = api.sessions.acquire("orders", "worker-1")
             assert channel is not None
-            asked = asyncio.create_task(channel.ask(CALL, 10.0))
+            asked = channel.ask(CALL, 10.0)
             check = await flood.next()
             assert isinstance(check, wire.Check)
             await flood.send(wire.CheckAnswer(check.call, Decision.COMMIT))
@@ -191,7 +191,7 @@ async def test_a_check_answer_with_too_large_messages_is_unknown(api: Api) -> No
     async with session(api) as producer:
         channel = api.sessions.acquire("orders", "")
         assert channel is not None
-        asked = asyncio.create_task(channel.ask(CALL, 10.0))
+        asked = channel.ask(CALL, 10.0)
         check = await producer.next()
         assert isinstance(check, wire.Check)
         huge = (Message("payments", value=b"x" * 5_000_000),)
@@ -255,7 +255,7 @@ async def test_checks_that_wait_to_be_read_are_bounded_over_all_sessions() -> No
         call = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, bodies)
         before = memory_bytes()
         channels = [api.sessions.acquire("orders", "") for _ in range(60)]
-        asked = [asyncio.create_task(c.ask(call, 60.0)) for c in channels if c is not None]
+        asked = [c.ask(call, 60.0) for c in channels if c is not None]
         await until(lambda: sum(task.done() for task in asked) >= 30)
         assert memory_bytes() - before < 160 * MIB
         # Those that found no room were certainly not sent, so their attempts are given back.

@@ -164,7 +164,7 @@ async def test_check_goes_down_the_session_and_its_answer_comes_back(api: Api) -
     async with session(api) as producer:
         channel = api.sessions.acquire("orders", "worker-1")
         assert channel is not None
-        asked = asyncio.create_task(channel.ask(CALL, 10.0))
+        asked = channel.ask(CALL, 10.0)
         check = await producer.next()
         assert isinstance(check, wire.Check)
         assert (check.id, check.attempt, check.messages) == (ID, 1, MESSAGES)
@@ -201,7 +201,7 @@ async def test_checks_that_fill_a_frame_are_split_over_several() -> None:
         channels = [api.sessions.acquire("orders", "") for _ in range(5)]
         calls = [CheckCall(ID, "orders", n, 15, CheckReason.DUE, NOW_MS, large) for n in range(5)]
         asked = [
-            asyncio.create_task(channel.ask(call, 10.0))
+            channel.ask(call, 10.0)
             for channel, call in zip(channels, calls, strict=True)
             if channel is not None
         ]
@@ -225,7 +225,7 @@ async def test_session_that_ends_leaves_its_check_unclear(api: Api) -> None:
     async with session(api) as producer:
         channel = api.sessions.acquire("orders", "")
         assert channel is not None
-        asked = asyncio.create_task(channel.ask(CALL, 10.0))
+        asked = channel.ask(CALL, 10.0)
         await producer.next()
     assert isinstance(await asked, Unclear)
     assert api.sessions.counts() == {}

@@ -16,6 +16,8 @@ from pathlib import Path
 from msgspec import structs
 from told import Told
 
+from txbroker.checkers import base
+from txbroker.checkers.base import CheckCall, CheckResult, Wanted
 from txbroker.checkers.groups import Groups
 from txbroker.config import Settings
 from txbroker.contract import DecideRequest, PrepareRequest, Standing
@@ -40,7 +42,7 @@ from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
-from txbroker.errors import RequestError
+from txbroker.errors import RequestError, TxbrokerError
 from txbroker.principals import NO_PRINCIPALS
 from txbroker.proxy.broker import Broker
 from txbroker.proxy.partition.checkback import CheckBack
@@ -232,6 +234,21 @@ class OwnersTime:
     def time(self) -> float:
         """Nobody may ask for this."""
         raise AssertionError("an owner asked the wall clock")
+
+
+async def attempt(
+    checks: CheckBack, id: str, reason: CheckReason, endpoint: str = "http://group"
+) -> CheckCall | None:
+    """Make one attempt, as the runner does."""
+    [call] = await checks.attempt([Wanted(id, reason, endpoint)])
+    if isinstance(call, TxbrokerError):
+        raise call
+    return call
+
+
+async def answered(checks: CheckBack, call: CheckCall, result: CheckResult) -> None:
+    """Have what came of one attempt taken, as the runner does."""
+    await checks.answered([base.Told(call, "http://group", result)])
 
 
 class World:

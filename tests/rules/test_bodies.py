@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from bodies_world import NOW, Small
-from rules_world import settled, until
+from rules_world import attempt, settled, until
 
+from txbroker.checkers.base import CheckCall, Wanted
 from txbroker.core.codec import decode_kept, encode_half, encode_kept
 from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, State
 from txbroker.core.transaction import Transaction
@@ -387,8 +388,8 @@ async def test_a_record_that_says_lost_is_never_promoted_as_tombstones(small: Sm
     await until(lambda: small.promoter.stuck_since is None)
     await settled()
     assert small.visible() == []
-    async with small.bodies.at_hand(again) as there:
-        assert not there
+    async with small.bodies.at_hand((again,)):
+        assert not small.bodies.there(again)
 
 
 async def test_a_copy_that_cannot_be_made_is_dropped_and_told(small: Small) -> None:
@@ -418,7 +419,7 @@ async def test_a_copy_that_cannot_be_made_is_dropped_and_told(small: Small) -> N
 async def test_a_question_is_asked_with_its_messages(small: Small) -> None:
     transaction = await small.prepare(message("a"), policy=NOW)
     assert not transaction.has_bodies
-    call = await small.checks.attempt(transaction.id, DUE, "http://g")
+    call = await attempt(small.checks, transaction.id, DUE)
     assert call is not None
     assert [each.value for each in call.messages] == [b"a"]
     assert small.door.calls[-2:] == ["half.pick", "op.append"]
@@ -429,8 +430,12 @@ async def test_a_question_is_asked_with_its_messages(small: Small) -> None:
 
 async def test_questions_that_come_together_are_read_together(small: Small) -> None:
     made = [await small.prepare(policy=NOW) for _ in range(200)]
-    calls = await asyncio.gather(*[small.checks.attempt(each.id, DUE, "http://g") for each in made])
-    values = [call.messages[0].value for call in calls if call is not None]
+    half, rest = made[:100], made[100:]
+    run = [Wanted(each.id, DUE, "http://g") for each in half]
+    alone = [small.checks.attempt([Wanted(each.id, DUE, "http://g")]) for each in rest]
+    runs = await asyncio.gather(small.checks.attempt(run), *alone)
+    calls = [call for found in runs for call in found]
+    values = [call.messages[0].value for call in calls if isinstance(call, CheckCall)]
     assert values == [each.id.encode() for each in made]
     assert len(small.door.half.picked) <= 3
 
@@ -438,11 +443,11 @@ async def test_questions_that_come_together_are_read_together(small: Small) -> N
 async def test_one_that_is_decided_while_it_is_read_is_not_asked(small: Small) -> None:
     transaction = await small.prepare(policy=NOW)
     small.door.half.gate = asyncio.Event()
-    attempt = asyncio.create_task(small.checks.attempt(transaction.id, DUE, "http://g"))
+    attempting = asyncio.create_task(attempt(small.checks, transaction.id, DUE))
     await until(lambda: small.door.half.picked)
     await small.mark("rollback", transaction)
     small.door.half.gate.set()
-    assert await attempt is None
+    assert await attempting is None
     assert transaction.attempts == ()
     assert small.door.calls.count("op.append") == 1
 
@@ -451,10 +456,10 @@ async def test_no_attempt_is_used_while_messages_cannot_be_read(small: Small) ->
     transaction = await small.prepare(policy=NOW)
     small.door.half.silent = True
     with pytest.raises(OwnerUnavailable):
-        await small.checks.attempt(transaction.id, DUE, "http://g")
+        await attempt(small.checks, transaction.id, DUE)
     assert transaction.attempts == ()
     small.door.half.silent = False
-    assert await small.checks.attempt(transaction.id, DUE, "http://g") is not None
+    assert await attempt(small.checks, transaction.id, DUE) is not None
 
 
 async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small: Small) -> None:
@@ -462,8 +467,8 @@ async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small
     small.delete_half(1)
     running = asyncio.create_task(small.checks.run())
     await until(lambda: len(small.runner.taken) == 2)
-    assert await small.checks.attempt(lost.id, DUE, "http://g") is None
-    assert await small.checks.attempt(whole.id, DUE, "http://g") is not None
+    assert await attempt(small.checks, lost.id, DUE) is None
+    assert await attempt(small.checks, whole.id, DUE) is not None
     assert (lost.state, lost.attempts, small.lost) == (State.PENDING, (), [1])
     # It is off the schedule: no check, no parking, no loop.
     small.runner.taken.clear()
@@ -545,7 +550,7 @@ async def test_a_large_eviction_is_done_in_steps(
 async def test_what_is_written_is_of_the_version_that_all_understand(small: Small) -> None:
     small.version = 1
     transaction = await small.prepare(policy=NOW)
-    assert await small.checks.attempt(transaction.id, DUE, "http://g") is not None
+    assert await attempt(small.checks, transaction.id, DUE) is not None
     await small.commit(transaction)
     await until(lambda: transaction.state is State.PROMOTED)
     assert small.door.turns[-1].progress.v == 1

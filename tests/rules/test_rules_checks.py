@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 from msgspec import structs
@@ -13,6 +12,8 @@ from rules_world import (
     QUICK,
     Gate,
     World,
+    answered,
+    attempt,
     behind,
     commit,
     known,
@@ -23,7 +24,15 @@ from rules_world import (
     until,
 )
 
-from txbroker.checkers.base import Answered, Channel, CheckCall, CheckResult, Unclear, Unreached
+from txbroker.checkers.base import (
+    Answered,
+    Channel,
+    CheckCall,
+    CheckResult,
+    Unclear,
+    Unreached,
+    already,
+)
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.codec import decode_kept
 from txbroker.core.outcome import Effect, Outcome
@@ -34,7 +43,8 @@ from txbroker.core.records import (
     MarkerKind,
     State,
 )
-from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S, Transaction
+from txbroker.core.runs import MarkerRow
+from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
 from txbroker.door import Turn, TurnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.partition.owner import Owner
@@ -63,18 +73,22 @@ class Group:
         """Return itself as the channel."""
         return self
 
-    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+    def at_hand(self, group: str, prefer: str) -> Channel:
+        """Return itself as the channel."""
+        return self
+
+    def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
         """Answer."""
         self.asked.append(call)
         self.markers_at_call.append([(str(m.kind), m.number) for m in self._world.markers()])
         assert self.owner is not None
         self.numbers_at_call.append(known(self.owner, call.id).number)
-        return self._answer(call)
+        return already(self._answer(call))
 
     def release(self) -> None:
         """Nothing to give back."""
 
-    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
+    def checks_ended(self, group: str, outcome: str, durations_s: Sequence[float]) -> None:
         """Nothing is counted here."""
 
 
@@ -120,7 +134,7 @@ async def test_an_attempt_that_another_owner_made_first_is_not_asked(world: Worl
     id = await world.prepared(owner, policy=NOW)
     first = behind(lambda: world.zombie_mark("check", id, round=1, number=1, reason="due"))
     world.partition.op.script.append(first)
-    assert await owner.checks.attempt(id, DUE, "http://group") is None
+    assert await attempt(owner.checks, id, DUE) is None
     assert world.kinds() == ["check", "check"]
     assert len(known(owner, id).counted_ms) == 1
 
@@ -130,7 +144,7 @@ async def test_an_attempt_behind_a_decision_is_not_asked(world: World, kind: str
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
     world.partition.op.script.append(behind(lambda: world.zombie_mark(kind, id, group=GROUP)))
-    assert await owner.checks.attempt(id, DUE, "http://group") is None
+    assert await attempt(owner.checks, id, DUE) is None
     assert known(owner, id).attempts == ()
 
 
@@ -144,12 +158,12 @@ async def test_an_attempt_that_is_decided_in_its_own_batch_is_not_asked(world: W
     await gate.reached.wait()
     # Decisions and checks take turns: so the check comes between these two decisions.
     second = asyncio.create_task(commit(owner, other))
-    attempt = asyncio.create_task(owner.checks.attempt(id, DUE, "http://group"))
+    attempting = asyncio.create_task(attempt(owner.checks, id, DUE))
     await settled()
     deciding = asyncio.create_task(roll_back(owner, id))
     await settled()
     gate.open()
-    assert await attempt is None
+    assert await attempting is None
     await asyncio.gather(first, second, deciding)
     assert world.kinds() in (
         ["commit", "commit", "check", "rollback"],
@@ -161,9 +175,9 @@ async def test_an_attempt_that_is_decided_in_its_own_batch_is_not_asked(world: W
 async def test_an_attempt_before_its_time_is_neither_written_nor_asked(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
-    assert await owner.checks.attempt(id, DUE, "http://group") is None
+    assert await attempt(owner.checks, id, DUE) is None
     await commit(owner, id)
-    assert await owner.checks.attempt(id, ASKED, "http://group") is None
+    assert await attempt(owner.checks, id, ASKED) is None
     assert world.kinds() == ["commit"]
 
 
@@ -172,8 +186,8 @@ async def test_an_attempt_whose_marker_was_not_answered_is_not_asked(world: Worl
     id = await world.prepared(owner, policy=NOW)
     world.partition.op.script.append(lost_unanswered)
     with pytest.raises(OwnerUnavailable):
-        await owner.checks.attempt(id, DUE, "http://group")
-    call = await owner.checks.attempt(id, DUE, "http://group")
+        await attempt(owner.checks, id, DUE)
+    call = await attempt(owner.checks, id, DUE)
     assert call is not None
     assert call.number == 1
 
@@ -196,10 +210,10 @@ async def test_who_was_not_reached_does_not_count_and_the_number_is_not_used_aga
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
     for number in (1, 2, 3):
-        call = await owner.checks.attempt(id, DUE, "http://group")
+        call = await attempt(owner.checks, id, DUE)
         assert call is not None
         assert (call.number, call.attempt) == (number, 1)
-        await owner.checks.answered(call, "http://group", Unreached("refused"))
+        await answered(owner.checks, call, Unreached("refused"))
         assert known(owner, id).counted_ms == ()
     marks = [(each.kind, each.number) for each in world.markers()]
     assert marks == [(kind, n) for n in (1, 2, 3) for kind in ("check", "returned")]
@@ -208,12 +222,12 @@ async def test_who_was_not_reached_does_not_count_and_the_number_is_not_used_aga
 async def test_what_is_unclear_counts(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
-    call = await owner.checks.attempt(id, DUE, "http://group")
+    call = await attempt(owner.checks, id, DUE)
     assert call is not None
-    await owner.checks.answered(call, "http://group", Unclear("timeout"))
+    await answered(owner.checks, call, Unclear("timeout"))
     assert world.kinds() == ["check"]
     assert len(known(owner, id).counted_ms) == 1
-    await owner.checks.answered(call, "http://group", Answered(Decision.UNKNOWN))
+    await answered(owner.checks, call, Answered(Decision.UNKNOWN))
     assert world.kinds() == ["check"]
 
 
@@ -239,10 +253,10 @@ async def test_a_surprise_in_parking_stops_the_partition(
     owner, _, runner = await asking(world, silent)
     write = owner.checks._markers.write
 
-    async def surprised(transaction: Transaction, kind: MarkerKind, **fields: Any) -> Outcome:
-        if kind is MarkerKind.PARK:
+    async def surprised(row: MarkerRow) -> Outcome:
+        if row.marker.kind is MarkerKind.PARK:
             raise ValueError("a surprise")
-        return await write(transaction, kind, **fields)
+        return await write(row)
 
     monkeypatch.setattr(owner.checks._markers, "write", surprised)
     await world.prepared(owner, policy=QUICK)
@@ -288,10 +302,10 @@ async def test_a_parked_one_is_decided_by_hand_and_answers_in_flight_are_ignored
 ) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
-    call = await owner.checks.attempt(id, DUE, "http://group")
+    call = await attempt(owner.checks, id, DUE)
     assert call is not None
     await until(lambda: known(owner, id).state is State.PARKED)
-    await owner.checks.answered(call, "http://group", Answered(Decision.COMMIT))
+    await answered(owner.checks, call, Answered(Decision.COMMIT))
     assert known(owner, id).state is State.PARKED
     await commit(owner, id, by="ops")
     await until(lambda: world.visible() == [id])
@@ -302,7 +316,7 @@ async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored
 ) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
-    old = await owner.checks.attempt(id, DUE, "http://group")
+    old = await attempt(owner.checks, id, DUE)
     assert old is not None
     await until(lambda: known(owner, id).state is State.PARKED)
     with pytest.raises(NotPending):
@@ -310,9 +324,9 @@ async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored
     assert (await owner.api.revive(id, "ops", "fixed")).state is State.PENDING
     assert (world.markers()[-1].kind, world.markers()[-1].round) == ("revive", 1)
     for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
-        await owner.checks.answered(old, "http://group", result)
+        await answered(owner.checks, old, result)
     assert known(owner, id).state is State.PENDING
-    new = await owner.checks.attempt(id, DUE, "http://group")
+    new = await attempt(owner.checks, id, DUE)
     assert new is not None
     assert (new.round, new.number, new.attempt) == (2, 1, 1)
 
@@ -320,11 +334,11 @@ async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored
 async def test_an_answer_behind_a_decision_is_ignored(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
-    call = await owner.checks.attempt(id, DUE, "http://group")
+    call = await attempt(owner.checks, id, DUE)
     assert call is not None
     await roll_back(owner, id)
     for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
-        await owner.checks.answered(call, "http://group", result)
+        await answered(owner.checks, call, result)
     assert world.kinds() == ["check", "rollback"]
     assert known(owner, id).decision is Decision.ROLLBACK
 
@@ -337,17 +351,17 @@ async def test_asked_for_it_comes_at_once_counts_and_keeps_a_second(world: World
     id = await world.prepared(owner, policy=THREE)
     handed = world.runner.due_now
     await until(lambda: handed == [(id, DUE)])
-    call = await owner.checks.attempt(id, DUE, "http://group")
+    call = await attempt(owner.checks, id, DUE)
     assert call is not None
-    await owner.checks.answered(call, "http://group", Unclear("timeout"))
+    await answered(owner.checks, call, Unclear("timeout"))
     owner.checks.ask(known(owner, id))
     await settled()
     assert handed == [(id, DUE)]
-    assert await owner.checks.attempt(id, ASKED, "http://group") is None
+    assert await attempt(owner.checks, id, ASKED) is None
     world.advance(ASK_SPACING_MS / 1000)
     owner.checks.ask(known(owner, id))
     await until(lambda: handed == [(id, DUE), (id, ASKED)])
-    second = await owner.checks.attempt(id, ASKED, "http://group")
+    second = await attempt(owner.checks, id, ASKED)
     assert second is not None
     assert (second.attempt, second.reason) == (2, ASKED)
     assert len(known(owner, id).counted_ms) == 2
@@ -357,13 +371,13 @@ async def test_the_marker_of_a_check_tells_who_asked_for_it(world: World) -> Non
     owner = await world.owner()
     id = await world.prepared(owner, policy=THREE)
     await until(lambda: world.runner.due_now == [(id, DUE)])
-    call = await owner.checks.attempt(id, DUE, "http://group")
+    call = await attempt(owner.checks, id, DUE)
     assert call is not None
-    await owner.checks.answered(call, "http://group", Unclear("timeout"))
+    await answered(owner.checks, call, Unclear("timeout"))
     world.advance(ASK_SPACING_MS / 1000)
     owner.checks.ask(known(owner, id), "ann@laptop via http 10.0.0.1", "the shop is back")
     await until(lambda: (id, ASKED) in world.runner.due_now)
-    assert await owner.checks.attempt(id, ASKED, "http://group") is not None
+    assert await attempt(owner.checks, id, ASKED) is not None
     assert [(marker.reason, marker.by) for marker in world.markers()] == [
         (DUE, ""),
         (ASKED, "ann@laptop via http 10.0.0.1: the shop is back"),
@@ -373,32 +387,32 @@ async def test_the_marker_of_a_check_tells_who_asked_for_it(world: World) -> Non
 async def test_the_last_attempt_of_a_round_is_never_pulled_forward(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=2))
-    call = await owner.checks.attempt(id, DUE, "http://group")
+    call = await attempt(owner.checks, id, DUE)
     assert call is not None
     world.advance(2.0)
     with pytest.raises(NotPending):
         owner.checks.ask(known(owner, id))
-    assert await owner.checks.attempt(id, ASKED, "http://group") is None
+    assert await attempt(owner.checks, id, ASKED) is None
     assert len(known(owner, id).counted_ms) == 1
 
 
 async def test_not_yet_costs_nothing_and_is_kept_to(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
-    call = await owner.checks.attempt(id, DUE, "http://group")
+    call = await attempt(owner.checks, id, DUE)
     assert call is not None
-    await owner.checks.answered(call, "http://group", Answered(Decision.UNKNOWN, 60.0))
+    await answered(owner.checks, call, Answered(Decision.UNKNOWN, 60.0))
     transaction, marker = known(owner, id), world.markers()[-1]
     assert (marker.kind, marker.round, marker.number, marker.later_s) == ("later", 1, 1, 60.0)
     assert transaction.counted_ms == ()
     at_ms = world.kafka.visible("txbroker.op")[-1].timestamp_ms
     assert transaction.next_check_ms() == at_ms + 60_000
-    assert await owner.checks.attempt(id, DUE, "http://group") is None
+    assert await attempt(owner.checks, id, DUE) is None
     world.advance(60.1)
-    again = await owner.checks.attempt(id, DUE, "http://group")
+    again = await attempt(owner.checks, id, DUE)
     assert again is not None
     assert (again.number, again.attempt) == (2, 1)
-    await owner.checks.answered(again, "http://group", Answered(Decision.UNKNOWN, 1e9))
+    await answered(owner.checks, again, Answered(Decision.UNKNOWN, 1e9))
     assert transaction.next_check_ms() - world.clock.now_ms() <= LATER_MAX_S * 1000
 
 

@@ -13,6 +13,8 @@ from rules_world import (
     Held,
     ScriptedDoor,
     World,
+    answered,
+    attempt,
     commit,
     known,
     message,
@@ -121,17 +123,17 @@ async def test_a_check_asked_for_is_not_forgotten_when_the_last_answer_comes(wor
     policy = CheckPolicy(after_s=0.0, interval_s=30.0, attempts_max=5, timeout_s=5.0)
     id = await world.prepared(owner, policy=policy)
     await until(lambda: world.runner.due_now)
-    call = await owner.checks.attempt(id, CheckReason.DUE, "here")
+    call = await attempt(owner.checks, id, CheckReason.DUE)
     assert call is not None
     owner.checks.ask(known(owner, id))
     # The answer to the attempt before comes now, and moves the transaction to its regular time.
 
-    await owner.checks.answered(call, "here", Answered(Decision.UNKNOWN))
+    await answered(owner.checks, call, Answered(Decision.UNKNOWN))
     world.runner.due_now.clear()
     world.advance(1.1)
     owner.clock_at_least(owner.now_ms())
     await until(lambda: world.runner.due_now, 2)
-    assert await owner.checks.attempt(id, CheckReason.DUE, "here") is not None
+    assert await attempt(owner.checks, id, CheckReason.DUE) is not None
     assert [m.reason for m in world.markers() if m.kind is MarkerKind.CHECK] == ["due", "asked"]
 
 
@@ -289,7 +291,7 @@ async def test_own_topics_that_refuse_stop_the_partition_and_refuse_nobody(world
     for number in range(3):
         await until(lambda n=number: len(world.runner.due_now) > n)  # type: ignore[misc]
         await until(lambda: owner.now_ms() >= known(owner, id).next_check_ms())
-        while await owner.checks.attempt(id, CheckReason.DUE, "here") is None:
+        while await attempt(owner.checks, id, CheckReason.DUE) is None:
             await asyncio.sleep(0.001)
         owner.checks.touch(known(owner, id))
     await until(lambda: world.stops, 2)

@@ -14,7 +14,14 @@ from sim_machine import START_S
 from sim_network import Network
 from sim_proxy import SimProxy
 
-from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
+from txbroker.checkers.base import (
+    Answered,
+    CheckCall,
+    CheckResult,
+    Unclear,
+    Unreached,
+    already,
+)
 from txbroker.contract import DecideRequest, PrepareRequest, Standing, TransactionView
 from txbroker.core.ids import make_id
 from txbroker.core.placement import order_hash
@@ -347,6 +354,10 @@ class Asker:
     def __init__(self, shop: Shop) -> None:
         self._shop = shop
 
+    def at_hand(self, group: str, prefer: str) -> Asker | None:
+        """Return itself where a connection stands, which it does now and then."""
+        return self if self._shop.reachable and PROCESS.get().random.random() < 0.5 else None
+
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Asker | Unreached:
@@ -354,12 +365,12 @@ class Asker:
         await self._shop.network.pass_message()
         return self if self._shop.reachable else Unreached("connection refused")
 
-    async def ask(self, call: CheckCall, timeout_s: float) -> CheckResult:
+    def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
         """Ask the service."""
         shop, asking = self._shop, PROCESS.get()
         network = shop.network
         if not shop.reachable:
-            return Unreached("503")
+            return already(Unreached("503"))
         future: asyncio.Future[CheckResult] = shop.loop.create_future()
 
         def arrive() -> None:
@@ -371,6 +382,9 @@ class Asker:
 
         if asking.random.random() >= network.weather.lost:
             shop.loop.call_later(network.delay_s(asking), arrive, context=shop.process.context)
+        return asyncio.ensure_future(self._result(future, timeout_s))
+
+    async def _result(self, future: asyncio.Future[CheckResult], timeout_s: float) -> CheckResult:
         try:
             async with asyncio.timeout(timeout_s):
                 return await future

@@ -99,14 +99,16 @@ class Line:
 
     def after(self, offset: int, count: int) -> list[Transaction]:
         """Return so many at most of those behind an offset."""
-        return list(islice(self._behind(offset), count))
-
-    def _behind(self, offset: int) -> Iterator[Transaction]:
+        if not self._blocks:
+            return []
         at = max(0, bisect_right(self._firsts, offset) - 1)
-        if at < len(self._blocks):
-            yield from islice(self._blocks[at], bisect_right(self._offsets[at], offset), None)
+        start = bisect_right(self._offsets[at], offset)
+        found = self._blocks[at][start : start + count]
         for block in islice(self._blocks, at + 1, None):
-            yield from block
+            if len(found) >= count:
+                break
+            found += block[: count - len(found)]
+        return found
 
     def since(self, prepared_at_ms: int, count: int, after_id: str = "") -> list[Transaction]:
         """Return so many at most, by time of preparation and then by id, of those behind a time

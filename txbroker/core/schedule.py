@@ -65,3 +65,54 @@ class Schedule:
             _, id = heapq.heappop(self._heap)
             del self._due[id]
             yield id
+
+
+class Crowd:
+    """Checks that are due while their group's queue is full, the one that waited longest first.
+
+    They are off the schedule: a million of them are not looked at each second, only whether their
+    group takes the first.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[str, dict[str, None]] = {}
+        self._group_of: dict[str, str] = {}
+        self._looks = Schedule()
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._ids
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def add(self, group: str, id: str) -> None:
+        """Let a check wait behind the others of its group."""
+        if id not in self._group_of:
+            self._ids.setdefault(group, {})[id] = None
+            self._group_of[id] = group
+
+    def remove(self, id: str) -> None:
+        """It waits no longer."""
+        group = self._group_of.pop(id, None)
+        if group is not None:
+            del self._ids[group][id]
+            if not self._ids[group]:
+                del self._ids[group]
+                self._looks.set(group, None)
+
+    def first(self, group: str) -> str | None:
+        """Return the id that has waited longest, None if none does."""
+        return next(iter(self._ids.get(group, ())), None)
+
+    def look(self, group: str, at_ms: int) -> None:
+        """Look at that time whether a group that has some waiting takes one."""
+        if group in self._ids:
+            self._looks.set(group, at_ms)
+
+    def next_ms(self) -> int | None:
+        """Return when to look at a group next, None if none has any waiting."""
+        return self._looks.next_ms()
+
+    def due(self, now_ms: int) -> list[str]:
+        """Return the groups to be looked at now, and put them off until `look`."""
+        return list(self._looks.pop_due(now_ms))

@@ -66,6 +66,9 @@ class Checks(Struct, gc=False):
     attempts: tuple[Attempt, ...] = ()
 
 
+_NEVER_CHECKED = Checks(1, 0)
+
+
 class Verdict(Struct, gc=False):
     """The decision of a transaction, and who made it.
 
@@ -299,19 +302,21 @@ class Transaction(Struct, gc=False):
         if marker.previous:
             self.note_outcome(marker.previous)
         reason = CheckReason(marker.reason)
-        attempt = Attempt(self.round, marker.number, at_ms, reason, alike(marker.endpoint))
+        attempt = Attempt(checks.round, marker.number, at_ms, reason, alike(marker.endpoint))
         checks.attempts = (*checks.attempts[1 - ATTEMPTS_KEPT :], attempt)
 
     def _no_check(self, marker: Marker, at_ms: int) -> str:
-        made, allowed = len(self.counted_ms), self.half.policy.attempts_max
-        if marker.round != self.round or marker.number != self.number + 1:
-            return f"attempt {marker.round}.{marker.number} is not {self.round}.{self.number + 1}"
+        checks = self.checks or _NEVER_CHECKED
+        made, allowed = len(checks.counted_ms), self.half.policy.attempts_max
+        number = checks.number + 1
+        if marker.round != checks.round or marker.number != number:
+            return f"attempt {marker.round}.{marker.number} is not {checks.round}.{number}"
         if made >= allowed:
             return f"{made} attempts were made already"
         if marker.reason == CheckReason.ASKED:
             if made + 1 >= allowed:
                 return "the last attempt of a round is never pulled forward"
-            if at_ms < self.last_check_ms + ASK_SPACING_MS:
+            if at_ms < checks.last_check_ms + ASK_SPACING_MS:
                 return "less than a second after the last attempt"
         elif marker.reason != CheckReason.DUE:
             return f"unknown reason {marker.reason!r}"
@@ -388,9 +393,10 @@ class Transaction(Struct, gc=False):
 
     def note_outcome(self, detail: str) -> None:
         """Remember what came back from the last attempt; the next marker will carry it."""
-        if self.attempts and not self.attempts[-1].outcome:
-            last = structs.replace(self.attempts[-1], outcome=alike(detail))
-            self._checked().attempts = (*self.attempts[:-1], last)
+        checks = self.checks
+        if checks is not None and checks.attempts and not checks.attempts[-1].outcome:
+            last = structs.replace(checks.attempts[-1], outcome=alike(detail))
+            checks.attempts = (*checks.attempts[:-1], last)
 
     def copy(self, state: State, cause: Cause | None) -> Kept:
         """Return what the parked topic keeps, with the messages as they would be promoted.

@@ -1,6 +1,7 @@
 """The calls of check URLs as the settings of a proxy allow them."""
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -47,6 +48,7 @@ def _secrets(settings: Settings) -> GroupSecrets:
     return GroupSecrets(settings.secrets_dir, settings.secret_env_allow, own)
 
 
+@lru_cache(maxsize=256)
 def _address(url: str) -> Address:
     parts = urlsplit(url)
     return Address(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))

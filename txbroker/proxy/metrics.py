@@ -7,7 +7,8 @@ Never is an id a label, and groups or topics beyond a bound count together as `o
 
 import platform
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -177,25 +178,42 @@ class _Labels:
 
 
 class _Latency(Collector):
-    """A histogram that is fed for every transaction: a fifth of the price of the client's."""
+    """A histogram that is fed for every transaction: a fifth of the price of the client's.
 
-    def __init__(self, name: str, text: str) -> None:
+    Args:
+        bounds: of its buckets.
+        label: by which it is kept apart, "" for none.
+    """
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], label: str = "") -> None:
         self._name = name
         self._text = text
-        self._counts = [0] * (len(_LATENCY_S) + 1)
-        self._sum = 0.0
+        self._bounds = bounds
+        self._label = label
+        self._counts: dict[str, list[int]] = {} if label else {"": self._none()}
+        self._sums: defaultdict[str, float] = defaultdict(float)
 
-    def observe(self, seconds: Iterable[float]) -> None:
-        counts = self._counts
+    def _none(self) -> list[int]:
+        return [0] * (len(self._bounds) + 1)
+
+    def observe(self, seconds: Iterable[float], value: str = "") -> None:
+        """Take in what was measured, of a value of the label."""
+        counts, bounds = self._counts.get(value), self._bounds
+        if counts is None:
+            counts = self._counts[value] = self._none()
         for each in seconds:
-            counts[bisect_left(_LATENCY_S, each)] += 1
-            self._sum += each
+            counts[bisect_left(bounds, each)] += 1
+            self._sums[value] += each
 
     def collect(self) -> Iterable[Metric]:
-        bounds = [*map(str, _LATENCY_S), "+Inf"]
-        totals = accumulate(self._counts)
-        buckets = list(zip(bounds, map(float, totals), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+        names = [*map(str, self._bounds), "+Inf"]
+        family = HistogramMetricFamily(
+            self._name, self._text, labels=[self._label] if self._label else None
+        )
+        for value, counts in self._counts.items():
+            buckets = list(zip(names, map(float, accumulate(counts)), strict=True))
+            family.add_metric([value] if self._label else [], buckets, self._sums[value])
+        yield family
 
 
 class Metrics:
@@ -251,29 +269,26 @@ class Metrics:
         )
 
     def _make_histograms(self) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            self._described.append(Described(f"txbroker_{name}", "histogram", labels, text))
-            return Histogram(
-                f"txbroker_{name}", text, labels, registry=self.registry, buckets=buckets
-            )
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            self._described.append(Described(f"txbroker_{name}", "histogram", (), text))
+            return Histogram(f"txbroker_{name}", text, registry=self.registry, buckets=buckets)
 
         def gauge(name: str, text: str) -> Gauge:
             self._described.append(Described(f"txbroker_{name}", "gauge", (), text))
             return Gauge(f"txbroker_{name}", text, registry=self.registry)
 
-        self._check_s = histogram("check_duration_seconds", "Time of a check.", _CHECK_S, "group")
-
-        def latency(name: str, text: str) -> _Latency:
-            self._described.append(Described(f"txbroker_{name}", "histogram", (), text))
-            collector = _Latency(f"txbroker_{name}", text)
+        def latency(name: str, text: str, bounds: Sequence[float], *labels: str) -> _Latency:
+            self._described.append(Described(f"txbroker_{name}", "histogram", labels, text))
+            collector = _Latency(f"txbroker_{name}", text, bounds, *labels)
             self.registry.register(collector)
             return collector
 
+        self._check_s = latency("check_duration_seconds", "Time of a check.", _CHECK_S, "group")
         self._decision_s = latency(
-            "decision_latency_seconds", "From a decision's call to its answer."
+            "decision_latency_seconds", "From a decision's call to its answer.", _LATENCY_S
         )
         self._promotion_s = latency(
-            "promotion_latency_seconds", "From a commit's marker until it is visible."
+            "promotion_latency_seconds", "From a commit's marker until it is visible.", _LATENCY_S
         )
         self._recovery_s = histogram(
             "recovery_seconds", "From gaining a partition until it is caught up.", _RECOVERY_S
@@ -306,11 +321,11 @@ class Metrics:
         """Count messages that were promoted to `topic`."""
         self._count(self._promoted, count, self._topic(topic))
 
-    def check_ended(self, group: str, outcome: str, duration_s: float) -> None:
-        """Count a check and how long it took."""
+    def checks_ended(self, group: str, outcome: str, durations_s: Sequence[float]) -> None:
+        """Count checks and how long they took."""
         label = self._group(group)
-        self._count(self._checks, 1, label, outcome)
-        self._check_s.labels(label).observe(duration_s)
+        self._count(self._checks, len(durations_s), label, outcome)
+        self._check_s.observe(durations_s, label)
 
     def conflict(self, count: int = 1) -> None:
         """Count decisions contrary to the standing one."""

@@ -81,7 +81,8 @@ class Session:
         self._sending = False
         self._unread = 0
         self._unread_bytes = 0
-        self._checks_unread = 0
+        # What the checks take that wait to be read, by their calls.
+        self._check_bytes: dict[int, int] = {}
         self._in_flight = InFlight(shell.settings.session_in_flight_bytes_max)
         # By the number of the operation: a done callback would cost another turn of the loop.
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -121,7 +122,7 @@ class Session:
             return False
         if self.closed or not self._shell.outgoing.reserve(size, prepare=False):
             return False
-        self._checks_unread += size
+        self._check_bytes[check.call] = size
         return self._hand_over((check,), size)
 
     def _hand_over(self, operations: Sequence[wire.FromProxy], size: int) -> bool:
@@ -177,7 +178,7 @@ class Session:
         size = 0
         for operation in operations:
             if type(operation) is wire.Check:
-                check_bytes = sum(map(message_bytes, operation.messages))
+                check_bytes = self._check_bytes.get(operation.call, 0)
                 if begun and size + check_bytes > self._settings.frame_bytes_max // 2:
                     yield begun
                     begun, size = [], 0
@@ -191,23 +192,23 @@ class Session:
 
     def _was_read(self, operations: list[wire.FromProxy]) -> None:
         self._unread -= len(operations)
+        checks = 0
         for operation in operations:
             size = ANSWER_BYTES
             if type(operation) is wire.Failure:
                 size += len(operation.message)
             elif type(operation) is wire.Check:
-                size = OPERATION_BYTES + sum(map(message_bytes, operation.messages))
-                if not self.closed:
-                    self._checks_unread -= size
-                    self._shell.outgoing.release(size, prepare=False)
+                size = self._check_bytes.pop(operation.call, 0)
+                checks += size
             self._unread_bytes -= size
+        self._shell.outgoing.release(checks, prepare=False)
 
     def let_go(self) -> None:
         """Free what waited to be read: nobody will."""
         self.closed = True
         self._outbox.clear()
-        self._shell.outgoing.release(self._checks_unread, prepare=False)
-        self._checks_unread = 0
+        self._shell.outgoing.release(sum(self._check_bytes.values()), prepare=False)
+        self._check_bytes.clear()
 
     def cut_off(self, why: str) -> None:
         """Drop the connection at once, with whatever was to be sent."""
@@ -237,10 +238,11 @@ class Session:
                 self._check(prepares, operation, self._prepare)
             elif kind is wire.Decide:
                 self._check(decides, operation, self._decide)
+            elif isinstance(operation, wire.CheckAnswer):
+                answer = operation if operation.messages is None else self._in_bounds(operation)
+                self._shell.sessions.answer(self.group, self, answer)
             elif isinstance(operation, wire.AskEarly):
                 self._begin_one(operation)
-            elif isinstance(operation, wire.CheckAnswer):
-                self._shell.sessions.answer(self.group, self, self._in_bounds(operation))
             elif kind is wire.Drain:
                 self.draining = True
             else:

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Anchor, Marker, MarkerKind, Record, Source
-from txbroker.core.runs import Row, marker_row
+from txbroker.core.runs import MarkerRow, Row, marker_row
 from txbroker.core.sizes import BATCH_OVERHEAD_BYTES
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
@@ -510,7 +510,7 @@ def _account(entry: _Entry, count: int) -> None:
 
 
 class Markers:
-    """Appends markers to the operation topic, each for one transaction.
+    """Makes the markers of transactions, and appends them to the operation topic.
 
     Args:
         context: what all parts of the partition share.
@@ -521,7 +521,7 @@ class Markers:
         self._context = context
         self._op = op
 
-    async def write(
+    def row(
         self,
         transaction: Transaction,
         kind: MarkerKind,
@@ -533,28 +533,37 @@ class Markers:
         endpoint: str = "",
         previous: str = "",
         later_s: float = 0.0,
-    ) -> Outcome:
-        """Append one marker of this transaction and return what it did.
+    ) -> MarkerRow:
+        """Return what a marker of this transaction writes."""
+        return marker_row(
+            Marker(
+                v=self._context.record_version(),
+                kind=kind,
+                id=transaction.half.id,
+                half=transaction.offset,
+                source=source,
+                by=by,
+                reason=reason,
+                round=transaction.round,
+                number=transaction.number if number is None else number,
+                claim=self._context.claim.id,
+                endpoint=endpoint,
+                previous=previous,
+                later_s=later_s,
+            )
+        )
+
+    async def append(self, rows: Sequence[MarkerRow]) -> list[Applied]:
+        """Append the rows of markers; return what became of each, as `Appender.append` does."""
+        return await self._op.append(rows)
+
+    async def write(self, row: MarkerRow) -> Outcome:
+        """Append the row of one marker and return what it did.
 
         Raises:
             OwnerUnavailable: it may or may not be written.
         """
-        marker = Marker(
-            v=self._context.record_version(),
-            kind=kind,
-            id=transaction.id,
-            half=transaction.offset,
-            source=source,
-            by=by,
-            reason=reason,
-            round=transaction.round,
-            number=transaction.number if number is None else number,
-            claim=self._context.claim.id,
-            endpoint=endpoint,
-            previous=previous,
-            later_s=later_s,
-        )
-        [outcome] = await self._op.append((marker_row(marker),))
+        [outcome] = await self._op.append((row,))
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome

@@ -177,27 +177,35 @@ class Bodies:
         return [each for each in wanted if each.lost]
 
     @asynccontextmanager
-    async def at_hand(self, transaction: Transaction) -> AsyncIterator[bool]:
-        """Have one transaction's messages in memory, for callers that come many at a time: those
-        that wait are read together. Yields whether they are there; not if lost or settled.
+    async def at_hand(self, transactions: Sequence[Transaction]) -> AsyncIterator[None]:
+        """Have the messages of transactions in memory where they are not lost (`there`); those
+        that several callers wait for are read together.
 
         Raises:
             OwnerUnavailable: Kafka does not answer, or the partition was just stopped because the
                 log is not what it was.
         """
-        with self.hold((transaction,)):
+        with self.hold(transactions):
+            missing = [each for each in transactions if _missing(each)]
             try:
-                while _missing(transaction):
-                    self._wanted[transaction.id] = transaction
-                    await self._load_together(transaction)
+                self._wanted.update((each.half.id, each) for each in missing)
+                for each in missing:
+                    while _missing(each):
+                        self._wanted[each.half.id] = each
+                        await self._load_together(each)
             except KafkaUnavailable as error:
-                raise OwnerUnavailable(str(error), id=transaction.id) from None
+                raise OwnerUnavailable(str(error), id=missing[0].id) from None
             except LogTruncated as error:
                 self._context.stopped(error)
-                raise OwnerUnavailable(str(error), id=transaction.id) from None
+                raise OwnerUnavailable(str(error), id=missing[0].id) from None
             finally:
-                self._wanted.pop(transaction.id, None)
-            yield transaction.has_bodies and not refused_as_lost(transaction)
+                for each in missing:
+                    self._wanted.pop(each.half.id, None)
+            yield
+
+    def there(self, transaction: Transaction) -> bool:
+        """Say whether the messages of a transaction are in memory."""
+        return transaction.has_bodies and not refused_as_lost(transaction)
 
     def try_again(self, transaction: Transaction) -> None:
         """An operator revives a transaction: look for messages that were lost once more."""
@@ -212,7 +220,7 @@ class Bodies:
         Raises:
             OwnerUnavailable: as `at_hand`.
         """
-        async with self.at_hand(transaction):
+        async with self.at_hand((transaction,)):
             pass
 
     async def _load_together(self, transaction: Transaction) -> None:

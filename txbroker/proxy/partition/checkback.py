@@ -8,12 +8,14 @@ acceptance and the question.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from msgspec import Struct
+
 from txbroker import tracing
-from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unreached, shortened
+from txbroker.checkers.base import Answered, CheckCall, Told, Unreached, Wanted, shortened
 from txbroker.contract import Answer, DecideRequest
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
@@ -24,7 +26,8 @@ from txbroker.core.records import (
     Source,
     State,
 )
-from txbroker.core.schedule import Schedule, due_ms
+from txbroker.core.runs import MarkerRow
+from txbroker.core.schedule import Crowd, Schedule, due_ms
 from txbroker.core.sizes import headers_bytes
 from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import ASK_SPACING_MS, Transaction, fits
@@ -36,10 +39,11 @@ from txbroker.errors import (
     OwnerUnavailable,
     RequestError,
     TooLarge,
+    TxbrokerError,
 )
 from txbroker.failpoints import hit
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.partition.appender import Markers
+from txbroker.proxy.partition.appender import Applied, Markers
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.targets import examine_final
@@ -76,62 +80,20 @@ class Runner(Protocol):
         ...
 
 
-class _Crowd:
-    """Checks that are due while their group's queue is full, the one that waited longest first.
-
-    They are off the schedule: a million of them are not looked at each second, only whether their
-    group takes the first.
-    """
-
-    def __init__(self) -> None:
-        self._ids: dict[str, dict[str, None]] = {}
-        self._group_of: dict[str, str] = {}
-        self._looks = Schedule()
-
-    def __contains__(self, group: str) -> bool:
-        return group in self._ids
-
-    def __len__(self) -> int:
-        return len(self._group_of)
-
-    def add(self, group: str, id: str) -> None:
-        """Let a check wait behind the others of its group."""
-        if id not in self._group_of:
-            self._ids.setdefault(group, {})[id] = None
-            self._group_of[id] = group
-
-    def remove(self, id: str) -> None:
-        """It waits no longer."""
-        group = self._group_of.pop(id, None)
-        if group is not None:
-            del self._ids[group][id]
-            if not self._ids[group]:
-                del self._ids[group]
-                self._looks.set(group, None)
-
-    def first(self, group: str) -> str | None:
-        """Return the id that has waited longest, None if none does."""
-        return next(iter(self._ids.get(group, ())), None)
-
-    def look(self, group: str, at_ms: int) -> None:
-        """Look at that time whether a group that has some waiting takes one."""
-        if group in self._ids:
-            self._looks.set(group, at_ms)
-
-    def next_ms(self) -> int | None:
-        """Return when to look at a group next, None if none has any waiting."""
-        return self._looks.next_ms()
-
-    def due(self, now_ms: int) -> list[str]:
-        """Return the groups to be looked at now, and put them off until `look`."""
-        return list(self._looks.pop_due(now_ms))
-
-
 class _Asked(NamedTuple):
     """A check that somebody has asked for: since when it may be made, who wanted it and why."""
 
     at_ms: int
     by: str = ""
+
+
+class _Attempt(Struct, frozen=True):
+    """An attempt that is to be made, and where in its run."""
+
+    place: int
+    transaction: Transaction
+    reason: CheckReason
+    endpoint: str
 
 
 class CheckBack:
@@ -164,7 +126,7 @@ class CheckBack:
         self._targets = targets
         self._decider = decider
         self._schedule = Schedule()
-        self._crowd = _Crowd()
+        self._crowd = Crowd()
         self._changed = asyncio.Event()
         # The checks that somebody has asked for, until they are made.
         self._asked: dict[str, _Asked] = {}
@@ -203,9 +165,12 @@ class CheckBack:
         """The clock has moved more than the time that passed: something may be due already."""
         self._changed.set()
 
-    def _set(self, id: str, at_ms: int | None) -> None:
-        self._crowd.remove(id)
-        if self._schedule.set(id, at_ms):
+    def _set(self, ids: Iterable[str], at_ms: int) -> None:
+        """Put transactions to a time, those that wait for room in their group's queue, too."""
+        if self._crowd:
+            for id in ids:
+                self._crowd.remove(id)
+        if self._schedule.set_run([(id, at_ms) for id in ids]):
             self._changed.set()
 
     async def run(self) -> None:
@@ -222,8 +187,7 @@ class CheckBack:
             next_ms = min([at_ms for at_ms in times_ms if at_ms is not None], default=None)
             wait_s = None if next_ms is None else (next_ms - self._clock.now_ms()) / 1000
             if wait_s is not None and wait_s <= 0:
-                for id in list(islice(self._schedule.pop_due(self._clock.now_ms()), HAND_OUT_MAX)):
-                    self._attend(id)
+                self._attend(islice(self._schedule.pop_due(self._clock.now_ms()), HAND_OUT_MAX))
                 for group in self._crowd.due(self._clock.now_ms()):
                     self._attend_crowd(group)
                 # After an outage a hundred thousand may be due at once: others want their turn.
@@ -235,32 +199,31 @@ class CheckBack:
             except TimeoutError:
                 continue
 
-    def _attend(self, id: str) -> None:
-        """Do what is due for a transaction."""
-        transaction = self._ledger.get(id)
-        if transaction is None or transaction.state is not State.PENDING:
-            self._asked.pop(id, None)
-            return
-        if transaction.park_ms() is not None:
-            task = asyncio.create_task(self._park(transaction))
-            self._parking.add(task)
-            task.add_done_callback(self._parked)
-            return
-        group = transaction.half.group
-        if group in self._crowd:
-            self._crowd.add(group, id)
-        elif not self._offer(transaction):
-            self._crowd.add(group, id)
-            self._crowd.look(group, self._clock.now_ms() + AGAIN_MS)
+    def _attend(self, ids: Iterable[str]) -> None:
+        """Do what is due for transactions."""
+        taken: list[str] = []
+        for id in list(ids):
+            transaction = self._pending(id)
+            if transaction is None:
+                self._asked.pop(id, None)
+            elif transaction.park_ms() is not None:
+                task = asyncio.create_task(self._park(transaction))
+                self._parking.add(task)
+                task.add_done_callback(self._parked)
+            elif (group := transaction.half.group) in self._crowd:
+                self._crowd.add(group, id)
+            elif self._offer(transaction):
+                taken.append(id)
+            else:
+                self._crowd.add(group, id)
+                self._crowd.look(group, self._clock.now_ms() + AGAIN_MS)
+        self._set(taken, self._clock.now_ms() + HANDED_OUT_MS)
 
     def _offer(self, transaction: Transaction) -> bool:
         """Hand a check out; say whether it was taken."""
-        id, group = transaction.id, transaction.half.group
-        reason = CheckReason.ASKED if id in self._asked else CheckReason.DUE
-        taken = self._runner.due(self, id, group, transaction.instance, reason)
-        if taken:
-            self._set(id, self._clock.now_ms() + HANDED_OUT_MS)
-        return taken
+        half = transaction.half
+        reason = CheckReason.ASKED if half.id in self._asked else CheckReason.DUE
+        return self._runner.due(self, half.id, half.group, transaction.instance, reason)
 
     def _attend_crowd(self, group: str) -> None:
         """Hand out what waits for room in a group's queue, until that is full again."""
@@ -269,10 +232,12 @@ class CheckBack:
             id = self._crowd.first(group)
             if id is None:
                 return
-            transaction = self._ledger.get(id)
-            if transaction is None or transaction.state is not State.PENDING:
+            transaction = self._pending(id)
+            if transaction is None:
                 self._crowd.remove(id)
-            elif not self._offer(transaction):
+            elif self._offer(transaction):
+                self._set((id,), self._clock.now_ms() + HANDED_OUT_MS)
+            else:
                 again_ms += AGAIN_MS
                 break
         self._crowd.look(group, again_ms)
@@ -285,9 +250,8 @@ class CheckBack:
 
     async def _park(self, transaction: Transaction) -> None:
         try:
-            outcome = await self._markers.write(
-                transaction, MarkerKind.PARK, source=Source.SCHEDULE
-            )
+            marker = self._markers.row(transaction, MarkerKind.PARK, source=Source.SCHEDULE)
+            outcome = await self._markers.write(marker)
         except RequestError as error:
             log.warning("park failed", id=transaction.id, why=str(error))
             outcome = Outcome(Effect.VOID)
@@ -295,7 +259,7 @@ class CheckBack:
             hit("park.stored")
             log.warning("parked", id=transaction.id, group=transaction.half.group)
         else:
-            self._set(transaction.id, self._clock.now_ms() + AGAIN_MS)
+            self._set((transaction.id,), self._clock.now_ms() + AGAIN_MS)
 
     def close(self) -> None:
         """Hand out nothing more."""
@@ -332,131 +296,183 @@ class CheckBack:
         at_ms = max(self._clock.now_ms(), transaction.last_check_ms + ASK_SPACING_MS)
         if due is None or at_ms < due:
             self._asked[transaction.id] = _Asked(at_ms, f"{by}: {why}" if why else by)
-            self._set(transaction.id, at_ms)
+            self._set((transaction.id,), at_ms)
 
     # --- for the runner --------------------------------------------------------------------
 
-    async def attempt(self, id: str, reason: CheckReason, endpoint: str) -> CheckCall | None:
-        """Write the marker of the next attempt; None where there is nothing to ask any more.
+    def in_memory(self, id: str) -> bool:
+        """Say whether the messages of a question need not be read first."""
+        transaction = self._ledger.transactions.get(id)
+        return transaction is not None and transaction.has_bodies
+
+    async def attempt(self, checks: Sequence[Wanted]) -> list[CheckCall | TxbrokerError | None]:
+        """Write the markers of next attempts; None where there is nothing to ask any more.
 
         A transaction whose messages are gone is not asked about: without a value a message is a
         tombstone, so the contract has no way of saying that there was one, and a group that
         decides by what it reads would decide about something else. It uses up no attempts and so
         never parks by itself; it stays pending, alarmed, until somebody decides it.
 
-        Raises:
-            RequestError: it could not be written; the schedule offers the check again.
+        Returns:
+            Of each the question, None, or why its marker was not written: then the schedule offers
+            the check again.
         """
-        transaction = self._ledger.get(id)
+        found: list[CheckCall | TxbrokerError | None] = [None] * len(checks)
+        known = self._ledger.transactions
+        transactions = [known[check.id] for check in checks if check.id in known]
+        attempts: list[_Attempt] = []
+        try:
+            async with self._bodies.at_hand(transactions):
+                for number, check in enumerate(checks):
+                    # Whatever happened while they were read.
+                    transaction = self._pending(check.id)
+                    if transaction is None:
+                        continue
+                    if self._bodies.there(transaction):
+                        reason = self._reason(transaction, check.reason)
+                        if reason is not None:
+                            attempts.append(_Attempt(number, transaction, reason, check.endpoint))
+                    else:
+                        group = transaction.half.group
+                        log.error("not checked, messages gone", id=check.id, group=group)
+                        self.touch(transaction)
+                if attempts:
+                    await self._make(attempts, found)
+        except RequestError as error:
+            self._set([t.half.id for t in transactions], self._clock.now_ms() + AGAIN_MS)
+            return [error] * len(checks)
+        return found
+
+    def _reason(self, transaction: Transaction, reason: CheckReason) -> CheckReason | None:
+        """Return why the next attempt is made, None where it is too early for one."""
+        id, next_ms, now_ms = transaction.half.id, transaction.next_check_ms(), self._clock.now_ms()
+        if now_ms >= next_ms:
+            return CheckReason.DUE
+        if reason is CheckReason.DUE and now_ms < self._asked.get(id, _Asked(next_ms)).at_ms:
+            self.touch(transaction)
+            return None
+        # Perhaps asked for while the runner held an attempt already.
+        return CheckReason.ASKED
+
+    async def _make(
+        self,
+        attempts: list[_Attempt],
+        found: list[CheckCall | TxbrokerError | None],
+    ) -> None:
+        """Write the markers of attempts, and note the question of each under its number."""
+        expected: list[tuple[int, int]] = []
+        rows: list[MarkerRow] = []
+        for attempt in attempts:
+            transaction, reason = attempt.transaction, attempt.reason
+            turn, number = transaction.round, transaction.number + 1
+            expected.append((turn, number))
+            asked = self._asked.get(transaction.half.id) if reason is CheckReason.ASKED else None
+            before = transaction.attempts
+            rows.append(
+                self._markers.row(
+                    transaction,
+                    MarkerKind.CHECK,
+                    source=Source.SCHEDULE,
+                    by="" if asked is None else asked.by,
+                    reason=reason,
+                    number=number,
+                    endpoint=attempt.endpoint,
+                    previous=before[-1].outcome if before else "",
+                )
+            )
+        made: list[str] = []
+        outcomes = await self._markers.append(rows)
+        for attempt, outcome, numbers in zip(attempts, outcomes, expected, strict=True):
+            transaction, id = attempt.transaction, attempt.transaction.half.id
+            if isinstance(outcome, RequestError):
+                self._set((id,), self._clock.now_ms() + AGAIN_MS)
+                found[attempt.place] = outcome
+                continue
+            self._asked.pop(id, None)
+            if outcome.effect is not Effect.APPLIED:
+                log.debug("attempt not accepted", id=id, why=outcome.why)
+                early_ms = transaction.next_check_ms() - self._ledger.op_clock_ms
+                self._set((id,), self._clock.now_ms() + max(early_ms, 50))
+                continue
+            if not self.still_pending(id) or (transaction.round, transaction.number) != numbers:
+                continue
+            made.append(id)
+            found[attempt.place] = _question(transaction, attempt.reason, numbers[1])
+        if made:
+            hit("check.stored")
+            # Answers may still be on their way when the next attempts would be due.
+            self._set(made, self._clock.now_ms() + HANDED_OUT_MS)
+
+    def _pending(self, id: str) -> Transaction | None:
+        transaction = self._ledger.transactions.get(id)
         if transaction is None or transaction.state is not State.PENDING:
             return None
-        try:
-            async with self._bodies.at_hand(transaction) as there:
-                # Whatever happened while they were read.
-                if not self.still_pending(id):
-                    return None
-                if there:
-                    return await self._attempt(transaction, reason, endpoint)
-        except RequestError:
-            self._set(id, self._clock.now_ms() + AGAIN_MS)
-            raise
-        log.error("not checked, messages gone", id=id, group=transaction.half.group)
-        self.touch(transaction)
-        return None
-
-    async def _attempt(
-        self, transaction: Transaction, reason: CheckReason, endpoint: str
-    ) -> CheckCall | None:
-        id = transaction.id
-        next_ms = transaction.next_check_ms()
-        if self._clock.now_ms() >= next_ms:
-            reason = CheckReason.DUE
-        elif reason is CheckReason.DUE:
-            if self._clock.now_ms() < self._asked.get(id, _Asked(next_ms)).at_ms:
-                self.touch(transaction)
-                return None
-            # Asked for while the runner held an attempt already.
-            reason = CheckReason.ASKED
-        self._set(id, self._clock.now_ms() + HANDED_OUT_MS)
-        by = self._asked.get(id, _Asked(next_ms)).by
-        turn, number = transaction.round, transaction.number + 1
-        last = transaction.attempts[-1] if transaction.attempts else None
-        outcome = await self._markers.write(
-            transaction,
-            MarkerKind.CHECK,
-            source=Source.SCHEDULE,
-            by=by if reason is CheckReason.ASKED else "",
-            reason=reason,
-            number=number,
-            endpoint=endpoint,
-            previous="" if last is None else last.outcome,
-        )
-        if outcome.effect is not Effect.APPLIED:
-            log.debug("attempt not accepted", id=id, why=outcome.why)
-            self._asked.pop(id, None)
-            early_ms = transaction.next_check_ms() - self._ledger.op_clock_ms
-            self._set(id, self._clock.now_ms() + max(early_ms, 50))
-            return None
-        self._asked.pop(id, None)
-        if not self.still_pending(id) or (transaction.round, transaction.number) != (turn, number):
-            return None
-        hit("check.stored")
-        # The answer may still be on its way when the next attempt would be due.
-        self._set(id, self._clock.now_ms() + HANDED_OUT_MS)
-        return _question(transaction, reason, number)
+        return transaction
 
     def still_pending(self, id: str) -> bool:
         """Say whether a transaction is undecided and not parked."""
-        transaction = self._ledger.get(id)
+        transaction = self._ledger.transactions.get(id)
         return transaction is not None and transaction.state is State.PENDING
 
-    async def answered(self, call: CheckCall, endpoint: str, result: CheckResult) -> None:
-        """Take what came of an attempt."""
-        transaction = self._ledger.get(call.id)
-        if transaction is None:
-            return
+    async def answered(self, run: Sequence[Told]) -> None:
+        """Take what came of attempts."""
+        touched: list[Transaction] = []
+        decisions: list[tuple[Told, DecideRequest]] = []
+        markers: list[tuple[Told, MarkerRow]] = []
         try:
-            await self._take(transaction, call, endpoint, result)
-        except RequestError as error:
-            # Decided otherwise meanwhile, or not written: then the next attempt asks again.
-            log.debug("answer not taken", id=call.id, endpoint=endpoint, why=str(error))
+            for told in run:
+                transaction = self._ledger.get(told.call.id)
+                if transaction is None:
+                    continue
+                touched.append(transaction)
+                if transaction.state is not State.PENDING or transaction.round != told.call.round:
+                    # An answer in flight behind a decision or a new round is ignored; after
+                    # parking the transaction is decided by hand.
+                    continue
+                taken = await self._take(transaction, told)
+                if isinstance(taken, DecideRequest):
+                    decisions.append((told, taken))
+                elif taken is not None:
+                    markers.append((told, taken))
+            if decisions:
+                decided = await self._decider.decide([request for _, request in decisions])
+                for (told, _), answer in zip(decisions, decided, strict=True):
+                    _see_taken(told, answer)
+            if markers:
+                outcomes = await self._markers.append([row for _, row in markers])
+                for (told, _), outcome in zip(markers, outcomes, strict=True):
+                    _see_taken(told, outcome)
         finally:
-            self.touch(transaction)
+            # What is decided is off the schedule since its marker was applied.
+            self.changed([each for each in touched if each.state is State.PENDING])
 
-    async def _take(
-        self, transaction: Transaction, call: CheckCall, endpoint: str, result: CheckResult
-    ) -> None:
-        number = call.number
-        if transaction.state is not State.PENDING or transaction.round != call.round:
-            # An answer in flight behind a decision or a new round is ignored; after parking the
-            # transaction is decided by hand.
-            return
+    async def _take(self, transaction: Transaction, told: Told) -> DecideRequest | MarkerRow | None:
+        """Return what an answer comes to: a decision, a marker that gives its attempt back, or
+        nothing."""
+        call, endpoint, result = told.call, told.endpoint, told.result
         if isinstance(result, Answered) and result.decision is not Decision.UNKNOWN:
-            objection = await self._objection(transaction, result)
+            try:
+                objection = await self._objection(transaction, result)
+            except RequestError as error:
+                _see_taken(told, error)
+                return None
             transaction.note_outcome(objection or result.detail)
-            if not objection:
-                await self._decided(transaction, call, endpoint, result)
-            return
+            return None if objection else _decision(transaction, call, endpoint, result)
         transaction.note_outcome(result.detail)
-        if isinstance(result, Unreached):
-            await self._markers.write(
-                transaction,
-                MarkerKind.RETURNED,
-                source=Source.CHECK,
-                number=number,
-                by=endpoint,
-                previous=result.detail,
-            )
-        elif isinstance(result, Answered) and result.ask_again_s is not None:
-            await self._markers.write(
-                transaction,
-                MarkerKind.LATER,
-                source=Source.CHECK,
-                number=number,
-                by=endpoint,
-                previous=result.detail,
-                later_s=result.ask_again_s,
-            )
+        kind, later_s = MarkerKind.RETURNED, 0.0
+        if isinstance(result, Answered) and result.ask_again_s is not None:
+            kind, later_s = MarkerKind.LATER, result.ask_again_s
+        elif not isinstance(result, Unreached):
+            return None
+        return self._markers.row(
+            transaction,
+            kind,
+            source=Source.CHECK,
+            number=call.number,
+            by=endpoint,
+            previous=result.detail,
+            later_s=later_s,
+        )
 
     async def _objection(self, transaction: Transaction, answer: Answered) -> str:
         """Return why an answer counts as little as an unknown one, "" where it decides.
@@ -479,25 +495,30 @@ class CheckBack:
                 raise OwnerUnavailable(str(error), id=transaction.id) from None
         return ""
 
-    async def _decided(
-        self, transaction: Transaction, call: CheckCall, endpoint: str, answer: Answered
-    ) -> None:
-        messages = answer.messages if answer.decision is Decision.COMMIT else None
-        if messages is not None:
-            messages = placed_like(transaction.half.messages, messages)
-            if tracing.is_on():
-                messages = carried_over(call.messages, messages)
-        request = DecideRequest(
-            id=transaction.id,
-            decision=answer.decision,
-            messages=messages,
-            reason=answer.detail,
-            source=Source.CHECK,
-            by=endpoint,
-        )
-        [answered] = await self._decider.decide((request,))
-        if isinstance(answered, RequestError):
-            raise answered
+
+def _see_taken(told: Told, answer: Answer | Applied) -> None:
+    """Tell of an answer that came to nothing."""
+    if isinstance(answer, RequestError):
+        # Decided otherwise meanwhile, or not written: then the next attempt asks again.
+        log.debug("answer not taken", id=told.call.id, endpoint=told.endpoint, why=str(answer))
+
+
+def _decision(
+    transaction: Transaction, call: CheckCall, endpoint: str, answer: Answered
+) -> DecideRequest:
+    messages = answer.messages if answer.decision is Decision.COMMIT else None
+    if messages is not None:
+        messages = placed_like(transaction.half.messages, messages)
+        if tracing.is_on():
+            messages = carried_over(call.messages, messages)
+    return DecideRequest(
+        id=transaction.id,
+        decision=answer.decision,
+        messages=messages,
+        reason=answer.detail,
+        source=Source.CHECK,
+        by=endpoint,
+    )
 
 
 def _question(transaction: Transaction, reason: CheckReason, number: int) -> CheckCall:

@@ -468,9 +468,10 @@ class PartitionApi:
                 state=transaction.state,
             )
         self._check_open(id)
-        await self._markers.write(
+        marker = self._markers.row(
             transaction, MarkerKind.REVIVE, source=Source.OPERATOR, by=by, reason=reason
         )
+        await self._markers.write(marker)
         if transaction.state is State.REFUSED:
             self._promoter.retry_refused(id)
         return standing(transaction)

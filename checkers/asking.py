@@ -1,0 +1,101 @@
+"""One question and what came of it: in a span where that is traced, told where it failed."""
+
+import asyncio
+import logging
+from contextlib import ExitStack
+
+import structlog
+from msgspec import structs
+
+from txbroker import tracing
+from txbroker.checkers.base import (
+    Answered,
+    Channel,
+    CheckCall,
+    CheckResult,
+    Unclear,
+    Unreached,
+    already,
+    shortened,
+)
+from txbroker.checkers.queues import Item
+from txbroker.core.telling import telling, where_raised
+from txbroker.errors import TxbrokerError
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+
+def ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
+    """Ask in a span that continues the one that prepared, where that is recorded."""
+    parent = tracing.sampled_context(call.messages)
+    if parent is None:
+        return _ask(channel, call)
+    attributes: tracing.Attributes = {
+        tracing.ID: call.id,
+        tracing.GROUP: call.group,
+        tracing.ATTEMPT: call.attempt,
+    }
+    span = ExitStack()
+    step = span.enter_context(
+        tracing.continued("check", call.messages, attributes, kind="client", parent=parent)
+    )
+    if step is None:
+        return _ask(channel, call)
+
+    def over(answer: asyncio.Future[CheckResult]) -> None:
+        outcome = "cancelled" if answer.cancelled() else outcome_of(result_of(call, answer))
+        step.note({tracing.OUTCOME: outcome})
+        if outcome in _NO_ANSWERS:
+            step.failed(outcome)
+        span.close()
+
+    answer = _ask(channel, structs.replace(call, trace=step.context))
+    answer.add_done_callback(over)
+    return answer
+
+
+def _ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
+    try:
+        return channel.ask(call, call.timeout_s)
+    except Exception as error:
+        return already(_fault(call, error))
+
+
+def result_of(call: CheckCall, answer: asyncio.Future[CheckResult]) -> CheckResult:
+    """Return what came of a question that is over."""
+    error = answer.exception()
+    return answer.result() if error is None else _fault(call, error)
+
+
+def _fault(call: CheckCall, error: BaseException) -> Unclear:
+    tell_fault(call.id, call.group, error)
+    return Unclear(shortened(f"the proxy failed while it asked: {type(error).__name__}"))
+
+
+def tell_failed(item: Item, error: Exception) -> None:
+    """Tell why a check goes no further now."""
+    if isinstance(error, TxbrokerError):
+        # The owner could not write: its schedule offers the check again.
+        log.warning("check not made", id=item.id, group=item.group.name, why=str(error))
+    else:
+        tell_fault(item.id, item.group.name, error)
+
+
+def tell_fault(id: str, group: str, error: BaseException) -> None:
+    """Tell of a fault of ours."""
+    log.error(
+        "check failed in the proxy",
+        id=id,
+        group=group,
+        error=telling(error),
+        where=where_raised(error),
+    )
+
+
+_NO_ANSWERS = frozenset({"returned", "unclear", "cancelled"})
+
+
+def outcome_of(result: CheckResult) -> str:
+    if isinstance(result, Answered):
+        return str(result.decision) if result.ask_again_s is None else "later"
+    return "returned" if isinstance(result, Unreached) else "unclear"
