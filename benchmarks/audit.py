@@ -218,7 +218,7 @@ def main() -> int:
     conf |= dict(text.split("=", 1) for text in arguments.conf)
     with (
         tempfile.TemporaryDirectory() as name,
-        EmbeddedKafka(Path(name) / "kafka", heap_mb=1024) as kafka,
+        EmbeddedKafka(Path(name) / "kafka", for_load=True) as kafka,
         spark_session(SparkSettings(arguments.master, conf)) as spark,
     ):
         planting = asyncio.run(make_topics(kafka.bootstrap))

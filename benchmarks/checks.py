@@ -157,7 +157,7 @@ def main() -> None:
     for way in arguments.ways:
         with (
             tempfile.TemporaryDirectory() as folder,
-            EmbeddedKafka(Path(folder) / "kafka", heap_mb=1024) as kafka,
+            EmbeddedKafka(Path(folder) / "kafka", for_load=True) as kafka,
         ):
             make_target(kafka.bootstrap)
             found = measure(kafka.bootstrap, Path(folder), way, arguments.count, arguments.rate)

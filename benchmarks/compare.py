@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", type=int, default=1024, help="bytes of each message")
-    parser.add_argument("--warmup-s", type=float, default=10.0)
+    parser.add_argument("--warmup-s", type=float, default=30.0)
     parser.add_argument("--duration-s", type=float, default=20.0)
     parser.add_argument(
         "--output", type=Path, default=DOCS / "comparison", help="the files, without their endings"

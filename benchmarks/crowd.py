@@ -75,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     sizes = ["--producers", str(arguments.producers), "--groups", str(arguments.groups)]
     with (
         tempfile.TemporaryDirectory() as folder,
-        EmbeddedKafka(Path(folder) / "kafka", heap_mb=1024) as kafka,
+        EmbeddedKafka(Path(folder) / "kafka", for_load=True) as kafka,
         proxy_on(kafka.bootstrap, "crowd", Path(folder)) as proxy,
     ):
         make_target(kafka.bootstrap)
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--in-flight", type=int, default=64)
-    parser.add_argument("--warmup-s", type=float, default=10.0)
+    parser.add_argument("--warmup-s", type=float, default=30.0)
     parser.add_argument("--duration-s", type=float, default=15.0)
     parser.add_argument("--stand-by", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry the load out and return the figures."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        EmbeddedKafka(Path(folder) / "kafka", heap_mb=1024, properties=PROPERTIES) as kafka,
+        EmbeddedKafka(Path(folder) / "kafka", for_load=True, properties=PROPERTIES) as kafka,
         proxy_on(kafka.bootstrap, "endurance", Path(folder), **SETTINGS) as proxy,
     ):
         make_target(

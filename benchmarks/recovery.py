@@ -95,7 +95,7 @@ def main() -> int:
     for name, pending, settled in cases:
         with (
             tempfile.TemporaryDirectory() as folder,
-            EmbeddedKafka(Path(folder) / "kafka", heap_mb=1024) as kafka,
+            EmbeddedKafka(Path(folder) / "kafka", for_load=True) as kafka,
         ):
             make_target(kafka.bootstrap)
             found.append(measure(kafka.bootstrap, Path(folder), name, pending, settled, arguments))

@@ -67,7 +67,7 @@ def _load_options(function: Any) -> Any:
             "warmup_s",
             seconds,
             "SECONDS",
-            10.0,
+            30.0,
             "How long to run before: a Java just started takes three times as much.",
         ),
         _option("rollback_share", _SHARE, "SHARE", 0.0, "Of transactions that are rolled back."),

@@ -135,7 +135,7 @@ async def _place(plan: Plan, folder: Path) -> AsyncIterator[Place]:
     if plan.url is not None:
         yield Place(plan.url, plan.papers, plan.settings)
         return
-    kafka = EmbeddedKafka(folder / "kafka", progress=BarProgress())
+    kafka = EmbeddedKafka(folder / "kafka", for_load=True, progress=BarProgress())
     try:
         await asyncio.to_thread(kafka.start)
         given = plan.settings.model_dump(mode="json", include=plan.settings.model_fields_set)

@@ -25,7 +25,7 @@ KAFKA = f"Apache Kafka {DEFAULT_VERSION}"
 @contextmanager
 def running_kafka(folder: Path) -> Iterator[EmbeddedKafka]:
     """Run a Kafka in a folder, with txbroker's settings for development."""
-    kafka = EmbeddedKafka(folder / "kafka")
+    kafka = EmbeddedKafka(folder / "kafka", for_load=True)
     try:
         kafka.start()
         yield kafka
