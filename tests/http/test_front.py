@@ -12,6 +12,7 @@ import pytest
 from http_api import Api, running_api, transaction
 
 from txbroker.contract import DecideRequest, PrepareRequest, Run
+from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.http.front import HELD_BYTES_MAX, Front
 
 UNKNOWN_ID = "00" * 13
@@ -262,6 +263,40 @@ async def test_a_connection_on_which_no_call_begins_ends(
                     gate.set()
                     assert (await read_answer(reader))[0][0] == b"HTTP/1.1 201 Created"
                 assert await reader.read() == b""
+
+
+async def test_a_request_that_has_begun_is_no_idle_time(
+    fronts: list[Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", 0.2)
+    monkeypatch.setattr("txbroker.proxy.http.server.HELD_S", 10.0)
+    async with running_api() as api:
+        reader, writer = await dialled(api)
+        with closing(writer):
+            raw = post("/v1/transactions", PREPARE)
+            writer.write(raw[:-5])
+            await until(lambda: fronts[0]._is_unfinished)
+            await asyncio.sleep(0.5)
+            writer.write(raw[-5:])
+            async with asyncio.timeout(10):
+                assert (await read_answer(reader))[0][0] == b"HTTP/1.1 201 Created"
+
+
+@pytest.mark.parametrize("path", ["/v1/transactions", "/v1/transactions?"])
+async def test_a_refusal_that_cannot_be_encoded_is_answered(
+    api: Api, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runs(requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
+        raise OwnerUnavailable("the proxy answered \udcff")
+
+    monkeypatch.setattr(api.service, "runs", runs)
+    reader, writer = await dialled(api)
+    with closing(writer):
+        writer.write(post(path, PREPARE))
+        async with asyncio.timeout(10):
+            head, body = await read_answer(reader)
+    assert head[0] == b"HTTP/1.1 500 Internal Server Error"
+    assert json.loads(body)["error"]["code"] == "failed"
 
 
 async def test_no_room_is_told_and_counted() -> None:

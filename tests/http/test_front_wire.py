@@ -70,6 +70,7 @@ CASES = {
     "hexadecimal length": request(length=b"Content-Length: 0x10\r\n"),
     "empty length": request(length=b"Content-Length: \r\n"),
     "length in other digits": request(length="Content-Length: \u0661\r\n".encode()),
+    "length of many zeros": request(length=b"Content-Length: %0*d\r\n" % (5000, len(BODY))),
     "endless length": request(length=b"Content-Length: 99999999999999999999999\r\n"),
     "too long for the proxy": request(length=b"Content-Length: 999999999\r\n"),
     "chunked": request(length=b"Transfer-Encoding: chunked\r\n", body=chunked(BODY)),

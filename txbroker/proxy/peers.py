@@ -32,6 +32,7 @@ from txbroker.proxy.forwarding import (
     encode,
     raised,
 )
+from txbroker.proxy.logging import printable
 from txbroker.tls import ClientTls, tls_trouble
 from txbroker.wire import CODE_HEADER
 
@@ -239,7 +240,7 @@ async def _read(url: str, response: aiohttp.ClientResponse, kind: type[T]) -> T:
             raise OwnerUnavailable(f"the proxy at {url} answers too much")
     if response.content_type != CONTENT_TYPE:
         # The guard's refusals are for people: another peer secret, a name that is not allowed.
-        code = response.headers.get(CODE_HEADER, "")
+        code = printable(response.headers.get(CODE_HEADER, ""))
         raise OwnerUnavailable(
             f"the proxy at {url} does not take our calls: it answered {status} {code}".rstrip()
         )

@@ -46,6 +46,8 @@ class Endpoint:
         self._shell = shell
         self._guard = guard
         self._changes = operation.changes
+        # The loop itself holds tasks weakly.
+        self._tasks: set[asyncio.Future[Reply]] = set()
 
     async def routed(self, request: web.Request) -> web.StreamResponse:
         """Answer a request that the router has brought here, its caller admitted."""
@@ -90,11 +92,17 @@ class Endpoint:
             content.take(raw)
             # A task for those that wait for more than one answer; the others are futures.
             begun = self._run(request, path, raw, principal)
-            reply = begun if isinstance(begun, asyncio.Future) else asyncio.ensure_future(begun)
+            reply = begun if isinstance(begun, asyncio.Future) else self._task(begun)
         except Exception as error:
             answer(self._ended(request, content, error))
         else:
             reply.add_done_callback(partial(self._replied, request, content, answer))
+
+    def _task(self, begun: Awaitable[Reply]) -> "asyncio.Future[Reply]":
+        task = asyncio.ensure_future(begun)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _replied(
         self,
@@ -122,7 +130,10 @@ class Endpoint:
         # As the library takes them: of a connection that has ended.
         if isinstance(error, ConnectionError) or not isinstance(error, Exception):
             return None
-        return refusal(request, error)
+        try:
+            return refusal(request, error)
+        except Exception as failure:  # such as a text that cannot be encoded
+            return refusal(request, failure)
 
     def _check(self, request: Received, principal: Principal) -> None:
         operation = self.operation

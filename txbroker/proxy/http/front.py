@@ -30,6 +30,7 @@ HELD_S = 1.0
 HEAD_BYTES_MAX = 8 * 1024
 """A longer head is the framework's, which takes more."""
 _FIELDS_MAX = 100
+_LENGTH_DIGITS_MAX = 18
 _END = b"\r\n\r\n"
 _BEGIN = b"POST /"
 _NAME = re.compile(r"\{(\w+)\}")
@@ -101,6 +102,8 @@ class Heads:
         if not usual or not _UNUSUAL.isdisjoint(fields):
             return None
         if fields.get("connection", "keep-alive").lower() != "keep-alive":
+            return None
+        if len(fields.get("content-length", "")) > _LENGTH_DIGITS_MAX:
             return None
         return CIMultiDict(fields)
 
@@ -284,6 +287,7 @@ class Front(asyncio.Protocol):
         """Wait for the rest of a request."""
         if not self._is_unfinished:
             self._is_unfinished = True
+            self._server.idle.end(self)
             self._server.unfinished.begin(self)
 
     def _carry_out(self, transport: asyncio.Transport, begun: _Begun, body: bytes) -> None:
