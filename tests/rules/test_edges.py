@@ -24,7 +24,7 @@ from rules_world import (
 from txbroker.contract import PartitionState
 from txbroker.core.codec import encode_half, encode_kept
 from txbroker.core.promotion import TurnLimits
-from txbroker.core.records import Claim, Kept, Record, State
+from txbroker.core.records import Claim, Kept, MarkerKind, Record, Source, State
 from txbroker.door import Claimed, Hanging, LogTruncated, Turn, TurnHandle, TurnLost
 from txbroker.errors import KafkaUnavailable, NewerRecord, Overloaded, OwnerUnavailable
 from txbroker.proxy.partition import owner as owner_module
@@ -338,8 +338,11 @@ async def test_suspended_it_writes_nothing_and_resumed_it_goes_on_without_a_clai
         await world.prepared(owner)
     with pytest.raises(OwnerUnavailable):
         await commit(owner, id)
+    markers = owner.checks._markers
     attempt = asyncio.create_task(
-        owner.checks._markers.write(known(owner, id), "check", source="schedule", number=1)  # type: ignore[arg-type]
+        markers.write(
+            markers.row(known(owner, id), MarkerKind.CHECK, source=Source.SCHEDULE, number=1)
+        )
     )
     # What others write is seen, and still no turn is begun.
     world.zombie_mark("commit", id, group=GROUP)

@@ -104,7 +104,8 @@ class Work:
         for number in (1, 2):
             fields = {"reason": "due", "number": number}
             markers = self.owner.checks._markers
-            await markers.write(found, MarkerKind.CHECK, source=Source.SCHEDULE, **fields)
+            row = markers.row(found, MarkerKind.CHECK, source=Source.SCHEDULE, **fields)
+            await markers.write(row)
         await until(lambda: found.state is State.PARKED)
         assert await snapshot(self.owner)
 
@@ -133,7 +134,8 @@ class Work:
         over = found.park_ms() is not None
         kind = MarkerKind.PARK if over else MarkerKind.CHECK
         fields = {} if over else {"reason": "due", "number": found.number + 1}
-        await self.owner.checks._markers.write(found, kind, source=Source.SCHEDULE, **fields)
+        markers = self.owner.checks._markers
+        await markers.write(markers.row(found, kind, source=Source.SCHEDULE, **fields))
 
     async def revive(self) -> None:
         """Revive a parked or refused one."""
