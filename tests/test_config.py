@@ -338,6 +338,8 @@ def test_missing_secret_names_its_setting() -> None:
 
 def test_the_old_name_of_settled_bytes_max_counts_rows_of_all_half_partitions() -> None:
     assert load_settings({"insecure": True}, environ={}).settled_bytes_max == 512 * 1024 * 1024
+    few = load_settings(environ={"TXBROKER_SETTLED_MAX": "1000"})
+    assert few.settled_bytes_max == 1000 * 4 * 37
     given = {"TXBROKER_SETTLED_MAX": "1000", "TXBROKER_PARTITIONS": "8"}
     settings = load_settings(environ=given)
     assert settings.settled_bytes_max == 1000 * 8 * 37

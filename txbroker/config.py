@@ -60,11 +60,15 @@ RENAMED = {"settled_max": "settled_bytes_max"}
 """Old names that are accepted for one release, and the settings that replace them."""
 
 
+_PARTITIONS_THEN = 4
+"""The default of `partitions` in releases with `settled_max`: their topics have so many."""
+
+
 def _settled_bytes(settled_max: int | None, partitions: int) -> int:
     """Return what the old name stands for: as many in each half partition, all at one proxy."""
     if settled_max is None:
         return 512 * MIB
-    return settled_max * partitions * SETTLED_BYTES
+    return settled_max * max(partitions, _PARTITIONS_THEN) * SETTLED_BYTES
 
 
 class Settings(ListenerAccess, KafkaAccess):
@@ -199,8 +203,8 @@ class Settings(ListenerAccess, KafkaAccess):
     settled_max: Count | None = Field(
         None,
         description="The old name of `settled_bytes_max`, for one release: the number of settled "
-        "transactions of one half partition. Counts as 37 bytes for each, in all `partitions`; "
-        "the proxy warns at its start.",
+        "transactions of one half partition. Counts as 37 bytes for each, in all `partitions`, 4 "
+        "at least; the proxy warns at its start.",
     )
     settled_bytes_max: Count = Field(
         default_factory=lambda given: _settled_bytes(given["settled_max"], given["partitions"]),
