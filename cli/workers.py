@@ -12,7 +12,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +34,9 @@ WELL_S = 60.0
 BEATS_MISSED_MAX = 30
 """A worker that hangs for so many beats is killed. Beats are counted and no time is taken, so that
 nobody is killed when the parent goes on that was stopped itself, by Ctrl-Z, say."""
+FIRST_BEAT_MAX = 120
+"""The same before the first beat, as many that start at once share the cores. The chart's startup
+probe gives the first worker as long; its liveness probe leaves time to replace it."""
 STACKS_S = 1.0
 """For a worker that hangs to write where, before it is killed."""
 
@@ -125,45 +128,49 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(self._told)
-            if not await self._beats(process.stdout):
-                await self._kill(process)
+        with closing(process.stdin) as stdin:
+            try:
+                stdin.write(self._told)
+                hung_s = await self._hung_s(process)
+            except asyncio.CancelledError:
+                await self._end(process)
+                raise
+            if hung_s:
+                await self._kill(process, hung_s)
             return await process.wait()
-        except asyncio.CancelledError:
-            await self._end(process)
-            raise
-        finally:
-            process.stdin.close()
 
-    async def _beats(self, out: asyncio.StreamReader) -> bool:
-        """Read what a process says until it has ended; return False as soon as it hangs."""
-        missed = 0
-        while missed < BEATS_MISSED_MAX:
+    async def _hung_s(self, process: asyncio.subprocess.Process) -> float:
+        """Read what a process says until it has ended, or hangs; return how long it hangs."""
+        assert process.stdout is not None
+        missed, missed_max = 0, FIRST_BEAT_MAX
+        while missed < missed_max:
             try:
                 async with asyncio.timeout(BEAT_S):
-                    line = await out.readline()
+                    line = await process.stdout.readline()
             except TimeoutError:
                 missed += 1
                 continue
             if not line:
-                return True
-            missed = 0
+                await process.wait()
+                return 0.0
+            missed, missed_max = 0, BEATS_MISSED_MAX
             said = line.decode().rstrip()
             if said and not self._was_ready:
                 self._was_ready = True
                 self._ready(self._number, said)
-        return False
+        return missed * BEAT_S
 
-    async def _kill(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a process that hangs, once it has said where."""
-        seconds = BEATS_MISSED_MAX * BEAT_S
-        log.error("worker hangs", worker=self._number, seconds=seconds)
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            process.send_signal(STACKS_SIGNAL)
+    async def _kill(self, process: asyncio.subprocess.Process, hung_s: float) -> None:
+        """Kill a process that hangs, once it has said where; at once if this is cancelled."""
+        log.error("worker hangs", worker=self._number, seconds=hung_s)
+        try:
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                process.send_signal(STACKS_SIGNAL)
             await asyncio.sleep(STACKS_S)
-            process.kill()
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Let a process end what is under way, then itself.

@@ -29,6 +29,7 @@ from chart_values import EVERYTHING, SETS
 
 import txbroker
 from txbroker.checkers.group_secrets import GroupSecrets
+from txbroker.cli import lifeline, workers
 from txbroker.config import CONFIG_VARIABLE, ENV_PREFIX, Settings
 from txbroker.embedded.jars import REPOSITORY_SETTING
 from txbroker.errors import Forbidden
@@ -446,6 +447,18 @@ def test_without_a_token_prometheus_brings_none(render: Render) -> None:
     values = {**SETS["spare"], "serviceMonitor": {"enabled": True}}
     (endpoint,) = one(render(values), "ServiceMonitor")["spec"]["endpoints"]
     assert "authorization" not in endpoint
+
+
+def test_probes_leave_the_parent_of_workers_the_time_to_replace_the_first(render: Render) -> None:
+    pod = pod_of(render(SETS["workers"]), "StatefulSet").container
+    startup, liveness = pod["startupProbe"], pod["livenessProbe"]
+    start_s = workers.FIRST_BEAT_MAX * lifeline.BEAT_S
+    assert startup["failureThreshold"] * startup["periodSeconds"] == start_s
+    hanging_s = workers.BEATS_MISSED_MAX * lifeline.BEAT_S + workers.STACKS_S
+    away_s = hanging_s + workers.PAUSE_MAX_S + start_s
+    assert (liveness["failureThreshold"] - 1) * liveness["periodSeconds"] > away_s
+    alone = pod_of(render({}), "StatefulSet").container["livenessProbe"]
+    assert alone["failureThreshold"] * alone["periodSeconds"] == 30
 
 
 def test_every_worker_of_a_pod_is_reached(render: Render, tmp_path: Path) -> None:

@@ -184,6 +184,10 @@ REFUSED: dict[str, tuple[Object, str]] = {
         {"workers": 2, "admin": {"port": 8471}},
         "each of the 2 workers of a Pod has the ports after those of the one before",
     ),
+    "ports of workers beyond the last": (
+        {"workers": 4, "port": 65534},
+        "the 4 workers of a Pod would have the port 65536 (http-3), which does not exist",
+    ),
     "several workers that nobody can tell from producers": (
         {"replicas": 1, "workers": 2, "peerSecret": {"existingSecret": ""}},
         "2 proxies must prove to one another that they are proxies",

@@ -476,7 +476,28 @@ async def test_worker_that_hangs_says_where_and_is_replaced(
             await until((tmp_path / "once more").exists)
     said = [(line["event"], line["worker"], line.get("how")) for line in lines]
     assert said == [("worker hangs", 2, None), ("worker ended", 2, "SIGKILL")]
+    assert lines[0]["seconds"] == pytest.approx(3)
     assert "in hang\n" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+async def test_worker_that_has_not_begun_may_take_longer_and_a_stop_kills_it_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "BEAT_S", 0.01)
+    monkeypatch.setattr(workers, "BEATS_MISSED_MAX", 1)
+    monkeypatch.setattr(workers, "END_TIMEOUT_S", 1000)
+    monkeypatch.setattr(workers, "STACKS_S", 1000)
+    behaving(monkeypatch, "signal.signal(signal.SIGUSR1, signal.SIG_IGN); time.sleep(1000)\n")
+    before = set(descendants(os.getpid()))
+    with capture_logs() as lines:
+        async with asyncio.timeout(DEADLINE_S), parent() as task:
+            await until(lambda: len(lines) == 2)
+            below = set(descendants(os.getpid())) - before
+    assert task.cancelled()
+    until_gone(list(below))
+    assert {line["event"] for line in lines} == {"worker hangs"}
+    assert [line["seconds"] for line in lines] == pytest.approx([1.2, 1.2])
 
 
 @pytest.mark.usefixtures("quick")

@@ -170,6 +170,9 @@ $(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Va
 {{- include "txbroker.validatePeers" . -}}
 {{- $numbers := list -}}
 {{- range $port := include "txbroker.ports" . | fromJsonArray -}}
+{{- if gt (int (index $port 1)) 65535 -}}
+{{- fail (printf "the %d workers of a Pod would have the port %v (%s), which does not exist: leave room up to 65535" (int $.Values.workers) (index $port 1) (index $port 0)) -}}
+{{- end -}}
 {{- $numbers = append $numbers (int (index $port 1)) -}}
 {{- end -}}
 {{- if ne (len $numbers) (len (uniq $numbers)) -}}
