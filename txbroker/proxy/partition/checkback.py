@@ -322,7 +322,7 @@ class CheckBack:
         transactions = [known[check.id] for check in checks if check.id in known]
         attempts: list[_Attempt] = []
         try:
-            async with self._bodies.at_hand(transactions):
+            async with self._bodies.at_hand(transactions) as failed:
                 for number, check in enumerate(checks):
                     # Whatever happened while they were read.
                     transaction = self._pending(check.id)
@@ -332,6 +332,9 @@ class CheckBack:
                         reason = self._reason(transaction, check.reason)
                         if reason is not None:
                             attempts.append(_Attempt(number, transaction, reason, check.endpoint))
+                    elif check.id in failed:
+                        found[number] = failed[check.id]
+                        self._set((check.id,), self._clock.now_ms() + AGAIN_MS)
                     else:
                         group = transaction.half.group
                         log.error("not checked, messages gone", id=check.id, group=group)
