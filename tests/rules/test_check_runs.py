@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from bodies_world import NOW, Small
-from rules_world import settled, until
+from rules_world import Gate, World, settled, until
 
 from txbroker.checkers.base import CheckCall, Wanted
-from txbroker.core.records import CheckReason, Record
+from txbroker.core.records import CheckPolicy, CheckReason, Record, State
 from txbroker.core.transaction import Transaction
+from txbroker.door import Appended, Log
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
+from txbroker.proxy.partition import appender
 
 DUE = CheckReason.DUE
 
@@ -81,3 +83,29 @@ async def test_one_is_shown_though_another_cannot_be_read(
     assert rest == [None, None]
     assert isinstance(failed, OwnerUnavailable)
     assert failed.details == {"id": unread.id}
+
+
+async def test_nothing_is_parked_before_the_whole_of_its_run_is_asked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appender, "BATCH_RECORDS_MAX", 2)
+    owner = await world.owner()
+    last = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=5.0)
+    ids = [await world.prepared(owner, policy=last) for _ in range(5)]
+    made = [owner.ledger.transactions[id] for id in ids]
+    gate = Gate()
+
+    async def as_it_is(log: Log, records: Sequence[Record]) -> Appended:
+        return await log.append(records)
+
+    world.partition.op.script += [as_it_is, gate.append]
+    attempting = asyncio.create_task(owner.checks.attempt(run_of(made)))
+    await gate.reached.wait()
+    assert [len(each.attempts) for each in made] == [1, 1, 0, 0, 0]
+    world.advance(6.0)
+    owner.checks.look_again()
+    await settled()
+    gate.open()
+    calls = await attempting
+    assert [each.id for each in calls if isinstance(each, CheckCall)] == ids
+    assert {each.state for each in made} == {State.PENDING}
