@@ -58,16 +58,17 @@ def _ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
     try:
         return channel.ask(call, call.timeout_s)
     except Exception as error:
-        return already(_fault(call, error))
+        return already(fault(call, error))
 
 
 def result_of(call: CheckCall, answer: asyncio.Future[CheckResult]) -> CheckResult:
     """Return what came of a question that is over."""
-    error = answer.exception()
-    return answer.result() if error is None else _fault(call, error)
+    error = asyncio.CancelledError() if answer.cancelled() else answer.exception()
+    return answer.result() if error is None else fault(call, error)
 
 
-def _fault(call: CheckCall, error: BaseException) -> Unclear:
+def fault(call: CheckCall, error: BaseException) -> Unclear:
+    """Return what comes of a question that failed by a fault of ours, and tell of it."""
     tell_fault(call.id, call.group, error)
     return Unclear(shortened(f"the proxy failed while it asked: {type(error).__name__}"))
 

@@ -13,14 +13,13 @@ import logging
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import structlog
 from msgspec import structs
 
-from txbroker.checkers.asking import ask, outcome_of, result_of, tell_failed, tell_fault
+from txbroker.checkers.asking import ask, fault, outcome_of, result_of, tell_failed, tell_fault
 from txbroker.checkers.base import (
     Answered,
     Channel,
@@ -240,15 +239,15 @@ class CheckRunner:
         grown, self._grown = self._grown, {}
         for group in grown:
             self._pump(group)
-        heard, self._heard = self._heard, []
-        if heard:
-            self._take_in(heard)
         in_hand, self._in_hand = self._in_hand, []
         runs: dict[tuple[CheckOwner, bool], list[Item]] = {}
         for item in in_hand:
             runs.setdefault((item.owner, item.owner.in_memory(item.id)), []).append(item)
         for (owner, _), items in runs.items():
             self._start(self._attempt(owner, items))
+        heard, self._heard = self._heard, []
+        if heard:
+            self._take_in(heard)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -298,7 +297,7 @@ class CheckRunner:
     def _release(self, items: Iterable[Item]) -> None:
         for item in items:
             del self._holding[item]
-            item.channel.release()
+            _give_back(item, item.channel)
 
     def _count(self, group: Group, calls: int) -> None:
         """Count calls of a group that begin, or end if negative."""
@@ -355,12 +354,17 @@ class CheckRunner:
         """Find somebody to ask where nobody is at hand."""
         group = item.group
         channel = await self._acquire(item)
-        if isinstance(channel, Unreached):
+        if not isinstance(channel, Unreached):
+            self._has(item, channel)
+            return
+        again: list[Item] = []
+        try:
             self._metrics.checks_ended(group.name, "unreachable", [_since(item.began_s)])
             self._failed(group, item.era, channel.detail)
-            self._ended([item], again=[item])
-        else:
-            self._has(item, channel)
+            again.append(item)
+        except Exception as error:
+            tell_failed(item, error)
+        self._ended([item], again=again)
 
     async def _attempt(self, owner: CheckOwner, items: list[Item]) -> None:
         """Write the markers of a run of one owner, and ask."""
@@ -427,10 +431,10 @@ class CheckRunner:
                 self._reached(group)
             alone = isinstance(result, Answered) and result.messages is not None
             runs[item.owner, item if alone else None].append(item)
-        for (group, outcome), took_s in durations.items():
-            self._metrics.checks_ended(group.name, outcome, took_s)
         for (owner, _), run in runs.items():
             self._start(self._tell(owner, run))
+        for (group, outcome), took_s in durations.items():
+            self._metrics.checks_ended(group.name, outcome, took_s)
 
     async def _tell(self, owner: CheckOwner, heard: list[Item]) -> None:
         """Tell an owner what came of checks."""
@@ -457,38 +461,43 @@ class CheckRunner:
         until_s = item.began_s + call.timeout_s
         find_until_s = until_s - call.timeout_s / 2
         refused: set[str] = set()
-        while isinstance(result, Unreached) and channel.instance and loop.time() < find_until_s:
-            refused.add(channel.instance)
-            try:
-                async with asyncio.timeout_at(find_until_s):
-                    found = await self._acquire(item, refused)
-            except TimeoutError:
-                break
-            if isinstance(found, Unreached):
-                result = Unreached(shortened(f"{result.detail}; {found.detail}"))
-                break
-            channel = found
-            try:
-                # From this test until the question is handed to the socket nothing is awaited.
-                if not item.wanted:
+        try:
+            while isinstance(result, Unreached) and channel.instance and loop.time() < find_until_s:
+                refused.add(channel.instance)
+                try:
+                    async with asyncio.timeout_at(find_until_s):
+                        found = await self._acquire(item, refused)
+                except TimeoutError:
                     break
-                again = structs.replace(call, timeout_s=until_s - loop.time())
-                answer = ask(channel, again)
-                with suppress(Exception):
-                    await answer
-                result = result_of(call, answer)
-            finally:
-                channel.release()
-            # The attempt's marker names another one.
-            told = shortened(f"{channel.endpoint}: {result.detail}")
-            result = structs.replace(result, detail=told)
+                if isinstance(found, Unreached):
+                    result = Unreached(shortened(f"{result.detail}; {found.detail}"))
+                    break
+                channel = found
+                try:
+                    # From this test until the question is handed to the socket nothing is awaited.
+                    if not item.wanted:
+                        break
+                    answer = ask(channel, structs.replace(call, timeout_s=until_s - loop.time()))
+                    # Raises only where this task itself is cancelled.
+                    await asyncio.gather(answer, return_exceptions=True)
+                    result = result_of(call, answer)
+                finally:
+                    _give_back(item, channel)
+                # The attempt's marker names another one.
+                told = shortened(f"{channel.endpoint}: {result.detail}")
+                result = structs.replace(result, detail=told)
+        except Exception as error:
+            result = fault(call, error)
         item.endpoint, item.result = channel.endpoint, result
         self._pass_on([item])
 
     async def _acquire(self, item: Item, avoid: Collection[str] = ()) -> Channel | Unreached:
         try:
             return await self._finder.acquire(item.group.name, item.prefer, avoid)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise
             tell_fault(item.id, item.group.name, error)
             return Unreached(shortened(f"the proxy failed to connect: {type(error).__name__}"))
 
@@ -520,6 +529,14 @@ class CheckRunner:
             log.info("group reachable again", group=group.name)
             group.failures = 0
             group.era += 1
+
+
+def _give_back(item: Item, channel: Channel) -> None:
+    """Let a channel go; a fault of ours in it takes no other check along."""
+    try:
+        channel.release()
+    except Exception as error:
+        tell_failed(item, error)
 
 
 def _by_the_loop(delay_s: float, then: Callable[[], None]) -> Timer:

@@ -304,6 +304,7 @@ async def test_a_parked_one_is_decided_by_hand_and_answers_in_flight_are_ignored
     id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
     call = await attempt(owner.checks, id, DUE)
     assert call is not None
+    owner.checks.touch(known(owner, id))
     await until(lambda: known(owner, id).state is State.PARKED)
     await answered(owner.checks, call, Answered(Decision.COMMIT))
     assert known(owner, id).state is State.PARKED
@@ -318,6 +319,7 @@ async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored
     id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
     old = await attempt(owner.checks, id, DUE)
     assert old is not None
+    owner.checks.touch(known(owner, id))
     await until(lambda: known(owner, id).state is State.PARKED)
     with pytest.raises(NotPending):
         owner.checks.ask(known(owner, id))

@@ -177,31 +177,35 @@ class Bodies:
         return [each for each in wanted if each.lost]
 
     @asynccontextmanager
-    async def at_hand(self, transactions: Sequence[Transaction]) -> AsyncIterator[None]:
+    async def at_hand(
+        self, transactions: Sequence[Transaction]
+    ) -> AsyncIterator[dict[str, OwnerUnavailable]]:
         """Have the messages of transactions in memory where they are not lost (`there`); those
         that several callers wait for are read together.
 
+        Yields:
+            Why messages could not be read, by the ids of their transactions: Kafka does not
+            answer. May name transactions of other callers, too.
+
         Raises:
-            OwnerUnavailable: Kafka does not answer, or the partition was just stopped because the
-                log is not what it was.
+            OwnerUnavailable: the partition was just stopped because the log is not what it was.
         """
+        failed: dict[str, OwnerUnavailable] = {}
         with self.hold(transactions):
             missing = [each for each in transactions if _missing(each)]
             try:
                 self._wanted.update((each.half.id, each) for each in missing)
                 for each in missing:
-                    while _missing(each):
+                    while _missing(each) and each.id not in failed:
                         self._wanted[each.half.id] = each
-                        await self._load_together(each)
-            except KafkaUnavailable as error:
-                raise OwnerUnavailable(str(error), id=missing[0].id) from None
+                        failed.update(await self._load_together(each))
             except LogTruncated as error:
                 self._context.stopped(error)
                 raise OwnerUnavailable(str(error), id=missing[0].id) from None
             finally:
                 for each in missing:
                     self._wanted.pop(each.half.id, None)
-            yield
+            yield failed
 
     def there(self, transaction: Transaction) -> bool:
         """Say whether the messages of a transaction are in memory."""
@@ -218,12 +222,14 @@ class Bodies:
         """Have the messages of a transaction in memory where they can be, to be shown at once.
 
         Raises:
-            OwnerUnavailable: as `at_hand`.
+            OwnerUnavailable: Kafka does not answer, or as `at_hand`.
         """
-        async with self.at_hand((transaction,)):
-            pass
+        async with self.at_hand((transaction,)) as failed:
+            if transaction.id in failed:
+                raise failed[transaction.id]
 
-    async def _load_together(self, transaction: Transaction) -> None:
+    async def _load_together(self, transaction: Transaction) -> dict[str, OwnerUnavailable]:
+        """Load a transaction and others that are waited for; return why some were not read."""
         async with self._gathering:
             if _missing(transaction):
                 waiting = islice(self._wanted.values(), BATCH_MAX)
@@ -231,7 +237,12 @@ class Bodies:
                 batch = next(_batches([transaction, *others]))
                 for each in batch:
                     self._wanted.pop(each.id, None)
-                await self.load(batch)
+                try:
+                    await self.load(batch)
+                except KafkaUnavailable as error:
+                    left = [each.id for each in batch if _missing(each)]
+                    return {id: OwnerUnavailable(str(error), id=id) for id in left}
+        return {}
 
     async def _load(self, batch: Sequence[Transaction]) -> None:
         marks = [each.contents_fingerprint for each in batch]

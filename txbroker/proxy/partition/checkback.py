@@ -130,6 +130,8 @@ class CheckBack:
         self._changed = asyncio.Event()
         # The checks that somebody has asked for, until they are made.
         self._asked: dict[str, _Asked] = {}
+        # Those whose attempts are being written: none is parked before its question is out.
+        self._making: set[str] = set()
         self._parking: set[asyncio.Task[None]] = set()
         self._surprise: BaseException | None = None
 
@@ -206,6 +208,8 @@ class CheckBack:
             transaction = self._pending(id)
             if transaction is None:
                 self._asked.pop(id, None)
+            elif id in self._making:
+                taken.append(id)
             elif transaction.park_ms() is not None:
                 task = asyncio.create_task(self._park(transaction))
                 self._parking.add(task)
@@ -322,7 +326,7 @@ class CheckBack:
         transactions = [known[check.id] for check in checks if check.id in known]
         attempts: list[_Attempt] = []
         try:
-            async with self._bodies.at_hand(transactions):
+            async with self._bodies.at_hand(transactions) as failed:
                 for number, check in enumerate(checks):
                     # Whatever happened while they were read.
                     transaction = self._pending(check.id)
@@ -332,6 +336,9 @@ class CheckBack:
                         reason = self._reason(transaction, check.reason)
                         if reason is not None:
                             attempts.append(_Attempt(number, transaction, reason, check.endpoint))
+                    elif check.id in failed:
+                        found[number] = failed[check.id]
+                        self._set((check.id,), self._clock.now_ms() + AGAIN_MS)
                     else:
                         group = transaction.half.group
                         log.error("not checked, messages gone", id=check.id, group=group)
@@ -381,7 +388,13 @@ class CheckBack:
                 )
             )
         made: list[str] = []
-        outcomes = await self._markers.append(rows)
+        ids = [attempt.transaction.half.id for attempt in attempts]
+        self._making.update(ids)
+        try:
+            # A long run takes several batches.
+            outcomes = await self._markers.append(rows)
+        finally:
+            self._making.difference_update(ids)
         for attempt, outcome, numbers in zip(attempts, outcomes, expected, strict=True):
             transaction, id = attempt.transaction, attempt.transaction.half.id
             if isinstance(outcome, RequestError):
@@ -395,6 +408,7 @@ class CheckBack:
                 self._set((id,), self._clock.now_ms() + max(early_ms, 50))
                 continue
             if not self.still_pending(id) or (transaction.round, transaction.number) != numbers:
+                self.touch(transaction)
                 continue
             made.append(id)
             found[attempt.place] = _question(transaction, attempt.reason, numbers[1])

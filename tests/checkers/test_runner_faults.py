@@ -1,0 +1,168 @@
+"""Faults of ours in the runner: they cost one check its turn, never a group its places."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+
+import pytest
+from runner_world import FakeChannel, FakeOwner, World, due, make
+
+from txbroker.checkers import runner as runner_module
+from txbroker.checkers.base import CheckCall, CheckResult, Unreached
+from txbroker.checkers.runner import CheckRunner
+
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
+@pytest.fixture(params=["near", "far"])
+def world(request: pytest.FixtureRequest) -> World:
+    return World(near=request.param == "near")
+
+
+@pytest.fixture
+def owner(world: World) -> FakeOwner:
+    return FakeOwner(world)
+
+
+@pytest.fixture
+async def runner(world: World) -> AsyncIterator[CheckRunner]:
+    runner = make(world)
+    yield runner
+    await runner.close()
+
+
+@pytest.fixture(autouse=True)
+async def loop_faults() -> AsyncIterator[list[str]]:
+    """What the event loop is left with: nobody else would tell of it."""
+    found: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: found.append(str(context)))
+    yield found
+    loop.set_exception_handler(None)
+
+
+def cancelled() -> asyncio.Future[CheckResult]:
+    """Return an answer that somebody else has cancelled."""
+    answer: asyncio.Future[CheckResult] = asyncio.get_running_loop().create_future()
+    answer.cancel()
+    return answer
+
+
+@pytest.mark.parametrize("of", ["", "pod-1", "pod-2"])
+async def test_a_cancelled_answer_is_unclear(
+    runner: CheckRunner,
+    owner: FakeOwner,
+    world: World,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    loop_faults: list[str],
+    of: str,
+) -> None:
+    if of:
+        world.instances["a"] = ["pod-1", "pod-2"]
+    world.results["pod-1"] = Unreached("going away")
+    asked = FakeChannel.ask
+
+    def ask(self: FakeChannel, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
+        return cancelled() if self.instance == of else asked(self, call, timeout_s)
+
+    monkeypatch.setattr(FakeChannel, "ask", ask)
+    due(runner, owner, world, "a-1")
+    await until(lambda: runner.queued == 0)
+    assert world.outcomes == [("a", "unclear")]
+    # It may have reached somebody, so it counts.
+    assert world.attempts["a-1"] == 1
+    assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])
+
+
+async def test_a_channel_that_cannot_be_given_back_keeps_no_place(
+    runner: CheckRunner,
+    owner: FakeOwner,
+    world: World,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    loop_faults: list[str],
+) -> None:
+    world.instances["b"] = ["pod-1", "pod-2"]
+    world.results["pod-1"] = Unreached("going away")
+    world.refused.add("c-1")
+    release = FakeChannel.release
+
+    def broken(self: FakeChannel) -> None:
+        release(self)
+        if not self.endpoint.endswith(" d"):
+            raise ValueError("release")
+
+    monkeypatch.setattr(FakeChannel, "release", broken)
+    due(runner, owner, world, "a-1", "a-2", "a-3", "b-1", "c-1", "d-1")
+    await until(lambda: runner.queued == 0)
+    assert sorted(id for run in owner.told for id in run) == [
+        "a-1", "a-2", "a-3", "b-1", "d-1",
+    ]  # fmt: skip
+    assert world.outcomes.count(("b", "commit")) == 1
+    assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])
+
+
+async def test_a_finder_that_is_cancelled_keeps_no_place(
+    until: Until, loop_faults: list[str]
+) -> None:
+    world = World(near=False)
+    acquire, given_up = world.acquire, ["a-1"]
+
+    async def once_cancelled(
+        group: str, prefer: str, avoid: Collection[str] = ()
+    ) -> FakeChannel | Unreached:
+        if given_up:
+            given_up.pop()
+            raise asyncio.CancelledError
+        return await acquire(group, prefer, avoid)
+
+    world.acquire = once_cancelled  # type: ignore[method-assign]
+    runner, owner = make(world), FakeOwner(world)
+    due(runner, owner, world, "a-1")
+    await until(lambda: bool(world.timers))
+    assert (world.outcomes, runner.running) == ([("a", "unreachable")], 0)
+    world.fire()
+    await until(lambda: runner.queued == 0)
+    assert world.outcomes[1:] == [("a", "commit")]
+    assert loop_faults == []
+    await runner.close()
+
+
+async def test_a_check_whose_end_cannot_be_noted_keeps_no_place(
+    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+) -> None:
+    def broken(group: str, outcome: str, durations_s: Sequence[float]) -> None:
+        raise ValueError("metrics")
+
+    world.checks_ended = broken  # type: ignore[method-assign]
+    world.gone["b"] = "nobody"
+    due(runner, owner, world, "a-1", "a-2", "a-3", "b-1")
+    await until(lambda: runner.queued == 0)
+    assert sorted(id for run in owner.told for id in run) == ["a-1", "a-2", "a-3"]
+    assert runner.running == 0
+
+
+async def test_a_fault_while_others_are_asked_is_unclear(
+    runner: CheckRunner,
+    owner: FakeOwner,
+    world: World,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    loop_faults: list[str],
+) -> None:
+    world.instances["a"] = ["pod-1", "pod-2"]
+    world.results["pod-1"] = Unreached("going away")
+    ask = runner_module.ask
+
+    def broken(channel: FakeChannel, call: CheckCall) -> asyncio.Future[CheckResult]:
+        if channel.instance == "pod-2":
+            raise ValueError("asking")
+        return ask(channel, call)
+
+    monkeypatch.setattr(runner_module, "ask", broken)
+    due(runner, owner, world, "a-1")
+    await until(lambda: runner.queued == 0)
+    assert world.outcomes == [("a", "unclear")]
+    assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])

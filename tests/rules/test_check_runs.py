@@ -1,0 +1,110 @@
+"""Rule 21: what happens to one check of a run neither costs nor delays the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from bodies_world import NOW, Small
+from rules_world import Gate, World, settled, until
+
+from txbroker.checkers.base import CheckCall, Wanted
+from txbroker.core.records import CheckPolicy, CheckReason, Record, State
+from txbroker.core.transaction import Transaction
+from txbroker.door import Appended, Log
+from txbroker.errors import KafkaUnavailable, OwnerUnavailable
+from txbroker.proxy.partition import appender
+
+DUE = CheckReason.DUE
+
+
+@pytest.fixture
+async def small() -> AsyncIterator[Small]:
+    made = Small()
+    await made.start()
+    yield made
+    await made.close()
+    assert made.stops == []
+
+
+def run_of(transactions: Sequence[Transaction]) -> list[Wanted]:
+    return [Wanted(each.id, DUE, "http://g") for each in transactions]
+
+
+async def copy_out_of_reach(small: Small, monkeypatch: pytest.MonkeyPatch) -> Transaction:
+    """Return a transaction whose only messages lie in a parked topic that does not answer."""
+    transaction = await small.prepare(policy=NOW)
+    small.ledger.to_keep[transaction.id] = transaction
+    small.promoter.wake()
+    await until(lambda: transaction.kept_at)
+    small.delete_half(transaction.offset + 1)
+
+    async def silent(offsets: Sequence[int]) -> Sequence[Record]:
+        raise KafkaUnavailable("the parked topic is silent")
+
+    monkeypatch.setattr(small.door, "pick_parked", silent)
+    return transaction
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_messages_that_cannot_be_read_hold_up_no_other_check(
+    small: Small, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    unread = await copy_out_of_reach(small, monkeypatch)
+    made = [await small.prepare(policy=NOW, group=f"g{n}") for n in range(3)] + [unread]
+    running = asyncio.create_task(small.checks.run())
+    await until(lambda: len(small.runner.taken) == 4)
+    runs = [made] if together else [[each] for each in made]
+    found = await asyncio.gather(*[small.checks.attempt(run_of(run)) for run in runs])
+    *rest, failed = [each for answers in found for each in answers]
+    assert all(isinstance(each, CheckCall) for each in rest)
+    assert isinstance(failed, OwnerUnavailable)
+    assert failed.details == {"id": unread.id}
+    assert unread.attempts == ()
+    # Nobody else comes again as soon.
+    small.runner.offers.clear()
+    small.clock.advance(1.0)
+    small.checks.look_again()
+    await settled()
+    assert small.runner.offers == [unread.id]
+    running.cancel()
+
+
+async def test_one_is_shown_though_another_cannot_be_read(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unread = await copy_out_of_reach(small, monkeypatch)
+    made = [await small.prepare(), await small.prepare(), unread]
+    # The first is read alone, the others together behind it.
+    shown = [small.bodies.show(each) for each in made]
+    *rest, failed = await asyncio.gather(*shown, return_exceptions=True)
+    assert rest == [None, None]
+    assert isinstance(failed, OwnerUnavailable)
+    assert failed.details == {"id": unread.id}
+
+
+async def test_nothing_is_parked_before_the_whole_of_its_run_is_asked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appender, "BATCH_RECORDS_MAX", 2)
+    owner = await world.owner()
+    last = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=5.0)
+    ids = [await world.prepared(owner, policy=last) for _ in range(5)]
+    made = [owner.ledger.transactions[id] for id in ids]
+    gate = Gate()
+
+    async def as_it_is(log: Log, records: Sequence[Record]) -> Appended:
+        return await log.append(records)
+
+    world.partition.op.script += [as_it_is, gate.append]
+    attempting = asyncio.create_task(owner.checks.attempt(run_of(made)))
+    await gate.reached.wait()
+    assert [len(each.attempts) for each in made] == [1, 1, 0, 0, 0]
+    world.advance(6.0)
+    owner.checks.look_again()
+    await settled()
+    gate.open()
+    calls = await attempting
+    assert [each.id for each in calls if isinstance(each, CheckCall)] == ids
+    assert {each.state for each in made} == {State.PENDING}
