@@ -38,6 +38,7 @@ BOUNDS = {
     "proxy at 64 in flight": 140,
     "proxy over HTTP at 64 in flight": 540,
     "proxy of a check-back": 172,
+    "client of a check-back": 33,
     "client at 512 in flight": 46,
     "client at 64 in flight": 46,
     "modules of a prepare": 39,
@@ -47,7 +48,7 @@ BOUNDS = {
 IN_FLIGHT = (512, 64)
 HTTP_IN_FLIGHT = 64
 OVER_HTTP = f"proxy over HTTP at {HTTP_IN_FLIGHT} in flight"
-OF_A_CHECK = "proxy of a check-back"
+OF_A_CHECK = "of a check-back"
 CHECKED_GROUPS = 4
 CHECKS_PARALLEL = 64
 CHECK_AFTER_S = 600.0
@@ -138,10 +139,7 @@ def count_load(
     for _ in range(rounds):
         counter.take()
         uvloop.run(transactions(broker.url, count, in_flight, SIZE, token=""))
-        for side, calls in counter.take().items():
-            found = {name: number / count for name, number in by_file(calls).most_common()}
-            if side not in least or sum(found.values()) < sum(least[side].values()):
-                least[side] = found
+        _keep_least(least, counter.take(), count)
     return least
 
 
@@ -194,22 +192,29 @@ async def answer_checks(url: str, count: int) -> None:
 
 def count_checks(
     broker: InMemoryBroker, counter: CallCounter, count: int, rounds: int
-) -> dict[str, float]:
-    """Return the proxy's calls of a check-back that is answered and promoted, all being due at
-    once, by file, of the least round."""
+) -> dict[str, dict[str, float]]:
+    """Return the calls of a check-back that is answered and promoted, all being due at once, by
+    side and file, each side's of its least round."""
     for group in range(CHECKED_GROUPS):
         policy = {"parallel": CHECKS_PARALLEL}
         call("PUT", f"{broker.url}/v1/groups/checked-{group}", policy)
-    found: list[dict[str, float]] = []
+    least: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
         uvloop.run(prepare_undecided(broker.url, count))
         broker.advance(CHECK_AFTER_S)
         counter.take()
         uvloop.run(answer_checks(broker.url, count))
         time.sleep(CHECKS_END_S)
-        calls = by_file(counter.take()["proxy"])
-        found.append({name: number / count for name, number in calls.most_common()})
-    return min(found, key=lambda calls: sum(calls.values()))
+        _keep_least(least, counter.take(), count)
+    return least
+
+
+def _keep_least(least: dict[str, dict[str, float]], sides: dict[str, Calls], count: int) -> None:
+    """Note the calls of a round by side and file where they are less than before."""
+    for side, calls in sides.items():
+        found = {name: number / count for name, number in by_file(calls).most_common()}
+        if side not in least or sum(found.values()) < sum(least[side].values()):
+            least[side] = found
 
 
 async def count_modules(broker: InMemoryBroker, counter: CallCounter) -> dict[str, dict[str, int]]:
@@ -257,7 +262,8 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
         for side, files in sides.items()
     }
     sums[OVER_HTTP] = round(sum(found["http"].values()), 1)
-    sums[OF_A_CHECK] = round(sum(found["checks"].values()), 1)
+    for side, files in found["checks"].items():
+        sums[f"{side} {OF_A_CHECK}"] = round(sum(files.values()), 1)
     return sums | {f"modules of a {step}": len(each) for step, each in found["modules"].items()}
 
 
@@ -293,8 +299,9 @@ def show(found: dict[str, Any], *, files: bool, modules: bool) -> None:
                 _table_of(calls)
         print(f"\ncalls of a transaction in the {OVER_HTTP}")
         _table_of(found["http"])
-        print(f"\ncalls in the {OF_A_CHECK}")
-        _table_of(found["checks"])
+        for side, calls in found["checks"].items():
+            print(f"\ncalls in the {side} {OF_A_CHECK}")
+            _table_of(calls)
     if modules:
         for step, calls in found["modules"].items():
             print(f"\ncalls of one {step} in modules of txbroker, in the proxy")

@@ -116,6 +116,8 @@ class CheckRunner:
         # Whose channels are in hand, and what they were asked.
         self._holding: dict[Item, asyncio.Future[CheckResult] | None] = {}
         self._waking = False
+        # Checks whose places are free again, though it is not written yet what came of them.
+        self._telling = 0
 
     # --- from the owners ---------------------------------------------------------------------
 
@@ -329,17 +331,19 @@ class CheckRunner:
             del self._items[item.owner, item.id]
 
     def _ended(self, items: Sequence[Item], *, again: Collection[Item] = ()) -> None:
-        """These are over, but for those that stay in the queue: their groups, and those that wait
-        for room, go on."""
+        """These are over, but for those that stay in the queue."""
         if self._closed:
             return
-        groups: Counter[Group] = Counter()
         for item in items:
-            groups[item.group] += 1
             if item in again and not item.forgotten:
                 heapq.heappush(item.group.queue, (item.place, item))
             else:
                 self._done(item)
+        self._free(items)
+
+    def _free(self, items: Iterable[Item]) -> None:
+        """Give the places of these back: their groups, and those that wait for room, go on."""
+        groups: Counter[Group] = Counter([item.group for item in items])
         for group, count in groups.items():
             self._count(group, -count)
         for group in groups:
@@ -432,11 +436,22 @@ class CheckRunner:
             alone = isinstance(result, Answered) and result.messages is not None
             runs[item.owner, item if alone else None].append(item)
         for (owner, _), run in runs.items():
-            self._start(self._tell(owner, run))
+            self._start(self._tell(owner, run, self._freed(run)))
         for (group, outcome), took_s in durations.items():
             self._metrics.checks_ended(group.name, outcome, took_s)
 
-    async def _tell(self, owner: CheckOwner, heard: list[Item]) -> None:
+    def _freed(self, heard: list[Item]) -> bool:
+        """Give places back before it is written what came of the calls, if no more wait for that
+        than may be under way, and none of these goes back to the queue; say whether."""
+        if self._closed or self._telling + len(heard) > self._all.more_max:
+            return False
+        if any(isinstance(item.result, Unreached) for item in heard):
+            return False
+        self._telling += len(heard)
+        self._free(heard)
+        return True
+
+    async def _tell(self, owner: CheckOwner, heard: list[Item], freed: bool) -> None:
         """Tell an owner what came of checks."""
         again: set[Item] = set()
         try:
@@ -448,7 +463,12 @@ class CheckRunner:
             for item in heard:
                 tell_failed(item, error)
         finally:
-            self._ended(heard, again=again)
+            if freed:
+                self._telling -= len(heard)
+                for item in heard:
+                    self._done(item)
+            else:
+                self._ended(heard, again=again)
 
     async def _ask_others(self, item: Item, result: CheckResult) -> None:
         """Ask the others of a group after an instance that did not take the question.

@@ -29,6 +29,7 @@ class World:
         self.results: dict[str, CheckResult] = {}  # by instance, else by id, else COMMIT
         self.held: dict[str, asyncio.Event] = {}  # an ask of this id waits for it
         self.markers_held: asyncio.Event | None = None
+        self.told_held: asyncio.Event | None = None
         self.refused: set[str] = set()  # ids whose marker the ledger does not accept
         self.broken: set[str] = set()  # ids whose marker cannot be written
         self.unread: set[str] = set()  # ids whose messages are not in memory
@@ -163,6 +164,8 @@ class FakeOwner:
     async def answered(self, run: Sequence[Told]) -> None:
         self.told.append([told.call.id for told in run])
         await asyncio.sleep(0)
+        if self._world.told_held is not None:
+            await self._world.told_held.wait()
         for told in run:
             self._take(told.call, told.result)
 

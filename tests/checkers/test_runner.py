@@ -204,6 +204,28 @@ async def test_attempts_of_a_group_are_written_together(
     await runner.close()
 
 
+async def test_others_are_asked_while_answers_are_written_within_a_bound(
+    owner: FakeOwner, world: World, until: Until
+) -> None:
+    """An answered call gives its place back; as many as may be under way, and no more."""
+    runner = make(world, parallel=2, parallel_total_max=3)
+    world.told_held = asyncio.Event()
+    ids = [f"a-{n}" for n in range(12)]
+    due(runner, owner, world, *ids)
+    await until(lambda: len(owner.told) > 0)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    answered = sum(map(len, owner.told))
+    assert 2 < answered <= 3 + 2  # three gave theirs back, two keep it
+    assert sum(world.attempts.values()) == answered
+    assert due(runner, owner, world, "a-0") == [True]
+    world.told_held.set()
+    await until(lambda: runner.queued == 0)
+    assert [world.count(f"marker {id}") for id in ids] == [1] * 12
+    assert runner.running == 0
+    await runner.close()
+
+
 async def test_what_waits_for_more_than_others_goes_alone(
     owner: FakeOwner, world: World, until: Until
 ) -> None:

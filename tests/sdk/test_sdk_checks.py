@@ -213,6 +213,27 @@ async def test_a_second_question_while_the_first_is_open_asks_once(proxy: FakePr
     assert asked == [1]
 
 
+async def test_a_function_that_cancels_itself_is_asked_again(proxy: FakeProxy) -> None:
+    asked: list[int] = []
+
+    async def check(request: CheckRequest) -> Decision:
+        asked.append(request.attempt)
+        task = asyncio.current_task()
+        if request.attempt == 1 and task is not None:
+            task.cancel()
+            await asyncio.sleep(0)
+        return Decision.COMMIT
+
+    async with checked(proxy, check) as (_, session):
+        first = asyncio.create_task(session.check(ID, attempt=1))
+        await await_count(asked, 1)
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            assert (await session.check(ID, attempt=2)).decision is Decision.COMMIT
+        first.cancel()
+    assert asked == [1, 2]
+
+
 async def await_count(seen: list[int], count: int) -> None:
     async with asyncio.timeout(5):
         while len(seen) < count:

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
+from msgspec import structs
+
 from txbroker import tracing
 from txbroker.core.records import Decision
 from txbroker.core.trace_context import context_of
@@ -35,9 +37,11 @@ class CheckDesk:
 
     def __init__(self, function: CheckFunction | None, book: LocalBook, limits: Limits) -> None:
         self._function = function
+        self._suspends = function is not None and is_coroutine_function(function)
         self._book = book
         self._limits = limits
-        self._asked: dict[str, asyncio.Task[CheckAnswer]] = {}
+        # By id, who waits for the function's answer.
+        self._asked: dict[str, list[tuple[Session, Check]]] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._threads: ThreadPoolExecutor | None = None
         self.draining = False
@@ -56,10 +60,17 @@ class CheckDesk:
             session.post(_not_taken(check, "this producer has no check function"))
         elif self.draining:
             session.post(_not_taken(check, "this producer is draining"))
-        elif check.id not in self._asked and len(self._asked) >= self._limits.checks_max:
+        elif (waiting := self._asked.get(check.id)) is not None:
+            waiting.append((session, check))
+        elif len(self._asked) >= self._limits.checks_max:
             session.post(_not_taken(check, "this producer is busy with other checks"))
         else:
-            self._ask_function(self._function, session, check)
+            self._asked[check.id] = [(session, check)]
+            task = asyncio.create_task(
+                self._answer(self._function, check), name=f"txbroker check {check.id}"
+            )
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
     async def settle(self) -> None:
         """Wait until every check that was taken is answered."""
@@ -68,23 +79,20 @@ class CheckDesk:
 
     async def close(self) -> None:
         """Stop answering. A plain function that still runs in a thread runs to its end."""
-        for task in (*self._answering, *self._asked.values()):
+        for task in self._answering:
             task.cancel()
-        await asyncio.gather(*self._answering, *self._asked.values(), return_exceptions=True)
+        await asyncio.gather(*self._answering, return_exceptions=True)
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _ask_function(self, function: CheckFunction, session: Session, check: Check) -> None:
-        asked = self._asked.get(check.id)
-        if asked is None:
-            asked = asyncio.create_task(
-                self._ask(function, check), name=f"txbroker check {check.id}"
-            )
-            self._asked[check.id] = asked
-            asked.add_done_callback(lambda _: self._asked.pop(check.id, None))
-        answering = asyncio.create_task(_pass_on(asked, session, check))
-        self._answering.add(answering)
-        answering.add_done_callback(self._answering.discard)
+    async def _answer(self, function: CheckFunction, check: Check) -> None:
+        """Ask the function, and answer all that wait for it."""
+        try:
+            answer = await self._ask(function, check)
+        finally:
+            waiting = self._asked.pop(check.id)
+        for session, asked in waiting:
+            _post(session, structs.replace(answer, call=asked.call))
 
     async def _ask(self, function: CheckFunction, check: Check) -> CheckAnswer:
         request = CheckRequest(
@@ -111,7 +119,7 @@ class CheckDesk:
             return _failed(check, error)  # the function's own, nobody stops us
 
     async def _run(self, function: CheckFunction, request: CheckRequest) -> Answer:
-        if is_coroutine_function(function):
+        if self._suspends:
             result = function(request)
         else:
             if self._threads is None:
@@ -163,14 +171,6 @@ def _failed(check: Check, error: BaseException) -> CheckAnswer:
     _log.error("the check of %s failed: answered as unknown: %s", check.id, detail)
     _log.debug("where the check of %s failed", check.id, exc_info=error)
     return CheckAnswer(check.call, Decision.UNKNOWN, detail=detail)
-
-
-async def _pass_on(asked: "asyncio.Task[CheckAnswer]", session: Session, check: Check) -> None:
-    answer = await asyncio.shield(asked)
-    same = CheckAnswer(
-        check.call, answer.decision, answer.ask_again_s, answer.messages, answer.detail
-    )
-    _post(session, same)
 
 
 def _post(session: Session, answer: CheckAnswer) -> None:
