@@ -21,6 +21,7 @@ import structlog
 import uvloop
 from rig.http_load import transactions_over_http
 
+from txbroker.config import Settings
 from txbroker.principals import Role, digest_of, format_principal, make_token
 from txbroker.sdk import Limits, Message, TransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
@@ -50,7 +51,8 @@ def in_memory_broker(**settings: Any) -> Iterator[InMemoryBroker]:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     gc.disable()
     sys.setswitchinterval(SWITCH_S)
-    with InMemoryBroker(partitions=4, settled_bytes_max=1 << 30, **settings) as broker:
+    partitions = Settings.model_fields["partitions"].default
+    with InMemoryBroker(partitions=partitions, settled_bytes_max=1 << 30, **settings) as broker:
         yield broker
 
 

@@ -207,8 +207,8 @@ class CheckRunner:
 
     @property
     def running(self) -> int:
-        """How many checks are being carried out now."""
-        return self._all.running
+        """How many checks are being carried out now, to the writing of what came of them."""
+        return self._all.running + self._telling
 
     async def close(self) -> None:
         """Stop everything; returns once no call is under way."""

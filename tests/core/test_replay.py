@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from txbroker.core.holdings import WAITING_SWEEP_MIN
 from txbroker.core.ledger import Gap, Ledger
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Record, State
-from txbroker.core.turns import WAITING_SWEEP_MIN
 
 
 def read_in_order(logs: Logs, ledger: Ledger, half_next: list[bool]) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from txbroker.core.diagram import states_page
-from txbroker.core.records import State
-from txbroker.core.states import SETTLED, TRANSITIONS, UNDECIDED, IllegalStep, Step, follow
+from txbroker.core.ids import make_id
+from txbroker.core.records import Half, Message, State
+from txbroker.core.states import SETTLED, TRANSITIONS, UNDECIDED, IllegalStep, Step
+from txbroker.core.transaction import Transaction
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "states.md"
 
@@ -18,12 +20,16 @@ def test_the_page_is_current() -> None:
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("step", Step)
 def test_every_step_is_a_line_of_the_table_or_illegal(state: State, step: Step) -> None:
+    half = Half(make_id(0, 0, 0), "g", (Message("orders"),))
+    transaction = Transaction(half, 0, 0, b"", (), None, state)
     after = TRANSITIONS[state].get(step)
     if after is not None:
-        assert follow(state, step) is after
+        transaction.take(step)
+        assert transaction.state is after
         return
     with pytest.raises(IllegalStep) as error:
-        follow(state, step)
+        transaction.take(step)
+    assert transaction.state is state
     assert step in str(error.value)
     assert state in str(error.value)
 

@@ -9,6 +9,9 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.records import Decision, Half, Message, Source
+from txbroker.core.transaction import Transaction, Verdict, places
 from txbroker.proxy import metrics as metrics_module
 from txbroker.proxy.logging import configure_logging, get_logger
 from txbroker.proxy.metrics import Gauges, Metrics
@@ -22,17 +25,26 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     }
 
 
+def visible_after(milliseconds: int, messages: int = 1) -> Transaction:
+    half = Half("", "orders", (Message("payments"),) * messages)
+    found = Transaction(half, 0, 0, b"", places(half.messages), None)
+    found.verdict = Verdict(Decision.COMMIT, at_ms=1, source=Source.PRODUCER)
+    found.promoted_at_ms = 1 + milliseconds
+    return found
+
+
 def test_what_happens_is_counted() -> None:
     metrics = Metrics()
-    metrics.prepared("payments", 2)
-    metrics.prepared("payments")
-    metrics.decided("commit", "producer")
-    metrics.promoted("payments", 3)
+    metrics.prepared([visible_after(0, messages=2)])
+    metrics.prepared([visible_after(0)])
+    metrics.decided([visible_after(0)])
+    metrics.promoted([visible_after(0, messages=3)])
     metrics.checks_ended("orders", "commit", [0.02])
-    metrics.conflict()
+    metrics.outcome(Outcome(Effect.CONFLICT))
+    metrics.outcome(Outcome(Effect.REPEATED))
     metrics.fenced()
     metrics.overloaded("prepare")
-    metrics.kafka_error("append")
+    metrics.kafka_failed("append")
     found = samples(metrics)
 
     assert found["txbroker_prepared_total", (("topic", "payments"),)] == 3
@@ -52,8 +64,8 @@ def test_latencies_fall_into_buckets() -> None:
     metrics = Metrics()
     for seconds in (0.001, 0.003, 99.0):
         metrics.decisions_took(seconds)
-    metrics.promotions_took([0.001, 0.003, 99.0])
-    metrics.recovery_took(1.5)
+    metrics.promoted([visible_after(milliseconds) for milliseconds in (1, 3, 99_000)])
+    metrics.recovered(1.5)
     found = samples(metrics)
 
     for name in ("decision", "promotion"):

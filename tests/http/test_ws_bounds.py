@@ -22,8 +22,8 @@ from txbroker.contract import PrepareRequest, Standing
 from txbroker.core.ids import make_id
 from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.errors import Overloaded
-from txbroker.proxy.http.frames import SMALL_BYTES, FrameMeter, Receiving
-from txbroker.proxy.http.shell import OPERATION_BYTES, InFlight, message_bytes
+from txbroker.proxy.http.connection import SMALL_BYTES, FrameMeter
+from txbroker.proxy.http.shell import OPERATION_BYTES, InFlight, Receiving, message_bytes
 
 IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
 CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)

@@ -25,7 +25,7 @@ from rules_world import (
     without_time,
 )
 
-from txbroker.core import turns
+from txbroker.core import holdings
 from txbroker.core.outcome import Effect
 from txbroker.core.records import MarkerKind, State
 from txbroker.errors import (
@@ -330,7 +330,7 @@ async def test_a_commit_of_nothing_holds_nobody_up(world: World) -> None:
 async def test_a_waiting_marker_is_kept_by_halfs_log_clock(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "WAITING_SWEEP_MIN", 0)
+    monkeypatch.setattr(holdings, "WAITING_SWEEP_MIN", 0)
     owner = await world.owner()
     late = world.half(message("late"))
     world.zombie_mark(MarkerKind.COMMIT, late.id, group=GROUP)

@@ -20,6 +20,7 @@ from txbroker.core.codec import (
     is_content,
     join_parts,
 )
+from txbroker.core.holdings import BEYOND_MAX, Holdings, from_copy
 from txbroker.core.ids import parse_id
 from txbroker.core.outcome import Effect, Outcome, Waiting
 from txbroker.core.placement import order_mark
@@ -45,7 +46,6 @@ from txbroker.core.transaction import (
     places,
     same_contents,
 )
-from txbroker.core.turns import BEYOND_MAX, Turns, from_copy
 
 ACCOUNTED_LOOK = 1000
 """Transactions that one turn's progress looks at."""
@@ -64,7 +64,7 @@ class _Batch(Struct):
     parts: list[HalfPart]
 
 
-class Ledger(Turns):
+class Ledger(Holdings):
     """The transactions of one half partition as far as its logs were read.
 
     Args:

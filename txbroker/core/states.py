@@ -63,15 +63,3 @@ class IllegalStep(ValueError):
         super().__init__(f"{step} in state {state}{': ' + why if why else ''}")
         self.state = state
         self.step = step
-
-
-def follow(state: State, step: Step) -> State:
-    """Return the state after `step`.
-
-    Raises:
-        IllegalStep: the table has no such line.
-    """
-    after = TRANSITIONS[state].get(step)
-    if after is None:
-        raise IllegalStep(state, step)
-    return after

@@ -25,7 +25,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.sizes import bytes_in_batch
-from txbroker.core.states import TRANSITIONS, IllegalStep, Step, follow
+from txbroker.core.states import TRANSITIONS, IllegalStep, Step
 from txbroker.core.trace_context import HEADERS as TRACE_HEADERS
 
 ASK_SPACING_MS = 1000
@@ -260,7 +260,10 @@ class Transaction(Struct, gc=False):
         Raises:
             IllegalStep: nothing was changed.
         """
-        self.state = follow(self.state, step)
+        after = TRANSITIONS[self.state].get(step)
+        if after is None:
+            raise IllegalStep(self.state, step)
+        self.state = after
 
     def decide(self, marker: Marker, offset: int, at_ms: int, decision: Decision) -> None:
         """Apply a deciding marker. The first one wins: in a decided state this raises.

@@ -27,7 +27,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from txbroker import __version__
+from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.shares import ShareOf, Use, own_share, part_of
+from txbroker.core.transaction import Transaction
 
 OTHER = "other"
 LABELS_KNOWN_MAX = 100_000
@@ -309,27 +311,54 @@ class Metrics:
 
     # --- what happened ---
 
-    def prepared(self, topic: str, count: int = 1) -> None:
-        """Count messages of `topic` in half messages that were stored."""
-        self._count(self._prepared, count, self._topic(topic))
+    def outcome(self, outcome: Outcome) -> None:
+        """Count a decision contrary to the standing one; nothing else that changed nothing."""
+        if outcome.effect is Effect.CONFLICT:
+            self._conflicts.inc()
 
-    def decided(self, decision: str, source: str, count: int = 1) -> None:
+    def prepared(self, transactions: Sequence[Transaction]) -> None:
+        """Count messages in half messages that were stored."""
+        self._count_messages(self._prepared, transactions)
+
+    def decided(self, transactions: Sequence[Transaction]) -> None:
         """Count decisions that stand."""
-        self._count(self._decisions, count, decision, source)
+        counts: dict[tuple[str, str], int] = {}
+        for transaction in transactions:
+            verdict = transaction.verdict
+            if verdict is not None:
+                told = str(verdict.decision), str(verdict.source)
+                counts[told] = counts.get(told, 0) + 1
+        for (decision, source), count in counts.items():
+            self._count(self._decisions, count, decision, source)
 
-    def promoted(self, topic: str, count: int = 1) -> None:
-        """Count messages that were promoted to `topic`."""
-        self._count(self._promoted, count, self._topic(topic))
+    def promoted(self, transactions: Sequence[Transaction]) -> None:
+        """Count messages that are visible, and record of each transaction the time since its
+        commit's marker."""
+        self._count_messages(self._promoted, transactions)
+        self._promotion_s.observe(
+            [
+                max(0, each.promoted_at_ms - each.verdict.at_ms) / 1000
+                for each in transactions
+                if each.promoted_at_ms and each.verdict is not None
+            ]
+        )
+
+    def _count_messages(self, counter: Counter, transactions: Sequence[Transaction]) -> None:
+        topics: dict[str, int] = {}
+        for transaction in transactions:
+            for place in transaction.places:
+                topics[place.topic] = topics.get(place.topic, 0) + 1
+        for topic, count in topics.items():
+            self._count(counter, count, self._topic(topic))
+
+    def refused(self, transactions: Sequence[Transaction]) -> None:
+        """These were set aside; the gauge shows them."""
 
     def checks_ended(self, group: str, outcome: str, durations_s: Sequence[float]) -> None:
         """Count checks and how long they took."""
         label = self._group(group)
         self._count(self._checks, len(durations_s), label, outcome)
         self._check_s.observe(durations_s, label)
-
-    def conflict(self, count: int = 1) -> None:
-        """Count decisions contrary to the standing one."""
-        self._conflicts.inc(count)
 
     def foreign(self, topic: str, count: int) -> None:
         """Count records of others in one of our topics, `half` say."""
@@ -343,7 +372,7 @@ class Metrics:
         """Count a call that was turned away because a limit is reached."""
         self._count(self._overloaded, 1, operation)
 
-    def kafka_error(self, operation: str) -> None:
+    def kafka_failed(self, operation: str) -> None:
         """Count an error of Kafka."""
         self._count(self._kafka_errors, 1, operation)
 
@@ -364,11 +393,7 @@ class Metrics:
         """Record the time from the calls of decisions to their answers, which came together."""
         self._decision_s.observe([seconds] * count)
 
-    def promotions_took(self, seconds: Iterable[float]) -> None:
-        """Record of each transaction the time from its commit's marker until it is visible."""
-        self._promotion_s.observe(seconds)
-
-    def recovery_took(self, seconds: float) -> None:
+    def recovered(self, seconds: float) -> None:
         """Record the time from gaining a partition until it is caught up."""
         self._recovery_s.observe(seconds)
 

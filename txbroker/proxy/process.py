@@ -32,8 +32,8 @@ from txbroker.proxy.http.api import SHELL
 from txbroker.proxy.http.guards import PeerGuard, reread_principals
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.metrics import Metrics
-from txbroker.proxy.observers import Observer
 from txbroker.proxy.overview import Surroundings
+from txbroker.proxy.partition_gauges import PartitionGauges
 from txbroker.proxy.peers import Peers
 from txbroker.proxy.readiness import ReadinessLog
 from txbroker.proxy.roster import Roster
@@ -98,15 +98,15 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
             appeared(runner.wake)
         await groups.load()
-        observer = Observer(metrics, runner.unreachable, settings.half_retention_s)
         around = Surroundings(
             sessions.instances,
             runner.unreachable,
             runner.unreachable_for_s,
             lambda: app[SHELL].files_not_read(),
         )
-        broker = Broker(door, settings, groups, runner, observer, around, principals)
-        observer.watch(broker)
+        broker = Broker(door, settings, groups, runner, metrics, around, principals)
+        held = PartitionGauges(broker, runner.unreachable, settings.half_retention_s)
+        metrics.watch(held.read)
         door.audit.follow(AuditMetrics(metrics).changed)
         peers = Peers(identity, tls=peers_tls)
         stack.push_async_callback(peers.close)

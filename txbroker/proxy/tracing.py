@@ -87,14 +87,12 @@ class TracedTurn(Struct, frozen=True):
         since_ns: when the turn was begun, ns since 1970.
     """
 
-    since_ns: int = 0
-    found: tuple[tuple[Transaction, TraceContext], ...] = ()
+    since_ns: int
+    found: tuple[tuple[Transaction, TraceContext], ...]
 
 
 def traced_turn(transactions: Iterable[Transaction]) -> TracedTurn:
     """Look at what a turn writes, while its messages are in memory."""
-    if not tracing.is_on():
-        return TracedTurn()
     found = [(each, context_of(each.messages)) for each in transactions]
     recorded = [(each, context) for each, context in found if context and context.sampled]
     return TracedTurn(time.time_ns(), tuple(recorded))

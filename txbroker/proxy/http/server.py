@@ -3,24 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from txbroker.addresses import parse_address
-from txbroker.core.telling import telling, where_raised
 from txbroker.deadlines import Deadlines
-from txbroker.errors import BadRequest, ConfigurationError, RequestError
+from txbroker.errors import ConfigurationError
 from txbroker.proxy.http.api import DIRECT, SHELL
-from txbroker.proxy.http.frames import FrameMeter
+from txbroker.proxy.http.connection import Connection, drop
 from txbroker.proxy.http.front import HELD_S, DirectCalls, Front
-from txbroker.proxy.http.operations import error_response
 from txbroker.proxy.http.shell import Shell
-from txbroker.proxy.logging import get_logger
 from txbroker.tls import ServerTls
-
-log = get_logger(__name__)
 
 HEADER_BYTES_MAX = 16 * 1024
 """One header or request line; a token, a URL with a cursor and a browser's cookies fit."""
@@ -30,120 +25,13 @@ SHUTDOWN_S = 5.0
 """How long calls under way may take to end when the proxy stops."""
 LINGER_S = 1.0
 """How long the rest of a refused body is read, so that its sender gets to see the answer."""
-_LINE_MAX = 200
-
-
-class _Connection(RequestHandler):
-    """A connection that cannot be made to hold more than it should.
-
-    It measures the frames of a session while they arrive, drops a client that does not send the
-    head of its request or does not take its answer in time, answers what is no HTTP with an error
-    like all others, and logs no traceback for it.
-    """
-
-    __slots__ = ("_answering", "_heads", "_in_head", "_meter", "_shell")
-
-    def __init__(self, server: "_Server", **options: Any) -> None:
-        super().__init__(server, **options)
-        self._shell = server.shell
-        self._answering = server.answering
-        self._heads = server.heads
-        self._in_head = False
-        """True while the first bytes of a request are here and its head is not whole."""
-        self._meter: FrameMeter | None = None
-
-    def set_parser(self, *parser: Any, **options: Any) -> None:
-        """A session begins on this connection."""
-        settings = self._shell.settings
-        transport = cast(asyncio.Transport, self.transport)
-        self._meter = FrameMeter(
-            self._shell.receiving,
-            settings.frame_bytes_max,
-            settings.request_timeout_s,
-            transport,
-            lambda: self._drop("a frame did not come whole in time"),
-        )
-        self._meter.feed(self._message_tail)
-        super().set_parser(*parser, **options)
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes came."""
-        if self._meter is not None:
-            self._meter.feed(data)
-            super().data_received(data)
-            return
-        whole = self._request_count
-        super().data_received(data)
-        if self._request_count != whole:
-            self._end_head()
-        elif not self._in_head and (whole == 0 or self._awaits_request()):
-            self._in_head = True
-            self._heads.begin(self)
-
-    def _awaits_request(self) -> bool:
-        """Say whether no call is being carried out, whose body these bytes could be."""
-        return self._waiter is not None and not self._waiter.done()
-
-    def _end_head(self) -> None:
-        if self._in_head:
-            self._in_head = False
-            self._heads.end(self)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """The connection has ended."""
-        if self._meter is not None:
-            self._meter.close()
-        self._end_head()
-        super().connection_lost(exc)
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer, to a client that takes it."""
-        self._answering.begin(self)
-        try:
-            return await super().finish_response(request, resp, start_time)
-        finally:
-            self._answering.end(self)
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """Read on, where reading was paused: the library asks for it with every body."""
-        if self._reading_paused:
-            super().resume_reading(resume_parser)
-
-    def head_not_whole(self) -> None:
-        """It has begun a request for too long, whether it is silent or sends byte by byte."""
-        self._drop("the head of a request did not come whole in time")
-
-    def _drop(self, why: str) -> None:
-        _drop(self.transport, why)
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if request.writer.output_size > 0:
-            raise ConnectionError("an answer was begun already")
-        if status >= 500:
-            if exc is not None:
-                log.error("call failed", error=telling(exc), where=where_raised(exc))
-            error = RequestError("something went wrong inside the proxy; its log says what")
-        else:
-            what = (message or "").strip().partition("\n")[0][:_LINE_MAX]
-            error = BadRequest(f"this is no HTTP that is understood: {what}")
-        response = error_response(error)
-        response.force_close()
-        return response
 
 
 class _Server(web.Server):
     shell: Shell
     direct: DirectCalls | None
-    answering: Deadlines[_Connection | Front]
-    heads: Deadlines[_Connection]
+    answering: Deadlines[Connection | Front]
+    heads: Deadlines[Connection]
     idle: Deadlines[Front]
     unfinished: Deadlines[Front]
 
@@ -153,7 +41,7 @@ class _Server(web.Server):
         self.fronts: set[Front] = set()
         seconds = shell.settings.request_timeout_s
         self.answering = Deadlines(seconds, _not_taken)
-        self.heads = Deadlines(seconds, _Connection.head_not_whole)
+        self.heads = Deadlines(seconds, Connection.head_not_whole)
         self.idle = Deadlines(KEEPALIVE_S, Front.idle_too_long)
         self.unfinished = Deadlines(min(HELD_S, seconds / 2), Front.unfinished_too_long)
 
@@ -168,7 +56,8 @@ class _Server(web.Server):
 
     def connection(self) -> RequestHandler:
         """Return a connection of the library's."""
-        return _Connection(self, loop=self._loop, **self._kwargs)
+        parts = self.shell, self.answering, self.heads
+        return Connection(self, *parts, loop=self._loop, **self._kwargs)
 
     def pre_shutdown(self) -> None:
         super().pre_shutdown()
@@ -180,16 +69,9 @@ class _Server(web.Server):
         await asyncio.gather(super().shutdown(timeout), *fronts)
 
 
-def _not_taken(connection: _Connection | Front) -> None:
+def _not_taken(connection: Connection | Front) -> None:
     """A client has had its answer for too long without reading it."""
-    _drop(connection.transport, "it does not read its answer")
-
-
-def _drop(transport: asyncio.Transport | None, why: str) -> None:
-    if transport is not None:
-        peer = transport.get_extra_info("peername")
-        log.warning("connection dropped", peer=str(peer), why=why)
-        transport.abort()
+    drop(connection.transport, "it does not read its answer")
 
 
 class _Runner(web.AppRunner):

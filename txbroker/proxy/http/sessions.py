@@ -84,7 +84,8 @@ class SessionServer:
         self._sockets.add(socket)
         self._use.add(principal.counted_as)
         try:
-            await self._converse(socket, request)
+            # A task of its own: a frame wakes that up, and not all through which the upgrade came.
+            await asyncio.create_task(self._converse(socket, request))
         except ProtocolError as error:
             await self._farewell(socket, BadRequest(str(error)))
         except RequestError as error:

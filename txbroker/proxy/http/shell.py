@@ -1,6 +1,7 @@
 """What the calls of one proxy share, and the limits that every call is held to."""
 
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,6 @@ from txbroker.core.shares import Use, part_of
 from txbroker.errors import BadId, BadRequest, TooLarge
 from txbroker.principals import Directory, Principal
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
-from txbroker.proxy.http.frames import Receiving
 from txbroker.proxy.http.guards import Reread
 from txbroker.proxy.http.joint import JointCalls
 from txbroker.proxy.metrics import Metrics
@@ -72,6 +72,43 @@ class InFlight:
         """Give bytes back that were reserved."""
         for use, _, _ in self._pools[: 1 + prepare]:
             use.add(who, -size)
+
+
+class Receiving:
+    """Room for the frames that come in, all sessions together; who does not fit waits in turn."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._waiting: deque[tuple[Callable[[int], None], int]] = deque()
+        self.bytes = 0
+
+    def take(self, admitted: Callable[[int], None], size: int) -> bool:
+        """Take room for `size` bytes; False: not yet, `admitted` is called when it is taken."""
+        if self._waiting or not self._fits(size):
+            self._waiting.append((admitted, size))
+            return False
+        self.bytes += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Give room back."""
+        self.bytes -= size
+        self._admit()
+
+    def forget(self, admitted: Callable[[int], None]) -> None:
+        """Let a connection that ended wait no more."""
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != admitted)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][1]):
+            admitted, size = self._waiting.popleft()
+            self.bytes += size
+            admitted(size)
+
+    def _fits(self, size: int) -> bool:
+        # One larger than everything is let in alone, so that nothing waits for ever.
+        return self.bytes == 0 or self.bytes + size <= self._bytes_max
 
 
 @dataclass

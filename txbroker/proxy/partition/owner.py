@@ -38,10 +38,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from txbroker.contract import PartitionState
+from txbroker.core.holdings import BEYOND_MAX
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Claim, State
 from txbroker.core.segment import SEGMENT_BYTES
-from txbroker.core.turns import BEYOND_MAX
 from txbroker.door import Claimed, Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from msgspec import Struct, field, structs
 
+from txbroker import tracing
 from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
 from txbroker.core.promotion import Plan, Verdict, plan_turn, transaction_bytes
 from txbroker.core.records import Cause, Header, Progress, Record, State
@@ -83,7 +84,8 @@ class _Flight(Struct, eq=False):
     under_way: UnderWay
     copies: list[tuple[Transaction, int]] = field(default_factory=list)
     """With whose copies the turn's parked records begin, in this order, each of how many."""
-    traced: TracedTurn = TracedTurn()
+    traced: TracedTurn | None = None
+    """What of it is traced, if spans can be made."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is known whether the turn was committed."""
 
@@ -431,7 +433,8 @@ class Promoter:
             records = encode_kept(transaction.copy(state, cause), self._context.record_version())
             parked.extend(records)
             flight.copies.append((transaction, len(records)))
-        flight.traced = traced_turn(_decided_by(plan))
+        if tracing.is_on():
+            flight.traced = traced_turn(_decided_by(plan))
         for transaction in [*[each for each in plan.promote if each.kept], *flight.release]:
             parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
         # Not as of the plan: refused are also those whose messages turned out to be gone.
@@ -496,7 +499,8 @@ class Promoter:
         ledger.promote_run(plan.promote, handle.offsets, self._context.clock.now_ms())
         self._in_flight.difference_update(promoted)
         self._unseen.difference_update(promoted)
-        turn_ended(flight.traced, {each.id: cause.code for each, cause in plan.refuse})
+        if flight.traced is not None:
+            turn_ended(flight.traced, {each.id: cause.code for each, cause in plan.refuse})
         if plan.promote:
             self._trouble.promoted(plan.promote)
             self._context.promoted(plan.promote)

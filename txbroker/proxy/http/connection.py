@@ -1,4 +1,4 @@
-"""Frames on their way in, held to a bound before they are whole.
+"""A connection of aiohttp's, and the frames that arrive on it, held to bounds.
 
 The library hands a frame out only when all of it is there, and keeps what came until then. Ten
 thousand sessions with half a frame of 16 MiB each would be 80 GB, so frames are measured where
@@ -7,8 +7,23 @@ read on until then; and one that is not whole in time ends its session.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from txbroker.core.telling import telling, where_raised
+from txbroker.deadlines import Deadlines
+from txbroker.errors import BadRequest, RequestError
+from txbroker.proxy.http.front import Front
+from txbroker.proxy.http.operations import error_response
+from txbroker.proxy.http.shell import Receiving, Shell
+from txbroker.proxy.logging import get_logger
+
+log = get_logger(__name__)
+
+_LINE_MAX = 200
 
 SMALL_BYTES = 16 * 1024
 """Frames up to this size need no room: so much a socket's own buffer holds as well."""
@@ -16,43 +31,6 @@ SMALL_BYTES = 16 * 1024
 _FINAL, _OPCODE, _CONTROL = 0x80, 0x0F, 0x08
 _LENGTH, _MASKED, _MASK_BYTES = 0x7F, 0x80, 4
 _LENGTH_BYTES = {126: 2, 127: 8}
-
-
-class Receiving:
-    """Room for the frames that come in, all sessions together; who does not fit waits in turn."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._waiting: deque[tuple[FrameMeter, int]] = deque()
-        self.bytes = 0
-
-    def take(self, meter: "FrameMeter", size: int) -> bool:
-        """Take room for `size` bytes; False: not yet, `meter` is told when it has it."""
-        if self._waiting or not self._fits(size):
-            self._waiting.append((meter, size))
-            return False
-        self.bytes += size
-        return True
-
-    def release(self, size: int) -> None:
-        """Give room back."""
-        self.bytes -= size
-        self._admit()
-
-    def forget(self, meter: "FrameMeter") -> None:
-        """Let a connection that ended wait no more."""
-        self._waiting = deque(entry for entry in self._waiting if entry[0] is not meter)
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][1]):
-            meter, size = self._waiting.popleft()
-            self.bytes += size
-            meter.admitted(size)
-
-    def _fits(self, size: int) -> bool:
-        # One larger than everything is let in alone, so that nothing waits for ever.
-        return self.bytes == 0 or self.bytes + size <= self._bytes_max
 
 
 class FrameMeter:
@@ -129,7 +107,7 @@ class FrameMeter:
         self._closed = True
         self._stop_timer()
         if self._wanted:
-            self._room.forget(self)
+            self._room.forget(self.admitted)
         held, self._held = self._held, 0
         self._room.release(held)
 
@@ -153,7 +131,7 @@ class FrameMeter:
         # socket had brought along is here: it is covered by what it waits for.
         if self._closed or self._wanted:
             return
-        if self._room.take(self, size):
+        if self._room.take(self.admitted, size):
             self._held += size
         else:
             self._wanted = size
@@ -166,7 +144,7 @@ class FrameMeter:
         self._stop_timer()
         if self._wanted:
             self._wanted = 0
-            self._room.forget(self)
+            self._room.forget(self.admitted)
             self._resume()
         if self._held:
             held, self._held = self._held, 0
@@ -191,3 +169,124 @@ def _header_bytes(second: int) -> int:
     """Return how long a frame's header is, by its second byte."""
     mask = _MASK_BYTES if second & _MASKED else 0
     return 2 + _LENGTH_BYTES.get(second & _LENGTH, 0) + mask
+
+
+class Connection(RequestHandler):
+    """A connection that cannot be made to hold more than it should.
+
+    It measures the frames of a session while they arrive, drops a client that does not send the
+    head of its request or does not take its answer in time, answers what is no HTTP with an error
+    like all others, and logs no traceback for it.
+    """
+
+    __slots__ = ("_answering", "_heads", "_in_head", "_meter", "_shell")
+
+    def __init__(
+        self,
+        server: web.Server,
+        shell: Shell,
+        answering: "Deadlines[Connection | Front]",
+        heads: "Deadlines[Connection]",
+        **options: Any,
+    ) -> None:
+        super().__init__(server, **options)
+        self._shell = shell
+        self._answering = answering
+        self._heads = heads
+        self._in_head = False
+        """True while the first bytes of a request are here and its head is not whole."""
+        self._meter: FrameMeter | None = None
+
+    def set_parser(self, *parser: Any, **options: Any) -> None:
+        """A session begins on this connection."""
+        settings = self._shell.settings
+        transport = cast(asyncio.Transport, self.transport)
+        self._meter = FrameMeter(
+            self._shell.receiving,
+            settings.frame_bytes_max,
+            settings.request_timeout_s,
+            transport,
+            lambda: self._drop("a frame did not come whole in time"),
+        )
+        self._meter.feed(self._message_tail)
+        super().set_parser(*parser, **options)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if self._meter is not None:
+            self._meter.feed(data)
+            super().data_received(data)
+            return
+        whole = self._request_count
+        super().data_received(data)
+        if self._request_count != whole:
+            self._end_head()
+        elif not self._in_head and (whole == 0 or self._awaits_request()):
+            self._in_head = True
+            self._heads.begin(self)
+
+    def _awaits_request(self) -> bool:
+        """Say whether no call is being carried out, whose body these bytes could be."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def _end_head(self) -> None:
+        if self._in_head:
+            self._in_head = False
+            self._heads.end(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The connection has ended."""
+        if self._meter is not None:
+            self._meter.close()
+        self._end_head()
+        super().connection_lost(exc)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send an answer, to a client that takes it."""
+        self._answering.begin(self)
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._answering.end(self)
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Read on, where reading was paused: the library asks for it with every body."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+    def head_not_whole(self) -> None:
+        """It has begun a request for too long, whether it is silent or sends byte by byte."""
+        self._drop("the head of a request did not come whole in time")
+
+    def _drop(self, why: str) -> None:
+        drop(self.transport, why)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer was begun already")
+        if status >= 500:
+            if exc is not None:
+                log.error("call failed", error=telling(exc), where=where_raised(exc))
+            error = RequestError("something went wrong inside the proxy; its log says what")
+        else:
+            what = (message or "").strip().partition("\n")[0][:_LINE_MAX]
+            error = BadRequest(f"this is no HTTP that is understood: {what}")
+        response = error_response(error)
+        response.force_close()
+        return response
+
+
+def drop(transport: asyncio.Transport | None, why: str) -> None:
+    """Cut a connection off."""
+    if transport is not None:
+        peer = transport.get_extra_info("peername")
+        log.warning("connection dropped", peer=str(peer), why=why)
+        transport.abort()

@@ -1,4 +1,4 @@
-"""What happens on the partitions, as metrics: events are counted, gauges are read at a scrape.
+"""What a proxy's half partitions hold, as gauges that are read at a scrape.
 
 A scrape reads the ledgers' own counters and walks no transactions, so that it takes milliseconds
 also with a million of them pending.
@@ -10,9 +10,8 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from txbroker.contract import Readiness
-from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.transaction import Transaction
-from txbroker.proxy.metrics import Gauges, Metrics
+from txbroker.proxy.metrics import Gauges
 
 LOOKED_AT_MAX = 2000
 """Transactions that one scrape looks at in search of the oldest one without a copy."""
@@ -79,107 +78,31 @@ class WatchedBroker(Protocol):
         ...
 
 
-class Observer:
-    """Told by owners (`PartitionEvents`).
+class PartitionGauges:
+    """Reads the gauges of a broker's half partitions.
 
     Args:
-        metrics: where everything is counted.
+        broker: owns them.
         unreachable: which groups cannot be asked now.
         half_retention_s: how long half messages are kept.
     """
 
     def __init__(
-        self, metrics: Metrics, unreachable: Callable[[], Sized], half_retention_s: float
+        self, broker: WatchedBroker, unreachable: Callable[[], Sized], half_retention_s: float
     ) -> None:
-        self._metrics = metrics
+        self._broker = broker
         self._unreachable = unreachable
         self._half_retention_s = half_retention_s
         self._copied_to: WeakKeyDictionary[WatchedOwner, int] = WeakKeyDictionary()
 
-    def watch(self, broker: WatchedBroker) -> None:
-        """Show what the owners of `broker` hold."""
-        self._metrics.watch(lambda: self._gauges(broker))
-
-    # --- from owners -----------------------------------------------------------------------
-
-    def outcome(self, outcome: Outcome) -> None:
-        """A record, or a decision that came too late for one, changed nothing."""
-        if outcome.effect is Effect.CONFLICT:
-            self._metrics.conflict()
-
-    def prepared(self, transactions: Sequence[Transaction]) -> None:
-        """Half messages were stored."""
-        topics: dict[str, int] = {}
-        for transaction in transactions:
-            for place in transaction.places:
-                topics[place.topic] = topics.get(place.topic, 0) + 1
-        for topic, count in topics.items():
-            self._metrics.prepared(topic, count)
-
-    def decided(self, transactions: Sequence[Transaction]) -> None:
-        """Deciding markers took effect."""
-        counts: dict[tuple[str, str], int] = {}
-        for transaction in transactions:
-            verdict = transaction.verdict
-            if verdict is not None:
-                told = str(verdict.decision), str(verdict.source)
-                counts[told] = counts.get(told, 0) + 1
-        for (decision, source), count in counts.items():
-            self._metrics.decided(decision, source, count)
-
-    def promoted(self, transactions: list[Transaction]) -> None:
-        """These are visible."""
-        topics = Counter([place.topic for each in transactions for place in each.places])
-        for topic, count in topics.items():
-            self._metrics.promoted(topic, count)
-        self._metrics.promotions_took(
-            [
-                max(0, each.promoted_at_ms - each.verdict.at_ms) / 1000
-                for each in transactions
-                if each.promoted_at_ms and each.verdict is not None
-            ]
-        )
-
-    def refused(self, transactions: list[Transaction]) -> None:
-        """These were set aside; the gauge shows them."""
-
-    def lost(self, count: int) -> None:
-        """Half messages vanished before their transactions were settled."""
-        self._metrics.lost(count)
-
-    def snapshot_written(self, seconds: float, entries: int) -> None:
-        """A snapshot of so many transactions was written."""
-        self._metrics.snapshot_written(seconds, entries)
-
-    def snapshot_failed(self) -> None:
-        """A snapshot could not be written."""
-        self._metrics.snapshot_failed()
-
-    def recovered(self, seconds: float) -> None:
-        """A partition was gained and caught up on."""
-        self._metrics.recovery_took(seconds)
-
-    def foreign(self, topic: str, count: int) -> None:
-        """Records of others were set aside."""
-        self._metrics.foreign(topic, count)
-
-    def fenced(self) -> None:
-        """Another owner has taken a partition."""
-        self._metrics.fenced()
-
-    def kafka_failed(self, operation: str) -> None:
-        """Kafka did not do what was asked."""
-        self._metrics.kafka_error(operation)
-
-    # --- at a scrape -----------------------------------------------------------------------
-
-    def _gauges(self, broker: WatchedBroker) -> Gauges:
+    def read(self) -> Gauges:
+        """Return what the owners hold now."""
         pending: Counter[str] = Counter()
         parked: Counter[str] = Counter()
         refused: Counter[str] = Counter()
         oldest_s: dict[str, float] = {}
         committed_s: list[float] = []
-        owners = list(broker.ledgers())
+        owners = list(self._broker.ledgers())
         for owner in owners:
             ledger, now_ms = owner.ledger, owner.now_ms()
             pending.update(ledger.pending_by_group)
@@ -193,7 +116,7 @@ class Observer:
             first = next(iter(ledger.ready.values()), None)
             if first is not None:
                 committed_s.append(max(0.0, (now_ms - first.decided_at_ms) / 1000))
-        states = broker.readiness().partitions.values()
+        states = self._broker.readiness().partitions.values()
         return Gauges(
             pending=pending,
             pending_oldest_age_seconds=oldest_s,
@@ -204,7 +127,7 @@ class Observer:
             promotion_oldest_age_seconds=max(committed_s, default=None),
             owned_partitions=len(owners),
             partitions=Counter(text.partition(":")[0] for text in states),
-            topic_problems=len(broker.topic_problems()),
+            topic_problems=len(self._broker.topic_problems()),
             half_retention_seconds=self._half_retention_s,
             half_retention_headroom_seconds=min(
                 (left_s for left_s in map(self._headroom_s, owners) if left_s is not None),

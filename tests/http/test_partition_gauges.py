@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from txbroker.contract import Readiness
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.metrics import Metrics
-from txbroker.proxy.observers import LOOKED_AT_MAX, Observer
+from txbroker.proxy.partition_gauges import LOOKED_AT_MAX, PartitionGauges
 
 NOW_MS = 1_700_000_000_000
 DAY_MS = 86_400_000
@@ -88,11 +88,10 @@ class HeldBroker:
         return self.problems
 
 
-def watching(broker: HeldBroker, retention_s: float = 14 * 86400.0) -> tuple[Metrics, Observer]:
+def watching(broker: HeldBroker) -> Metrics:
     metrics = Metrics()
-    observer = Observer(metrics, lambda: ["silent"], retention_s)
-    observer.watch(broker)
-    return metrics, observer
+    metrics.watch(PartitionGauges(broker, lambda: ["silent"], 14 * 86400.0).read)
+    return metrics
 
 
 def shown(metrics: Metrics) -> dict[tuple[str, Labels], float]:
@@ -114,7 +113,7 @@ def test_counters_of_all_owned_partitions_are_added_up_and_the_oldest_counts() -
         {0: "owned", 1: "owned", 2: "elsewhere", 3: "hanging: since 10:00"},
         ("txbroker.half has 5 partitions",),
     )
-    metrics, _ = watching(broker)
+    metrics = watching(broker)
     found = shown(metrics)
 
     assert found["pending", (("group", "a"),)] == 4
@@ -139,7 +138,7 @@ def test_gauges_of_a_partition_vanish_when_it_moves() -> None:
         {"a": 1}, {"a": 1}, {"t": 1}, {"a": NOW_MS}, [Held(1, NOW_MS)], held=[Held(0, NOW_MS)]
     )
     broker = HeldBroker([HeldOwner(held)])
-    metrics, _ = watching(broker)
+    metrics = watching(broker)
     gone = {
         "pending",
         "parked",
@@ -159,7 +158,8 @@ def test_gauges_of_a_partition_vanish_when_it_moves() -> None:
 def test_headroom_is_that_of_the_oldest_without_a_copy() -> None:
     held = [Held(n, NOW_MS - (10 - n) * DAY_MS, kept=n < 4) for n in range(8)]
     owner, metrics = HeldOwner(HeldLedger(held=held)), Metrics()
-    Observer(metrics, list, 14 * 86400.0).watch(HeldBroker([owner, HeldOwner()]))
+    broker = HeldBroker([owner, HeldOwner()])
+    metrics.watch(PartitionGauges(broker, list, 14 * 86400.0).read)
 
     def days() -> float:
         return shown(metrics)["half_retention_headroom_seconds", ()] / 86400
@@ -178,7 +178,7 @@ def test_headroom_is_that_of_the_oldest_without_a_copy() -> None:
 
 def test_what_is_being_copied_is_at_risk_until_its_turn_is_committed() -> None:
     held = [Held(0, NOW_MS - 9 * DAY_MS), Held(1, NOW_MS - 3 * DAY_MS)]
-    metrics, _ = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
+    metrics = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
 
     def days() -> float:
         return shown(metrics)["half_retention_headroom_seconds", ()] / 86400
@@ -193,7 +193,7 @@ def test_what_is_being_copied_is_at_risk_until_its_turn_is_committed() -> None:
 
 def test_what_is_lost_is_not_at_risk_until_it_is_revived() -> None:
     held = [Held(0, NOW_MS - 20 * DAY_MS, lost=True), Held(1, NOW_MS - 3 * DAY_MS)]
-    metrics, _ = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
+    metrics = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
     left_s = [shown(metrics)["half_retention_headroom_seconds", ()]]
     held[0].lost = False
     left_s.append(shown(metrics)["half_retention_headroom_seconds", ()])
@@ -204,7 +204,7 @@ def test_headroom_is_never_more_than_it_is_while_many_copies_are_passed() -> Non
     copied = 3 * LOOKED_AT_MAX
     held = [Held(n, NOW_MS - 2 * DAY_MS + n, kept=n < copied) for n in range(copied + 10)]
     owner = HeldOwner(HeldLedger(held=held))
-    metrics, _ = watching(HeldBroker([owner]))
+    metrics = watching(HeldBroker([owner]))
     true_s = 12 * 86400 + copied / 1000
     seen = [shown(metrics)["half_retention_headroom_seconds", ()] for _ in range(5)]
     assert seen == sorted(seen)
@@ -216,11 +216,11 @@ def test_headroom_is_never_more_than_it_is_while_many_copies_are_passed() -> Non
 
 
 def test_what_owners_tell_is_counted() -> None:
-    metrics, observer = watching(HeldBroker([]))
-    observer.lost(3)
-    observer.snapshot_written(0.2, 1000)
-    observer.snapshot_written(0.3, 900)
-    observer.snapshot_failed()
+    metrics = Metrics()
+    metrics.lost(3)
+    metrics.snapshot_written(0.2, 1000)
+    metrics.snapshot_written(0.3, 900)
+    metrics.snapshot_failed()
     found = shown(metrics)
     assert found["lost_undecided_total", ()] == 3
     assert found["snapshot_seconds_count", ()] == 2
@@ -231,7 +231,7 @@ def test_what_owners_tell_is_counted() -> None:
 def test_a_scrape_takes_milliseconds_whatever_is_pending() -> None:
     pending = {f"g{n}": 1000 for n in range(1000)}
     ledgers = [HeldLedger(dict(pending), oldest=dict.fromkeys(pending, NOW_MS)) for _ in range(4)]
-    metrics, _ = watching(HeldBroker([HeldOwner(ledger) for ledger in ledgers]))
+    metrics = watching(HeldBroker([HeldOwner(ledger) for ledger in ledgers]))
     took_s = min(_timed(metrics.text) for _ in range(3))
     assert took_s < 0.2
     text = shown(metrics)
