@@ -186,7 +186,8 @@ class _Worker:
                 code = await process.wait()
         except TimeoutError:
             log.error("worker killed", worker=self._number, seconds=END_TIMEOUT_S)
-            process.kill()
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                process.kill()
             code = await process.wait()
         if code and -code not in _SIGNALS:
             raise Failed(f"worker {self._number} did not end in order: {_how(code)}")

@@ -84,6 +84,54 @@ async def test_one_is_shown_though_another_cannot_be_read(
     assert failed.details == {"id": unread.id}
 
 
+@pytest.mark.parametrize("copies", [True, False])
+async def test_callers_wait_for_few_reads_of_a_silent_topic(
+    small: Small, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    made = [await small.prepare(policy=NOW) for _ in range(12)]
+    if copies:
+        for each in made:
+            small.ledger.to_keep[each.id] = each
+        small.promoter.wake()
+        await until(lambda: all(each.kept_at for each in made))
+        small.delete_half(made[-1].offset + 1)
+    for each in made:
+        small.ledger.evict(each)
+    reads = []
+
+    async def silent(offsets: Sequence[int]) -> Sequence[Record]:
+        reads.append(len(offsets))
+        await asyncio.sleep(0)
+        raise KafkaUnavailable("the topic is silent")
+
+    if copies:
+        monkeypatch.setattr(small.door, "pick_parked", silent)
+    else:
+        monkeypatch.setattr(small.door.half, "pick", silent)
+    callers = [made[:1], made[1:2], made[2:]]
+    found = await asyncio.gather(*[small.checks.attempt(run_of(each)) for each in callers])
+    assert all(isinstance(each, OwnerUnavailable) for answers in found for each in answers)
+    assert len(reads) <= len(callers) + 1
+
+
+async def test_parking_waits_for_an_answer_that_may_take_minutes(world: World) -> None:
+    owner = await world.owner()
+    last = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=150.0)
+    id = await world.prepared(owner, policy=last)
+    (call,) = await owner.checks.attempt(run_of([owner.ledger.transactions[id]]))
+    assert isinstance(call, CheckCall)
+    world.partition.calls.clear()
+    for _ in range(2):
+        # Handed out so long ago that it would be offered once more.
+        world.advance(61.0)
+        owner.checks.look_again()
+        await settled()
+    assert "op.append" not in world.partition.calls
+    world.advance(30.0)
+    owner.checks.look_again()
+    await until(lambda: owner.ledger.transactions[id].state is State.PARKED)
+
+
 async def test_nothing_is_parked_before_the_whole_of_its_run_is_asked(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,10 @@ def refused_as_lost(transaction: Transaction) -> bool:
     return transaction.cause is not None and transaction.cause.code == BODY_LOST
 
 
+class _CopiesUnavailable(KafkaUnavailable):
+    """Copies do not answer; all of the batch that needs none is in memory."""
+
+
 class Bodies:
     """The messages of one half partition's transactions: which are in memory, and how they return.
 
@@ -184,21 +188,25 @@ class Bodies:
         that several callers wait for are read together.
 
         Yields:
-            Why messages could not be read, by the ids of their transactions: Kafka does not
-            answer. May name transactions of other callers, too.
+            Why messages that only copies hold could not be read, by the ids of their
+            transactions. May name transactions of other callers, too.
 
         Raises:
-            OwnerUnavailable: the partition was just stopped because the log is not what it was.
+            OwnerUnavailable: half or operation topic does not answer, or the partition was just
+                stopped because the log is not what it was.
         """
         failed: dict[str, OwnerUnavailable] = {}
         with self.hold(transactions):
             missing = [each for each in transactions if _missing(each)]
             try:
-                self._wanted.update((each.half.id, each) for each in missing)
                 for each in missing:
                     while _missing(each) and each.id not in failed:
-                        self._wanted[each.half.id] = each
+                        # A failed batch of another caller has taken them along.
+                        left = [m for m in missing if _missing(m) and m.id not in failed]
+                        self._wanted.update((m.id, m) for m in left)
                         failed.update(await self._load_together(each))
+            except KafkaUnavailable as error:
+                raise OwnerUnavailable(str(error), id=missing[0].id) from None
             except LogTruncated as error:
                 self._context.stopped(error)
                 raise OwnerUnavailable(str(error), id=missing[0].id) from None
@@ -222,14 +230,18 @@ class Bodies:
         """Have the messages of a transaction in memory where they can be, to be shown at once.
 
         Raises:
-            OwnerUnavailable: Kafka does not answer, or as `at_hand`.
+            OwnerUnavailable: its copies do not answer, or as `at_hand`.
         """
         async with self.at_hand((transaction,)) as failed:
             if transaction.id in failed:
                 raise failed[transaction.id]
 
     async def _load_together(self, transaction: Transaction) -> dict[str, OwnerUnavailable]:
-        """Load a transaction and others that are waited for; return why some were not read."""
+        """Load a transaction and others that are waited for; return why some were not read.
+
+        Raises:
+            KafkaUnavailable: half or operation topic does not answer.
+        """
         async with self._gathering:
             if _missing(transaction):
                 waiting = islice(self._wanted.values(), BATCH_MAX)
@@ -239,7 +251,7 @@ class Bodies:
                     self._wanted.pop(each.id, None)
                 try:
                     await self.load(batch)
-                except KafkaUnavailable as error:
+                except _CopiesUnavailable as error:
                     left = [each.id for each in batch if _missing(each)]
                     return {id: OwnerUnavailable(str(error), id=id) for id in left}
         return {}
@@ -263,7 +275,10 @@ class Bodies:
             except ValueError as error:
                 raise LogTruncated(_other_record(transaction, str(error))) from None
         if gone:
-            await self._load_copies(gone)
+            try:
+                await self._load_copies(gone)
+            except KafkaUnavailable as error:
+                raise _CopiesUnavailable(str(error)) from None
 
     async def _read(self, batch: Sequence[Transaction], *, replaced: bool) -> dict[int, Record]:
         """Return the records of those whose messages a commit has replaced, or of the others."""

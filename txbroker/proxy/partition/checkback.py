@@ -204,13 +204,17 @@ class CheckBack:
     def _attend(self, ids: Iterable[str]) -> None:
         """Do what is due for transactions."""
         taken: list[str] = []
+        now_ms = self._clock.now_ms()
         for id in list(ids):
             transaction = self._pending(id)
             if transaction is None:
                 self._asked.pop(id, None)
             elif id in self._making:
                 taken.append(id)
-            elif transaction.park_ms() is not None:
+            elif (park_ms := transaction.park_ms()) is not None and park_ms > now_ms:
+                # The last attempt may still be answered.
+                self._set((id,), park_ms)
+            elif park_ms is not None:
                 task = asyncio.create_task(self._park(transaction))
                 self._parking.add(task)
                 task.add_done_callback(self._parked)
@@ -220,8 +224,8 @@ class CheckBack:
                 taken.append(id)
             else:
                 self._crowd.add(group, id)
-                self._crowd.look(group, self._clock.now_ms() + AGAIN_MS)
-        self._set(taken, self._clock.now_ms() + HANDED_OUT_MS)
+                self._crowd.look(group, now_ms + AGAIN_MS)
+        self._set(taken, now_ms + HANDED_OUT_MS)
 
     def _offer(self, transaction: Transaction) -> bool:
         """Hand a check out; say whether it was taken."""
