@@ -36,7 +36,7 @@ from txbroker.testing.broker import InMemoryBroker
 BOUNDS = {
     "proxy at 512 in flight": 80,
     "proxy at 64 in flight": 108,
-    "proxy over HTTP at 64 in flight": 430,
+    "proxy over HTTP at 64 in flight": 460,
     "proxy of a check-back": 155,
     "client of a check-back": 33,
     "client at 512 in flight": 46,
