@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 SEEDS = 200
 """About 10 s on two cores that have nothing else to do."""
 TIMEOUT_S = 400
-QUICK_MUTANTS = ("called though the marker was not accepted", "`returned` on a timeout")
+QUICK_MUTANTS = ("a transaction is not whole in its turn", "`returned` on a timeout")
 REGRESSIONS = tomllib.loads((HERE / "seeds.toml").read_text())["seed"]
 
 
