@@ -68,7 +68,7 @@ def result_of(call: CheckCall, answer: asyncio.Future[CheckResult]) -> CheckResu
 
 
 def fault(call: CheckCall, error: BaseException) -> Unclear:
-    """Return what comes of a question that failed by a fault of ours, and tell of it."""
+    """Log a fault of the proxy's own code in a question; return the unclear result."""
     tell_fault(call.id, call.group, error)
     return Unclear(shortened(f"the proxy failed while it asked: {type(error).__name__}"))
 

@@ -34,7 +34,7 @@ async def runner(world: World) -> AsyncIterator[CheckRunner]:
 
 @pytest.fixture(autouse=True)
 async def loop_faults() -> AsyncIterator[list[str]]:
-    """What the event loop is left with: nobody else would tell of it."""
+    """Errors that only the exception handler of the event loop sees."""
     found: list[str] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: found.append(str(context)))

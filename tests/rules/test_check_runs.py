@@ -62,7 +62,7 @@ async def test_messages_that_cannot_be_read_hold_up_no_other_check(
     assert isinstance(failed, OwnerUnavailable)
     assert failed.details == {"id": unread.id}
     assert unread.attempts == ()
-    # Nobody else comes again as soon.
+    # Only the unread one is offered again after a second.
     small.runner.offers.clear()
     small.clock.advance(1.0)
     small.checks.look_again()

@@ -84,7 +84,7 @@ class SessionServer:
         self._sockets.add(socket)
         self._use.add(principal.counted_as)
         try:
-            # A task of its own: a frame wakes that up, and not all through which the upgrade came.
+            # A separate task: a frame then resumes it alone, not the handlers of the upgrade.
             await asyncio.create_task(self._converse(socket, request))
         except ProtocolError as error:
             await self._farewell(socket, BadRequest(str(error)))
