@@ -287,7 +287,11 @@ class Groups:
         self._listeners: list[Callable[[str], None]] = []
 
     async def load(self) -> None:
-        """Read all groups and go on following them."""
+        """Read all groups and go on following them.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer; call it once more.
+        """
         await self._store.load(self._changed)
 
     def on_change(self, listener: Callable[[str], None]) -> None:

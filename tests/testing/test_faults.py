@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -13,7 +13,7 @@ from service_world import Desk, Service, until
 from txbroker.config import Settings
 from txbroker.contract import DecideRequest
 from txbroker.core.records import Decision, Message, State
-from txbroker.errors import OwnerUnavailable
+from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.http import transactions
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.testing.memory import Outcome
@@ -174,6 +174,23 @@ def proxy(service: Service, instance: str) -> AbstractAsyncContextManager[Proxy]
     """Another proxy on the same Kafka."""
     door = memory(service).closed_door(instance, half_partitions=2)
     return run_proxy(door, Settings(listen="127.0.0.1:0", instance=instance))
+
+
+async def test_a_kafka_that_falls_silent_during_the_start_is_waited_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = memory(service).closed_door("two", half_partitions=2)
+    load, failures = door.groups.load, [KafkaUnavailable("too few replicas answer")]
+
+    async def load_later(changed: Callable[[str, bytes | None], None]) -> None:
+        if failures:
+            raise failures.pop()
+        await load(changed)
+
+    monkeypatch.setattr(door.groups, "load", load_later)
+    async with run_proxy(door, Settings(listen="127.0.0.1:0", instance="two"), wait_s=30) as other:
+        await until(lambda: owns(other, 1))
+    assert not failures
 
 
 async def test_another_proxy_takes_over(service: Service) -> None:

@@ -74,7 +74,6 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         stack.callback(log.info, "stopped")
         _log_start(settings)
         stack.push_async_callback(door.close)
-        await _reach_kafka(door, settings, wait_s)
         principals = reread_principals(settings)
         share_of = _share_of(principals)
         metrics = Metrics(settings.group_labels_max, share_of=share_of)
@@ -82,6 +81,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         checks = make_checks(settings, lambda: (*listening, *_known(broker)), door.brokers)
         stack.push_async_callback(checks.close)
         groups = Groups(door.groups, checks.unusable)
+        await _reach_kafka(door, groups, settings, wait_s)
         sessions = SessionRegistry()
         peer_guard = PeerGuard(settings)
         identity = _identity(lambda: broker, peer_guard)
@@ -179,8 +179,9 @@ def _shared_role(settings: Settings) -> Role:
     return Role.PRODUCER if settings.admin_listen else Role.OPERATOR
 
 
-async def _reach_kafka(door: Door, settings: Settings, wait_s: float) -> None:
-    """Start the door, again and again while Kafka does not answer, for `wait_s` seconds.
+async def _reach_kafka(door: Door, groups: Groups, settings: Settings, wait_s: float) -> None:
+    """Start the door and read the groups, again and again while Kafka does not answer, for
+    `wait_s` seconds.
 
     Raises:
         KafkaUnavailable: Kafka has not answered in this time, or refuses.
@@ -191,6 +192,7 @@ async def _reach_kafka(door: Door, settings: Settings, wait_s: float) -> None:
     while True:
         try:
             await door.start()
+            await groups.load()
             break
         except KafkaUnavailable as error:
             left_s = began + wait_s - time.monotonic()
