@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import ExitStack
+from functools import partial
 
 import structlog
 from msgspec import structs
@@ -26,39 +27,44 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 
 
 def ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
-    """Ask in a span that continues the one that prepared, where that is recorded."""
+    """Ask in a span that continues the one that prepared, where that is recorded. A fault of ours
+    is the answer: it takes no other question of a run along."""
+    try:
+        return _ask(channel, call)
+    except Exception as error:
+        return already(fault(call, error))
+
+
+def _ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
     parent = tracing.sampled_context(call.messages)
     if parent is None:
-        return _ask(channel, call)
+        return channel.ask(call, call.timeout_s)
     attributes: tracing.Attributes = {
         tracing.ID: call.id,
         tracing.GROUP: call.group,
         tracing.ATTEMPT: call.attempt,
     }
-    span = ExitStack()
-    step = span.enter_context(
-        tracing.continued("check", call.messages, attributes, kind="client", parent=parent)
-    )
-    if step is None:
-        return _ask(channel, call)
+    with ExitStack() as span:
+        step = span.enter_context(
+            tracing.continued("check", call.messages, attributes, kind="client", parent=parent)
+        )
+        if step is None:
+            return channel.ask(call, call.timeout_s)
+        answer = channel.ask(structs.replace(call, trace=step.context), call.timeout_s)
+        answer.add_done_callback(partial(_over, step, span.pop_all()))
+        return answer
 
-    def over(answer: asyncio.Future[CheckResult]) -> None:
-        outcome = "cancelled" if answer.cancelled() else outcome_of(result_of(call, answer))
+
+def _over(step: tracing.Step, span: ExitStack, answer: asyncio.Future[CheckResult]) -> None:
+    """Note in a question's span what came of it, and end the span."""
+    with span:
+        if answer.cancelled():
+            outcome = "cancelled"
+        else:
+            outcome = "unclear" if answer.exception() else outcome_of(answer.result())
         step.note({tracing.OUTCOME: outcome})
         if outcome in _NO_ANSWERS:
             step.failed(outcome)
-        span.close()
-
-    answer = _ask(channel, structs.replace(call, trace=step.context))
-    answer.add_done_callback(over)
-    return answer
-
-
-def _ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
-    try:
-        return channel.ask(call, call.timeout_s)
-    except Exception as error:
-        return already(fault(call, error))
 
 
 def result_of(call: CheckCall, answer: asyncio.Future[CheckResult]) -> CheckResult:

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+
+import pytest
 
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Told, Unreached, Wanted
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.records import CheckReason, Decision
 from txbroker.errors import OwnerUnavailable, TxbrokerError
+
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 DUE = CheckReason.DUE
 COMMIT = Answered(Decision.COMMIT, detail="commit")
@@ -196,3 +200,22 @@ def due(runner: CheckRunner, owner: FakeOwner, world: World, *ids: str) -> list[
     """Offer checks of transactions named `group-number`."""
     world.pending.update(ids)
     return [runner.due(owner, id, id.split("-")[0], "", DUE) for id in ids]
+
+
+@pytest.fixture(params=["near", "far"])
+def world(request: pytest.FixtureRequest) -> World:
+    """Near: somebody to ask is at hand, so checks go in runs; far: each waits for its channel."""
+    return World(near=request.param == "near")
+
+
+@pytest.fixture
+def owner(world: World) -> FakeOwner:
+    return FakeOwner(world)
+
+
+@pytest.fixture
+async def runner(world: World) -> AsyncIterator[CheckRunner]:
+    runner = make(world)
+    yield runner
+    await runner.close()
+    assert world.open_channels == 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
-from runner_world import DUE, FakeChannel, FakeOwner, World, due, make
+from runner_world import DUE, FakeChannel, FakeOwner, Until, World, due, make
 
 from txbroker.checkers.base import (
     Answered,
@@ -19,27 +19,6 @@ from txbroker.checkers.base import (
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.records import CheckReason, Decision, Message
 from txbroker.errors import TxbrokerError
-
-Until = Callable[[Callable[[], bool]], Awaitable[None]]
-
-
-@pytest.fixture(params=["near", "far"])
-def world(request: pytest.FixtureRequest) -> World:
-    """Near: somebody to ask is at hand, so checks go in runs; far: each waits for its channel."""
-    return World(near=request.param == "near")
-
-
-@pytest.fixture
-def owner(world: World) -> FakeOwner:
-    return FakeOwner(world)
-
-
-@pytest.fixture
-async def runner(world: World) -> AsyncIterator[CheckRunner]:
-    runner = make(world)
-    yield runner
-    await runner.close()
-    assert world.open_channels == 0
 
 
 async def test_the_steps_of_one_check_in_their_order(

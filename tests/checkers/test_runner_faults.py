@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
 import pytest
-from runner_world import FakeChannel, FakeOwner, World, due, make
+from runner_world import FakeChannel, FakeOwner, Until, World, due, make
 
+from txbroker import tracing
 from txbroker.checkers import runner as runner_module
 from txbroker.checkers.base import CheckCall, CheckResult, Unreached
 from txbroker.checkers.runner import CheckRunner
-
-Until = Callable[[Callable[[], bool]], Awaitable[None]]
-
-
-@pytest.fixture(params=["near", "far"])
-def world(request: pytest.FixtureRequest) -> World:
-    return World(near=request.param == "near")
-
-
-@pytest.fixture
-def owner(world: World) -> FakeOwner:
-    return FakeOwner(world)
-
-
-@pytest.fixture
-async def runner(world: World) -> AsyncIterator[CheckRunner]:
-    runner = make(world)
-    yield runner
-    await runner.close()
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +56,27 @@ async def test_a_cancelled_answer_is_unclear(
     # It may have reached somebody, so it counts.
     assert world.attempts["a-1"] == 1
     assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])
+
+
+async def test_a_question_whose_trace_fails_takes_no_other_along(
+    runner: CheckRunner,
+    owner: FakeOwner,
+    world: World,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults = [ValueError("trace")]
+
+    def broken(_messages: object) -> None:
+        if faults:
+            raise faults.pop()
+
+    monkeypatch.setattr(tracing, "sampled_context", broken)
+    due(runner, owner, world, "a-1", "a-2")
+    await until(lambda: runner.queued == 0)
+    assert sorted(world.outcomes) == [("a", "commit"), ("a", "unclear")]
+    assert [world.attempts[id] for id in ("a-1", "a-2")] == [1, 1]
+    assert runner.running == 0
 
 
 async def test_a_channel_that_cannot_be_given_back_keeps_no_place(
