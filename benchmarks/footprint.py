@@ -53,9 +53,9 @@ class Counting:
         connection = await open_connection(host, port, **arguments)
         send = connection.send
 
-        def counted(request: Any) -> Any:
+        def counted(request: Any, answer: Any = None) -> Any:
             self.requests[type(request).__name__.removesuffix("Request")] += 1
-            return send(request)
+            return send(request, answer)
 
         connection.send = counted  # type: ignore[method-assign]
         return connection
