@@ -361,14 +361,9 @@ class CheckRunner:
         if not isinstance(channel, Unreached):
             self._has(item, channel)
             return
-        again: list[Item] = []
-        try:
-            self._metrics.checks_ended(group.name, "unreachable", [_since(item.began_s)])
-            self._failed(group, item.era, channel.detail)
-            again.append(item)
-        except Exception as error:
-            tell_failed(item, error)
-        self._ended([item], again=again)
+        self._failed(group, item.era, channel.detail)
+        self._ended([item], again=[item])
+        self._metrics.checks_ended(group.name, "unreachable", [_since(item.began_s)])
 
     async def _attempt(self, owner: CheckOwner, items: list[Item]) -> None:
         """Write the markers of a run of one owner, and ask."""
@@ -435,23 +430,25 @@ class CheckRunner:
                 self._reached(group)
             alone = isinstance(result, Answered) and result.messages is not None
             runs[item.owner, item if alone else None].append(item)
+        free: list[Item] = []
         for (owner, _), run in runs.items():
-            self._start(self._tell(owner, run, self._freed(run)))
+            early = self._may_free(run)
+            if early:
+                self._telling += len(run)
+                free += run
+            self._start(self._tell(owner, run, early))
+        self._free(free)
         for (group, outcome), took_s in durations.items():
             self._metrics.checks_ended(group.name, outcome, took_s)
 
-    def _freed(self, heard: list[Item]) -> bool:
-        """Give places back before it is written what came of the calls, if no more wait for that
-        than may be under way, and none of these goes back to the queue; say whether."""
+    def _may_free(self, heard: list[Item]) -> bool:
+        """Say whether places are given back before it is written what came of the calls: if no more
+        wait for that than may be under way, and none of these goes back to the queue."""
         if self._closed or self._telling + len(heard) > self._all.more_max:
             return False
-        if any(isinstance(item.result, Unreached) for item in heard):
-            return False
-        self._telling += len(heard)
-        self._free(heard)
-        return True
+        return not any(isinstance(item.result, Unreached) for item in heard)
 
-    async def _tell(self, owner: CheckOwner, heard: list[Item], freed: bool) -> None:
+    async def _tell(self, owner: CheckOwner, heard: list[Item], early: bool) -> None:
         """Tell an owner what came of checks."""
         again: set[Item] = set()
         try:
@@ -463,7 +460,7 @@ class CheckRunner:
             for item in heard:
                 tell_failed(item, error)
         finally:
-            if freed:
+            if early:
                 self._telling -= len(heard)
                 for item in heard:
                     self._done(item)

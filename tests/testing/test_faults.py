@@ -180,17 +180,17 @@ async def test_a_kafka_that_falls_silent_during_the_start_is_waited_for(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = memory(service).closed_door("two", half_partitions=2)
-    load, failures = door.groups.load, [KafkaUnavailable("too few replicas answer")]
+    load, answers = door.groups.load, ["too few replicas answer", ""]
 
     async def load_later(changed: Callable[[str, bytes | None], None]) -> None:
-        if failures:
-            raise failures.pop()
+        if why := answers.pop(0):
+            raise KafkaUnavailable(why)
         await load(changed)
 
     monkeypatch.setattr(door.groups, "load", load_later)
     async with run_proxy(door, Settings(listen="127.0.0.1:0", instance="two"), wait_s=30) as other:
         await until(lambda: owns(other, 1))
-    assert not failures
+    assert not answers
 
 
 async def test_another_proxy_takes_over(service: Service) -> None:

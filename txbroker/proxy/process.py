@@ -97,7 +97,6 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         stack.push_async_callback(runner.close)
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
             appeared(runner.wake)
-        await groups.load()
         around = Surroundings(
             sessions.instances,
             runner.unreachable,

@@ -65,7 +65,7 @@ def refused_as_lost(transaction: Transaction) -> bool:
 
 
 class _CopiesUnavailable(KafkaUnavailable):
-    """Copies do not answer; all of the batch that needs none is in memory."""
+    """Copies do not answer; what the batch needs besides was read."""
 
 
 class Bodies:
