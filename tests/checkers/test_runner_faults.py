@@ -140,11 +140,11 @@ async def test_a_check_whose_end_cannot_be_noted_keeps_no_place(
         raise ValueError("metrics")
 
     world.checks_ended = broken  # type: ignore[method-assign]
-    world.gone["b"] = "nobody"
+    world.gone["b"] = "no session"
     due(runner, owner, world, "a-1", "a-2", "a-3", "b-1")
     await until(lambda: runner.queued == 1)  # b-1 waits until its group has rested
     assert sorted(id for run in owner.told for id in run) == ["a-1", "a-2", "a-3"]
-    assert runner.unreachable() == {"b": "nobody"}
+    assert runner.unreachable() == {"b": "no session"}
     assert runner.running == 0
 
 
