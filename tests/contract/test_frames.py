@@ -44,6 +44,13 @@ async def connected(service: Service, group: str) -> AsyncIterator[Producer]:
         yield producer
 
 
+async def known_topic(service: Service, **configs: str) -> str:
+    """Create a topic that the proxy has examined: only prepares to such a one go in runs."""
+    topic = await service.topic(**configs)
+    await service.door.targets.examine(topic)
+    return topic
+
+
 async def answers(producer: Producer, count: int) -> Answers:
     """Return the answers to so many operations, by their calls; each comes once."""
     found: Answers = {}
@@ -127,7 +134,7 @@ PREPARES: dict[str, Callable[[wire.Prepare, wire.Prepare], wire.Prepare]] = {
 
 @pytest.mark.parametrize("code", PREPARES)
 async def test_one_bad_prepare_of_a_frame_spoils_no_other(service: Service, code: str) -> None:
-    topic, group = await service.topic(max_message_bytes="50000"), unique("group")
+    topic, group = await known_topic(service, max_message_bytes="50000"), unique("group")
     ids = ids_of([0, 1])
     frame = prepares(ids, topic)
     frame[BAD] = PREPARES[code](frame[BAD], frame[BAD - 2])
@@ -145,7 +152,7 @@ async def test_one_bad_prepare_of_a_frame_spoils_no_other(service: Service, code
     "code", ["wrong_group", "not_found", "bad_id", "already_decided", "bad_request", "repeated"]
 )
 async def test_one_bad_decision_of_a_frame_spoils_no_other(service: Service, code: str) -> None:
-    topic, group = await service.topic(), unique("group")
+    topic, group = await known_topic(service), unique("group")
     ids = ids_of([0, 1])
     [strange] = ids_of([0], 1)
     other = decides(ids)[BAD - 2]
@@ -187,7 +194,7 @@ async def test_one_bad_decision_of_a_frame_spoils_no_other(service: Service, cod
 
 
 async def test_a_frame_cut_by_a_disconnect_is_sent_again(service: Service) -> None:
-    topic, group = await service.topic(), unique("group")
+    topic, group = await known_topic(service), unique("group")
     ids = ids_of([0, 1])
     async with connected(service, group) as producer:
         await producer.send(*prepares(ids, topic))
@@ -218,7 +225,7 @@ async def test_a_frame_is_overloaded_partway_exactly_where_the_bound_is(
     service = Service(world, desk, partitions=1, **bounds)
     await service.start()
     try:
-        topic, ids = await service.topic(), ids_of([0])
+        topic, ids = await known_topic(service), ids_of([0])
         async with connected(service, "g") as producer:
             await producer.send(*prepares(ids, topic))
             found = codes(await answers(producer, FRAME))
@@ -241,7 +248,7 @@ async def test_a_frame_is_overloaded_partway_exactly_where_the_bound_is(
 
 async def test_of_a_frame_each_proxy_does_what_is_its_own(two: Proxies) -> None:
     one, other = two.running.values()
-    topic, group, ids = await one.topic(), unique("group"), ids_of(range(two.partitions))
+    topic, group, ids = await known_topic(one), unique("group"), ids_of(range(two.partitions))
     async with connected(one, group) as here, connected(other, group) as there:
         for frame, done in (
             (prepares(ids, topic), {"pending"}),
@@ -262,7 +269,7 @@ async def test_what_moved_is_refused_and_the_others_of_the_frame_are_not(
 ) -> None:
     (one,) = await in_memory.add("one")
     assert isinstance(in_memory.world, MemoryWorld)
-    topic, ids = await one.topic(), ids_of(range(in_memory.partitions))
+    topic, ids = await known_topic(one), ids_of(range(in_memory.partitions))
     gone = Place("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
     coordinator = in_memory.world.kafka.coordinator("test")
     coordinator.join(gone, in_memory.partitions)
@@ -287,7 +294,7 @@ async def test_a_frame_to_an_owner_that_was_fenced_is_done_by_the_next_one(
 ) -> None:
     one, two = await in_memory.add("one", "two")
     assert isinstance(in_memory.world, MemoryWorld)
-    topic, ids = await one.topic(), ids_of(sorted(await one.owned()))
+    topic, ids = await known_topic(one), ids_of(sorted(await one.owned()))
     coordinator = in_memory.world.kafka.coordinator("test")
     async with connected(one, "g") as here, connected(two, "g") as there:
         await here.send(*prepares(ids, topic))
@@ -315,7 +322,7 @@ async def test_while_kafka_is_gone_a_frame_is_answered_and_can_be_sent_again(
 ) -> None:
     (one,) = await in_memory.add("one")
     assert isinstance(in_memory.world, MemoryWorld)
-    topic, ids = await one.topic(), ids_of(range(in_memory.partitions))
+    topic, ids = await known_topic(one), ids_of(range(in_memory.partitions))
     async with connected(one, "g") as producer:
         await producer.send(*prepares(ids[:4], topic))
         await answers(producer, 4)
