@@ -27,7 +27,6 @@ class PrepareRequest(Struct, frozen=True):
     Attributes:
         id: made by the SDK; None lets the proxy make one (from `dedup_key` where given).
         instance: the SDK process that prepares; it is preferred when the group is asked.
-        retry: the same id may have been sent before.
     """
 
     group: str
@@ -38,7 +37,6 @@ class PrepareRequest(Struct, frozen=True):
     check_after_s: float | None = None
     check_interval_s: float | None = None
     instance: str = ""
-    retry: bool = False
 
 
 class DecideRequest(Struct, frozen=True):

@@ -26,7 +26,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.runs import HalfRow, MarkerRow, half_row, marker_row
 from txbroker.core.snapshot import Capture
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import Transaction, places
 
 START_MS = 1_700_000_000_000
 WINDOW_MS = 10_000
@@ -95,7 +95,9 @@ _steps = st.lists(
     st.tuples(
         st.one_of(
             st.lists(_halves(), min_size=1, max_size=12).map(
-                lambda halves: [half_row(half, RECORD_VERSION) for half in halves]
+                lambda halves: [
+                    half_row(half, RECORD_VERSION, places(half.messages)) for half in halves
+                ]
             ),
             st.lists(_marks(), min_size=1, max_size=12),
         ),
@@ -270,7 +272,7 @@ class Program:
             half = random.choice(self._made)
             if draw < 0.1:
                 half = Half(half.id, half.group, self._messages(), None, None, half.policy)
-            return half_row(half, RECORD_VERSION)
+            return half_row(half, RECORD_VERSION, places(half.messages))
         if draw < 0.25:
             away_ms = random.choice([-WINDOW_MS - 5, WINDOW_MS + 5])
         elif draw < 0.28:
@@ -285,7 +287,7 @@ class Program:
             CheckPolicy(0.0, 0.1, 2, 0.05),
         )
         self._made.append(half)
-        return half_row(half, RECORD_VERSION)
+        return half_row(half, RECORD_VERSION, places(half.messages))
 
     def _mark(self) -> MarkerRow:
         random, draw = self.random, self.random.random()

@@ -29,7 +29,7 @@ from txbroker.proxy.peers import Peers, Unsent
 
 ME = "http://proxy-b:8470"
 MESSAGE = Message("payments", b"\x00k", None, (("h", b"\xff"), ("h", None)), 3, 1_700_000_000_000)
-PREPARE = PrepareRequest("orders", (MESSAGE,), check_after_s=9.5, instance="pod-1", retry=True)
+PREPARE = PrepareRequest("orders", (MESSAGE,), check_after_s=9.5, instance="pod-1")
 ID = make_id(0, 1_700_000_000_000, 7)
 
 

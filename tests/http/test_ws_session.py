@@ -46,7 +46,7 @@ async def test_operations_go_to_the_service_and_answers_come_back(api: Api) -> N
 
     assert api.service.requests == [
         PrepareRequest(
-            "orders", MESSAGES, ID, None, "order", 1.0, 2.0, instance="worker-1", retry=True
+            "orders", MESSAGES, ID, None, "order", 1.0, 2.0, instance="worker-1"
         ),
         ("check", ID, "worker-1", "in doubt"),
         DecideRequest(

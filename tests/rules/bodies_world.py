@@ -32,7 +32,7 @@ from txbroker.core.records import (
     Record,
 )
 from txbroker.core.runs import half_row, marker_row
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import Transaction, places
 from txbroker.door import Appended, Claimed, Log, Turn, TurnHandle
 from txbroker.errors import KafkaUnavailable, RequestError
 from txbroker.proxy.partition.appender import Appender, Markers
@@ -234,7 +234,13 @@ class Small:
             context, self.door, self.whole.targets, self.bodies, self.half, self, TurnPace()
         )
         self.checks = CheckBack(
-            context, Markers(context, self.op), self.runner, self.bodies, self.whole.targets, self
+            context,
+            self.op,
+            Markers(context, self.op),
+            self.runner,
+            self.bodies,
+            self.whole.targets,
+            self,
         )
         loops = (self.half.run, self.op.run, self.promoter.run)
         self.tasks = [asyncio.create_task(self._guard(loop)) for loop in loops]
@@ -295,7 +301,7 @@ class Small:
         """Prepare a transaction of one plain message, or of these."""
         id = make_id(0, self.clock.now_ms(), next(_NUMBERS))
         half = Half(id, "g", messages or (Message("t", b"k", id.encode(), partition=0),))
-        row = half_row(structs.replace(half, **fields), RECORD_VERSION)
+        row = half_row(structs.replace(half, **fields), RECORD_VERSION, places(half.messages))
         [outcome] = await self.half.append((row,))
         assert isinstance(outcome, Outcome)
         assert outcome.transaction is not None

@@ -40,7 +40,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.snapshot import is_snapshot
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import Transaction, places
 from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
 from txbroker.errors import RequestError, TxbrokerError
 from txbroker.principals import NO_PRINCIPALS
@@ -420,7 +420,7 @@ def marker(kind: MarkerKind | str, id: str, **fields: object) -> Marker:
 
 async def prepare(owner: Owner, half: Half, instance: str = "") -> Standing:
     """Store one half message."""
-    [answer] = await owner.api.prepare(((half, None),), instance)
+    [answer] = await owner.api.prepare(((half, places(half.messages)),), instance)
     if isinstance(answer, RequestError):
         raise answer
     return answer

@@ -23,6 +23,7 @@ from rules_world import (
 from txbroker.contract import Answer, DecideRequest, Standing
 from txbroker.core.ids import make_id
 from txbroker.core.records import Decision, Half, Record, State
+from txbroker.core.transaction import places
 from txbroker.door import Appended, AppendRefused, Log
 from txbroker.errors import RequestError, TooLarge
 from txbroker.proxy.partition import appender
@@ -61,12 +62,12 @@ def halves(world: World, count: int) -> list[Half]:
 
 async def prepare(owner: Owner, run: Sequence[Half]) -> list[Answer]:
     """Prepare as one run."""
-    return await owner.api.prepare([(half, None) for half in run])
+    return await owner.api.prepare([(half, places(half.messages)) for half in run])
 
 
 async def one_by_one(owner: Owner, run: Sequence[Half]) -> list[Answer]:
     """Prepare as so many runs of one, all at once."""
-    found = await asyncio.gather(*[owner.api.prepare([(half, None)]) for half in run])
+    found = await asyncio.gather(*[prepare(owner, [half]) for half in run])
     return [answer for [answer] in found]
 
 
@@ -301,8 +302,16 @@ async def test_of_runs_in_one_batch_each_operation_has_its_own_answer(
     tasks = [asyncio.create_task(prepare(owner, run)) for run in runs]
     await settled()
     gate.open()
-    found = [kinds(await task) for task in (*tasks, ahead)]
-    assert found == [
+    answers = [await task for task in (*tasks, ahead)]
+    # The same one twice in a batch is stored once.
+    assert [[getattr(each, "created", None) for each in answer] for answer in answers] == [
+        [True, True],
+        [None, True],
+        [True, False],
+        [None, False],
+        [True],
+    ]
+    assert [kinds(answer) for answer in answers] == [
         ["pending", "pending"],
         ["id_conflict", "pending"],
         ["pending", "pending"],

@@ -322,7 +322,7 @@ async def test_a_client_that_stops_waiting_for_promotion_is_forgotten(world: Wor
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await commit(owner, id, wait=True)
-    assert not owner._context.visible
+    assert not list(owner._context.visible)
 
 
 async def test_nobody_waits_for_promotion_at_an_owner_that_is_closed(world: World) -> None:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from txbroker.core.codec import encode_contents, encode_half, encode_marker
 from txbroker.core.records import Half, Marker, Message, Record
 from txbroker.core.sizes import bytes_in_batch
-from txbroker.core.transaction import Place, fingerprint, places
+from txbroker.core.transaction import Place, fingerprint
 
 
 class HalfRow(Struct, frozen=True, gc=False):
@@ -50,15 +50,15 @@ class MarkerRow(Struct, frozen=True, gc=False):
 Row: TypeAlias = HalfRow | MarkerRow
 
 
-def half_row(half: Half, version: int, where: tuple[Place, ...] | None = None) -> HalfRow:
+def half_row(half: Half, version: int, where: tuple[Place, ...]) -> HalfRow:
     """Return what preparing a transaction writes.
 
     Args:
         version: of the records.
-        where: where its messages go, as `places` has it, where that is known already.
+        where: where its messages go, as `txbroker.core.transaction.places` has it.
 
     Raises:
-        ValueError: a message has no partition yet, or a number is one that cannot be read back.
+        ValueError: a number is one that cannot be read back.
     """
     records = encode_half(half, version)
     return HalfRow(
@@ -66,7 +66,7 @@ def half_row(half: Half, version: int, where: tuple[Place, ...] | None = None) -
         bytes_in_batch(records),
         half,
         fingerprint(half.messages, half.group),
-        places(half.messages) if where is None else where,
+        where,
     )
 
 

@@ -253,7 +253,7 @@ class Broker:
 
     def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
         """Return the operations of one group as runs, one for each log that they go to."""
-        prepares: dict[int, tuple[list[int], list[PrepareRequest]]] = {}
+        prepares: dict[tuple[int, frozenset[str]], tuple[list[int], list[PrepareRequest]]] = {}
         decides: dict[int, tuple[list[int], list[DecideRequest]]] = {}
         owners: dict[int, Owner] = {}
         examined: dict[str, bool] = {}
@@ -271,31 +271,34 @@ class Broker:
             except RequestError as error:
                 runs.append(Run((number,), _refused(error)))
                 continue
-            # Whatever waits for more than its log goes alone, as it would hold the others up: for a
-            # target or messages to be examined, to become visible, for an id to be looked up.
-            waits = traced
-            if isinstance(request, PrepareRequest):
+            # What waits for more than its log must not hold the others up: prepares form a run for
+            # each topic that Kafka is asked about. A decision goes alone whose messages are to be
+            # examined, which waits to be visible, or whose id is to be looked up.
+            if traced:
+                runs.append(Run((number,), alone(self, request)))
+            elif isinstance(request, PrepareRequest):
+                asked: frozenset[str] = frozenset()
                 for message in request.messages:
                     topic = message.topic
                     if topic not in examined:
                         facts = self._targets.known(topic)
                         examined[topic] = isinstance(facts, TargetFacts)
-                    waits = waits or not examined[topic]
-            elif request.wait or request.messages is not None:
-                waits = True
-            else:
-                waits = waits or request.id not in owner.ledger.transactions
-            if waits:
-                runs.append(Run((number,), alone(self, request)))
-            elif isinstance(request, PrepareRequest):
-                numbers, prepared = prepares.setdefault(partition, ([], []))
+                    if not examined[topic]:
+                        asked |= {topic}
+                numbers, prepared = prepares.setdefault((partition, asked), ([], []))
                 numbers.append(number)
                 prepared.append(request)
+            elif (
+                request.wait
+                or request.messages is not None
+                or request.id not in owner.ledger.transactions
+            ):
+                runs.append(Run((number,), alone(self, request)))
             else:
                 numbers, decided = decides.setdefault(partition, ([], []))
                 numbers.append(number)
                 decided.append(request)
-        for partition, (numbers, prepared) in prepares.items():
+        for (partition, _), (numbers, prepared) in prepares.items():
             runs.append(Run(numbers, self._prepare(owners[partition], prepared)))
         for partition, (numbers, decided) in decides.items():
             runs.append(Run(numbers, self._decide(owners[partition], decided)))

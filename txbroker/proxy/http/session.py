@@ -373,7 +373,6 @@ class Session:
             check_after_s=operation.check_after_s,
             check_interval_s=operation.check_interval_s,
             instance=self.instance,
-            retry=operation.retry,
         )
         size = self._shell.check_prepare(request)
         if not self._every_topic:

@@ -82,7 +82,6 @@ def prepare(call: Call) -> Awaitable[Reply]:
         check_after_s=body.check_after_s,
         check_interval_s=body.check_interval_s,
         # A client without a session cannot say; what it repeats carries its own id or key.
-        retry=body.id is not None,
     )
     check_group(request.group)
     call.principal.check_group(request.group)

@@ -12,7 +12,7 @@ does not hold decisions back, nor the other way round.
 """
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
@@ -415,27 +415,22 @@ class Appender:
         """Apply the log up to its end and find our records in it.
 
         Without an offset they are known by their content: ids and claims make it unique, and
-        where it is not (the same prepare twice), the first one is the one that counts.
+        where it is not (the same prepare twice), they are found in the order in which they went.
         """
-        wanted: dict[tuple[object, ...], int] = {}
-        places = [
-            wanted.setdefault((record.key, record.value, record.headers), index)
-            for index, record in enumerate(records)
-        ]
-        if base_offset >= 0:
-            places = list(range(len(records)))
+        wanted: dict[tuple[object, ...], deque[int]] = {}
+        for number, record in enumerate(records):
+            wanted.setdefault((record.key, record.value, record.headers), deque()).append(number)
         found: dict[int, Outcome] = {}
 
         def note(record: Record, outcome: Outcome) -> None:
             if base_offset >= 0:
                 found[record.offset - base_offset] = outcome
-            else:
-                index = wanted.get((record.key, record.value, record.headers), -1)
-                found.setdefault(index, outcome)
+            elif same := wanted.get((record.key, record.value, record.headers)):
+                found[same.popleft()] = outcome
 
         await self._catch_up(note)
         missing = Outcome(Effect.VOID, why="not found where the broker put it")
-        return [found.get(place, missing) for place in places]
+        return [found.get(number, missing) for number in range(len(records))]
 
     async def _catch_up(
         self, note: Callable[[Record, Outcome], None] | None = None, *, sure: bool = True
@@ -510,7 +505,7 @@ def _account(entry: _Entry, count: int) -> None:
 
 
 class Markers:
-    """Makes the markers of transactions, and appends them to the operation topic.
+    """Makes the markers of transactions, and writes single ones to the operation topic.
 
     Args:
         context: what all parts of the partition share.
@@ -552,10 +547,6 @@ class Markers:
                 later_s=later_s,
             )
         )
-
-    async def append(self, rows: Sequence[MarkerRow]) -> list[Applied]:
-        """Append the rows of markers; return what became of each, as `Appender.append` does."""
-        return await self._op.append(rows)
 
     async def write(self, row: MarkerRow) -> Outcome:
         """Append the row of one marker and return what it did.

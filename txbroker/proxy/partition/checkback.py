@@ -43,7 +43,7 @@ from txbroker.errors import (
 )
 from txbroker.failpoints import hit
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.partition.appender import Applied, Markers
+from txbroker.proxy.partition.appender import Appender, Applied, Markers
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.targets import examine_final
@@ -111,6 +111,7 @@ class CheckBack:
     def __init__(
         self,
         context: PartitionContext,
+        op: Appender,
         markers: Markers,
         runner: Runner,
         bodies: Bodies,
@@ -120,6 +121,7 @@ class CheckBack:
         self._ledger = context.ledger
         self._clock = context.clock
         self._beside = headers_bytes(context.settings.installation)
+        self._op = op
         self._markers = markers
         self._runner = runner
         self._bodies = bodies
@@ -396,7 +398,7 @@ class CheckBack:
         self._making.update(ids)
         try:
             # A long run takes several batches.
-            outcomes = await self._markers.append(rows)
+            outcomes = await self._op.append(rows)
         finally:
             self._making.difference_update(ids)
         for attempt, outcome, numbers in zip(attempts, outcomes, expected, strict=True):
@@ -457,7 +459,7 @@ class CheckBack:
                 for (told, _), answer in zip(decisions, decided, strict=True):
                     _see_taken(told, answer)
             if markers:
-                outcomes = await self._markers.append([row for _, row in markers])
+                outcomes = await self._op.append([row for _, row in markers])
                 for (told, _), outcome in zip(markers, outcomes, strict=True):
                     _see_taken(told, outcome)
         finally:

@@ -115,9 +115,6 @@ class Visible:
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._closed = False
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._waiting))
 

@@ -170,7 +170,7 @@ class Owner:
         markers = Markers(context, self._op)
         logs = self._door.half, self._door.op
         self.api = PartitionApi(context, self._half, self._op, logs, self._promoter, markers)
-        self.checks = CheckBack(context, markers, runner, self.bodies, targets, self.api)
+        self.checks = CheckBack(context, self._op, markers, runner, self.bodies, targets, self.api)
         # While the logs are replayed only memory is looked after; all else once they are known.
         self._applier.followers.append(self.bodies)
 

@@ -130,12 +130,12 @@ class PartitionApi:
         return transaction
 
     async def prepare(
-        self, halves: Sequence[tuple[Half, tuple[Place, ...] | None]], instance: str = ""
+        self, halves: Sequence[tuple[Half, tuple[Place, ...]]], instance: str = ""
     ) -> list[Answer]:
         """Store half messages whose target partitions are fixed.
 
         Args:
-            halves: all of one group, each with where its messages go, None where that is not known.
+            halves: all of one group, each with where its messages go.
             instance: the SDK process that prepares them.
 
         Returns:
