@@ -41,8 +41,8 @@ BOUNDS = {
     "client of a check-back": 33,
     "client at 512 in flight": 46,
     "client at 64 in flight": 46,
-    "modules of a prepare": 35,
-    "modules of a commit": 35,
+    "modules of a prepare": 22,
+    "modules of a commit": 26,
 }
 
 IN_FLIGHT = (512, 64)

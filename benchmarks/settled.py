@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from txbroker.core.ids import make_id
-from txbroker.core.records import Decision, Half, Message, State
+from txbroker.core.records import Decision, Half, Message, Place, State
+from txbroker.core.routing import make_id
 from txbroker.core.settled import SettledWindow
-from txbroker.core.transaction import Place, Transaction, Verdict
+from txbroker.core.transaction import Transaction, Verdict
 
 BEGIN_MS = 1_790_000_000_000
 RUN = 64

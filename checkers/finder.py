@@ -60,7 +60,7 @@ class GroupFinder:
         return None if isinstance(lease, Unreached) else lease
 
     async def _check_url(self, group: str) -> Channel | Unreached:
-        policy = self._groups.get(group)
+        policy = self._groups.policies.get(group)
         if policy is None or policy.check_url is None:
             return Unreached(self._nobody(group))
         return await self._http.acquire_for(group, policy)

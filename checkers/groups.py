@@ -282,7 +282,8 @@ class Groups:
         """
         self._store = store
         self._unusable = unusable
-        self._policies: dict[str, GroupPolicy] = {}
+        self.policies: dict[str, GroupPolicy] = {}
+        """What is registered, by group; for others to read."""
         self._problems: dict[str, str] = {}
         self._listeners: list[Callable[[str], None]] = []
 
@@ -298,25 +299,21 @@ class Groups:
         """Call `listener` with the name of each group that is put or removed, by any proxy."""
         self._listeners.append(listener)
 
-    def get(self, group: str) -> GroupPolicy | None:
-        """Return what is registered of a group, or None."""
-        return self._policies.get(group)
-
     def problem(self, group: str) -> str | None:
         """Say why a group's stored policy cannot be used, or None where it can or is not there."""
         return self._problems.get(group)
 
     def __contains__(self, group: str) -> bool:
-        return group in self._policies or group in self._problems
+        return group in self.policies or group in self._problems
 
     def names(self) -> Iterator[str]:
         """Yield the names of all registered groups, whether their policy can be used or not."""
-        yield from self._policies
-        yield from self._problems.keys() - self._policies.keys()
+        yield from self.policies
+        yield from self._problems.keys() - self.policies.keys()
 
     def list(self) -> list[tuple[str, GroupPolicy]]:
         """Return all registered groups by name."""
-        return sorted(self._policies.items())
+        return sorted(self.policies.items())
 
     async def put(self, group: str, policy: GroupPolicy) -> None:
         """Register a group, or replace what is registered; returns once it is stored.
@@ -342,10 +339,10 @@ class Groups:
 
     def _changed(self, group: str, stored: bytes | None) -> None:
         self._problems.pop(group, None)
-        self._policies.pop(group, None)
+        self.policies.pop(group, None)
         if stored is not None:
             try:
-                policy = self._policies[group] = decode_policy(stored)
+                policy = self.policies[group] = decode_policy(stored)
                 why = self._unusable(group, policy)
             except PolicyError as error:
                 why = self._problems[group] = str(error)

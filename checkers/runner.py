@@ -33,8 +33,8 @@ from txbroker.checkers.base import (
     shortened,
 )
 from txbroker.checkers.queues import Group, Item, Line, Timer
+from txbroker.core.index import ShareOf, own_share, part_of
 from txbroker.core.records import CheckReason
-from txbroker.core.shares import ShareOf, own_share, part_of
 from txbroker.errors import TxbrokerError
 from txbroker.failpoints import hit
 

@@ -23,7 +23,7 @@ from txbroker.cli.output import (
     table,
 )
 from txbroker.cli.run import Failed
-from txbroker.core.ids import parse_id
+from txbroker.core.routing import parse_id
 
 SAMPLE = 10
 TYPED_FROM = 11

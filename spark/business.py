@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from txbroker.core.ids import make_id
+from txbroker.core.routing import make_id
 from txbroker.errors import ConfigurationError
 from txbroker.spark.schema import Terms
 

@@ -1,4 +1,4 @@
-"""Facts out of Kafka records: Spark SQL expressions that read what `txbroker.core.codec` writes.
+"""Facts out of Kafka records: Spark SQL expressions that read what `txbroker.core.encoding` writes.
 
 Every function takes a DataFrame of the Kafka source, batch or streaming, after `with_at_ms`, and
 returns one narrow row for each record. Where that does not read, `why` says so, and `own` whether
@@ -15,7 +15,7 @@ from sys import float_info
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from txbroker.core.codec import (
+from txbroker.core.encoding import (
     DEFAULT_PREFIX,
     DURATION_MAX_S,
     ID_HEADER,

@@ -1,4 +1,4 @@
-"""The parts of transaction ids, as Spark SQL expressions; see `txbroker.core.ids`.
+"""The parts of transaction ids, as Spark SQL expressions; see `txbroker.core.routing`.
 
 Whatever the text is, none of them raises an error: Spark's ANSI mode would end the run with it.
 """
@@ -6,7 +6,7 @@ Whatever the text is, none of them raises an error: Spark's ANSI mode would end 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from txbroker.core.ids import ALPHABET, TIME_MAX_MS
+from txbroker.core.routing import ALPHABET, TIME_MAX_MS
 
 _ID = r"\A[0-7][0-9A-HJKMNP-TV-Z]{25}\z"  # 128 bits: the first character has but three
 _DIGITS32 = "0123456789ABCDEFGHIJKLMNOPQRSTUV"

@@ -9,10 +9,9 @@ from kafka_world import KafkaWorld
 from memory_world import MemoryWorld
 from service_world import Desk, Json, Service, unique, until
 
-from txbroker.core.codec import CLAIM_KEY
-from txbroker.core.ids import parse_id
-from txbroker.core.placement import order_hash
+from txbroker.core.encoding import CLAIM_KEY
 from txbroker.core.records import Message
+from txbroker.core.routing import order_hash, parse_id
 
 TAKEOVER_S = 40.0
 """How long a change of the group may take on a busy machine with a real Kafka."""

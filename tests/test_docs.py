@@ -290,7 +290,7 @@ def test_the_drawing_of_a_partition_shows_its_parts() -> None:
     }
     called = {getattr(one.func, "id", "") for one in ast.walk(tree) if isinstance(one, ast.Call)}
     parts = {name for name in imported & called if name[0].isupper()}
-    assert len(parts) > 10
+    assert len(parts) > 9
     assert sorted(part for part in parts if not re.search(rf"\b{part}\b", told)) == []
 
 

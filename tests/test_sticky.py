@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from txbroker import sticky
-from txbroker.core.placement import murmur2
 from txbroker.core.records import Message
+from txbroker.core.routing import murmur2
 from txbroker.door import TargetFacts
 from txbroker.proxy.partition.targets import Placing
 from txbroker.sticky import SECONDS, TIMES, Sticky

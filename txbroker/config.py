@@ -20,9 +20,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from txbroker.addresses import PORT_MAX, Address, with_later_port
 from txbroker.config_access import ListenerAccess
 from txbroker.config_kafka import KafkaAccess, secret_settings
-from txbroker.core.codec import DEFAULT_PREFIX, OWN_TOPICS
+from txbroker.core.encoding import DEFAULT_PREFIX, OWN_TOPICS
+from txbroker.core.index import part_of
 from txbroker.core.segment import ROW_BYTES
-from txbroker.core.shares import part_of
 from txbroker.errors import ConfigurationError
 from txbroker.wire import FRAME_BYTES_MAX
 

@@ -11,12 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct, structs
 
-from txbroker.core.codec import (
-    CLAIM_KEY,
-    ID_HEADER,
-    OWN_TOPICS,
-    PROGRESS_KEY,
-    SKIPS,
+from txbroker.core.decoding import (
     KeptPart,
     Malformed,
     NewerVersion,
@@ -26,8 +21,9 @@ from txbroker.core.codec import (
     is_content,
     passed_over,
 )
-from txbroker.core.ids import parse_id
+from txbroker.core.encoding import CLAIM_KEY, ID_HEADER, OWN_TOPICS, PROGRESS_KEY, SKIPS
 from txbroker.core.records import Cause, Claim, Progress, Record, Skip
+from txbroker.core.routing import parse_id
 from txbroker.core.snapshot import CLOSING_KEYS, closing_key, find_whole
 from txbroker.door import Claimed, Fenced, SetAside
 from txbroker.errors import ConfigurationError, InvariantBroken, NewerRecord

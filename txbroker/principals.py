@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -234,6 +234,21 @@ class _Table(Struct, forbid_unknown_fields=True, frozen=True):
     expires: datetime | None = None
 
 
+class _Shares(dict[str, str]):
+    """Shares by group. Remembers some: every prepare and every turn asks."""
+
+    def __init__(self, producers: Sequence[Principal]) -> None:
+        super().__init__()
+        self._producers = producers
+
+    def __missing__(self, group: str) -> str:
+        if len(self) >= SHARES_KNOWN_MAX:
+            self.clear()
+        names = (share_name(each) for each in self._producers if group in each.groups)
+        found = self[group] = next(names, group)
+        return found
+
+
 class Directory:
     """The principals of a file, by credential and by name."""
 
@@ -248,7 +263,10 @@ class Directory:
         producers = [each for each in self if each.role is Role.PRODUCER]
         # One for all groups comes last, or no other would have any.
         self._producers = sorted(producers, key=lambda each: "*" in each.groups.allow)
-        self._shares: dict[str, str] = {}
+        self.share_of: Callable[[str], str] = _Shares(self._producers).__getitem__
+        """Returns to whose account a group's use of shared pools is counted: the first producer's
+        of the file that may act for it, expired or not; those with `*` among their groups come
+        last. A group of no producer is a separate share."""
 
     def __iter__(self) -> Iterator[Principal]:
         return iter(self._by_name.values())
@@ -267,18 +285,6 @@ class Directory:
         count, it has expired."""
         found = self._by_name.get(name)
         return found if expired else _valid(found)
-
-    def share_of(self, group: str) -> str:
-        """Return to whose account a group's use of shared pools is counted: the first producer's
-        of the file that may act for it, expired or not; those with `*` among their groups come
-        last. A group of no producer is a separate share."""
-        found = self._shares.get(group)
-        if found is None:
-            if len(self._shares) >= SHARES_KNOWN_MAX:
-                self._shares.clear()
-            names = (share_name(each) for each in self._producers if group in each.groups)
-            found = self._shares[group] = next(names, group)
-        return found
 
 
 def share_name(principal: Principal) -> str:

@@ -57,6 +57,8 @@ OUTCOME = "txbroker.check.outcome"
 _log = logging.getLogger("txbroker.tracing")
 _OFF: AbstractContextManager[None] = nullcontext()
 _found: "Tracer | None" = None
+active = False
+"""Whether a tracer provider was there at the last look; each owner looks once a second."""
 _looked_s = -LOOK_S
 
 
@@ -69,11 +71,12 @@ def _tracer() -> "Tracer | None":
 
 def look_again() -> None:
     """See at once whether a tracer provider is set: by itself this is seen within a second."""
-    global _found, _looked_s
+    global _found, _looked_s, active
     provider = _trace.get_tracer_provider()
     unset = isinstance(provider, _trace.ProxyTracerProvider | _trace.NoOpTracerProvider)
     _found = None if unset else provider.get_tracer("txbroker", txbroker.__version__)
     _looked_s = time.monotonic()
+    active = _found is not None
 
 
 def is_on() -> bool:

@@ -18,9 +18,9 @@ from aiokafka.producer.message_accumulator import BatchBuilder
 
 from peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
 from peers.kafka import KAFKA, create_topics, running_kafka
-from txbroker.core.codec import encode_half, encode_marker, promoted_headers
-from txbroker.core.ids import make_id
+from txbroker.core.encoding import encode_half, encode_marker, promoted_headers
 from txbroker.core.records import Half, Marker, MarkerKind, Message, Record
+from txbroker.core.routing import make_id
 
 TOPICS = ("half", "op", "target")
 _BATCH_BYTES = 1 << 20

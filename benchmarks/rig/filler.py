@@ -8,8 +8,7 @@ from typing import Any
 
 from rig.proxy import PARTITIONS, TARGET, Proxy
 from txbroker.config import load_settings
-from txbroker.core.codec import encode_half, encode_marker
-from txbroker.core.ids import make_id
+from txbroker.core.encoding import encode_half, encode_marker
 from txbroker.core.records import (
     LOG_VERSION,
     CheckPolicy,
@@ -20,6 +19,7 @@ from txbroker.core.records import (
     Record,
     Source,
 )
+from txbroker.core.routing import make_id
 from txbroker.kafka.wiring import door_from
 
 BATCH = 500

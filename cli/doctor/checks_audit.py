@@ -7,7 +7,7 @@ from txbroker.cli.doctor.proxies import NotSeen
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
 from txbroker.core.audit import AuditNews, decode_news
-from txbroker.core.codec import Malformed, NewerVersion
+from txbroker.core.decoding import Malformed, NewerVersion
 
 book = Book(Section.AUDIT, needs=("kafka-reachable",))
 

@@ -12,8 +12,8 @@ from cluster_world import Proxies
 from memory_world import MemoryWorld
 from service_world import Desk, unique, until
 
-from txbroker.core.records import Decision, Message, Source
-from txbroker.core.transaction import Place, Transaction, Verdict
+from txbroker.core.records import Decision, Message, Place, Source
+from txbroker.core.transaction import Transaction, Verdict
 from txbroker.proxy.metrics import Metrics
 
 TRANSACTIONS = 20_000

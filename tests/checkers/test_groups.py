@@ -148,18 +148,18 @@ async def test_groups_follow_the_store() -> None:
     groups.on_change(changed.append)
     await groups.load()
     assert groups.list() == [("old", GroupPolicy(parallel=2))]
-    assert groups.get("newer") is None
+    assert groups.policies.get("newer") is None
     assert groups.problem("newer") == "the stored policy is of version 9; this build knows 1"
     assert groups.problem("old") is None
 
     await groups.put("orders", GroupPolicy(timeout_s=2.0))
-    assert groups.get("orders") == GroupPolicy(timeout_s=2.0)
+    assert groups.policies.get("orders") == GroupPolicy(timeout_s=2.0)
     assert [group for group, _ in groups.list()] == ["old", "orders"]
 
     assert await groups.remove("orders")
     assert await groups.remove("newer")
     assert not await groups.remove("nobody")
-    assert groups.get("orders") is None
+    assert groups.policies.get("orders") is None
     assert groups.problem("newer") is None
     assert changed == ["old", "newer", "orders", "orders", "newer"]
     assert set(store.stored) == {"old"}

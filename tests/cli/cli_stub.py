@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from txbroker.core.ids import make_id, parse_id
+from txbroker.core.routing import make_id, parse_id
 
 Reply = tuple[int, Any]
 

@@ -7,8 +7,8 @@ import json
 from cli_world import Call, Dev
 from confluent_kafka import Producer
 
-from txbroker.core.ids import make_id
 from txbroker.core.records import RECORD_VERSION
+from txbroker.core.routing import make_id
 
 ID = make_id(1, 0, 0)
 

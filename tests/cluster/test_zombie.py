@@ -22,7 +22,7 @@ from topic_reader import read_all
 from workload import Recorder
 from world import DEADLINE_S, Json, World, unique, until
 
-from txbroker.core.ids import make_id
+from txbroker.core.routing import make_id
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import NotFound, RequestError
 

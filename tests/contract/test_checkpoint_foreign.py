@@ -9,7 +9,7 @@ import pytest
 from door_records import commit, new_claim, progress, turn
 from msgspec import structs
 
-from txbroker.core.codec import (
+from txbroker.core.encoding import (
     CLAIM_KEY,
     PROGRESS_KEY,
     encode_claim,

@@ -11,9 +11,9 @@ from kafka_world import now_ms
 from service_world import unique, until
 
 from txbroker.contract import DecideRequest, PrepareRequest
-from txbroker.core.codec import decode_marker, is_content
-from txbroker.core.ids import make_id, parse_id
+from txbroker.core.decoding import decode_marker, is_content
 from txbroker.core.records import Message
+from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import (
     AlreadyDecided,
     BadId,

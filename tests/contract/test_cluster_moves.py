@@ -15,8 +15,8 @@ from memory_world import MemoryWorld
 from service_world import Service, unique, until
 
 from txbroker.contract import PrepareRequest, Standing
-from txbroker.core.ids import make_id, parse_id
 from txbroker.core.records import Message
+from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import OwnerUnavailable, RequestError, TooOld
 from txbroker.sdk import CheckRequest, Decision
 from txbroker.testing.door import MemoryDoor

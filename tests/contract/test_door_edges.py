@@ -12,7 +12,7 @@ from door_records import bare, commit, new_claim, progress, turn
 from kafka_world import now_ms
 from msgspec import structs
 
-from txbroker.core.codec import encode_claim
+from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Record
 from txbroker.door import (
     AppendRefused,

@@ -17,8 +17,8 @@ from service_world import Desk, Service, unique, until
 from ws_client import Producer
 
 from txbroker import wire
-from txbroker.core.ids import make_id, parse_id
 from txbroker.core.records import Decision, Message, Record
+from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.members import Place
 from txbroker.testing.memory import Outcome

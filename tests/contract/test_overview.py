@@ -8,8 +8,8 @@ import pytest
 from cluster_world import Proxies
 from service_world import Json, Service, unique, until
 
-from txbroker.core.ids import parse_id
 from txbroker.core.records import Decision, Message
+from txbroker.core.routing import parse_id
 
 
 async def overview(service: Service) -> Json:

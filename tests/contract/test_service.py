@@ -9,8 +9,8 @@ import pytest
 from kafka_world import now_ms
 from service_world import Client, Json, Service, unique, until
 
-from txbroker.core.ids import make_id, parse_id
 from txbroker.core.records import Header, Message
+from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import (
     AlreadyDecided,
     BadId,

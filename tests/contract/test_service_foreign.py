@@ -7,9 +7,9 @@ import contextlib
 import pytest
 from service_world import Service, until
 
-from txbroker.core.codec import encode_progress, encode_skip
-from txbroker.core.ids import make_id
+from txbroker.core.encoding import encode_progress, encode_skip
 from txbroker.core.records import RECORD_VERSION, Message, Progress, Record
+from txbroker.core.routing import make_id
 from txbroker.errors import OwnerUnavailable
 
 NOISE = (Record(b"key", b"value"), Record(None, None), Record(b"\xff", b"{", (("txb-v", b"?"),)))

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from service_world import Service, unique
 
-from txbroker.core.codec import encode_claim
+from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Claim, Message, Record
 from txbroker.errors import AlreadyDecided, BadTarget, NotPending
 from txbroker.own_topics import encode_layout

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import structs
 
-from txbroker.core.codec import encode_contents, encode_half, encode_marker
-from txbroker.core.ids import make_id
+from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
@@ -17,6 +16,7 @@ from txbroker.core.records import (
     Message,
     Record,
 )
+from txbroker.core.routing import make_id
 from txbroker.core.transaction import Transaction
 
 PARTITION = 3

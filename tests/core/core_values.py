@@ -2,7 +2,6 @@
 
 from hypothesis import strategies as st
 
-from txbroker.core.ids import make_id
 from txbroker.core.records import (
     Cause,
     CheckPolicy,
@@ -15,6 +14,7 @@ from txbroker.core.records import (
     Source,
     State,
 )
+from txbroker.core.routing import make_id
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 # Names like ours must pass as a user's own, also directly behind ours.

@@ -11,32 +11,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txbroker.config import Settings
-from txbroker.core.codec import (
+from txbroker.core.decoding import (
     Malformed,
     NewerVersion,
     decode_checkpoint,
     decode_half,
     decode_kept,
     decode_marker,
+    is_content,
+    join_parts,
+)
+from txbroker.core.encoding import (
     encode_claim,
     encode_contents,
     encode_half,
+    encode_headers,
     encode_kept,
     encode_marker,
     encode_progress,
     installation_headers,
-    is_content,
-    join_parts,
     kept_tombstones,
     promoted_headers,
 )
-from txbroker.core.headers import Header, encode_headers
 from txbroker.core.records import (
     RECORD_VERSION,
     Anchor,
     CheckPolicy,
     Claim,
     Half,
+    Header,
     Kept,
     Marker,
     Message,

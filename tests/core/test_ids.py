@@ -5,7 +5,7 @@ from core_fuzz import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.ids import (
+from txbroker.core.routing import (
     ALPHABET,
     LENGTH,
     PARTITION_MAX,

@@ -5,7 +5,7 @@ from core_fuzz import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.placement import dedup_hash, murmur2, order_hash
+from txbroker.core.routing import dedup_hash, murmur2, order_hash
 
 # From Apache Kafka's own UtilsTest.testMurmur2 (signed, as Java shows them).
 VECTORS = {

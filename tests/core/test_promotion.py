@@ -8,12 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from txbroker.core.codec import installation_headers, promoted_headers
+from txbroker.core.encoding import (
+    bytes_in_batch,
+    headers_bytes,
+    installation_headers,
+    promoted_headers,
+)
 from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn
-from txbroker.core.records import Cause, Half, Kept, Message, Progress, State
-from txbroker.core.sizes import bytes_in_batch, headers_bytes
-from txbroker.core.transaction import Place, Transaction
+from txbroker.core.records import Cause, Half, Kept, Message, Place, Progress, State
+from txbroker.core.transaction import Transaction
 
 ROOMY = TurnLimits()
 PASSING = Cause("no_leader", "wait", "t", 0, passing=True)

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txbroker.core.ids import make_id
+from txbroker.core.encoding import HalfRow, MarkerRow, half_row, marker_row
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
@@ -24,9 +24,9 @@ from txbroker.core.records import (
     Record,
     State,
 )
-from txbroker.core.runs import HalfRow, MarkerRow, half_row, marker_row
+from txbroker.core.routing import make_id
 from txbroker.core.snapshot import Capture
-from txbroker.core.transaction import Transaction, places
+from txbroker.core.transaction import Transaction, fingerprint, places
 
 START_MS = 1_700_000_000_000
 WINDOW_MS = 10_000
@@ -91,13 +91,17 @@ def _marks(draw: st.DrawFn) -> MarkerRow:
     return marker_row(marker, half, contents)
 
 
+def row_of(half: Half) -> HalfRow:
+    """Return what preparing a transaction writes."""
+    mark = fingerprint(half.messages, half.group)
+    return half_row(half, RECORD_VERSION, mark, places(half.messages))
+
+
 _steps = st.lists(
     st.tuples(
         st.one_of(
             st.lists(_halves(), min_size=1, max_size=12).map(
-                lambda halves: [
-                    half_row(half, RECORD_VERSION, places(half.messages)) for half in halves
-                ]
+                lambda halves: [row_of(half) for half in halves]
             ),
             st.lists(_marks(), min_size=1, max_size=12),
         ),
@@ -272,7 +276,7 @@ class Program:
             half = random.choice(self._made)
             if draw < 0.1:
                 half = Half(half.id, half.group, self._messages(), None, None, half.policy)
-            return half_row(half, RECORD_VERSION, places(half.messages))
+            return row_of(half)
         if draw < 0.25:
             away_ms = random.choice([-WINDOW_MS - 5, WINDOW_MS + 5])
         elif draw < 0.28:
@@ -287,7 +291,7 @@ class Program:
             CheckPolicy(0.0, 0.1, 2, 0.05),
         )
         self._made.append(half)
-        return half_row(half, RECORD_VERSION, places(half.messages))
+        return row_of(half)
 
     def _mark(self) -> MarkerRow:
         random, draw = self.random, self.random.random()

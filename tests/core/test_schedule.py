@@ -4,7 +4,7 @@ from core_fuzz import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.schedule import Schedule
+from txbroker.core.index import Schedule
 
 STEPS = st.lists(
     st.tuples(st.sampled_from("abcdef"), st.none() | st.integers(0, 20))

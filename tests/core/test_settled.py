@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from txbroker.core import settled
-from txbroker.core.ids import make_id, parse_id
-from txbroker.core.records import Decision, Half, State
+from txbroker.core.records import Decision, Half, Place, State
+from txbroker.core.routing import make_id, parse_id
 from txbroker.core.segment import MARK_BYTES, Brief, Segment, name_of, pack, read
 from txbroker.core.settled import SettledWindow, brief, whole
-from txbroker.core.transaction import Place, Transaction, Verdict, bare_of
+from txbroker.core.transaction import Transaction, Verdict, bare_of
 
 DAY_MS = 86_400_000
 FAR = 1 << 40

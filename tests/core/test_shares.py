@@ -6,10 +6,10 @@ import pytest
 from core_logs import START_MS, Logs, apply_all, half_of, id_of, marker_of, new_ledger
 
 from txbroker.core import settled
+from txbroker.core.index import Use, part_of
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Cause
 from txbroker.core.segment import SEGMENT_BYTES
-from txbroker.core.shares import Use, part_of
 
 GROUPS = ("shop-1", "shop-2", "bank")
 

@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from txbroker.core import settled, snapshot
-from txbroker.core.ids import parse_id
+from txbroker.core.index import Schedule, due_ms
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Waiting
 from txbroker.core.records import RECORD_VERSION, Cause, Record, State
-from txbroker.core.schedule import Schedule, due_ms
+from txbroker.core.routing import parse_id
 from txbroker.core.segment import MARK_BYTES
 from txbroker.core.settled import SEGMENT_ENTRIES, SHOWN_MAX
 from txbroker.core.snapshot import Capture, chunks_in, find_whole, load, segment_key, segments_in

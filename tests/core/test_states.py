@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from txbroker.core.diagram import states_page
-from txbroker.core.ids import make_id
 from txbroker.core.records import Half, Message, State
+from txbroker.core.routing import make_id
 from txbroker.core.states import SETTLED, TRANSITIONS, UNDECIDED, IllegalStep, Step
 from txbroker.core.transaction import Transaction
 

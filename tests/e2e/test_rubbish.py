@@ -13,8 +13,8 @@ import pytest
 from world import World, error_of, unique
 
 from txbroker import wire
-from txbroker.core.ids import make_id
 from txbroker.core.records import Message
+from txbroker.core.routing import make_id
 from txbroker.sdk import TransactionalProducer
 
 Json = dict[str, Any]

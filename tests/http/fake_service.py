@@ -20,8 +20,8 @@ from txbroker.contract import (
     TransactionView,
     alone,
 )
-from txbroker.core.ids import dedup_randomness, make_id
 from txbroker.core.records import Decision, State
+from txbroker.core.routing import dedup_randomness, make_id
 from txbroker.errors import (
     AlreadyDecided,
     IdConflict,

@@ -14,8 +14,8 @@ from http_api import Api, running_api
 
 from txbroker.checkers.leases import CONTENT_TYPE, PEER_HEADER, PROXY_HEADER, PeerIdentity
 from txbroker.contract import DecideRequest, ListRequest, PrepareRequest
-from txbroker.core.ids import make_id
 from txbroker.core.records import Decision, Message, Source, State
+from txbroker.core.routing import make_id
 from txbroker.errors import (
     KafkaDown,
     KafkaUnavailable,

@@ -30,8 +30,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from txbroker.core.ids import make_id
 from txbroker.core.message_json import MessageError, message_from_json
+from txbroker.core.routing import make_id
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
 from txbroker.proxy.http.bodies import NoQuery

@@ -19,8 +19,8 @@ from txbroker import wire
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.config import PREPARES_SHARE
 from txbroker.contract import PrepareRequest, Standing
-from txbroker.core.ids import make_id
 from txbroker.core.records import CheckReason, Decision, Message, State
+from txbroker.core.routing import make_id
 from txbroker.errors import Overloaded
 from txbroker.proxy.http.connection import SMALL_BYTES, FrameMeter
 from txbroker.proxy.http.shell import OPERATION_BYTES, InFlight, Receiving, message_bytes
@@ -224,7 +224,7 @@ async def test_a_session_that_never_reads_is_cut_off(limits: dict[str, float]) -
                     writer.write(frame)
                     await writer.drain()
                     await asyncio.sleep(0)
-            assert api.sessions.counts() == {}
+            await until(lambda: api.sessions.counts() == {})
             assert memory_bytes() - before < 64 * MIB
 
 

@@ -13,8 +13,8 @@ from http_api import Api, running_api
 from ws_client import MESSAGES, Producer, connected, session
 
 from txbroker import wire
-from txbroker.core.ids import make_id
 from txbroker.core.records import State
+from txbroker.core.routing import make_id
 
 ID = make_id(0, NOW_MS, 1)
 HELLO = wire.encode_frame([wire.Hello(1, "orders", "worker-1")])

@@ -13,8 +13,8 @@ from ws_client import MESSAGES, connected, session
 from txbroker import wire
 from txbroker.checkers.base import Answered, CheckCall, Unclear, Unreached
 from txbroker.contract import DecideRequest, PrepareRequest
-from txbroker.core.ids import make_id
 from txbroker.core.records import CheckReason, Decision, Message, Source, State
+from txbroker.core.routing import make_id
 from txbroker.errors import KafkaUnavailable
 
 ID = make_id(0, NOW_MS, 1)

@@ -10,7 +10,7 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from txbroker.core.headers import _names, encode_headers
+from txbroker.core.encoding import _names, encode_headers
 from txbroker.core.records import Record
 from txbroker.kafka import batch
 from txbroker.kafka.batch import HEADER_BYTES, Body, batch_bodies, batch_body, encode_batch

@@ -9,8 +9,8 @@ from confluent_kafka import Producer
 from kafka_world import KafkaWorld
 from service_world import Desk, Service, until
 
-from txbroker.core.ids import parse_id
 from txbroker.core.records import Cause, Message, Record
+from txbroker.core.routing import parse_id
 from txbroker.kafka.door import KafkaDoor
 from txbroker.kafka.fetched import Fetched
 from txbroker.kafka.packed import ProduceRequest

@@ -14,7 +14,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
 
-from txbroker.core.codec import encode_progress
+from txbroker.core.encoding import encode_progress
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door import Hanging, Target, Turn
 from txbroker.kafka.batch import batch_body

@@ -13,7 +13,7 @@ from aiokafka.record.util import calc_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.codec import PROGRESS_KEY, encode_claim
+from txbroker.core.encoding import PROGRESS_KEY, encode_claim
 from txbroker.core.records import LOG_VERSION, Claim, Record
 from txbroker.door import Fenced, TurnLost, TurnRefused
 from txbroker.errors import InvariantBroken

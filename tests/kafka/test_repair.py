@@ -6,14 +6,13 @@ import pytest
 from kafka_world import KafkaWorld
 from msgspec import structs
 
-from txbroker.core.codec import (
+from txbroker.core.encoding import (
     encode_claim,
     encode_half,
     encode_kept,
     encode_marker,
     encode_progress,
 )
-from txbroker.core.ids import make_id
 from txbroker.core.records import (
     RECORD_VERSION,
     Claim,
@@ -26,6 +25,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.routing import make_id
 from txbroker.door import Turn
 from txbroker.errors import ConfigurationError, NewerRecord
 

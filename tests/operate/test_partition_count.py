@@ -8,8 +8,8 @@ import pytest
 from kafka_world import KafkaWorld
 from service_world import Desk, Service, until
 
-from txbroker.core.ids import parse_id
 from txbroker.core.records import Message
+from txbroker.core.routing import parse_id
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError, RequestError
 

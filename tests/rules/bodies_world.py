@@ -15,7 +15,7 @@ from rules_world import DAY_MS
 from told import Told
 
 from txbroker.contract import Answer, DecideRequest
-from txbroker.core.ids import make_id
+from txbroker.core.encoding import half_row, marker_row
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Outcome
 from txbroker.core.promotion import TurnLimits
@@ -31,11 +31,11 @@ from txbroker.core.records import (
     Message,
     Record,
 )
-from txbroker.core.runs import half_row, marker_row
-from txbroker.core.transaction import Transaction, places
+from txbroker.core.routing import make_id
+from txbroker.core.transaction import Transaction, fingerprint, places
 from txbroker.door import Appended, Claimed, Log, Turn, TurnHandle
 from txbroker.errors import KafkaUnavailable, RequestError
-from txbroker.proxy.partition.appender import Appender, Markers
+from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.checkback import CheckBack
@@ -236,7 +236,6 @@ class Small:
         self.checks = CheckBack(
             context,
             self.op,
-            Markers(context, self.op),
             self.runner,
             self.bodies,
             self.whole.targets,
@@ -301,7 +300,9 @@ class Small:
         """Prepare a transaction of one plain message, or of these."""
         id = make_id(0, self.clock.now_ms(), next(_NUMBERS))
         half = Half(id, "g", messages or (Message("t", b"k", id.encode(), partition=0),))
-        row = half_row(structs.replace(half, **fields), RECORD_VERSION, places(half.messages))
+        half = structs.replace(half, **fields)
+        mark = fingerprint(half.messages, half.group)
+        row = half_row(half, RECORD_VERSION, mark, places(half.messages))
         [outcome] = await self.half.append((row,))
         assert isinstance(outcome, Outcome)
         assert outcome.transaction is not None

@@ -21,8 +21,8 @@ from txbroker.checkers.base import CheckCall, CheckResult, Wanted
 from txbroker.checkers.groups import Groups
 from txbroker.config import Settings
 from txbroker.contract import DecideRequest, PrepareRequest, Standing
-from txbroker.core.codec import decode_checkpoint, decode_marker, encode_half, encode_marker
-from txbroker.core.ids import make_id
+from txbroker.core.decoding import decode_checkpoint, decode_marker
+from txbroker.core.encoding import encode_half, encode_marker
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import (
     RECORD_VERSION,
@@ -38,6 +38,7 @@ from txbroker.core.records import (
     Progress,
     Record,
 )
+from txbroker.core.routing import make_id
 from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction, places

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from msgspec import structs
 from rules_world import START_MS, Gate, World, commit, marker, settled, until
 
-from txbroker.core.ids import make_id
+from txbroker.core.encoding import MarkerRow, Row, marker_row
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import MarkerKind, Record
-from txbroker.core.runs import MarkerRow, Row, marker_row
+from txbroker.core.routing import make_id
 from txbroker.door import Appended, Log
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.partition import appender

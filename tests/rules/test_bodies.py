@@ -11,7 +11,8 @@ from bodies_world import NOW, Small
 from rules_world import attempt, settled, until
 
 from txbroker.checkers.base import CheckCall, Wanted
-from txbroker.core.codec import decode_kept, encode_half, encode_kept
+from txbroker.core.decoding import decode_kept
+from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, State
 from txbroker.core.transaction import Transaction
 from txbroker.door import LogTruncated, TurnLost

@@ -22,7 +22,7 @@ from rules_world import (
 )
 
 from txbroker.contract import PartitionState
-from txbroker.core.codec import encode_half, encode_kept
+from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Claim, Kept, MarkerKind, Record, Source, State
 from txbroker.door import Claimed, Hanging, LogTruncated, Turn, TurnHandle, TurnLost

@@ -9,14 +9,13 @@ from msgspec import structs
 from recovery_world import snapshot
 from rules_world import GROUP, World, marker, settled, until
 
-from txbroker.core.codec import (
+from txbroker.core.encoding import (
     encode_half,
     encode_kept,
     encode_marker,
     encode_progress,
     encode_skip,
 )
-from txbroker.core.ids import make_id
 from txbroker.core.records import (
     RECORD_VERSION,
     Kept,
@@ -25,6 +24,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.routing import make_id
 from txbroker.door import LogTruncated, Turn, TurnHandle
 from txbroker.errors import InvariantBroken, NewerRecord
 from txbroker.proxy.partition.parked_copies import read_copies

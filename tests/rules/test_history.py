@@ -9,8 +9,7 @@ import pytest
 from core_logs import WINDOW_MS
 from rules_world import World, roll_back
 
-from txbroker.core.codec import encode_contents, encode_half, encode_marker
-from txbroker.core.ids import make_id
+from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.records import (
     RECORD_VERSION,
     CheckPolicy,
@@ -22,6 +21,7 @@ from txbroker.core.records import (
     Source,
     State,
 )
+from txbroker.core.routing import make_id
 from txbroker.core.settled import brief, whole
 from txbroker.core.transaction import Transaction
 from txbroker.door import Appended

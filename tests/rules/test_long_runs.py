@@ -21,8 +21,8 @@ from rules_world import (
 )
 
 from txbroker.contract import Answer, DecideRequest, Standing
-from txbroker.core.ids import make_id
 from txbroker.core.records import Decision, Half, Record, State
+from txbroker.core.routing import make_id
 from txbroker.core.transaction import places
 from txbroker.door import Appended, AppendRefused, Log
 from txbroker.errors import RequestError, TooLarge

@@ -8,8 +8,8 @@ import pytest
 from rules_world import Gate, ScriptedDoor, World, known, until
 
 from txbroker.contract import ListRequest, PrepareRequest
-from txbroker.core.ids import parse_id
 from txbroker.core.records import Claim, Message
+from txbroker.core.routing import parse_id
 from txbroker.door import Assignment, Claimed
 from txbroker.errors import ConfigurationError, OwnerUnavailable
 from txbroker.proxy.broker import Broker

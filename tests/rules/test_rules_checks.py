@@ -34,7 +34,8 @@ from txbroker.checkers.base import (
     already,
 )
 from txbroker.checkers.runner import CheckRunner
-from txbroker.core.codec import decode_kept
+from txbroker.core.decoding import decode_kept
+from txbroker.core.encoding import MarkerRow
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     CheckPolicy,
@@ -43,7 +44,6 @@ from txbroker.core.records import (
     MarkerKind,
     State,
 )
-from txbroker.core.runs import MarkerRow
 from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
 from txbroker.door import Turn, TurnHandle
 from txbroker.errors import NotPending, OwnerUnavailable

@@ -27,8 +27,8 @@ from rules_world import (
 )
 
 from txbroker.contract import DecideRequest, PrepareRequest
-from txbroker.core.codec import decode_checkpoint, encode_half, encode_marker, encode_progress
-from txbroker.core.ids import make_id
+from txbroker.core.decoding import decode_checkpoint
+from txbroker.core.encoding import encode_half, encode_marker, encode_progress
 from txbroker.core.records import (
     RECORD_VERSION,
     Claim,
@@ -38,6 +38,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.routing import make_id
 from txbroker.door import Assignment, Claimed, Fenced, LogTruncated, TurnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.kafka.batch import batch_body, encode_batch

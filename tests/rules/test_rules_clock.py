@@ -24,9 +24,9 @@ from rules_world import (
 )
 
 from txbroker.contract import DecideRequest, PrepareRequest
-from txbroker.core.ids import make_id, parse_id
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Decision, Record, State
+from txbroker.core.routing import make_id, parse_id
 from txbroker.core.segment import ROW_BYTES
 from txbroker.errors import IdConflict, IdExpired, Overloaded
 from txbroker.proxy.partition import clock

@@ -24,7 +24,6 @@ from rules_world import (
 
 from txbroker.checkers.base import Answered
 from txbroker.contract import DecideRequest, PrepareRequest
-from txbroker.core.ids import parse_id
 from txbroker.core.records import (
     Cause,
     CheckPolicy,
@@ -35,6 +34,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.routing import parse_id
 from txbroker.core.transaction import Transaction
 from txbroker.door import (
     Appended,

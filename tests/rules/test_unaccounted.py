@@ -20,7 +20,7 @@ from rules_world import (
 )
 
 from txbroker.contract import PrepareRequest
-from txbroker.core.codec import encode_progress
+from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Half, Message, State
 from txbroker.core.snapshot import Capture, find_whole
 from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import WSMsgType, web
 
-from txbroker.core.ids import parse_id
 from txbroker.core.records import CheckReason, Decision, Message, State
+from txbroker.core.routing import parse_id
 from txbroker.sdk import Limits
 from txbroker.wire import (
     AskEarly,

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.sdk.fake_proxy import QUICK, FakeCluster, FakeProxy, Refuse
-from txbroker.core.ids import parse_id
 from txbroker.core.records import Decision, Message, State
+from txbroker.core.routing import parse_id
 from txbroker.errors import AlreadyDecided, BadRequest, OwnerUnavailable, TxbrokerError
 from txbroker.sdk import (
     BlockingTransaction,

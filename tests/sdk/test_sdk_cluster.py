@@ -18,9 +18,8 @@ from tests.sdk.fake_proxy import (
     Ignore,
     Refuse,
 )
-from txbroker.core.ids import parse_id
-from txbroker.core.placement import order_hash
 from txbroker.core.records import Decision, Message
+from txbroker.core.routing import order_hash, parse_id
 from txbroker.sdk import Answer, CheckRequest, TransactionalProducer
 from txbroker.wire import Decide, FromProducer, Prepare
 

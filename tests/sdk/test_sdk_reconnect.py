@@ -19,8 +19,8 @@ from tests.sdk.fake_proxy import (
     Refuse,
     SendRaw,
 )
-from txbroker.core.ids import parse_id
 from txbroker.core.records import Decision, Message, State
+from txbroker.core.routing import parse_id
 from txbroker.errors import IdConflict, Overloaded, OwnerUnavailable
 from txbroker.sdk import TransactionalProducer
 from txbroker.wire import AskEarly, Decide, FromProducer, Prepare, encode_frame

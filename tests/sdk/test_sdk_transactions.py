@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.sdk.fake_proxy import QUICK, AnswerAfter, FakeCluster, FakeProxy, Refuse
-from txbroker.core.ids import parse_id
-from txbroker.core.placement import order_hash
 from txbroker.core.records import Decision, Message, State
+from txbroker.core.routing import order_hash, parse_id
 from txbroker.errors import (
     AlreadyDecided,
     BadId,

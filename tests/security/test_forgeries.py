@@ -12,8 +12,8 @@ import pytest
 from installation import TOKENS, Installation
 
 from txbroker import wire
-from txbroker.core.ids import make_id
 from txbroker.core.records import Decision
+from txbroker.core.routing import make_id
 from txbroker.core.signing import sign
 from txbroker.proxy.http.guards import Guard
 from txbroker.sdk import BadSignature, verify_webhook

@@ -14,8 +14,8 @@ import pytest
 from installation import TABLES, TOKENS, Installation
 
 from txbroker import wire
-from txbroker.core.ids import make_id
 from txbroker.core.records import Decision, Message
+from txbroker.core.routing import make_id
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
 

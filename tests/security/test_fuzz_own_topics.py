@@ -17,9 +17,7 @@ from memory_world import MemoryWorld
 from msgspec import structs
 from service_world import Desk, Service
 
-from txbroker.core.codec import (
-    CLAIM_KEY,
-    PROGRESS_KEY,
+from txbroker.core.decoding import (
     Malformed,
     NewerVersion,
     decode_checkpoint,
@@ -27,6 +25,11 @@ from txbroker.core.codec import (
     decode_kept,
     decode_marker,
     decode_skip,
+    is_content,
+)
+from txbroker.core.encoding import (
+    CLAIM_KEY,
+    PROGRESS_KEY,
     encode_claim,
     encode_contents,
     encode_half,
@@ -34,7 +37,6 @@ from txbroker.core.codec import (
     encode_marker,
     encode_progress,
     encode_skip,
-    is_content,
 )
 from txbroker.core.records import (
     RECORD_VERSION,

@@ -8,8 +8,8 @@ import msgspec
 from installation import PEER_SECRET, Installation
 
 from txbroker import wire
-from txbroker.core.ids import make_id
 from txbroker.core.records import Decision, Message
+from txbroker.core.routing import make_id
 
 CLASS = 4
 

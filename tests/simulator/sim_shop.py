@@ -23,9 +23,8 @@ from txbroker.checkers.base import (
     already,
 )
 from txbroker.contract import DecideRequest, PrepareRequest, Standing, TransactionView
-from txbroker.core.ids import make_id
-from txbroker.core.placement import order_hash
 from txbroker.core.records import Decision, Message, Source
+from txbroker.core.routing import make_id, order_hash
 from txbroker.errors import OwnerUnavailable, RequestError
 from txbroker.proxy.broker import Broker
 from txbroker.wire import FRAME_OPERATIONS_MAX

@@ -22,8 +22,8 @@ from sim_proxy import SimProxy
 from sim_shop import TOPICS, Asker, Lane, Shop
 
 from txbroker.contract import PartitionState
-from txbroker.core.ids import parse_id
 from txbroker.core.records import State
+from txbroker.core.routing import parse_id
 from txbroker.core.transaction import Transaction
 from txbroker.errors import TooOld
 from txbroker.proxy.partition.body_cache import BODY_LOST

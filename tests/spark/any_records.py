@@ -10,10 +10,9 @@ import msgspec
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from txbroker.core.codec import (
+from txbroker.core.decoding import Malformed, NewerVersion
+from txbroker.core.encoding import (
     DEFAULT_PREFIX,
-    Malformed,
-    NewerVersion,
     encode_half,
     encode_kept,
     encode_marker,
@@ -21,7 +20,6 @@ from txbroker.core.codec import (
     kept_tombstones,
     promoted_headers,
 )
-from txbroker.core.ids import make_id
 from txbroker.core.records import (
     CheckPolicy,
     Half,
@@ -34,6 +32,7 @@ from txbroker.core.records import (
     Source,
     State,
 )
+from txbroker.core.routing import make_id
 from txbroker.kafka.audit_records import Stored
 from txbroker.spark.far import as_row
 

@@ -5,7 +5,7 @@ from zlib import crc32
 
 from core_logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, new_ledger
 
-from txbroker.core.codec import Malformed, decode_half, decode_marker, is_content
+from txbroker.core.decoding import Malformed, decode_half, decode_marker, is_content
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Marker, Message, Record
 from txbroker.spark.judge import judge

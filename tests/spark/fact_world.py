@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 from pyspark.sql import SparkSession
 
-from txbroker.core.ids import make_id, parse_id
+from txbroker.core.routing import make_id, parse_id
 from txbroker.spark import schema
 from txbroker.spark.schema import Cut, Names, Terms, TopicRead
 from txbroker.spark.stage import Staged

@@ -15,7 +15,7 @@ import msgspec
 import planted_faults
 from planting import AT_ONCE, HOUR_MS, NEVER, TWO_ATTEMPTS, Planting, now_by, park, partition_of
 
-from txbroker.core.codec import encode_contents, encode_marker, installation_headers
+from txbroker.core.encoding import encode_contents, encode_marker, installation_headers
 from txbroker.core.records import (
     RECORD_VERSION,
     Half,

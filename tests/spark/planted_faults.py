@@ -18,7 +18,7 @@ from planting import (
     partition_of,
 )
 
-from txbroker.core.codec import encode_half, encode_kept, encode_marker
+from txbroker.core.encoding import encode_half, encode_kept, encode_marker
 from txbroker.core.records import (
     RECORD_VERSION,
     CheckPolicy,

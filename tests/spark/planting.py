@@ -24,7 +24,7 @@ from topic_reader import create_topic
 from world import until
 
 from txbroker.config import load_settings
-from txbroker.core.codec import (
+from txbroker.core.encoding import (
     encode_contents,
     encode_half,
     encode_kept,
@@ -33,7 +33,6 @@ from txbroker.core.codec import (
     kept_tombstones,
     promoted_headers,
 )
-from txbroker.core.ids import make_id, parse_id
 from txbroker.core.records import (
     RECORD_VERSION,
     Cause,
@@ -48,6 +47,7 @@ from txbroker.core.records import (
     Source,
     State,
 )
+from txbroker.core.routing import make_id, parse_id
 from txbroker.door import PartitionDoor
 from txbroker.kafka.wiring import door_from
 from txbroker.spark.schema import Names

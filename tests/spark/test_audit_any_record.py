@@ -14,19 +14,14 @@ from any_records import AT_MS, PARTITION, any_records, frame, outcome, stored
 from msgspec import structs
 
 from txbroker.cli.audit_output import as_row, drift_in_words
-from txbroker.core.codec import (
+from txbroker.core.decoding import NewerVersion, decode_half, decode_kept, decode_marker, is_content
+from txbroker.core.encoding import (
     DEFAULT_PREFIX,
-    NewerVersion,
-    decode_half,
-    decode_kept,
-    decode_marker,
     encode_half,
     encode_kept,
     encode_marker,
-    is_content,
     promoted_headers,
 )
-from txbroker.core.ids import make_id, parse_id
 from txbroker.core.records import (
     RECORD_VERSION,
     Half,
@@ -37,6 +32,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.routing import make_id, parse_id
 from txbroker.spark.cut import TopicEnds
 from txbroker.spark.publish import news_of
 from txbroker.spark.report import render

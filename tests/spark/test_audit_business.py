@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from txbroker.core.ids import make_id
+from txbroker.core.routing import make_id
 from txbroker.errors import ConfigurationError
 from txbroker.spark.business import Business, compare, id_ranges
 from txbroker.spark.schema import Terms

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from txbroker.core.ids import make_id
+from txbroker.core.routing import make_id
 
 pytestmark = pytest.mark.long
 

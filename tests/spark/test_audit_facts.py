@@ -19,24 +19,24 @@ from any_records import (
     some_marker,
 )
 
-from txbroker.core.codec import (
-    DEFAULT_PREFIX,
+from txbroker.core.decoding import (
     Malformed,
     NewerVersion,
     decode_half,
     decode_kept,
     decode_marker,
+    is_content,
+)
+from txbroker.core.encoding import (
+    DEFAULT_PREFIX,
     encode_contents,
     encode_half,
     encode_kept,
     encode_marker,
     installation_headers,
-    is_content,
     kept_tombstones,
     promoted_headers,
 )
-from txbroker.core.ids import make_id, parse_id
-from txbroker.core.placement import order_mark
 from txbroker.core.records import (
     Cause,
     Header,
@@ -47,6 +47,7 @@ from txbroker.core.records import (
     Record,
     State,
 )
+from txbroker.core.routing import make_id, order_mark, parse_id
 
 if TYPE_CHECKING:
     from pyspark.sql import Row, SparkSession

@@ -25,7 +25,7 @@ from core_histories import histories
 from core_logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, replayed
 from hypothesis import given
 
-from txbroker.core.ids import parse_id
+from txbroker.core.routing import parse_id
 from txbroker.spark import judge as judge_module
 from txbroker.spark.judge import GRAVITY, judge
 from txbroker.spark.rows import (

@@ -22,11 +22,11 @@ from planting import FAR_MS, Planting, partition_of, write_stamped
 from topic_reader import create_topic, delete_topic
 from world import until
 
-from txbroker.core.codec import encode_contents, encode_half, encode_marker
-from txbroker.core.ids import make_id
+from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect
 from txbroker.core.records import RECORD_VERSION, Half, Marker, MarkerKind, Message, Record, State
+from txbroker.core.routing import make_id
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka import audit_records
 from txbroker.kafka.batch import HEADER_BYTES, Unreadable, batch_body, encode_batch

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from txbroker.core.ids import make_id
+from txbroker.core.routing import make_id
 from txbroker.spark.rows import ALWAYS, Horizon
 from txbroker.spark.stream_home import Home, Taken
 from txbroker.spark.stream_processor import Texts

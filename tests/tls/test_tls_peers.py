@@ -12,8 +12,8 @@ from tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 
 from txbroker.checkers.leases import PeerIdentity
 from txbroker.contract import PrepareRequest
-from txbroker.core.ids import parse_id
 from txbroker.core.records import Decision
+from txbroker.core.routing import parse_id
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.peers import Peers, Unsent
 from txbroker.proxy.process import Proxy

@@ -8,8 +8,8 @@ from http_answers import COMMIT, LOOPBACK, ask, read_request, response
 
 from txbroker.checkers.base import Answered, CheckCall
 from txbroker.checkers.http import HttpChecks
-from txbroker.core.ids import make_id
 from txbroker.core.records import CheckReason, Decision, Header, Message
+from txbroker.core.routing import make_id
 from txbroker.core.trace_context import TraceContext
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -17,8 +17,8 @@ from judge import Rec
 from world import World, unique, until
 
 import txbroker
-from txbroker.core.ids import parse_id
 from txbroker.core.records import LOG_VERSION, RECORD_VERSION
+from txbroker.core.routing import parse_id
 from txbroker.embedded import EmbeddedKafka
 
 _NEWER = RECORD_VERSION + 1

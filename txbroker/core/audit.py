@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from txbroker.core.codec import Malformed, NewerVersion
+from txbroker.core.decoding import Malformed, NewerVersion
 
 BATCH_KEY, STREAM_KEY = "batch", "stream"
 """Under what the newest record of an audit of either sort stands."""

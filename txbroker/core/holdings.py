@@ -9,14 +9,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from txbroker.core.alike import alike
-from txbroker.core.ids import parse_id
-from txbroker.core.order import Line, Undecided
+from txbroker.core.index import Line, ShareOf, Undecided, Use, own_share
 from txbroker.core.outcome import Waiting
-from txbroker.core.placement import order_mark
 from txbroker.core.records import Cause, Decision, Kept, Message, Progress, State
+from txbroker.core.routing import order_mark, parse_id
 from txbroker.core.segment import Segment
 from txbroker.core.settled import SettledWindow
-from txbroker.core.shares import ShareOf, Use, own_share
 from txbroker.core.states import UNDECIDED, Step
 from txbroker.core.transaction import Transaction, Verdict, fingerprint, places
 

@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 
 from msgspec import Struct
 
-from txbroker.core.codec import (
+from txbroker.core.decoding import (
     HalfPart,
     Malformed,
     NewerVersion,
@@ -20,10 +20,9 @@ from txbroker.core.codec import (
     is_content,
     join_parts,
 )
+from txbroker.core.encoding import HalfRow, MarkerRow
 from txbroker.core.holdings import BEYOND_MAX, Holdings, from_copy
-from txbroker.core.ids import parse_id
 from txbroker.core.outcome import Effect, Outcome, Waiting
-from txbroker.core.placement import order_mark
 from txbroker.core.records import (
     Anchor,
     Decision,
@@ -31,21 +30,14 @@ from txbroker.core.records import (
     Kept,
     Marker,
     MarkerKind,
+    Place,
     Record,
     State,
     anchor_of,
 )
-from txbroker.core.runs import HalfRow, MarkerRow
+from txbroker.core.routing import order_mark, parse_id
 from txbroker.core.states import IllegalStep, Step
-from txbroker.core.transaction import (
-    Place,
-    Transaction,
-    Verdict,
-    fingerprint,
-    fits,
-    places,
-    same_contents,
-)
+from txbroker.core.transaction import Transaction, Verdict, fingerprint, fits, places, same_contents
 
 ACCOUNTED_LOOK = 1000
 """Transactions that one turn's progress looks at."""

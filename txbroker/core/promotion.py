@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from txbroker.core.records import Cause
-from txbroker.core.transaction import Place, Transaction
+from txbroker.core.records import Cause, Place
+from txbroker.core.transaction import Transaction
 
 Verdict: TypeAlias = Cause | None
 """None: the target takes it; a Cause: it does not, for good or (`passing`) for a while."""

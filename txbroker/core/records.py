@@ -1,17 +1,76 @@
 """The values that travel: messages, half messages, markers and the records that hold them."""
 
+from collections.abc import Iterator
 from enum import StrEnum
+from typing import TypeAlias, overload
 
 from msgspec import Struct
-
-from txbroker.core.headers import NO_HEADERS, Headers
-from txbroker.core.headers import Header as Header
 
 RECORD_VERSION = 2
 """The newest version of records that this build understands. Proxies tell one another theirs, and
 write nothing newer than the oldest of them understands."""
 LOG_VERSION = 1
 """The version of all records that this build writes, but of segments (`core.segment`)."""
+
+Header: TypeAlias = tuple[str, bytes | None]
+"""A record header: its name and its bytes. Order and repeats are kept."""
+
+
+class Encoded(Struct, frozen=True, eq=False, gc=False):
+    """Encoded headers of one record; to a reader the sequence of their names and values.
+
+    Attributes:
+        data: their number and the headers, as they stand in the record.
+    """
+
+    data: bytes
+
+    def __iter__(self) -> Iterator[Header]:
+        data = self.data
+        count, at = _number(data, 0)
+        for _ in range(count):
+            size, at = _number(data, at)
+            name, at = data[at : at + size].decode(), at + size
+            size, at = _number(data, at)
+            if size < 0:
+                yield name, None
+            else:
+                yield name, data[at : at + size]
+                at += size
+
+    def __len__(self) -> int:
+        return _number(self.data, 0)[0]
+
+    @overload
+    def __getitem__(self, at: int) -> Header: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Header, ...]: ...
+    def __getitem__(self, at: int | slice) -> Header | tuple[Header, ...]:
+        return tuple(self)[at]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Encoded):
+            return self.data == other.data
+        return tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number that begins there, and where it ends."""
+    rest = shift = 0
+    while True:
+        byte = data[at]
+        rest |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return rest >> 1 ^ -(rest & 1), at
+
+
+NO_HEADERS = Encoded(b"\0")
+Headers: TypeAlias = tuple[Header, ...] | Encoded
+"""The headers of a record, in order."""
 
 
 class Record(Struct, frozen=True):
@@ -47,6 +106,14 @@ class Message(Struct, frozen=True, gc=False):
     headers: tuple[Header, ...] = ()
     partition: int | None = None
     timestamp_ms: int | None = None
+
+
+class Place(Struct, frozen=True, gc=False):
+    """Where a message goes and how much room it takes in a batch, bytes: what planning needs."""
+
+    topic: str
+    partition: int
+    size: int
 
 
 class CheckPolicy(Struct, frozen=True, gc=False):

@@ -23,8 +23,8 @@ from typing import Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
-from txbroker.core.ids import LENGTH, TIME_MAX_MS, IdParts, make_id, numbers_of, parse_id
 from txbroker.core.records import State
+from txbroker.core.routing import LENGTH, TIME_MAX_MS, IdParts, make_id, numbers_of, parse_id
 
 ROW_BYTES = 36
 """What a settled transaction takes, rare facts left out."""

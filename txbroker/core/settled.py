@@ -14,11 +14,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from txbroker.core.alike import alike
-from txbroker.core.ids import IdParts, parse_id
-from txbroker.core.records import Decision, Half, State
+from txbroker.core.index import ShareOf, Use, own_share
+from txbroker.core.records import Decision, Half, Place, State
+from txbroker.core.routing import IdParts, parse_id
 from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION, Brief, Segment, pack
-from txbroker.core.shares import ShareOf, Use, own_share
-from txbroker.core.transaction import Place, Transaction, Verdict, bare_of
+from txbroker.core.transaction import Transaction, Verdict, bare_of
 
 SHOWN_MAX = 1000
 """Settled transactions that are remembered whole, beside those that are not packed yet."""

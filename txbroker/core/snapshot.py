@@ -32,12 +32,13 @@ from txbroker.core.records import (
     CheckPolicy,
     Half,
     Message,
+    Place,
     Record,
     State,
 )
 from txbroker.core.segment import Segment, name_of, read
 from txbroker.core.states import SETTLED
-from txbroker.core.transaction import Checks, Place, Transaction, Verdict, bare_of
+from txbroker.core.transaction import Checks, Transaction, Verdict, bare_of
 
 CHUNK_ENTRIES = 2000
 CHUNK_BYTES = 256 * 1024

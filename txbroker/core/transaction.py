@@ -12,6 +12,7 @@ from operator import attrgetter
 from msgspec import Struct, structs
 
 from txbroker.core.alike import alike
+from txbroker.core.encoding import bytes_in_batch
 from txbroker.core.records import (
     Attempt,
     Cause,
@@ -21,10 +22,10 @@ from txbroker.core.records import (
     Kept,
     Marker,
     Message,
+    Place,
     Source,
     State,
 )
-from txbroker.core.sizes import bytes_in_batch
 from txbroker.core.states import TRANSITIONS, IllegalStep, Step
 from txbroker.core.trace_context import HEADERS as TRACE_HEADERS
 
@@ -34,14 +35,6 @@ LATER_MAX_S = 3600.0
 """A deliberate "not yet" postpones the next attempt by no more than this, seconds."""
 ATTEMPTS_KEPT = 16
 """Attempts remembered for show. "Not yet" can be answered for ever, so the list is bounded."""
-
-
-class Place(Struct, frozen=True, gc=False):
-    """Where a message goes and how much room it takes in a batch, bytes: what planning needs."""
-
-    topic: str
-    partition: int
-    size: int
 
 
 class Checks(Struct, gc=False):

@@ -14,8 +14,8 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.record.util import decode_varint
 from msgspec import Struct
 
-from txbroker.core.headers import NULL, SMALL, Encoded, Header, encode_headers, varint
-from txbroker.core.records import Record
+from txbroker.core.encoding import NULL, SMALL, encode_headers, varint
+from txbroker.core.records import Encoded, Header, Record
 
 if google_crc32c.implementation != "c":
     raise ImportError(

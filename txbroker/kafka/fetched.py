@@ -11,7 +11,7 @@ from aiokafka.record.control_record import ABORT_MARKER, ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
 from msgspec import structs
 
-from txbroker.core.codec import PROGRESS_KEY
+from txbroker.core.encoding import PROGRESS_KEY
 from txbroker.core.records import Record
 from txbroker.errors import InvariantBroken
 from txbroker.kafka.batch import Decode, Unreadable, decode_batch

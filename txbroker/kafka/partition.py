@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
-from txbroker.core.codec import encode_claim
+from txbroker.core.encoding import encode_claim
 from txbroker.core.records import Cause, Claim, Record
 from txbroker.door import (
     AppendUnknown,

@@ -9,13 +9,8 @@ from collections.abc import AsyncIterator, Callable, Collection
 
 from msgspec import Struct
 
-from txbroker.core.codec import (
-    Malformed,
-    NewerVersion,
-    decode_log,
-    encode_skip,
-    passed_over,
-)
+from txbroker.core.decoding import Malformed, NewerVersion, decode_log, passed_over
+from txbroker.core.encoding import encode_skip
 from txbroker.core.records import Record, Skip
 from txbroker.core.snapshot import find_whole
 from txbroker.door import AppendRefused, AppendUnknown, SetAside

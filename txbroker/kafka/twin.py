@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from txbroker.commits import again, begin, outcome
-from txbroker.core.codec import encode_progress
+from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Record
 from txbroker.door import Fenced, Turn, TurnLost, TurnRefused
 from txbroker.errors import KafkaUnavailable

@@ -1,7 +1,7 @@
 """What the audits tell, as metrics of every proxy: an alarm needs nothing but a scrape."""
 
 from txbroker.core.audit import BATCH_KEY, STREAM_KEY, AuditNews, decode_news
-from txbroker.core.codec import Malformed, NewerVersion
+from txbroker.core.decoding import Malformed, NewerVersion
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.metrics import Gauges, Metrics
 

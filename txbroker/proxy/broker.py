@@ -24,12 +24,12 @@ from txbroker.contract import (
     TransactionView,
     alone,
 )
-from txbroker.core.codec import installation_headers
-from txbroker.core.records import Cause, CheckPolicy, Half, Message
-from txbroker.core.sizes import headers_bytes
+from txbroker.core.encoding import headers_bytes, installation_headers
+from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place
+from txbroker.core.routing import home, partition_of
 from txbroker.core.states import SETTLED
 from txbroker.core.trace_context import carried_over
-from txbroker.core.transaction import Place, Transaction
+from txbroker.core.transaction import Transaction
 from txbroker.door import Door, TargetFacts
 from txbroker.errors import (
     BadRequest,
@@ -41,12 +41,7 @@ from txbroker.errors import (
     TooLarge,
 )
 from txbroker.principals import Directory, no_principals
-from txbroker.proxy.forwarding import (
-    home,
-    merge,
-    new_id,
-    partition_of,
-)
+from txbroker.proxy.forwarding import merge, new_id
 from txbroker.proxy.listing import page_of
 from txbroker.proxy.logging import get_logger
 from txbroker.proxy.overview import Surroundings, local_overview
@@ -258,7 +253,7 @@ class Broker:
         owners: dict[int, Owner] = {}
         examined: dict[str, bool] = {}
         runs: list[Run] = []
-        partitions, traced = self._door.partitions, tracing.is_on()
+        partitions, traced = self._door.partitions, tracing.active
         for number, request in enumerate(requests):
             try:
                 if isinstance(request, PrepareRequest):
@@ -410,7 +405,7 @@ class Broker:
             settings.check_attempts_max,
             settings.check_timeout_s,
         )
-        group = self._groups.get(request.group)
+        group = self._groups.policies.get(request.group)
         policy = default if group is None else group.checks(default)
         if request.check_after_s is not None:
             policy = structs.replace(policy, after_s=float(request.check_after_s))

@@ -24,8 +24,9 @@ from txbroker.contract import (
     TransactionView,
     alone,
 )
+from txbroker.core.routing import home, partition_of
 from txbroker.errors import BadRequest, IdExpired, OwnerUnavailable, RequestError
-from txbroker.proxy.forwarding import decode_cursor, home, merge, new_id, partition_of
+from txbroker.proxy.forwarding import decode_cursor, merge, new_id
 from txbroker.proxy.overview import joined
 from txbroker.proxy.peers import Peers, Unsent
 

@@ -1,4 +1,4 @@
-"""What broker and cluster share: where a call belongs, and how proxies hand it on.
+"""How proxies hand calls on to one another, and merge lists.
 
 Bodies are the contract's structs as msgpack maps. Fields travel by name; a reader leaves out those
 it does not know and takes the default of those that are missing, so builds of different age
@@ -14,9 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from txbroker.contract import Page, PrepareRequest, TransactionView
-from txbroker.core.ids import dedup_randomness, make_id, parse_id
-from txbroker.core.placement import dedup_hash, order_hash
-from txbroker.errors import BadId, BadRequest, RequestError, request_errors
+from txbroker.core.routing import dedup_randomness, make_id, parse_id
+from txbroker.errors import BadRequest, RequestError, request_errors
 
 PREFIX = "/internal/v1"
 SESSIONS_PATH = f"{PREFIX}/sessions"
@@ -58,44 +57,6 @@ def raised(failure: Failed) -> RequestError:
     error = kind(failure.message or None)
     error.details.update(failure.details)
     return error
-
-
-# --- which half partition ---------------------------------------------------------------------
-
-
-def partition_of(id: str, partitions: int) -> int:
-    """Return the half partition that a transaction id names.
-
-    Raises:
-        BadId: it is no id, or names a partition that does not exist.
-    """
-    try:
-        partition = parse_id(id).partition
-    except ValueError as error:
-        raise BadId(f"{id!r} is no transaction id: {error}") from None
-    if partition >= partitions:
-        raise BadId(f"the id names partition {partition}; there are {partitions}")
-    return partition
-
-
-def home(request: PrepareRequest, partitions: int) -> int | None:
-    """Return the half partition that a transaction belongs into, None for any.
-
-    Raises:
-        BadId: the id names another partition than the order key.
-    """
-    first = request.messages[0]
-    order = order_hash(request.order_key, first.topic, first.key)
-    if request.order_key is None and request.dedup_key is not None:
-        # Before the message's key: the same dedup_key must meet its earlier use.
-        order = dedup_hash(request.group, request.dedup_key)
-    wanted = None if order is None else order % partitions
-    if request.id is None:
-        return wanted
-    named = partition_of(request.id, partitions)
-    if wanted is not None and wanted != named:
-        raise BadId(f"the id names half partition {named}, its order key {wanted}", id=request.id)
-    return named
 
 
 def new_id(request: PrepareRequest, partition: int, now_ms: int) -> str:

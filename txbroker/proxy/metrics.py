@@ -27,8 +27,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from txbroker import __version__
+from txbroker.core.index import ShareOf, Use, own_share, part_of
 from txbroker.core.outcome import Effect, Outcome
-from txbroker.core.shares import ShareOf, Use, own_share, part_of
 from txbroker.core.transaction import Transaction
 
 OTHER = "other"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from txbroker.config import Settings
 from txbroker.contract import PartitionState, Readiness
-from txbroker.core.codec import installation_headers
+from txbroker.core.encoding import installation_headers
 from txbroker.core.records import LOG_VERSION, RECORD_VERSION
 from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.telling import sentence, telling, where_raised

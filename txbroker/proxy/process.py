@@ -18,7 +18,7 @@ from txbroker.checkers.leases import Leases, PeerIdentity, PeerSessions
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import Settings
-from txbroker.core.shares import ShareOf
+from txbroker.core.index import ShareOf
 from txbroker.door import Door
 from txbroker.errors import KafkaUnavailable
 from txbroker.principals import Directory, Role
@@ -303,5 +303,5 @@ def _tell_files(files: str, why: str) -> None:
 
 
 def _parallel(groups: Groups, name: str) -> int | None:
-    policy = groups.get(name)
+    policy = groups.policies.get(name)
     return None if policy is None else policy.parallel

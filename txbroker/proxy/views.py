@@ -3,9 +3,9 @@
 from msgspec import structs
 
 from txbroker.contract import Event, PlacedMessage, TransactionView
-from txbroker.core.ids import parse_id
+from txbroker.core.index import due_ms
 from txbroker.core.records import Attempt, Message, State
-from txbroker.core.schedule import due_ms
+from txbroker.core.routing import parse_id
 from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.partition.body_cache import lost_cause, refused_as_lost

@@ -18,9 +18,8 @@ from typing import TypeVar
 
 from msgspec import Struct, structs
 
-from txbroker.core.ids import make_id, parse_id
-from txbroker.core.placement import order_hash
 from txbroker.core.records import Decision, Message
+from txbroker.core.routing import make_id, order_hash, parse_id
 from txbroker.errors import (
     AlreadyDecided,
     BadId,

@@ -8,9 +8,9 @@ from typing import Any, Self, TypeVar
 
 from txbroker.config import DAY_S, Settings
 from txbroker.contract import ListRequest, TransactionView
-from txbroker.core.codec import INSTALLATION_HEADER, SEQUENCE_HEADER
+from txbroker.core.encoding import INSTALLATION_HEADER, SEQUENCE_HEADER
+from txbroker.core.index import due_ms
 from txbroker.core.records import Message, Record, State
-from txbroker.core.schedule import due_ms
 from txbroker.core.states import UNDECIDED
 from txbroker.errors import TxbrokerError
 from txbroker.proxy.process import Proxy, run_proxy

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from txbroker.commits import again, begin, outcome
-from txbroker.core.codec import encode_claim, encode_progress
+from txbroker.core.encoding import encode_claim, encode_progress
 from txbroker.core.records import Cause, Claim, Record
 from txbroker.door import (
     Appended,

@@ -17,8 +17,8 @@ from enum import Enum
 
 from msgspec import Struct, structs
 
-from txbroker.core.headers import Encoded, encode_headers
-from txbroker.core.records import Cause, Record
+from txbroker.core.encoding import encode_headers
+from txbroker.core.records import Cause, Encoded, Record
 from txbroker.door import Appended, AppendRefused, AppendUnknown, LogTruncated, TargetFacts
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.members import Coordinator

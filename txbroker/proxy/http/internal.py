@@ -42,14 +42,7 @@ from txbroker.errors import (
     RequestError,
     UnsupportedMediaType,
 )
-from txbroker.proxy.forwarding import (
-    OVERVIEW_PATH,
-    PREFIX,
-    SESSIONS_PATH,
-    ById,
-    encode,
-    failed,
-)
+from txbroker.proxy.forwarding import OVERVIEW_PATH, PREFIX, SESSIONS_PATH, ById, encode, failed
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 from txbroker.proxy.http.reading import Body
 from txbroker.proxy.http.shell import Shell, check_group, check_id, check_reason

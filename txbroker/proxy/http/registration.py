@@ -53,7 +53,7 @@ async def get_group(call: Call) -> Reply:
     """Tell what is registered of a group."""
     group = call.path["group"]
     call.principal.check_group(group)
-    policy = call.shell.groups.get(group)
+    policy = call.shell.groups.policies.get(group)
     if policy is None:
         raise UnknownGroup(call.shell.groups.problem(group))
     return Reply(200, _shown(call, group, policy))
@@ -73,7 +73,7 @@ async def test_group(call: Call) -> Reply:
     """Send a test call to a group's check URL, which is no check."""
     group = call.path["group"]
     call.principal.check_group(group)
-    policy = call.shell.groups.get(group)
+    policy = call.shell.groups.policies.get(group)
     if policy is None:
         raise UnknownGroup(call.shell.groups.problem(group))
     shell = call.shell

@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from aiohttp import ClientConnectionError, web
+import msgspec
+from aiohttp import ClientConnectionError, WSMsgType, web
 
 from txbroker import contract, tracing, wire
 from txbroker.core.records import Decision, Source
@@ -70,7 +71,6 @@ class Session:
         self, shell: Shell, socket: web.WebSocketResponse, request: web.Request, hello: wire.Hello
     ) -> None:
         self.credential = credential_of(request)
-        self.principal: Principal = request.get(PRINCIPAL, ANYBODY)
         self._shell = shell
         self._service = shell.service
         self._settings = shell.settings
@@ -89,15 +89,24 @@ class Session:
         # Fixed, so that bytes are released as they were reserved when the principals file changes.
         self._who = CALLER.get()
         self._begun = 0
-        # As of the frame that is being taken.
-        self._by = ""
-        self._every_topic = False
         self._loop = asyncio.get_running_loop()
         self.group = hello.group
         self.instance = hello.instance
         self.checks = hello.checks
         self.draining = False
         self.closed = False
+        self.principal = request.get(PRINCIPAL, ANYBODY)
+
+    @property
+    def principal(self) -> Principal:
+        """Who may do what here, as of now."""
+        return self._principal
+
+    @principal.setter
+    def principal(self, principal: Principal) -> None:
+        self._principal = principal
+        self._by = principal.by(self.instance)
+        self._every_topic = principal.topics.everything
 
     @property
     def principal_name(self) -> str:
@@ -222,14 +231,25 @@ class Session:
 
     # --- in ---
 
+    async def read(self, first: list[wire.FromProducer]) -> None:
+        """Take frames until the connection ends, and before them these operations.
+
+        Raises:
+            ProtocolError: a frame does not read, or one of its operations has no place here.
+        """
+        self.take(first)
+        while (frame := await receive(self._socket)) is not None:
+            self.take(decoded(frame))
+            # Frames that are here already are taken without a pause: what this one has begun gets
+            # on its way to Kafka first.
+            await asyncio.sleep(0)
+
     def take(self, operations: list[wire.FromProducer]) -> None:
         """Start the operations of a frame.
 
         Raises:
             ProtocolError: one of them has no place here.
         """
-        self._by = self.principal.by(self.instance)
-        self._every_topic = self.principal.topics.everything
         prepares = _Part("prepare")
         decides = _Part("decide")
         for operation in operations:
@@ -276,7 +296,7 @@ class Session:
             self._tasks[number] = self._loop.create_task(self._carry_out(number, part, run))
 
     def _runs(self, requests: list[Any]) -> Sequence[contract.Run]:
-        if not tracing.is_on():
+        if not tracing.active:
             return self._service.runs(requests)
         return [
             contract.Run((number,), traced_alone(self._service, request))
@@ -408,9 +428,8 @@ class Session:
         try:
             check_id(operation.id)
             check_reason(operation.reason)
-            by = self.principal.by(self.instance)
             standing = await self._service.check(
-                operation.id, group=self.group, by=by, reason=operation.reason
+                operation.id, group=self.group, by=self._by, reason=operation.reason
             )
             self.send(wire.Standing(call, standing.id, standing.state, standing.decision))
         except Exception as error:
@@ -431,3 +450,30 @@ def failure(call: int, error: RequestError) -> wire.Failure:
     """Return an error as it travels."""
     details = {name: str(value) for name, value in error.details.items()}
     return wire.Failure(call, error.code, str(error), details)
+
+
+async def receive(socket: web.WebSocketResponse) -> bytes | None:
+    """Return the next frame, None where the connection has ended.
+
+    Raises:
+        ProtocolError: it is text.
+    """
+    message = await socket.receive()
+    if message.type is WSMsgType.BINARY:
+        frame: bytes = message.data
+        return frame
+    if message.type is WSMsgType.TEXT:
+        raise ProtocolError("frames are binary (msgpack), not text")
+    return None
+
+
+def decoded(frame: bytes) -> list[wire.FromProducer]:
+    """Return the operations of a frame.
+
+    Raises:
+        ProtocolError: it does not read.
+    """
+    try:
+        return wire.decode_from_producer(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"the frame does not read: {str(error)[:200]}") from None

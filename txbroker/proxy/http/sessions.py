@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
-import msgspec
-from aiohttp import ClientConnectionResetError, WSCloseCode, WSMsgType, web
+from aiohttp import ClientConnectionResetError, WSCloseCode, web
 
 from txbroker import wire
 from txbroker.checkers.groups import PolicyError, check_group_name
-from txbroker.core.shares import Use, part_of
+from txbroker.core.index import Use, part_of
 from txbroker.errors import (
     BadRequest,
     Overloaded,
@@ -22,7 +21,7 @@ from txbroker.errors import (
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.http.guards import PRINCIPAL, Guard
 from txbroker.proxy.http.operations import WHO_WRITES
-from txbroker.proxy.http.session import ProtocolError, Session, failure
+from txbroker.proxy.http.session import ProtocolError, Session, decoded, failure, receive
 from txbroker.proxy.http.shell import (
     Shell,
 )
@@ -84,8 +83,7 @@ class SessionServer:
         self._sockets.add(socket)
         self._use.add(principal.counted_as)
         try:
-            # A separate task: a frame then resumes it alone, not the handlers of the upgrade.
-            await asyncio.create_task(self._converse(socket, request))
+            await self._converse(socket, request)
         except ProtocolError as error:
             await self._farewell(socket, BadRequest(str(error)))
         except RequestError as error:
@@ -128,12 +126,8 @@ class SessionServer:
         session.send(self._welcome())
         self._shell.sessions.add(session.group, session)
         try:
-            session.take(operations[1:])
-            while (frame := await _receive(socket)) is not None:
-                session.take(_decoded(frame))
-                # Frames that are here already are taken without a pause: what this one has begun
-                # gets on its way to Kafka first.
-                await asyncio.sleep(0)
+            # A separate task: a frame then resumes it alone, not the handlers of the upgrade.
+            await asyncio.create_task(session.read(operations[1:]))
         finally:
             self._shell.sessions.remove(session.group, session)
             self._open.discard(session)
@@ -145,10 +139,10 @@ class SessionServer:
     async def _first_frame(self, socket: web.WebSocketResponse) -> list[wire.FromProducer] | None:
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
-                frame = await _receive(socket)
+                frame = await receive(socket)
         except TimeoutError:
             raise ProtocolError("no hello came in time") from None
-        return None if frame is None else _decoded(frame)
+        return None if frame is None else decoded(frame)
 
     def _welcome(self) -> wire.Welcome:
         owners = tuple(self._shell.service.owners())
@@ -249,21 +243,3 @@ def _hello(operations: list[wire.FromProducer]) -> wire.Hello:
     except PolicyError as error:
         raise ProtocolError(f"hello: {error}".replace("group's name", "name")) from None
     return hello
-
-
-async def _receive(socket: web.WebSocketResponse) -> bytes | None:
-    """Return the next frame, None where the connection has ended."""
-    message = await socket.receive()
-    if message.type is WSMsgType.BINARY:
-        frame: bytes = message.data
-        return frame
-    if message.type is WSMsgType.TEXT:
-        raise ProtocolError("frames are binary (msgpack), not text")
-    return None
-
-
-def _decoded(frame: bytes) -> list[wire.FromProducer]:
-    try:
-        return wire.decode_from_producer(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"the frame does not read: {str(error)[:200]}") from None

@@ -13,10 +13,10 @@ from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config import PREPARES_SHARE, RECEIVING_SHARE, Settings
 from txbroker.contract import DecideRequest, ListRequest, PrepareRequest, Service
-from txbroker.core.ids import ALPHABET, LENGTH, parse_id
+from txbroker.core.index import Use, part_of
 from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Message
-from txbroker.core.shares import Use, part_of
+from txbroker.core.routing import ALPHABET, LENGTH, parse_id
 from txbroker.errors import BadId, BadRequest, TooLarge
 from txbroker.principals import Directory, Principal
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX

@@ -19,11 +19,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, Row
 from txbroker.core.outcome import Effect, Outcome
-from txbroker.core.records import Anchor, Marker, MarkerKind, Record, Source
-from txbroker.core.runs import MarkerRow, Row, marker_row
-from txbroker.core.sizes import BATCH_OVERHEAD_BYTES
-from txbroker.core.transaction import Transaction
+from txbroker.core.records import Anchor, Record
 from txbroker.door import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import (
     KafkaUnavailable,
@@ -227,6 +225,17 @@ class Appender:
             # Its errors hold this frame: without this each failed append is a cycle, with its body.
             del entry
         return [each for each in found if each is not None]
+
+    async def append_one(self, row: Row) -> Outcome:
+        """Append a run of one row; return what applying it did.
+
+        Raises:
+            RequestError: it was not applied, as `append` has it.
+        """
+        [outcome] = await self.append((row,))
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
 
     async def _append_some(
         self,
@@ -502,59 +511,3 @@ def _account(entry: _Entry, count: int) -> None:
     entry.known(count)
     if not entry.left:
         entry.over.set_result(None)
-
-
-class Markers:
-    """Makes the markers of transactions, and writes single ones to the operation topic.
-
-    Args:
-        context: what all parts of the partition share.
-        op: where they are written.
-    """
-
-    def __init__(self, context: PartitionContext, op: Appender) -> None:
-        self._context = context
-        self._op = op
-
-    def row(
-        self,
-        transaction: Transaction,
-        kind: MarkerKind,
-        *,
-        source: Source,
-        by: str = "",
-        reason: str = "",
-        number: int | None = None,
-        endpoint: str = "",
-        previous: str = "",
-        later_s: float = 0.0,
-    ) -> MarkerRow:
-        """Return what a marker of this transaction writes."""
-        return marker_row(
-            Marker(
-                v=self._context.record_version(),
-                kind=kind,
-                id=transaction.half.id,
-                half=transaction.offset,
-                source=source,
-                by=by,
-                reason=reason,
-                round=transaction.round,
-                number=transaction.number if number is None else number,
-                claim=self._context.claim.id,
-                endpoint=endpoint,
-                previous=previous,
-                later_s=later_s,
-            )
-        )
-
-    async def write(self, row: MarkerRow) -> Outcome:
-        """Append the row of one marker and return what it did.
-
-        Raises:
-            OwnerUnavailable: it may or may not be written.
-        """
-        [outcome] = await self._op.append((row,))
-        if isinstance(outcome, RequestError):
-            raise outcome
-        return outcome

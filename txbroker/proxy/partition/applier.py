@@ -6,11 +6,11 @@ from typing import Protocol, cast
 
 from msgspec import structs
 
-from txbroker.core.codec import passed_over
+from txbroker.core.decoding import passed_over
+from txbroker.core.encoding import HalfRow, MarkerRow, Row
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Anchor, Record, Skip
-from txbroker.core.runs import HalfRow, MarkerRow, Row
 from txbroker.core.transaction import Transaction
 from txbroker.door import Claimed, SetAside
 from txbroker.errors import NewerRecord

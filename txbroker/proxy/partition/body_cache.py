@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager, contextmanager
 from itertools import islice
 
-from txbroker.core.codec import (
+from txbroker.core.decoding import (
     HalfPart,
     KeptPart,
     Malformed,

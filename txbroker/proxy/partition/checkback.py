@@ -1,6 +1,6 @@
 """Check-back: which transactions are asked about, when, and what becomes of the answers.
 
-The owner's side of it. Whom to ask and how is `txbroker.checkers`; when is `core.schedule`; what
+The owner's side of it. Whom to ask and how is `txbroker.checkers`; when is `core.index`; what
 an attempt may do is `core.transaction`. An attempt's marker is durable, and accepted by the
 ledger, before the question goes out, so no crash and no second owner ever makes one too many.
 The messages are in memory before the marker is written, because nothing may stand between its
@@ -17,6 +17,8 @@ from msgspec import Struct
 from txbroker import tracing
 from txbroker.checkers.base import Answered, CheckCall, Told, Unreached, Wanted, shortened
 from txbroker.contract import Answer, DecideRequest
+from txbroker.core.encoding import MarkerRow, headers_bytes
+from txbroker.core.index import Crowd, Schedule, due_ms
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     CheckReason,
@@ -26,9 +28,6 @@ from txbroker.core.records import (
     Source,
     State,
 )
-from txbroker.core.runs import MarkerRow
-from txbroker.core.schedule import Crowd, Schedule, due_ms
-from txbroker.core.sizes import headers_bytes
 from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import ASK_SPACING_MS, Transaction, fits
 from txbroker.door import Targets
@@ -43,7 +42,7 @@ from txbroker.errors import (
 )
 from txbroker.failpoints import hit
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.partition.appender import Appender, Applied, Markers
+from txbroker.proxy.partition.appender import Appender, Applied
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.targets import examine_final
@@ -101,7 +100,7 @@ class CheckBack:
 
     Args:
         context: what all parts of the partition share.
-        markers: writes what becomes of checks.
+        op: where markers of checks are written.
         runner: carries the checks out.
         bodies: has the messages of a question in memory.
         targets: what is known of target topics, for final messages.
@@ -112,17 +111,16 @@ class CheckBack:
         self,
         context: PartitionContext,
         op: Appender,
-        markers: Markers,
         runner: Runner,
         bodies: Bodies,
         targets: Targets,
         decider: Decider,
     ) -> None:
+        self._context = context
         self._ledger = context.ledger
         self._clock = context.clock
         self._beside = headers_bytes(context.settings.installation)
         self._op = op
-        self._markers = markers
         self._runner = runner
         self._bodies = bodies
         self._targets = targets
@@ -260,8 +258,8 @@ class CheckBack:
 
     async def _park(self, transaction: Transaction) -> None:
         try:
-            marker = self._markers.row(transaction, MarkerKind.PARK, source=Source.SCHEDULE)
-            outcome = await self._markers.write(marker)
+            marker = self._context.marker(transaction, MarkerKind.PARK, source=Source.SCHEDULE)
+            outcome = await self._op.append_one(marker)
         except RequestError as error:
             log.warning("park failed", id=transaction.id, why=str(error))
             outcome = Outcome(Effect.VOID)
@@ -382,7 +380,7 @@ class CheckBack:
             asked = self._asked.get(transaction.half.id) if reason is CheckReason.ASKED else None
             before = transaction.attempts
             rows.append(
-                self._markers.row(
+                self._context.marker(
                     transaction,
                     MarkerKind.CHECK,
                     source=Source.SCHEDULE,
@@ -484,7 +482,7 @@ class CheckBack:
             kind, later_s = MarkerKind.LATER, result.ask_again_s
         elif not isinstance(result, Unreached):
             return None
-        return self._markers.row(
+        return self._context.marker(
             transaction,
             kind,
             source=Source.CHECK,

@@ -6,11 +6,12 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from txbroker.core.encoding import MarkerRow, marker_row
+from txbroker.core.index import part_of
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Outcome
 from txbroker.core.promotion import TurnLimits
-from txbroker.core.records import Header
-from txbroker.core.shares import part_of
+from txbroker.core.records import Header, Marker, MarkerKind, Message, Source
 from txbroker.core.transaction import Transaction
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.partition.clock import LogTime
@@ -203,6 +204,49 @@ class PartitionContext(Struct, frozen=True):
     tally: Tally
     visible: Visible
     settled_share: Callable[[], int]
+
+    def marker(
+        self,
+        transaction: Transaction,
+        kind: MarkerKind,
+        *,
+        source: Source,
+        by: str = "",
+        reason: str = "",
+        number: int | None = None,
+        endpoint: str = "",
+        previous: str = "",
+        later_s: float = 0.0,
+        group: str = "",
+        contents: Sequence[Message] | None = None,
+    ) -> MarkerRow:
+        """Return the row of a marker of this transaction.
+
+        Args:
+            number: of the attempt; None is that of the last one.
+            contents: the messages that replace the prepared ones.
+        """
+        return marker_row(
+            Marker(
+                v=self.record_version(),
+                kind=kind,
+                id=transaction.half.id,
+                half=transaction.offset,
+                source=source,
+                by=by,
+                reason=reason,
+                round=transaction.round,
+                number=transaction.number if number is None else number,
+                claim=self.claim.id,
+                endpoint=endpoint,
+                previous=previous,
+                later_s=later_s,
+                group=group,
+                contents=0 if contents is None else len(contents),
+            ),
+            transaction.half,
+            contents,
+        )
 
     def promoted(self, transactions: list[Transaction]) -> None:
         """Say that these are visible."""

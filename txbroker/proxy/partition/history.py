@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from statistics import median_low
 
-from txbroker.core.codec import ID_HEADER, Malformed, NewerVersion, decode_marker, is_content
-from txbroker.core.ids import parse_id
+from txbroker.core.decoding import Malformed, NewerVersion, decode_marker, is_content
+from txbroker.core.encoding import ID_HEADER
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Record, State
+from txbroker.core.routing import parse_id
 from txbroker.core.states import Step
 from txbroker.core.transaction import Transaction
 from txbroker.door import Log, LogTruncated

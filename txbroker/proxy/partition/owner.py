@@ -6,8 +6,7 @@
       │ prepare, decide, revive                   │ attempt,  ▲
       ▼                                           ▼ answered  │ due
     PartitionApi ◀────────── decide ─────────── CheckBack ────┘   ───▶ Bodies
-      │    │  └──── revive ───▶ Markers ◀─────────┘
-      │    └──────────────┐       │
+      │    └──────────────┐       ┌───────────────┘
       ▼                   ▼       ▼
     Appender (half)     Appender (op)           runs of rows in, outcomes out
       ▼                   ▼
@@ -37,6 +36,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from txbroker import tracing
 from txbroker.contract import PartitionState
 from txbroker.core.holdings import BEYOND_MAX
 from txbroker.core.ledger import Ledger
@@ -47,7 +47,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.logging import get_logger
-from txbroker.proxy.partition.appender import Appender, Markers
+from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.checkback import CheckBack, Runner
@@ -167,10 +167,9 @@ class Owner:
             context, self._door, targets, self.bodies, self._half, self._claims, pace
         )
         self._edges = Edges(context, self._door, self.bodies, self._promoter, self._snapshots)
-        markers = Markers(context, self._op)
         logs = self._door.half, self._door.op
-        self.api = PartitionApi(context, self._half, self._op, logs, self._promoter, markers)
-        self.checks = CheckBack(context, self._op, markers, runner, self.bodies, targets, self.api)
+        self.api = PartitionApi(context, self._half, self._op, logs, self._promoter)
+        self.checks = CheckBack(context, self._op, runner, self.bodies, targets, self.api)
         # While the logs are replayed only memory is looked after; all else once they are known.
         self._applier.followers.append(self.bodies)
 
@@ -310,6 +309,7 @@ class Owner:
         while True:
             await asyncio.sleep(IDLE_S)
             self.tally.sample()
+            tracing.is_on()
             self.ledger.share_by(self._principals().share_of)
             try:
                 await self._half.look(IDLE_S)

@@ -4,7 +4,14 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, structs
 
-from txbroker.core.codec import HalfPart, KeptPart, Malformed, NewerVersion, decode_kept, join_parts
+from txbroker.core.decoding import (
+    HalfPart,
+    KeptPart,
+    Malformed,
+    NewerVersion,
+    decode_kept,
+    join_parts,
+)
 from txbroker.core.records import Kept, Record, Skip, State
 from txbroker.core.transaction import Transaction, bare
 from txbroker.door import PartitionDoor, SetAside

@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from txbroker.contract import Answer, DecideRequest, PrepareRequest, Standing
-from txbroker.core.ids import parse_id
+from txbroker.core.encoding import HalfRow, half_row
+from txbroker.core.index import Use, part_of
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     Decision,
     Half,
-    Marker,
     MarkerKind,
+    Place,
     Source,
     State,
 )
-from txbroker.core.runs import HalfRow, half_row, marker_row
-from txbroker.core.shares import Use, part_of
+from txbroker.core.routing import parse_id
 from txbroker.core.states import SETTLED
-from txbroker.core.transaction import Place, Transaction, fingerprint, same_contents
+from txbroker.core.transaction import Transaction, fingerprint, same_contents
 from txbroker.door import Log, LogTruncated
 from txbroker.errors import (
     AlreadyDecided,
@@ -37,7 +37,7 @@ from txbroker.errors import (
     WrongGroup,
 )
 from txbroker.failpoints import hit
-from txbroker.proxy.partition.appender import Appender, Applied, Lane, Markers
+from txbroker.proxy.partition.appender import Appender, Applied, Lane
 from txbroker.proxy.partition.body_cache import lost_cause
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.history import search, tell_verdict
@@ -61,7 +61,6 @@ class PartitionApi:
         half, op: where half messages and markers are written.
         logs: the half and the operation topic, read for transactions that the ledger has forgotten.
         promoter: knows how many wait for their targets.
-        markers: writes what operators ask for.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class PartitionApi:
         op: Appender,
         logs: tuple[Log, Log],
         promoter: Promoter,
-        markers: Markers,
     ) -> None:
         self._context = context
         self._ledger = context.ledger
@@ -82,7 +80,6 @@ class PartitionApi:
         self._op = op
         self._logs = logs
         self._promoter = promoter
-        self._markers = markers
         # On their way into the half topic, by share.
         self._preparing = Use()
         self._searching = asyncio.Semaphore()
@@ -163,7 +160,8 @@ class PartitionApi:
             except RequestError as error:
                 answers[number] = error
                 continue
-            rows.append(half_row(half, version, where))
+            mark = fingerprint(half.messages, half.group)
+            rows.append(half_row(half, version, mark, where))
             numbers.append(number)
         if rows:
             await self._store(rows, numbers, share, instance, answers)
@@ -376,25 +374,18 @@ class PartitionApi:
                     answers[number] = error
             return
         hit("decide.received")
-        version, claim = self._context.record_version(), self._context.claim.id
-        rows = []
-        for _, request, transaction in found:
-            contents = request.messages
-            marker = Marker(
-                v=version,
-                kind=_KINDS[request.decision],
-                id=request.id,
-                half=transaction.offset,
+        rows = [
+            self._context.marker(
+                transaction,
+                _KINDS[request.decision],
                 source=request.source,
                 group=request.group,
                 by=request.by,
                 reason=request.reason,
-                round=transaction.round,
-                number=transaction.number,
-                claim=claim,
-                contents=0 if contents is None else len(contents),
+                contents=request.messages,
             )
-            rows.append(marker_row(marker, transaction.half, contents))
+            for _, request, transaction in found
+        ]
         outcomes = await self._op.append(rows, Lane.CALLS)
         decided: list[Transaction] = []
         for (number, request, transaction), outcome in zip(found, outcomes, strict=True):
@@ -468,10 +459,10 @@ class PartitionApi:
                 state=transaction.state,
             )
         self._check_open(id)
-        marker = self._markers.row(
+        marker = self._context.marker(
             transaction, MarkerKind.REVIVE, source=Source.OPERATOR, by=by, reason=reason
         )
-        await self._markers.write(marker)
+        await self._op.append_one(marker)
         if transaction.state is State.REFUSED:
             self._promoter.retry_refused(id)
         return standing(transaction)

@@ -20,13 +20,12 @@ from typing import Protocol
 from msgspec import Struct, field, structs
 
 from txbroker import tracing
-from txbroker.core.codec import encode_kept, kept_tombstones, promoted_headers
+from txbroker.core.encoding import encode_kept, headers_bytes, kept_tombstones, promoted_headers
+from txbroker.core.index import Use
 from txbroker.core.promotion import Plan, Verdict, plan_turn, transaction_bytes
-from txbroker.core.records import Cause, Header, Progress, Record, State
-from txbroker.core.shares import Use
-from txbroker.core.sizes import headers_bytes
+from txbroker.core.records import Cause, Header, Place, Progress, Record, State
 from txbroker.core.states import SETTLED
-from txbroker.core.transaction import Place, Transaction
+from txbroker.core.transaction import Transaction
 from txbroker.door import (
     Fenced,
     NotVisible,
@@ -433,7 +432,7 @@ class Promoter:
             records = encode_kept(transaction.copy(state, cause), self._context.record_version())
             parked.extend(records)
             flight.copies.append((transaction, len(records)))
-        if tracing.is_on():
+        if tracing.active:
             flight.traced = traced_turn(_decided_by(plan))
         for transaction in [*[each for each in plan.promote if each.kept], *flight.release]:
             parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))

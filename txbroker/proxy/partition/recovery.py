@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from msgspec import Struct
 
-from txbroker.core.codec import Malformed, NewerVersion, decode_log
+from txbroker.core.decoding import Malformed, NewerVersion, decode_log
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load

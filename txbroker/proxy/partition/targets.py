@@ -7,13 +7,13 @@ from fnmatch import fnmatchcase
 
 from msgspec import Struct, structs
 
+from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, bytes_in_batch
+from txbroker.core.index import Schedule
 from txbroker.core.ledger import Ledger
-from txbroker.core.placement import murmur2
 from txbroker.core.promotion import TurnLimits, Verdict
-from txbroker.core.records import Cause, Message, State
-from txbroker.core.schedule import Schedule
-from txbroker.core.sizes import BATCH_OVERHEAD_BYTES, bytes_in_batch
-from txbroker.core.transaction import Place, Transaction, places_of
+from txbroker.core.records import Cause, Message, Place, State
+from txbroker.core.routing import murmur2
+from txbroker.core.transaction import Transaction, places_of
 from txbroker.door import NotVisible, TargetFacts, Targets
 from txbroker.errors import BadTarget, InvariantBroken, RequestError, TooLarge, UnknownTopic
 from txbroker.proxy.partition.body_cache import refused_as_lost

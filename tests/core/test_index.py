@@ -6,9 +6,9 @@ from core_logs import PARTITION, START_MS, half_of, id_of, message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core import order
-from txbroker.core.ids import make_id
-from txbroker.core.order import Line
+from txbroker.core import index
+from txbroker.core.index import Line
+from txbroker.core.routing import make_id
 from txbroker.core.transaction import Transaction, places
 
 STEPS = st.lists(st.tuples(st.sampled_from("aaaarr<"), st.integers(0, 200)), max_size=200)
@@ -22,8 +22,8 @@ def at(offset: int, prepared_at_ms: int = 0, number: int | None = None) -> Trans
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of four, so that they are split and joined all the time."""
-    monkeypatch.setattr(order, "_BLOCK_MAX", 4)
-    monkeypatch.setattr(order, "_SMALL", 2)
+    monkeypatch.setattr(index, "_BLOCK_MAX", 4)
+    monkeypatch.setattr(index, "_SMALL", 2)
 
 
 @fuzz
