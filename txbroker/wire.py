@@ -92,6 +92,27 @@ class Drain(_Operation, frozen=True, tag="drain"):
 FromProducer: TypeAlias = Hello | Prepare | Decide | AskEarly | CheckAnswer | Drain
 
 
+class Unreadable(msgspec.Struct, frozen=True):
+    """A call of a producer of which no more reads than its number, and why: that call is refused,
+    the others of its frame are not."""
+
+    call: int
+    why: str
+
+
+Received: TypeAlias = FromProducer | Unreadable
+
+
+class _Call(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of an operation; the fields that follow are skipped."""
+
+    name: str
+    call: int
+
+
+_CALLS = frozenset(("prepare", "decide", "ask"))
+
+
 # --- from the proxy --------------------------------------------------------------------------
 
 
@@ -162,4 +183,29 @@ FromProxy: TypeAlias = Welcome | Owners | Clock | Standing | Failure | Check
 
 encode_frame = msgspec.msgpack.Encoder().encode
 decode_from_producer = msgspec.msgpack.Decoder(list[FromProducer]).decode
+_decode_parts = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_operation = msgspec.msgpack.Decoder(FromProducer).decode
+_decode_call = msgspec.msgpack.Decoder(_Call).decode
+
+
+def decode_each(frame: bytes) -> list[Received]:
+    """Return the operations of a frame that `decode_from_producer` does not read as a whole.
+
+    Raises:
+        msgspec.DecodeError, ValueError, RecursionError: the frame is no array, one of its
+            operations is no call with a number, or more than `FRAME_OPERATIONS_MAX` do not read.
+    """
+    found: list[Received] = []
+    refused = 0
+    for part in _decode_parts(frame):
+        try:
+            found.append(_decode_operation(part))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            head, refused = _decode_call(part), refused + 1
+            if head.name not in _CALLS or refused > FRAME_OPERATIONS_MAX:
+                raise
+            found.append(Unreadable(head.call, f"the {head.name} does not read: {error}"[:200]))
+    return found
+
+
 decode_from_proxy = msgspec.msgpack.Decoder(list[FromProxy]).decode

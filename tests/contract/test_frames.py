@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -27,6 +28,8 @@ FRAME = wire.FRAME_OPERATIONS_MAX
 BAD = 100
 """Which operation of a frame is another one than the others."""
 NOBODY_URL = "http://127.0.0.1:9"
+
+STATES = ("pending", "committed", "promoted", "rolled_back")
 
 Answers = dict[int, wire.Standing | wire.Failure]
 
@@ -114,9 +117,10 @@ def _changed(each: wire.Prepare, **fields: Any) -> wire.Prepare:
     return wire.Prepare(**{**given, **fields})
 
 
-PREPARES: dict[str, Callable[[wire.Prepare, wire.Prepare], wire.Prepare]] = {
+PREPARES: dict[str, Callable[[wire.Prepare, wire.Prepare], Any]] = {
     "bad_id": lambda each, _: _changed(each, id="nonsense"),
     "bad_request": lambda each, _: _changed(each, messages=()),
+    "bad_request, does not read": lambda each, _: ["prepare", each.call, 17],
     "unknown_topic": lambda each, _: _changed(each, messages=(Message("nowhere", None, b""),)),
     "bad_target": lambda each, _: _changed(
         each, messages=(Message(each.messages[0].topic, None, b"", partition=7),)
@@ -136,8 +140,9 @@ PREPARES: dict[str, Callable[[wire.Prepare, wire.Prepare], wire.Prepare]] = {
 async def test_one_bad_prepare_of_a_frame_spoils_no_other(service: Service, code: str) -> None:
     topic, group = await known_topic(service, max_message_bytes="50000"), unique("group")
     ids = ids_of([0, 1])
-    frame = prepares(ids, topic)
+    frame: list[Any] = [*prepares(ids, topic)]
     frame[BAD] = PREPARES[code](frame[BAD], frame[BAD - 2])
+    code = code.partition(",")[0]
     good = [*ids[:BAD], *ids[BAD + 1 :]]
     async with connected(service, group) as producer:
         await producer.send(*frame)
@@ -149,22 +154,28 @@ async def test_one_bad_prepare_of_a_frame_spoils_no_other(service: Service, code
 
 
 @pytest.mark.parametrize(
-    "code", ["wrong_group", "not_found", "bad_id", "already_decided", "bad_request", "repeated"]
+    "code",
+    [
+        *("wrong_group", "not_found", "bad_id", "already_decided", "repeated"),
+        *("bad_request", "bad_request, does not read"),
+    ],
 )
 async def test_one_bad_decision_of_a_frame_spoils_no_other(service: Service, code: str) -> None:
     topic, group = await known_topic(service), unique("group")
     ids = ids_of([0, 1])
     [strange] = ids_of([0], 1)
     other = decides(ids)[BAD - 2]
-    odd: wire.Decide = {
+    odd: Any = {
         "wrong_group": wire.Decide(BAD, strange, Decision.COMMIT),
         "not_found": wire.Decide(BAD, ids_of([1], 1)[0], Decision.COMMIT),
         "bad_id": wire.Decide(BAD, strange.lower(), Decision.COMMIT),
         "already_decided": wire.Decide(BAD, other.id, Decision.ROLLBACK),
         "bad_request": wire.Decide(BAD, other.id, Decision.UNKNOWN),
+        "bad_request, does not read": ["decide", BAD, other.id, "perhaps"],
         "repeated": wire.Decide(BAD, other.id, Decision.COMMIT),
     }[code]
-    frame = decides(ids)
+    code = code.partition(",")[0]
+    frame: list[Any] = [*decides(ids)]
     frame[BAD] = odd
     good = [*ids[:BAD], *ids[BAD + 1 :]]
     async with (
@@ -188,6 +199,56 @@ async def test_one_bad_decision_of_a_frame_spoils_no_other(service: Service, cod
         assert codes(await answers(producer, 1)) == ["rolled_back"]
         await stranger.send(*decides([strange], Decision.ROLLBACK))
         assert codes(await answers(stranger, 1)) == ["rolled_back"]
+
+
+async def test_mixed_frames_of_any_size_come_to_what_their_operations_do(service: Service) -> None:
+    fate = Random(20)
+    topic, group = await known_topic(service), unique("group")
+    undecided: list[str] = []
+    values: dict[str, list[bytes]] = {}
+    committed: list[str] = []
+    async with connected(service, group) as producer:
+        for size in (1, FRAME, 2, 31, FRAME, 128, 7, FRAME):
+            fresh = iter(ids_of([0, 1], size))
+            decided = fate.sample(undecided, min(len(undecided), size // 2))
+            frame: list[wire.FromProducer] = []
+            expected: list[set[str]] = []
+            for call in range(size):
+                if decided and fate.random() < 0.6:
+                    id, decision = decided.pop(), fate.choice([Decision.COMMIT, Decision.ROLLBACK])
+                    undecided.remove(id)
+                    frame.append(wire.Decide(call, id, decision))
+                    if decision is Decision.COMMIT:
+                        committed.append(id)
+                        expected.append({"committed", "promoted"})
+                    else:
+                        expected.append({"rolled_back"})
+                else:
+                    repeated = values and fate.random() < 0.2
+                    id = fate.choice([*values]) if repeated else next(fresh)
+                    count = fate.choice([1, 1, 3])
+                    known = values.setdefault(
+                        id, [b"%s %d" % (id.encode(), n) for n in range(count)]
+                    )
+                    messages = tuple(Message(topic, None, value, partition=0) for value in known)
+                    frame.append(wire.Prepare(call, id, messages))
+                    # A repeated one may be decided before, or in this very frame.
+                    expected.append({*STATES} if repeated else {"pending"})
+                    if not repeated:
+                        undecided.append(id)
+            await producer.send(*frame)
+            found = codes(await answers(producer, size))
+            assert [
+                code for code, these in zip(found, expected, strict=True) if code not in these
+            ] == []
+    wanted = sorted(value for id in committed for value in values[id])
+    assert len(wanted) > FRAME
+
+    async def all_promoted() -> bool:
+        return len(await service.visible(topic)) >= len(wanted)
+
+    await until(all_promoted)
+    assert sorted(record.value or b"" for record in await service.visible(topic)) == wanted
 
 
 # --- runs that are cut ---------------------------------------------------------------------------

@@ -36,6 +36,10 @@ RUBBISH = {
     "nested": nested(200_000),
     "claims 4 GB": b"\xdd\xff\xff\xff\xff",
     "rest behind": HELLO + b"\x00",
+    "calls that do not read, too many": msgspec.msgpack.encode(
+        [["ask", n] for n in range(wire.FRAME_OPERATIONS_MAX + 1)]
+    ),
+    "a check's answer that does not read": msgspec.msgpack.encode([["answer", 1, "perhaps"]]),
     "hello again": HELLO,
 }
 

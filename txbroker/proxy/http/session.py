@@ -231,7 +231,7 @@ class Session:
 
     # --- in ---
 
-    async def read(self, first: list[wire.FromProducer]) -> None:
+    async def read(self, first: Sequence[wire.Received]) -> None:
         """Take frames until the connection ends, and before them these operations.
 
         Raises:
@@ -244,7 +244,7 @@ class Session:
             # on its way to Kafka first.
             await asyncio.sleep(0)
 
-    def take(self, operations: list[wire.FromProducer]) -> None:
+    def take(self, operations: Sequence[wire.Received]) -> None:
         """Start the operations of a frame.
 
         Raises:
@@ -265,6 +265,8 @@ class Session:
                 self._begin_one(operation)
             elif kind is wire.Drain:
                 self.draining = True
+            elif isinstance(operation, wire.Unreadable):
+                self._fail((operation.call,), BadRequest(operation.why), "operation")
             else:
                 raise ProtocolError("a session has only one hello")
         for part in (prepares, decides):
@@ -467,7 +469,7 @@ async def receive(socket: web.WebSocketResponse) -> bytes | None:
     return None
 
 
-def decoded(frame: bytes) -> list[wire.FromProducer]:
+def decoded(frame: bytes) -> Sequence[wire.Received]:
     """Return the operations of a frame.
 
     Raises:
@@ -475,5 +477,9 @@ def decoded(frame: bytes) -> list[wire.FromProducer]:
     """
     try:
         return wire.decode_from_producer(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        pass
+    try:
+        return wire.decode_each(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"the frame does not read: {str(error)[:200]}") from None

@@ -4,7 +4,7 @@ A session costs two tasks: one reads frames and starts operations, one writes wh
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
@@ -136,7 +136,7 @@ class SessionServer:
             with suppress(asyncio.CancelledError):
                 await writer
 
-    async def _first_frame(self, socket: web.WebSocketResponse) -> list[wire.FromProducer] | None:
+    async def _first_frame(self, socket: web.WebSocketResponse) -> Sequence[wire.Received] | None:
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
                 frame = await receive(socket)
@@ -231,7 +231,7 @@ class SessionServer:
                 await socket.close(code=WSCloseCode.GOING_AWAY)
 
 
-def _hello(operations: list[wire.FromProducer]) -> wire.Hello:
+def _hello(operations: Sequence[wire.Received]) -> wire.Hello:
     if not operations or not isinstance(operations[0], wire.Hello):
         raise ProtocolError("a session begins with a hello")
     hello = operations[0]
