@@ -338,12 +338,10 @@ async def test_suspended_it_writes_nothing_and_resumed_it_goes_on_without_a_clai
         await world.prepared(owner)
     with pytest.raises(OwnerUnavailable):
         await commit(owner, id)
-    markers = owner.checks._markers
-    attempt = asyncio.create_task(
-        markers.write(
-            markers.row(known(owner, id), MarkerKind.CHECK, source=Source.SCHEDULE, number=1)
-        )
+    row = owner._context.marker(
+        known(owner, id), MarkerKind.CHECK, source=Source.SCHEDULE, number=1
     )
+    attempt = asyncio.create_task(owner._op.append_one(row))
     # What others write is seen, and still no turn is begun.
     world.zombie_mark("commit", id, group=GROUP)
     await until(lambda: known(owner, id).state is State.COMMITTED)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from journal import Journal
@@ -103,9 +104,10 @@ class Work:
         found = self.owner.ledger.transactions[parked]
         for number in (1, 2):
             fields = {"reason": "due", "number": number}
-            markers = self.owner.checks._markers
-            row = markers.row(found, MarkerKind.CHECK, source=Source.SCHEDULE, **fields)
-            await markers.write(row)
+            row = self.owner._context.marker(
+                found, MarkerKind.CHECK, source=Source.SCHEDULE, **fields
+            )
+            await self.owner._op.append_one(row)
         await until(lambda: found.state is State.PARKED)
         assert await snapshot(self.owner)
 
@@ -134,8 +136,13 @@ class Work:
         over = found.park_ms() is not None
         kind = MarkerKind.PARK if over else MarkerKind.CHECK
         fields = {} if over else {"reason": "due", "number": found.number + 1}
-        markers = self.owner.checks._markers
-        await markers.write(markers.row(found, kind, source=Source.SCHEDULE, **fields))
+        await self._mark(found, kind, **fields)
+
+    async def _mark(self, transaction: Transaction, kind: MarkerKind, **fields: Any) -> None:
+        """Write what the schedule does to a transaction."""
+        context = self.owner._context
+        row = context.marker(transaction, kind, source=Source.SCHEDULE, **fields)
+        await self.owner._op.append_one(row)
 
     async def revive(self) -> None:
         """Revive a parked or refused one."""

@@ -251,14 +251,14 @@ async def test_a_surprise_in_parking_stops_the_partition(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, _, runner = await asking(world, silent)
-    write = owner.checks._markers.write
+    write = owner._op.append_one
 
     async def surprised(row: MarkerRow) -> Outcome:
         if row.marker.kind is MarkerKind.PARK:
             raise ValueError("a surprise")
         return await write(row)
 
-    monkeypatch.setattr(owner.checks._markers, "write", surprised)
+    monkeypatch.setattr(owner._op, "append_one", surprised)
     await world.prepared(owner, policy=QUICK)
     await until(lambda: bool(world.stops))
     assert str(world.stops[0]) == "a surprise"

@@ -44,14 +44,15 @@ async def test_a_turn_that_does_not_come_through_holds_others_for_a_moment_only(
     pace = TurnPace(at_once=1, wait_max_s=0.001)
     stuck = await pace.begin()
     async with asyncio.timeout(LONG_S):
-        later = [await pace.begin() for _ in range(3)]
-    for turn in later:
-        turn.over()
-    # Only one is under way now, so the next waits again, and no longer than before.
+        second = await pace.begin()
+    second.over()
+    pace._wait_max_s = LONG_S
+    assert await begun(asyncio.create_task(pace.begin()))
+    # It counts no more, and lets nobody in when it is over at last.
+    stuck.over()
     asked = asyncio.create_task(pace.begin())
     assert not await begun(asked)
-    stuck.over()
-    await asked
+    asked.cancel()
 
 
 async def test_one_that_gives_up_waiting_takes_nobodys_place() -> None:

@@ -87,22 +87,24 @@ class Pace:
             self._since_s = time.monotonic()
 
 
-AT_ONCE = 4
-"""Turns under way from which on others wait. Measured, on two cores: fewer save nothing more."""
+AT_ONCE = 1
+"""Turns under way from which on others wait, so that each takes more."""
 WAIT_MAX_S = 0.02
-"""So long a turn waits at most: less than one takes on a machine that is busy."""
+"""A turn that takes longer, seconds, holds no other one up any more."""
 
 
 class UnderWay:
     """A turn that was begun; `over` says once that it is known how it ended."""
 
-    def __init__(self, pace: "TurnPace") -> None:
+    def __init__(self, pace: "TurnPace", wait_max_s: float) -> None:
         self._pace: TurnPace | None = pace
+        self._timer = asyncio.get_running_loop().call_later(wait_max_s, self.over)
 
     def over(self) -> None:
         """Let another one begin; nothing happens if this was said before."""
         pace, self._pace = self._pace, None
         if pace is not None:
+            self._timer.cancel()
             pace._over()
 
 
@@ -111,7 +113,7 @@ class TurnPace:
 
     Args:
         at_once: turns under way from which on others wait.
-        wait_max_s: how long one waits at most, seconds.
+        wait_max_s: for how long one that does not come through holds others up, seconds.
     """
 
     def __init__(self, at_once: int = AT_ONCE, wait_max_s: float = WAIT_MAX_S) -> None:
@@ -126,10 +128,7 @@ class TurnPace:
             called = asyncio.Event()
             self._waiting.append(called)
             try:
-                async with asyncio.timeout(self._wait_max_s):
-                    await called.wait()
-            except TimeoutError:
-                pass
+                await called.wait()
             except asyncio.CancelledError:
                 if called.is_set():
                     self._call_next()
@@ -138,7 +137,7 @@ class TurnPace:
                 if called in self._waiting:
                     self._waiting.remove(called)
         self._under_way += 1
-        return UnderWay(self)
+        return UnderWay(self, self._wait_max_s)
 
     def _over(self) -> None:
         self._under_way -= 1
