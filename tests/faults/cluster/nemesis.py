@@ -1,5 +1,5 @@
 """Breaks brokers, proxies and the links between them: several things at once, drawn from a seed,
-drawn again every 5 to 30 s, and for a quarter of the time nothing."""
+drawn again every 5 to 30 s, or less, and for a quarter of the time nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from three_nodes import NODES, ThreeNodes
 from workload import Recorder
 from world import World
 
-HOLD_S = (5.0, 30.0)
+HOLD_MIN_S, HOLD_MAX_S = 5.0, 30.0
 """So long a draw lasts, more often short than long."""
 NONE_SHARE = 0.25
 OVER = "over: "
@@ -420,22 +420,26 @@ class Nemesis:
 
     Args:
         kinds: names in `FAULTS`.
+        hold_max_s: for how long a draw lasts at most, seconds.
 
     Attributes:
         counts: how often each kind was injected.
     """
 
-    def __init__(self, field: Field, seed: int, kinds: Sequence[str]) -> None:
+    def __init__(
+        self, field: Field, seed: int, kinds: Sequence[str], hold_max_s: float = HOLD_MAX_S
+    ) -> None:
         self._field = field
+        self._hold_span_s = hold_max_s - HOLD_MIN_S
         self._fate = random.Random(f"{seed}/nemesis")
         self._kinds = list(kinds)
         self.counts: Counter[str] = Counter()
 
     async def run(self, end: float) -> None:
         """Break and heal until then, by the monotonic clock; leaves everything healed."""
-        while (left := end - time.monotonic()) > HOLD_S[0]:
+        while (left := end - time.monotonic()) > HOLD_MIN_S:
             faults = self.draw()
-            hold_s = min(left, HOLD_S[0] + (HOLD_S[1] - HOLD_S[0]) * self._fate.random() ** 2)
+            hold_s = min(left, HOLD_MIN_S + self._hold_span_s * self._fate.random() ** 2)
             try:
                 for kind, fault in faults:
                     self.counts[kind] += 1

@@ -18,7 +18,8 @@ Run = dict[str, Any]
 
 SOAK = "python tests/faults/cluster/soak_faults.py"
 _KEPT = (
-    *("at", "seed", "minutes", "kafka", "protocol", "only", "faults", "during", "late_ends"),
+    *("at", "seed", "minutes", "kafka", "protocol", "only", "hold_max_s"),
+    *("faults", "during", "late_ends"),
     *("transactions", "states", "rest_s", "violations", "broken", "wrong", "note"),
 )
 _INTRODUCTION = f"""\
@@ -81,6 +82,8 @@ def command(run: Run) -> str:
     """Return the options with which a run was made."""
     words = [f"--seed {run['seed']} --minutes {run['minutes']:g}", f"--kafka {run['kafka']}"]
     words += [f"--protocol {run['protocol']}"] if run["protocol"] == 1 else []
+    hold_max_s = run.get("hold_max_s")
+    words += [f"--hold-max-s {hold_max_s:g}"] if hold_max_s else []
     words += ["--only", *(f'"{kind}"' for kind in run["only"])] if run["only"] else []
     return " ".join(words)
 

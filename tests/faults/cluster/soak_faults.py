@@ -42,7 +42,7 @@ from fleet import Web
 from judge import Case, History, Judge, Seen, Topics, save
 from linked_fleet import PROTOCOLS, LinkedFleet
 from mortal_producer import GROUP, MortalProducer, add
-from nemesis import FAULTS, OVER, Field, Nemesis
+from nemesis import FAULTS, HOLD_MAX_S, HOLD_MIN_S, OVER, Field, Nemesis
 from readers import Along
 from rough_clients import CALL_S, SMALL_BYTES, Caller, Rough
 from three_nodes import ThreeNodes
@@ -75,6 +75,8 @@ class Verdict:
     faults: dict[str, int] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
     """The kinds of faults that were chosen; empty: all."""
+    hold_max_s: float | None = None
+    """For how long faults were drawn at most, seconds; None: as the nemesis does by itself."""
     late_ends: dict[str, int] = field(default_factory=dict)
     """Requests to end a Kafka transaction that came late or were not answered, by what became of
     them; `overtaken`: the proxy had gone on with the same transactional id when one arrived."""
@@ -122,6 +124,7 @@ class Soak:
             given.kafka,
             spoken(given.kafka, given.protocol),
             only=given.only or [],
+            hold_max_s=given.hold_max_s,
         )
 
     async def run(self) -> None:
@@ -202,7 +205,12 @@ class Soak:
             aiohttp.ClientSession(timeout=timeout, connector=connector)
         )
         await self._register()
-        nemesis = Nemesis(field, self._seed, self._given.only or list(FAULTS))
+        nemesis = Nemesis(
+            field,
+            self._seed,
+            self._given.only or list(FAULTS),
+            self._given.hold_max_s or HOLD_MAX_S,
+        )
         self._counts = nemesis.counts
         watching = asyncio.create_task(self._watch())
         try:
@@ -493,6 +501,12 @@ def main() -> int:
         help="the newest version of Kafka's transaction protocol that proxies speak",
     )
     parser.add_argument("--only", nargs="*", choices=list(FAULTS), help="only these faults")
+    parser.add_argument(
+        "--hold-max-s",
+        type=float,
+        help=f"for how long a draw of faults lasts at most, {HOLD_MIN_S:g} or more; "
+        f"default: {HOLD_MAX_S:g}",
+    )
     parser.add_argument("--folder", type=Path, help="keep what was seen there")
     parser.add_argument(
         "--keep-kafka", action="store_true", help="keep Kafka's data where anything was wrong"
