@@ -58,7 +58,8 @@ _log = logging.getLogger("txbroker.tracing")
 _OFF: AbstractContextManager[None] = nullcontext()
 _found: "Tracer | None" = None
 active = False
-"""Whether a tracer provider was there at the last look; each owner looks once a second."""
+"""Whether a tracer provider was there at the last look. Proxies look when they start and a few
+times a second; it spares them a call in each step of a transaction."""
 _looked_s = -LOOK_S
 
 
@@ -67,6 +68,12 @@ def _tracer() -> "Tracer | None":
     if _found is None and _INSTALLED and time.monotonic() - _looked_s >= LOOK_S:
         look_again()
     return _found
+
+
+def look() -> None:
+    """Look for a tracer provider, unless there was one."""
+    if _found is None and _INSTALLED:
+        look_again()
 
 
 def look_again() -> None:

@@ -4,10 +4,12 @@ A frame is an array of operations, each an array that begins with its name. New 
 ever added at the end, with defaults, so that old and new builds understand each other. Producers
 send `FromProducer`, proxies send `FromProxy`; `call` numbers tie answers to questions, each side
 counting its own. The first frame of a producer is one `Hello`, answered by one `Welcome` or by a
-`Failure` with call 0 and the end of the session.
+`Failure` with call 0 and the end of the session. A prepare, decision or question of which only its
+call reads is answered by a `Failure` of that call; any other frame that does not read ends the
+session.
 """
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -44,7 +46,8 @@ class Hello(_Operation, frozen=True, tag="hello"):
 
 
 class Prepare(_Operation, frozen=True, tag="prepare"):
-    """Store a half message. `retry` says that the same id may have been sent before."""
+    """Store a half message. `retry` says that the same id may have been sent before; proxies do
+    not read it any more."""
 
     call: int
     id: str
@@ -111,6 +114,8 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 _CALLS = frozenset(("prepare", "decide", "ask"))
+_PARTS_MAX = 65_536
+"""Operations of a frame that are looked at one by one: a byte of it may take 72 bytes then."""
 
 
 # --- from the proxy --------------------------------------------------------------------------
@@ -183,7 +188,8 @@ FromProxy: TypeAlias = Welcome | Owners | Clock | Standing | Failure | Check
 
 encode_frame = msgspec.msgpack.Encoder().encode
 decode_from_producer = msgspec.msgpack.Decoder(list[FromProducer]).decode
-_decode_parts = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_Parts: TypeAlias = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_PARTS_MAX)]
+_decode_parts = msgspec.msgpack.Decoder(_Parts).decode
 _decode_operation = msgspec.msgpack.Decoder(FromProducer).decode
 _decode_call = msgspec.msgpack.Decoder(_Call).decode
 
@@ -192,8 +198,8 @@ def decode_each(frame: bytes) -> list[Received]:
     """Return the operations of a frame that `decode_from_producer` does not read as a whole.
 
     Raises:
-        msgspec.DecodeError, ValueError, RecursionError: the frame is no array, one of its
-            operations is no call with a number, or more than `FRAME_OPERATIONS_MAX` do not read.
+        msgspec.DecodeError, ValueError, RecursionError: the frame is no array, or too long a one;
+            an operation is no call with a number; more than `FRAME_OPERATIONS_MAX` do not read.
     """
     found: list[Received] = []
     refused = 0

@@ -39,6 +39,7 @@ RUBBISH = {
     "calls that do not read, too many": msgspec.msgpack.encode(
         [["ask", n] for n in range(wire.FRAME_OPERATIONS_MAX + 1)]
     ),
+    "a long array of nothing": b"\xdd" + (100_000).to_bytes(4, "big") + b"\xc0" * 100_000,
     "a check's answer that does not read": msgspec.msgpack.encode([["answer", 1, "perhaps"]]),
     "hello again": HELLO,
 }

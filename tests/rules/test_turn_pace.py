@@ -55,6 +55,36 @@ async def test_a_turn_that_does_not_come_through_holds_others_for_a_moment_only(
     asked.cancel()
 
 
+async def test_behind_a_slow_turn_all_begin_at_the_same_time() -> None:
+    pace = TurnPace(at_once=1, wait_max_s=0.05)
+    slow = await pace.begin()
+    waiting = [asyncio.create_task(pace.begin()) for _ in range(20)]
+    assert not await begun(waiting[0])
+    pace._wait_max_s = LONG_S  # those that begin now would hold the next ones up for long
+    async with asyncio.timeout(LONG_S / 2):
+        turns = await asyncio.gather(*waiting)
+    slow.over()
+    asked = asyncio.create_task(pace.begin())
+    for turn in turns[1:]:
+        turn.over()
+        assert not await begun(asked)
+    turns[0].over()
+    assert await begun(asked)
+
+
+async def test_nobody_overtakes_one_that_was_called() -> None:
+    pace = TurnPace(at_once=1, wait_max_s=LONG_S)
+    first = await pace.begin()
+    called = asyncio.create_task(pace.begin())
+    assert not await begun(called)
+    first.over()
+    late = asyncio.create_task(pace.begin())
+    assert await begun(called)
+    assert not await begun(late)
+    called.result().over()
+    assert await begun(late)
+
+
 async def test_one_that_gives_up_waiting_takes_nobodys_place() -> None:
     pace = TurnPace(at_once=1, wait_max_s=LONG_S)
     first = await pace.begin()

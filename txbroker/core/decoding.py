@@ -116,6 +116,9 @@ def _decode_part(record: Record) -> tuple[HalfPart, dict[str, bytes]]:
     return part, values
 
 
+# Of these there are few, in very many records: each is read once, and all share what came of it.
+
+
 @lru_cache(maxsize=1000)
 def _header_names(first: bytes) -> list[str]:
     """Return the names of our headers behind the first, which tells them."""

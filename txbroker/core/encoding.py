@@ -217,6 +217,9 @@ def encode_contents(
     return encode_half(replaced, version)
 
 
+# Of these there are few, in very many records: each is encoded once.
+
+
 @lru_cache(maxsize=1000)
 def _encode_names(version: int, optional: tuple[str, ...], theirs: int) -> bytes:
     """Return the number of all headers, and our first, which tells the optional ones."""

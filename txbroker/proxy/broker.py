@@ -247,7 +247,8 @@ class Broker:
     # --- runs ------------------------------------------------------------------------------
 
     def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
-        """Return the operations of one group as runs, one for each log that they go to."""
+        """Return the operations of one group as runs: one for each log that they go to, and of
+        prepares for each set of topics that Kafka is asked about."""
         prepares: dict[tuple[int, frozenset[str]], tuple[list[int], list[PrepareRequest]]] = {}
         decides: dict[int, tuple[list[int], list[DecideRequest]]] = {}
         owners: dict[int, Owner] = {}
@@ -272,15 +273,16 @@ class Broker:
             if traced:
                 runs.append(Run((number,), alone(self, request)))
             elif isinstance(request, PrepareRequest):
-                asked: frozenset[str] = frozenset()
+                asked: list[str] = []
                 for message in request.messages:
                     topic = message.topic
                     if topic not in examined:
                         facts = self._targets.known(topic)
                         examined[topic] = isinstance(facts, TargetFacts)
                     if not examined[topic]:
-                        asked |= {topic}
-                numbers, prepared = prepares.setdefault((partition, asked), ([], []))
+                        asked.append(topic)
+                key = partition, frozenset(asked)
+                numbers, prepared = prepares.setdefault(key, ([], []))
                 numbers.append(number)
                 prepared.append(request)
             elif (

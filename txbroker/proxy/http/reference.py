@@ -207,8 +207,9 @@ def _errors() -> str:
         "",
         "Over HTTP an error is `{\"error\": {\"code\", \"message\", …}}` with the status below; "
         "in a session it is a `Failure` with the code. Where the same call can be sent again as "
-        "it is, the answer has `Retry-After`. A malformed frame gets a `Failure` for call 0 and "
-        "ends the session. Over HTTP the header `Txb-Error` names the code, too.",
+        "it is, the answer has `Retry-After`. A call of a frame that does not read gets "
+        "`bad_request`; a frame that does not read else gets a `Failure` for call 0 and ends the "
+        "session. Over HTTP the header `Txb-Error` names the code, too.",
         "",
         "| code | status | send again? | what |",
         "| --- | --- | --- | --- |",

@@ -238,7 +238,8 @@ class Session:
             ProtocolError: a frame does not read, or one of its operations has no place here.
         """
         self.take(first)
-        while (frame := await receive(self._socket)) is not None:
+        # One that was cut off may have frames left that were received before.
+        while (frame := await receive(self._socket)) is not None and not self.closed:
             self.take(decoded(frame))
             # Frames that are here already are taken without a pause: what this one has begun gets
             # on its way to Kafka first.

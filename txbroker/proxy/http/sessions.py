@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from aiohttp import ClientConnectionResetError, WSCloseCode, web
 
-from txbroker import wire
+from txbroker import tracing, wire
 from txbroker.checkers.groups import PolicyError, check_group_name
 from txbroker.core.index import Use, part_of
 from txbroker.errors import (
@@ -177,6 +177,7 @@ class SessionServer:
         clock_at = self._now() + CLOCK_S
         credentials = self._guard.credentials()
         while True:
+            tracing.look()
             with suppress(TimeoutError):
                 async with asyncio.timeout(OWNERS_POLL_S):
                     await self._moved.wait()

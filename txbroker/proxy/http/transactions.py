@@ -81,7 +81,6 @@ def prepare(call: Call) -> Awaitable[Reply]:
         order_key=body.order_key,
         check_after_s=body.check_after_s,
         check_interval_s=body.check_interval_s,
-        # A client without a session cannot say; what it repeats carries its own id or key.
     )
     check_group(request.group)
     call.principal.check_group(request.group)

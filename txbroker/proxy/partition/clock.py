@@ -88,9 +88,9 @@ class Pace:
 
 
 AT_ONCE = 1
-"""Turns under way from which on others wait, so that each takes more."""
+"""Turns in flight from which on others wait, so that each takes more."""
 WAIT_MAX_S = 0.02
-"""A turn that takes longer, seconds, holds no other one up any more."""
+"""A turn waits no longer than this for one that takes longer, seconds."""
 
 
 class UnderWay:
@@ -98,7 +98,7 @@ class UnderWay:
 
     def __init__(self, pace: "TurnPace", wait_max_s: float) -> None:
         self._pace: TurnPace | None = pace
-        self._timer = asyncio.get_running_loop().call_later(wait_max_s, self.over)
+        self._timer = asyncio.get_running_loop().call_later(wait_max_s, self._slow)
 
     def over(self) -> None:
         """Let another one begin; nothing happens if this was said before."""
@@ -107,36 +107,41 @@ class UnderWay:
             self._timer.cancel()
             pace._over()
 
+    def _slow(self) -> None:
+        pace = self._pace
+        self.over()
+        if pace is not None:
+            pace._call_all()
+
 
 class TurnPace:
     """Lets turns of all half partitions of a proxy begin.
 
     Args:
-        at_once: turns under way from which on others wait.
-        wait_max_s: for how long one that does not come through holds others up, seconds.
+        at_once: turns in flight from which on others wait.
+        wait_max_s: how long others wait for one at most, seconds. Where one takes longer, waiting
+            saves nothing: all that wait begin.
     """
 
     def __init__(self, at_once: int = AT_ONCE, wait_max_s: float = WAIT_MAX_S) -> None:
         self._at_once = at_once
         self._wait_max_s = wait_max_s
         self._under_way = 0
-        self._waiting: deque[asyncio.Event] = deque()
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def begin(self) -> UnderWay:
         """Wait until it is worth while to begin a turn, in the order of those that ask."""
-        if self._under_way >= self._at_once:
-            called = asyncio.Event()
+        if self._under_way < self._at_once:
+            self._under_way += 1
+        else:
+            called: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(called)
             try:
-                await called.wait()
+                await called
             except asyncio.CancelledError:
-                if called.is_set():
-                    self._call_next()
+                if not called.cancelled():
+                    self._over()
                 raise
-            finally:
-                if called in self._waiting:
-                    self._waiting.remove(called)
-        self._under_way += 1
         return UnderWay(self, self._wait_max_s)
 
     def _over(self) -> None:
@@ -144,6 +149,15 @@ class TurnPace:
         if self._under_way < self._at_once:
             self._call_next()
 
+    def _call_all(self) -> None:
+        while self._waiting:
+            self._call_next()
+
     def _call_next(self) -> None:
-        if self._waiting:
-            self._waiting.popleft().set()
+        """Let the first one that waits begin, in the place of one that is over."""
+        while self._waiting:
+            called = self._waiting.popleft()
+            if not called.cancelled():
+                self._under_way += 1
+                called.set_result(None)
+                break

@@ -36,7 +36,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from txbroker import tracing
 from txbroker.contract import PartitionState
 from txbroker.core.holdings import BEYOND_MAX
 from txbroker.core.ledger import Ledger
@@ -309,7 +308,6 @@ class Owner:
         while True:
             await asyncio.sleep(IDLE_S)
             self.tally.sample()
-            tracing.is_on()
             self.ledger.share_by(self._principals().share_of)
             try:
                 await self._half.look(IDLE_S)
