@@ -133,7 +133,7 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of
 	@$(BIN)/python -m txbroker.proxy.http.reference
 	@$(BIN)/python -m txbroker.core.diagram > docs/reference/states.md
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
-	@$(BIN)/python -m txbroker.proxy.events > docs/reference/logs.md
+	@$(BIN)/python -m txbroker.proxy.observe.log_events > docs/reference/logs.md
 	@$(BIN)/python tests/faults/crash_cases.py > docs/reference/failpoints.md
 	@$(BIN)/python tests/faults/cluster/runs_table.py docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json

@@ -24,7 +24,7 @@ sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("spark", "faults", "e2e
 
 from planting import Planting  # noqa: E402
 
-from txbroker.config import load_settings  # noqa: E402
+from txbroker.config.settings import load_settings  # noqa: E402
 from txbroker.embedded import EmbeddedKafka  # noqa: E402
 from txbroker.spark.schema import Cut, RunSummary, Terms  # noqa: E402
 

@@ -20,13 +20,13 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.core.records import Decision
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka import KafkaDoor
-from txbroker.kafka.connection import open_connection
-from txbroker.kafka.wiring import kafka_settings
-from txbroker.proxy.logging import configure_logging
+from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.proxy.observe.logging import configure_logging
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.sdk import Message, TransactionalProducer
 

@@ -21,7 +21,7 @@ import structlog
 import uvloop
 from rig.http_load import transactions_over_http
 
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.principals import Role, digest_of, format_principal, make_token
 from txbroker.sdk import Limits, Message, TransactionalProducer
 from txbroker.testing.broker import InMemoryBroker

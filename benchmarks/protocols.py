@@ -19,12 +19,12 @@ from typing import Any
 from aiokafka.protocol.api import Request
 
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door import Target, Turn, TurnHandle
+from txbroker.door.protocols import Target, Turn, TurnHandle
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka import KafkaDoor, KafkaSettings
-from txbroker.kafka.admin import Admin, NewTopic
-from txbroker.kafka.client import Client
-from txbroker.kafka.connection import open_connection
+from txbroker.kafka.client.admin import Admin, NewTopic
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.connection import open_connection
 
 _WARM_UP = 50
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from txbroker.config import WORKERS_MAX, Settings
+from txbroker.config.settings import WORKERS_MAX, Settings
 
 Json = dict[str, Any]
 

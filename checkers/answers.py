@@ -11,7 +11,7 @@ from txbroker.checkers.base import (
     Unreached,
     ask_again_within_bounds,
 )
-from txbroker.core.message_json import (
+from txbroker.contract.json import (
     MessageError,
     RepeatedKey,
     decode_fields,

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeAlias, cast
 
-from txbroker.addresses import plain_host
 from txbroker.checkers.daemon_threads import DaemonThreads
+from txbroker.config.addresses import plain_host
 
 LOOKUPS_MAX = 24
 """Names looked up at a time, apart from those that hang. A look-up cannot be cut short, it only

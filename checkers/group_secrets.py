@@ -7,9 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import quote
 
-from txbroker.addresses import parse_secret_variable
 from txbroker.checkers.daemon_threads import DaemonThreads, TooManyCalls
-from txbroker.core.signing import secret_key
+from txbroker.config.addresses import parse_secret_variable
+from txbroker.contract.signing import secret_key
 
 SECRET_BYTES_MAX = 65_536
 """A secret file larger than this is not a secret but a mistake."""

@@ -12,7 +12,7 @@ import structlog
 from msgspec import Struct, structs
 
 from txbroker.core.records import CheckPolicy
-from txbroker.door import GroupStore
+from txbroker.door.protocols import GroupStore
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 

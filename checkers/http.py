@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 import h11
 
 import txbroker
-from txbroker.addresses import Address
 from txbroker.checkers.answers import (
     by_status,
     question,
@@ -43,7 +42,8 @@ from txbroker.checkers.groups import (
 )
 from txbroker.checkers.own_endpoints import OwnEndpoints
 from txbroker.checkers.url_guard import UrlGuard
-from txbroker.core import signing
+from txbroker.config.addresses import Address
+from txbroker.contract import signing
 from txbroker.core.trace_context import context_of
 
 ANSWER_BYTES_DEFAULT = 64 * 1024

@@ -28,9 +28,9 @@ from txbroker.checkers.base import (
 from txbroker.checkers.connections import CannotConnect, Connection, Names, connect
 from txbroker.checkers.exchange import Headers, NoAnswer, NotSent, post, receive, send
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
+from txbroker.contract.frames import FRAME_BYTES_MAX
 from txbroker.core.records import Decision, Message
-from txbroker.tls import ClientTls
-from txbroker.wire import FRAME_BYTES_MAX
+from txbroker.net.tls import ClientTls
 
 LEASE_S = 10.0
 """A session is held for so long without a question, seconds. A marker takes milliseconds; a

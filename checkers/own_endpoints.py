@@ -4,9 +4,9 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Sequence
 
-from txbroker.addresses import Address, IpAddress, plain_host
 from txbroker.checkers.connections import Names
 from txbroker.checkers.url_guard import forms
+from txbroker.config.addresses import Address, IpAddress, plain_host
 
 
 class OwnEndpoints:

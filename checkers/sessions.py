@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Protocol, TypeAlias
 
-from txbroker import wire
 from txbroker.checkers.base import (
     Answered,
     CheckCall,
@@ -17,8 +16,9 @@ from txbroker.checkers.base import (
     ask_again_within_bounds,
     shortened,
 )
+from txbroker.contract import frames as wire
 from txbroker.core.records import Decision
-from txbroker.deadlines import Deadlines
+from txbroker.net.deadlines import Deadlines
 
 OPEN_CHECKS_MAX = 64
 """Checks that one instance has not answered yet; more would only wait in its queue."""

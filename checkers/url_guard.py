@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from txbroker.addresses import HostRules, IpAddress, IpNetwork
+from txbroker.config.addresses import HostRules, IpAddress, IpNetwork
 
 ADDRESSES_KNOWN_MAX = 4096
 """Addresses whose kind is remembered: a kept connection's is tested before each check."""

@@ -12,10 +12,10 @@ import click
 from click.core import ParameterSource
 from msgspec import Struct
 
-from txbroker.addresses import read_secret
 from txbroker.cli import submit
 from txbroker.cli.run import Failed
-from txbroker.config import ENV_PREFIX, SECRET_SETTINGS, Settings
+from txbroker.config.addresses import read_secret
+from txbroker.config.settings import ENV_PREFIX, SECRET_SETTINGS, Settings
 from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.spark.session import SparkSettings, spark_session
 
@@ -386,7 +386,7 @@ def _report(
 
 def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> Found:
     """Tell the proxies of a run, and of earlier ones that ended before they had told it."""
-    from txbroker.kafka.wiring import kafka_settings
+    from txbroker.kafka.client.wiring import kafka_settings
     from txbroker.spark.publish import publish
 
     untold: list[RunSummary] | None = None

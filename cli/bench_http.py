@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from txbroker.deadlines import Deadlines
 from txbroker.errors import TxbrokerError
-from txbroker.tls import ClientTls, TlsFiles
+from txbroker.net.deadlines import Deadlines
+from txbroker.net.tls import ClientTls, TlsFiles
 
 ANSWER_TIMEOUT_S = 30.0
 _HEADERS_END = b"\r\n\r\n"

@@ -12,9 +12,9 @@ import click
 
 from txbroker.cli.run import Failed, run_async
 from txbroker.cli.serving import owns_all, serve
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.errors import TxbrokerError
-from txbroker.proxy.logging import configure_logging
+from txbroker.proxy.observe.logging import configure_logging
 
 
 async def work(given: dict[str, Any]) -> None:

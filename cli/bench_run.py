@@ -18,15 +18,15 @@ from msgspec import Struct
 from rich import progress as bars
 from rich.console import Console
 
-from txbroker.addresses import parse_address
 from txbroker.cli.bench_cpu import Listener
 from txbroker.cli.bench_figures import Counted, Figures, Taken, Window, figures
 from txbroker.cli.bench_load import Book, Event, Job
 from txbroker.cli.contexts import NO_PAPERS, Papers
 from txbroker.cli.run import Failed
-from txbroker.config import Settings, load_settings
+from txbroker.config.addresses import parse_address
+from txbroker.config.settings import Settings, load_settings
 from txbroker.embedded import BarProgress, EmbeddedKafka
-from txbroker.kafka.counting import (
+from txbroker.kafka.tools.counting import (
     NAME_HEADER,
     TAG_CHARS,
     Reader,

@@ -25,7 +25,7 @@ from txbroker.cli.contexts import (
 from txbroker.cli.output import printable
 from txbroker.cli.run import Failed
 from txbroker.errors import ConfigurationError
-from txbroker.tls import ClientTls, TlsFiles, tls_trouble
+from txbroker.net.tls import ClientTls, TlsFiles, tls_trouble
 
 F = TypeVar("F", bound=Callable[..., Any])
 

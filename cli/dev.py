@@ -7,15 +7,15 @@ from typing import Any, NoReturn
 
 import click
 
-from txbroker.addresses import Address
 from txbroker.cli.instance import named
 from txbroker.cli.run import Failed, run_async
 from txbroker.cli.serving import owns_all, serve, until_signal, why_not_free
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.cli.workers import run_workers
-from txbroker.config import Settings
+from txbroker.config.addresses import Address
+from txbroker.config.settings import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka
-from txbroker.proxy.logging import configure_logging
+from txbroker.proxy.observe.logging import configure_logging
 
 _LOOK_S = 0.5
 _OF_OTHERS = (*KAFKA_SETTINGS, "wait_for_kafka_s")

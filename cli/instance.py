@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from txbroker.cli.run import Failed
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.errors import ConfigurationError
 
 _NAME_BYTES = 4

@@ -10,8 +10,8 @@ from txbroker.cli.run import run_async
 from txbroker.cli.serving import serve, until_signal
 from txbroker.cli.setting_options import setting_options, settings_from
 from txbroker.cli.workers import run_workers
-from txbroker.config import Settings
-from txbroker.proxy.logging import configure_logging
+from txbroker.config.settings import Settings
+from txbroker.proxy.observe.logging import configure_logging
 
 
 @click.command("proxy")

@@ -13,9 +13,9 @@ from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
 from txbroker.cli.run import Failed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
-from txbroker.config import Settings
-from txbroker.kafka.repair import SET_ASIDE, Found, Repair
-from txbroker.kafka.wiring import door_from
+from txbroker.config.settings import Settings
+from txbroker.kafka.client.wiring import door_from
+from txbroker.kafka.tools.repair import SET_ASIDE, Found, Repair
 
 T = TypeVar("T")
 

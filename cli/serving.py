@@ -10,10 +10,10 @@ from contextlib import contextmanager, nullcontext
 
 import click
 
-from txbroker.addresses import Address
 from txbroker.cli.lifeline import lifeline
-from txbroker.config import Settings
-from txbroker.kafka.wiring import door_from
+from txbroker.config.addresses import Address
+from txbroker.config.settings import Settings
+from txbroker.kafka.client.wiring import door_from
 from txbroker.proxy.process import Proxy, run_proxy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from txbroker.config import (
+from txbroker.config.settings import (
     CONFIG_VARIABLE,
     ENV_PREFIX,
     SECRET_SETTINGS,

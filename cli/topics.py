@@ -11,16 +11,16 @@ from txbroker.cli.asking import confirm, require_asking, yes_option
 from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
-from txbroker.config import Settings
-from txbroker.kafka.acls import (
+from txbroker.config.settings import Settings
+from txbroker.kafka.client.acls import (
     UNKNOWN_PRINCIPAL,
     Right,
     Role,
     kafka_acls_command,
     rights_needed,
 )
-from txbroker.kafka.topics import Plan
-from txbroker.kafka.wiring import door_from, kafka_settings
+from txbroker.kafka.client.wiring import door_from, kafka_settings
+from txbroker.kafka.door.topics import Plan
 
 COLUMNS = (
     Column("ACTION", lambda row: row["action"]),

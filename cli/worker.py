@@ -14,7 +14,7 @@ import click
 from txbroker.cli.lifeline import STACKS_SIGNAL
 from txbroker.cli.proxy import run_one
 from txbroker.cli.run import Failed, run
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.errors import TxbrokerError
 
 

@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 import click
 from pydantic import SecretStr
 
-from txbroker.addresses import parse_address
 from txbroker.cli.lifeline import BEAT_S, END_TIMEOUT_S, STACKS_SIGNAL, WORKER_MODULE
 from txbroker.cli.run import Failed
 from txbroker.cli.serving import why_not_free
-from txbroker.config import Settings
-from txbroker.proxy.logging import get_logger
+from txbroker.config.addresses import parse_address
+from txbroker.config.settings import Settings
+from txbroker.proxy.observe.logging import get_logger
 
 COMMAND = (sys.executable, "-m", WORKER_MODULE)
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from txbroker.config import Settings
-from txbroker.core.audit import BATCH_TICK_KEY
+from txbroker.config.settings import Settings
+from txbroker.contract.audit import BATCH_TICK_KEY
 from txbroker.core.records import Record
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.audit import KafkaAuditWriter
-from txbroker.kafka.audit_access import AuditAccess, TopicBounds
-from txbroker.kafka.audit_records import some_records
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.wiring import kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.tools.audit import KafkaAuditWriter
+from txbroker.kafka.tools.audit_access import AuditAccess, TopicBounds
+from txbroker.kafka.tools.audit_records import some_records
 from txbroker.spark.errors import AuditError
 from txbroker.spark.login import login_options
 from txbroker.spark.rows import can_be_topic

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from txbroker.core.message_json import TIMESTAMP_MS_MAX
+from txbroker.contract.json import TIMESTAMP_MS_MAX
 from txbroker.core.records import Record
-from txbroker.kafka.audit_records import Stored
+from txbroker.kafka.tools.audit_records import Stored
 from txbroker.spark.schema import TopicRead
 
 OVERFLOW = "long overflow"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.errors import ConfigurationError
 
 _MODULES = "org.apache.kafka.common.security"

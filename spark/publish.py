@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from txbroker.core.audit import (
+from txbroker.contract.audit import (
     BATCH_KEY,
     STREAM_KEY,
     TAKEN_TOPICS_MAX,
@@ -10,8 +10,8 @@ from txbroker.core.audit import (
     UnreadRecord,
     encode_news,
 )
-from txbroker.kafka.audit import KafkaAuditWriter
-from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.tools.audit import KafkaAuditWriter
 from txbroker.spark.schema import BUSINESS_KINDS, KINDS, TOPIC_KINDS, RunSummary
 
 _FOUND_AGAIN = frozenset(

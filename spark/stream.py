@@ -28,7 +28,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
-from txbroker.kafka.drift import KafkaDrift
+from txbroker.kafka.tools.drift import KafkaDrift
 from txbroker.spark.cut import KafkaAccess, TopicEnds
 from txbroker.spark.errors import AuditError
 from txbroker.spark.far import OVERFLOW

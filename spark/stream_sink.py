@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.drift import KafkaDrift
+from txbroker.kafka.tools.drift import KafkaDrift
 from txbroker.spark.schema import TEXT_MAX, Example, SetAside
 from txbroker.spark.stream_processor import SET_ASIDE_MAX
 

@@ -12,18 +12,18 @@ from txbroker.cli.doctor.findings import Outcome
 from txbroker.cli.doctor.proxies import NotSeen, ReadyAnswer, RegisteredGroup, TestCall
 from txbroker.cli.doctor.runner import Report, examine
 from txbroker.cli.doctor.subject import Limits, Subject
-from txbroker.config import Settings
-from txbroker.contract import GroupOverview, Overview, PartitionOverview, ProxyOverview
-from txbroker.kafka.examination import (
+from txbroker.config.settings import Settings
+from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
+from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.door.topics import FoundTopic, Plan, contradictions, plan, wanted_topics
+from txbroker.kafka.tools.examination import (
     BrokerFacts,
     Cluster,
     OpenTransaction,
     PartitionCopies,
     TopicSeen,
 )
-from txbroker.kafka.repair import Found
-from txbroker.kafka.topics import FoundTopic, Plan, contradictions, plan, wanted_topics
-from txbroker.kafka.wiring import kafka_settings
+from txbroker.kafka.tools.repair import Found
 
 T = TypeVar("T")
 

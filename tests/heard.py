@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from txbroker.door import Assignment
+from txbroker.door.protocols import Assignment
 
 WAIT_S = 20.0
 

@@ -22,8 +22,8 @@ from confluent_kafka.admin import (
 
 from txbroker.core.records import Record
 from txbroker.kafka import KafkaDoor, KafkaSettings
-from txbroker.kafka.audit import KafkaAuditWriter
-from txbroker.kafka.connection import open_connection
+from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.tools.audit import KafkaAuditWriter
 
 _NUMBERS = itertools.count()
 _READ_TIMEOUT_S = 10.0

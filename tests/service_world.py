@@ -13,10 +13,10 @@ from aiohttp import web
 from kafka_world import KafkaWorld
 from memory_world import MemoryWorld
 
-from txbroker.config import Settings
-from txbroker.core.message_json import message_to_json
+from txbroker.config.settings import Settings
+from txbroker.contract.json import message_to_json
 from txbroker.core.records import Message, Record
-from txbroker.door import Door
+from txbroker.door.protocols import Door
 from txbroker.errors import UnknownGroup, request_errors
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.sdk import TransactionalProducer

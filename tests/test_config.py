@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 from secret_files import secret_file
 
-from txbroker.addresses import Address, parse_address, read_secret
-from txbroker.config import Settings, load_settings
+from txbroker.config.addresses import Address, parse_address, read_secret
+from txbroker.config.settings import Settings, load_settings
 from txbroker.errors import ConfigurationError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from txbroker.deadlines import Deadlines
+from txbroker.net.deadlines import Deadlines
 
 LONG_S = 60.0
 

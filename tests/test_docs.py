@@ -18,10 +18,10 @@ import pytest
 from command_lines import parsed
 
 from txbroker.cli.main import cli
-from txbroker.config import Settings
-from txbroker.contract import PartitionState
-from txbroker.kafka.turns import _CAUSES as CAUSES
-from txbroker.proxy.metrics import Metrics
+from txbroker.config.settings import Settings
+from txbroker.contract.service import PartitionState
+from txbroker.kafka.door.promotion_txn import _CAUSES as CAUSES
+from txbroker.proxy.observe.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -300,8 +300,8 @@ UNITS = {"": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "s": 1.0, "ms": 0.001}
 # All that these files name is about batching.
 ABOUT_BATCHING = (
     "txbroker/proxy/partition/appender.py",
-    "txbroker/kafka/shared_writes.py",
-    "txbroker/sticky.py",
+    "txbroker/kafka/client/shared_writes.py",
+    "txbroker/batching.py",
 )
 
 

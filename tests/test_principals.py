@@ -15,7 +15,7 @@ from secret_files import secret_file
 from txbroker import principals
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError, NotPermitted, Unauthorized
 from txbroker.principals import (
     ANYBODY,

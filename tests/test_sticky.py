@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from txbroker import sticky
+from txbroker import batching as sticky
+from txbroker.batching import SECONDS, TIMES, Sticky
 from txbroker.core.records import Message
 from txbroker.core.routing import murmur2
-from txbroker.door import TargetFacts
+from txbroker.door.protocols import TargetFacts
 from txbroker.proxy.partition.targets import Placing
-from txbroker.sticky import SECONDS, TIMES, Sticky
 
 
 class Clock:

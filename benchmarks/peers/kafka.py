@@ -13,11 +13,11 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from peers.base import PARTITIONS
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
-from txbroker.kafka.admin import Admin, NewTopic
-from txbroker.kafka.client import Client
-from txbroker.kafka.wiring import kafka_settings
+from txbroker.kafka.client.admin import Admin, NewTopic
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.wiring import kafka_settings
 
 KAFKA = f"Apache Kafka {DEFAULT_VERSION}"
 

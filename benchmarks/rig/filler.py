@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from rig.proxy import PARTITIONS, TARGET, Proxy
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.core.encoding import encode_half, encode_marker
 from txbroker.core.records import (
     LOG_VERSION,
@@ -20,7 +20,7 @@ from txbroker.core.records import (
     Source,
 )
 from txbroker.core.routing import make_id
-from txbroker.kafka.wiring import door_from
+from txbroker.kafka.client.wiring import door_from
 
 BATCH = 500
 GROUPS = 8

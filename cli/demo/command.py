@@ -15,8 +15,8 @@ from txbroker.cli.demo.stage import Stage, set_up
 from txbroker.cli.demo.verdict import compare, table
 from txbroker.cli.run import Failed, run_async
 from txbroker.cli.serving import until_signal
-from txbroker.kafka.readback import read_back
-from txbroker.proxy.logging import configure_logging
+from txbroker.kafka.tools.readback import read_back
+from txbroker.proxy.observe.logging import configure_logging
 
 
 @click.command("demo")

@@ -5,7 +5,7 @@ from datetime import datetime
 from rich.console import Console
 from rich.text import Text
 
-from txbroker.contract import TransactionView
+from txbroker.contract.service import TransactionView
 
 _STYLES = {
     "prepared": "cyan",

@@ -15,11 +15,11 @@ from txbroker.cli.demo.life import Life
 from txbroker.cli.demo.shop import Order, create_tables
 from txbroker.cli.run import Failed
 from txbroker.cli.serving import until_owned
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.core.records import State
 from txbroker.embedded import BarProgress, EmbeddedKafka
 from txbroker.errors import RequestError
-from txbroker.kafka.wiring import door_from
+from txbroker.kafka.client.wiring import door_from
 from txbroker.proxy.process import Proxy, run_proxy
 
 STEP_TIMEOUT_S = 30.0

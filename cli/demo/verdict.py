@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from txbroker.cli.demo.shop import Order, messages_of
-from txbroker.kafka.readback import Seen
+from txbroker.kafka.tools.readback import Seen
 
 
 @dataclass(frozen=True)

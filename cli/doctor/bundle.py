@@ -24,12 +24,12 @@ import click
 import msgspec
 
 from txbroker import __version__
-from txbroker.addresses import parse_secret_variable, read_secret
 from txbroker.cli.doctor.proxies import NotSeen, ProxySide
 from txbroker.cli.doctor.report import as_json
 from txbroker.cli.doctor.runner import Report
 from txbroker.cli.doctor.subject import Subject
-from txbroker.config import Settings
+from txbroker.config.addresses import parse_secret_variable, read_secret
+from txbroker.config.settings import Settings
 from txbroker.errors import TxbrokerError
 
 STRUCK_OUT = "<struck-out>"

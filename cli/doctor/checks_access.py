@@ -14,18 +14,18 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from txbroker.addresses import (
+from txbroker.checkers.url_guard import leads_inside
+from txbroker.cli.doctor.findings import Book, Finding, Level, Look, Section, fine, judged
+from txbroker.cli.doctor.subject import Subject
+from txbroker.cli.output import duration
+from txbroker.config.addresses import (
     OPEN_MODE,
     Address,
     parse_address,
     parse_host_rules,
     parse_secret_variable,
 )
-from txbroker.checkers.url_guard import leads_inside
-from txbroker.cli.doctor.findings import Book, Finding, Level, Look, Section, fine, judged
-from txbroker.cli.doctor.subject import Subject
-from txbroker.cli.output import duration
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.principals import Directory, Principal, Role, read_principals, share_name
 
 EXPIRES_SOON_S = 14 * 86400.0

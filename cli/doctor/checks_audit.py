@@ -6,7 +6,7 @@ from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, ju
 from txbroker.cli.doctor.proxies import NotSeen
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
-from txbroker.core.audit import AuditNews, decode_news
+from txbroker.contract.audit import AuditNews, decode_news
 from txbroker.core.decoding import Malformed, NewerVersion
 
 book = Book(Section.AUDIT, needs=("kafka-reachable",))

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
 from txbroker.cli.doctor.proxies import NotSeen
 from txbroker.cli.doctor.subject import Subject
-from txbroker.contract import Overview
-from txbroker.kafka.codes import Code, describe
-from txbroker.kafka.examination import BrokerFacts, Cluster
+from txbroker.contract.service import Overview
+from txbroker.kafka.protocol.codes import Code, describe
+from txbroker.kafka.tools.examination import BrokerFacts, Cluster
 
 FETCH_VERSION_MIN = 17
 """Kafka 3.9 was the first to fetch in this way."""

@@ -9,7 +9,7 @@ from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, ju
 from txbroker.cli.doctor.proxies import NotAllowed, NotSeen, RegisteredGroup, TestCall
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
-from txbroker.contract import GroupOverview, PartitionState
+from txbroker.contract.service import GroupOverview, PartitionState
 
 TESTS_PARALLEL = 8
 """Test calls under way at a time: this must not be what a group stumbles over."""

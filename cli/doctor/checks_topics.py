@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
 from txbroker.cli.doctor.subject import Subject
-from txbroker.kafka.examination import PartitionCopies
-from txbroker.kafka.topics import FoundTopic
+from txbroker.kafka.door.topics import FoundTopic
+from txbroker.kafka.tools.examination import PartitionCopies
 
 SAFE_COPIES = 3
 SCAN_S = 10.0

@@ -9,8 +9,8 @@ from txbroker.cli.doctor.proxies import NotSeen, RegisteredGroup
 from txbroker.cli.doctor.samples import Samples
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
-from txbroker.config import Settings
-from txbroker.kafka.examination import OpenTransaction
+from txbroker.config.settings import Settings
+from txbroker.kafka.tools.examination import OpenTransaction
 
 _OTHER = "other"
 """The label under which metrics put together what is beyond their bound."""

@@ -13,7 +13,6 @@ from typing import Any
 import click
 from msgspec import structs
 
-from txbroker.addresses import check_url, read_secret
 from txbroker.cli.client import Client, client_options, tls_of
 from txbroker.cli.contexts import Papers, target_of
 from txbroker.cli.doctor.bundle import known_secrets, pack
@@ -24,12 +23,13 @@ from txbroker.cli.doctor.runner import Report, examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.run import FAILED
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
-from txbroker.config import Settings
+from txbroker.config.addresses import check_url, read_secret
+from txbroker.config.settings import Settings
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.examination import KafkaExamination
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.wiring import kafka_settings
-from txbroker.tls import ClientTls
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.tools.examination import KafkaExamination
+from txbroker.net.tls import ClientTls
 
 WAIT_S = 300.0
 """How long `--wait` waits unless told."""

@@ -12,9 +12,9 @@ from urllib.parse import quote, urlsplit
 import msgspec
 from msgspec import Struct
 
-from txbroker.contract import Overview
+from txbroker.contract.service import Overview
 from txbroker.errors import NotPermitted
-from txbroker.tls import ClientTls, tls_trouble
+from txbroker.net.tls import ClientTls, tls_trouble
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Reply(Struct, frozen=True):
 
 
 class ReadyAnswer(Struct, frozen=True):
-    """What `/readyz` says; see `txbroker.contract.Readiness`."""
+    """What `/readyz` says; see `txbroker.contract.service.Readiness`."""
 
     ready: bool
     partitions: dict[str, str] = {}

@@ -11,12 +11,12 @@ from msgspec import Struct
 
 from txbroker.cli.doctor.proxies import NotSeen, ProxySide, RegisteredGroup
 from txbroker.cli.doctor.samples import Samples, read_samples
-from txbroker.config import Settings
-from txbroker.contract import Overview
-from txbroker.kafka.examination import BrokerFacts, Cluster, OpenTransaction, Place
-from txbroker.kafka.repair import Found
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.topics import FoundTopic, Plan
+from txbroker.config.settings import Settings
+from txbroker.contract.service import Overview
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.topics import FoundTopic, Plan
+from txbroker.kafka.tools.examination import BrokerFacts, Cluster, OpenTransaction, Place
+from txbroker.kafka.tools.repair import Found
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ __all__ = ["KafkaSide", "Limits", "NotSeen", "Subject"]
 
 
 class KafkaSide(Protocol):
-    """What checks may ask of Kafka: `txbroker.kafka.examination.KafkaExamination`, or a fake."""
+    """What checks may ask of Kafka: `txbroker.kafka.tools.examination.KafkaExamination`, or a fake."""
 
     @property
     def settings(self) -> KafkaSettings:

@@ -10,7 +10,7 @@ import promql
 import pytest
 import yaml
 
-from txbroker.proxy.metrics import Described, Metrics
+from txbroker.proxy.observe.metrics import Described, Metrics
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "charts/txbroker/files"

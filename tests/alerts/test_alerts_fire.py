@@ -16,7 +16,7 @@ from prometheus_world import DASHBOARD, RULES, Prometheus, prometheus, quicker
 from service_world import Desk, Json, Service, until
 
 from txbroker.checkers import runner
-from txbroker.core.audit import AuditNews, encode_news
+from txbroker.contract.audit import AuditNews, encode_news
 from txbroker.core.records import Message
 from txbroker.proxy.partition import owner
 

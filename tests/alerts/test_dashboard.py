@@ -14,7 +14,7 @@ from typing import Any
 import promql
 import pytest
 
-from txbroker.proxy.metrics import Metrics
+from txbroker.proxy.observe.metrics import Metrics
 
 CHARTS = Path(__file__).parents[2] / "charts"
 FILE = CHARTS / "txbroker/files/dashboard.json"

@@ -14,7 +14,7 @@ from service_world import Desk, unique, until
 
 from txbroker.core.records import Decision, Message, Place, Source
 from txbroker.core.transaction import Transaction, Verdict
-from txbroker.proxy.metrics import Metrics
+from txbroker.proxy.observe.metrics import Metrics
 
 TRANSACTIONS = 20_000
 COST_MAX_S = 15e-6

@@ -11,7 +11,7 @@ import click
 from command_lines import parsed
 from secret_files import secret_file
 
-from txbroker.config import CONFIG_VARIABLE, Settings, load_settings
+from txbroker.config.settings import CONFIG_VARIABLE, Settings, load_settings
 
 Object = dict[str, Any]
 FOLDER = "/etc/txbroker"

@@ -30,7 +30,7 @@ from chart_values import EVERYTHING, SETS
 import txbroker
 from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.cli import lifeline, workers
-from txbroker.config import CONFIG_VARIABLE, ENV_PREFIX, Settings
+from txbroker.config.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings
 from txbroker.embedded.jars import REPOSITORY_SETTING
 from txbroker.errors import Forbidden
 from txbroker.proxy.http.guards import Guard

@@ -21,7 +21,7 @@ from chart_pods import (
 )
 from chart_values import PEER_NAMES, PRINCIPALS, SETS
 
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.principals import read_principals
 
 Render = Callable[..., list[Object]]

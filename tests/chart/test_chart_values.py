@@ -26,7 +26,7 @@ from chart_values import (
 )
 from command_lines import parsed
 
-from txbroker.config import SECRET_SETTINGS, Settings
+from txbroker.config.settings import SECRET_SETTINGS, Settings
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts/txbroker"

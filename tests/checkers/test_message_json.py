@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.message_json import (
+from txbroker.contract.json import (
     TIMESTAMP_MS_MAX,
     MessageError,
     decode_messages,

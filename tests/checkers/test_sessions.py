@@ -13,8 +13,8 @@ from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import GroupPolicy, Groups
 from txbroker.checkers.http import HttpChannel, HttpChecks
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
+from txbroker.contract.frames import Check, CheckAnswer
 from txbroker.core.records import Decision, Message
-from txbroker.wire import Check, CheckAnswer
 
 Serve = Callable[..., Awaitable[Any]]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -14,7 +14,7 @@ from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.checkers.groups import GroupPolicy
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.trial import Tried, try_group
-from txbroker.core.message_json import message_to_json
+from txbroker.contract.json import message_to_json
 from txbroker.core.records import Message
 from txbroker.errors import BadRequest
 from txbroker.sdk import BadSignature, is_test_call, parse_check, verify_webhook

@@ -17,7 +17,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 
 from txbroker.cli.serving import until_signal
-from txbroker.kafka import counting
+from txbroker.kafka.tools import counting
 
 SHORT = ("--warmup-s", "0", "--transactions", "40", "--in-flight", "8", "-o", "json")
 

@@ -29,7 +29,7 @@ from txbroker.cli.bench_figures import (
 from txbroker.cli.bench_load import Book, Event, Fate, Job
 from txbroker.cli.bench_run import showing
 from txbroker.cli.lifeline import WORKER_MODULE
-from txbroker.kafka.counting import Count
+from txbroker.kafka.tools.counting import Count
 
 TAG = "0123abcd"
 TAKEN = Taken(

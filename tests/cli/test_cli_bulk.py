@@ -15,7 +15,7 @@ from cli_world import Call
 
 from txbroker.cli import client, crew
 from txbroker.cli.client import ApiError, Client, who
-from txbroker.contract import PrepareRequest
+from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
 from txbroker.testing.broker import InMemoryBroker
 

@@ -16,7 +16,7 @@ from proxy_process import proxy_process
 
 from txbroker.cli.instance import named
 from txbroker.cli.run import Failed
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError
 
 FREE, ONE, OTHER = "127.0.0.1:0", "127.0.0.1:8470", "127.0.0.1:8471"

@@ -19,7 +19,7 @@ from txbroker import __version__
 from txbroker.cli.main import COMMANDS, cli
 from txbroker.cli.reference import commands, page
 from txbroker.cli.run import run
-from txbroker.config import SECRET_SETTINGS, Settings
+from txbroker.config.settings import SECRET_SETTINGS, Settings
 
 PATHS = [context.command_path for _, context in commands()]
 DOCS = Path(__file__).parents[2] / "docs"

@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 
 from txbroker.cli import workers
 from txbroker.cli.run import Failed
-from txbroker.config import Settings, load_settings
+from txbroker.config.settings import Settings, load_settings
 from txbroker.sdk import Limits, Message, TransactionalProducer
 
 LANES = 8

@@ -10,7 +10,7 @@ from console_world import Reader, reader_of
 from memory_world import MemoryWorld
 from service_world import Desk, Service, unique
 
-from txbroker.contract import DecideRequest, Standing
+from txbroker.contract.service import DecideRequest, Standing
 from txbroker.core.records import Message
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.console import actions

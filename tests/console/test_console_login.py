@@ -12,8 +12,8 @@ from console_token import TOKEN
 from console_world import Reader, Seen, reader_of
 from service_world import Service, unique, until
 
-from txbroker.config import Settings
-from txbroker.contract import PrepareRequest
+from txbroker.config.settings import Settings
+from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
 from txbroker.proxy.console.visits import LOGIN_S, Visits
 from txbroker.proxy.http.guards import Guard

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from txbroker.contract import (
+from txbroker.contract.service import (
     GroupOverview,
     Overview,
     PartitionOverview,

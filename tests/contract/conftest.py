@@ -12,7 +12,7 @@ from kafka_world import KafkaWorld
 from memory_world import MemoryWorld
 from service_world import Client, Desk, HttpClient, SdkClient, Service, unique
 
-from txbroker.door import Door
+from txbroker.door.protocols import Door
 
 
 def _kafka(request: pytest.FixtureRequest) -> KafkaWorld:

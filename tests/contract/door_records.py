@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door import PartitionDoor, Target, Turn
+from txbroker.door.protocols import PartitionDoor, Target, Turn
 
 _CLAIMS = itertools.count()
 

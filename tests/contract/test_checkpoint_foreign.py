@@ -19,9 +19,9 @@ from txbroker.core.encoding import (
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import RECORD_VERSION, Record
 from txbroker.core.snapshot import SLOTS, Capture, chunk_key, closing_key
-from txbroker.door import Claimed, Door
+from txbroker.door.own_topics import OUTSIDE, SHOWN_MAX, CheckpointScan
+from txbroker.door.protocols import Claimed, Door
 from txbroker.errors import InvariantBroken, NewerRecord
-from txbroker.own_topics import OUTSIDE, SHOWN_MAX, CheckpointScan
 
 NEWER = encode_progress(structs.replace(progress("theirs", 99), v=RECORD_VERSION + 1))
 JUNK = (

@@ -10,7 +10,7 @@ from cluster_world import Proxies
 from kafka_world import now_ms
 from service_world import unique, until
 
-from txbroker.contract import DecideRequest, PrepareRequest
+from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.decoding import decode_marker, is_content
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
@@ -26,7 +26,7 @@ from txbroker.errors import (
     UnknownTopic,
     WrongGroup,
 )
-from txbroker.proxy.cluster import Cluster
+from txbroker.proxy.cluster.cluster import Cluster
 from txbroker.sdk import CheckRequest, Decision
 
 UNKNOWN = {"decision": "unknown"}

@@ -14,7 +14,7 @@ from cluster_world import TAKEOVER_S, Proxies
 from memory_world import MemoryWorld
 from service_world import Service, unique, until
 
-from txbroker.contract import PrepareRequest, Standing
+from txbroker.contract.service import PrepareRequest, Standing
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import OwnerUnavailable, RequestError, TooOld

@@ -10,7 +10,7 @@ from door_records import bare, commit, new_claim, progress, turn
 from kafka_world import now_ms
 
 from txbroker.core.records import Cause, Record
-from txbroker.door import (
+from txbroker.door.protocols import (
     AppendRefused,
     Door,
     Fenced,

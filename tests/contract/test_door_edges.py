@@ -14,7 +14,8 @@ from msgspec import structs
 
 from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Record
-from txbroker.door import (
+from txbroker.door.own_topics import CheckpointScan
+from txbroker.door.protocols import (
     AppendRefused,
     Door,
     Fenced,
@@ -27,7 +28,6 @@ from txbroker.door import (
     TurnRefused,
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord
-from txbroker.own_topics import CheckpointScan
 
 
 async def fill(log: Log, count: int, batch: int = 3) -> None:

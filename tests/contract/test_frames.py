@@ -17,7 +17,7 @@ from memory_world import MemoryWorld
 from service_world import Desk, Service, unique, until
 from ws_client import Producer
 
-from txbroker import wire
+from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message, Record
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import KafkaUnavailable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service_world import Service, until
 
-from txbroker.core.audit import AuditNews, encode_news
+from txbroker.contract.audit import AuditNews, encode_news
 
 
 async def test_a_running_proxy_shows_the_newest_audit_and_outlives_a_broken_record(

@@ -9,8 +9,8 @@ from service_world import Service, unique
 
 from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Claim, Message, Record
+from txbroker.door.own_topics import encode_layout
 from txbroker.errors import AlreadyDecided, BadTarget, NotPending
-from txbroker.own_topics import encode_layout
 
 ROOM = 3000
 

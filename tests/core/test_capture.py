@@ -20,6 +20,7 @@ from core_logs import (
 from msgspec import structs
 
 from txbroker.core.ledger import Ledger
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import (
     RECORD_VERSION,
     Cause,
@@ -30,7 +31,6 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.snapshot import CHUNK_BYTES, Capture, find_whole, load
-from txbroker.core.states import SETTLED
 
 CAUSE = Cause("too_large", "raise it", "t", 0)
 POLICY = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=1000, timeout_s=5.0)

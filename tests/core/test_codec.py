@@ -10,7 +10,7 @@ from core_values import COMMITS, HALVES, HEADERS, IDS, KEPT, MARKERS, MESSAGES, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.core.decoding import (
     Malformed,
     NewerVersion,

@@ -21,8 +21,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Cause, CheckPolicy, Kept, Message, Progress, State
-from txbroker.core.states import SETTLED
 
 POLICY = CheckPolicy(after_s=6.0, interval_s=30.0, attempts_max=3, timeout_s=5.0)
 KINDS = st.sampled_from(

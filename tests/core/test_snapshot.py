@@ -28,13 +28,13 @@ from msgspec import structs
 from txbroker.core import settled, snapshot
 from txbroker.core.index import Schedule, due_ms
 from txbroker.core.ledger import Ledger
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.outcome import Waiting
 from txbroker.core.records import RECORD_VERSION, Cause, Record, State
 from txbroker.core.routing import parse_id
 from txbroker.core.segment import MARK_BYTES
 from txbroker.core.settled import SEGMENT_ENTRIES, SHOWN_MAX
 from txbroker.core.snapshot import Capture, chunks_in, find_whole, load, segment_key, segments_in
-from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 
 CAUSE = Cause("too_large", "too large", "t", 0)

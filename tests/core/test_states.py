@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from txbroker.core.diagram import states_page
+from txbroker.core.lifecycle import SETTLED, TRANSITIONS, UNDECIDED, IllegalStep, Step
 from txbroker.core.records import Half, Message, State
 from txbroker.core.routing import make_id
-from txbroker.core.states import SETTLED, TRANSITIONS, UNDECIDED, IllegalStep, Step
 from txbroker.core.transaction import Transaction
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "states.md"

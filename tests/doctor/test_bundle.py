@@ -22,7 +22,7 @@ from txbroker.cli.doctor.bundle import (
     settings_shown,
 )
 from txbroker.cli.doctor.proxies import NotSeen
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.errors import KafkaUnavailable
 
 TOKEN, PASSWORD, QUERY, USER = 't0ken-é"x-of-16-or-more', "pa55word", "qu3ry", "us3r"

@@ -13,14 +13,14 @@ from msgspec import structs
 from txbroker.cli.doctor import checks_topics
 from txbroker.cli.doctor.findings import Level
 from txbroker.cli.doctor.proxies import NotSeen, ReadyAnswer, RegisteredGroup, TestCall
-from txbroker.contract import GroupOverview
-from txbroker.core.audit import AuditNews, encode_news
+from txbroker.contract.audit import AuditNews, encode_news
+from txbroker.contract.service import GroupOverview
 from txbroker.core.records import Record
+from txbroker.door.own_topics import Stop
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.codes import Code
-from txbroker.kafka.examination import BrokerFacts, OpenTransaction, PartitionCopies
-from txbroker.kafka.repair import Found
-from txbroker.own_topics import Stop
+from txbroker.kafka.protocol.codes import Code
+from txbroker.kafka.tools.examination import BrokerFacts, OpenTransaction, PartitionCopies
+from txbroker.kafka.tools.repair import Found
 
 OK, WARNING, UNKNOWN, FAILS = Level.OK, Level.WARNING, Level.UNKNOWN, Level.FAILS
 

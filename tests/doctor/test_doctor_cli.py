@@ -18,7 +18,7 @@ from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.errors import KafkaUnavailable
-from txbroker.tls import ClientTls
+from txbroker.net.tls import ClientTls
 
 Call = Callable[..., Result]
 

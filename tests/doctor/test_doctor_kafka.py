@@ -25,8 +25,8 @@ from txbroker.cli.doctor.findings import Outcome
 from txbroker.cli.doctor.proxies import HttpProxies
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.subject import Limits, Subject
-from txbroker.kafka.examination import KafkaExamination, OpenTransaction
-from txbroker.kafka.wiring import kafka_settings
+from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.tools.examination import KafkaExamination, OpenTransaction
 from txbroker.sdk import is_test_call, verify_webhook
 
 BODY, QUERY = "b0dy-of-a-message", "qu3ry-of-a-url"

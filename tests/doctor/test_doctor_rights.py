@@ -21,8 +21,8 @@ from txbroker.cli.doctor.findings import Outcome
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.embedded import EmbeddedKafka
-from txbroker.kafka.examination import KafkaExamination
-from txbroker.kafka.wiring import door_from, kafka_settings
+from txbroker.kafka.client.wiring import door_from, kafka_settings
+from txbroker.kafka.tools.examination import KafkaExamination
 
 TIMEOUT_S = 30.0
 AUTHORIZER = {

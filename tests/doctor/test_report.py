@@ -13,7 +13,7 @@ from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import Level, Section
 from txbroker.cli.doctor.report import as_json, as_prometheus, summary, table
 from txbroker.cli.doctor.runner import Report
-from txbroker.core.audit import AuditNews, encode_news
+from txbroker.contract.audit import AuditNews, encode_news
 
 
 @pytest.fixture

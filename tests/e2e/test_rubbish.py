@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from world import World, error_of, unique
 
-from txbroker import wire
+from txbroker.contract import frames as wire
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id
 from txbroker.sdk import TransactionalProducer

@@ -21,11 +21,12 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from txbroker import config, failpoints
+from txbroker import failpoints
 from txbroker.cli.main import main
+from txbroker.config import settings as config
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client import Unanswered
-from txbroker.kafka.producer import BatchUnknown
+from txbroker.kafka.client.client import Unanswered
+from txbroker.kafka.client.producer import BatchUnknown
 
 Step: TypeAlias = dict[str, Any]
 """As the module's docstring says."""

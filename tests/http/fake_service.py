@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from txbroker.contract import (
+from txbroker.contract.service import (
     DecideRequest,
     ListRequest,
     Overview,

@@ -15,11 +15,11 @@ from fake_service import FakeService, FakeStore
 
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.sessions import SessionRegistry
-from txbroker.config import Settings
-from txbroker.proxy.check_urls import make_checks
+from txbroker.config.settings import Settings
+from txbroker.proxy.cluster.check_urls import make_checks
 from txbroker.proxy.http import make_app, serve
 from txbroker.proxy.http.api import SHELL
-from txbroker.proxy.metrics import Metrics
+from txbroker.proxy.observe.metrics import Metrics
 
 JSON = {"content-type": "application/json"}
 

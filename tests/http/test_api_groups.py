@@ -16,10 +16,10 @@ from secret_files import secret_file
 
 from txbroker.checkers import groups
 from txbroker.checkers.groups import GroupPolicy, PolicyError, check_group_name
-from txbroker.contract import Readiness
+from txbroker.contract.service import Readiness
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody
-from txbroker.proxy.metrics import Gauges
+from txbroker.proxy.observe.metrics import Gauges
 
 POLICY = {"check_url": "http://127.0.0.1:9/check", "secret_ref": "env:SECRET", "attempts_max": 3}
 

@@ -7,7 +7,7 @@ import base64
 import pytest
 from http_api import Api, transaction
 
-from txbroker.contract import DecideRequest, PrepareRequest, Standing
+from txbroker.contract.service import DecideRequest, PrepareRequest, Standing
 from txbroker.core.records import Decision, Message, Source, State
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable, TooOld
 

@@ -7,9 +7,9 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from txbroker.core.audit import AuditNews, UnreadRecord, decode_news, encode_news
-from txbroker.proxy.audit_metrics import AuditMetrics
-from txbroker.proxy.metrics import Metrics
+from txbroker.contract.audit import AuditNews, UnreadRecord, decode_news, encode_news
+from txbroker.proxy.observe.audit_metrics import AuditMetrics
+from txbroker.proxy.observe.metrics import Metrics
 
 DRIFT = "txbroker_audit_drift"
 SUCCESS = "txbroker_audit_last_success_timestamp_seconds"

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, closing
 import pytest
 from http_api import Api, running_api, transaction
 
-from txbroker.contract import DecideRequest, PrepareRequest, Run
+from txbroker.contract.service import DecideRequest, PrepareRequest, Run
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.http.front import HELD_BYTES_MAX, Front
 

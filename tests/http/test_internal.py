@@ -13,7 +13,7 @@ import pytest
 from http_api import Api, running_api
 
 from txbroker.checkers.leases import CONTENT_TYPE, PEER_HEADER, PROXY_HEADER, PeerIdentity
-from txbroker.contract import DecideRequest, ListRequest, PrepareRequest
+from txbroker.contract.service import DecideRequest, ListRequest, PrepareRequest
 from txbroker.core.records import Decision, Message, Source, State
 from txbroker.core.routing import make_id
 from txbroker.errors import (
@@ -24,8 +24,8 @@ from txbroker.errors import (
     TooLarge,
     request_errors,
 )
-from txbroker.proxy.forwarding import PREFIX
-from txbroker.proxy.peers import Peers, Unsent
+from txbroker.proxy.cluster.forwarding import PREFIX
+from txbroker.proxy.cluster.peers import Peers, Unsent
 
 ME = "http://proxy-b:8470"
 MESSAGE = Message("payments", b"\x00k", None, (("h", b"\xff"), ("h", None)), 3, 1_700_000_000_000)

@@ -8,10 +8,10 @@ from contextvars import copy_context
 
 import pytest
 
-from txbroker.contract import Answer, DecideRequest, PrepareRequest, Run, Standing
+from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, Run, Standing
 from txbroker.core.records import Decision, State
 from txbroker.errors import NotFound, RequestError
-from txbroker.proxy.forwarding import CALLER
+from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.joint import JointCalls, Request
 
 Outcome = Callable[[Sequence[Request]], Awaitable[Sequence[Answer]]]

@@ -26,8 +26,8 @@ from txbroker.checkers.leases import (
     PeerSessions,
 )
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
+from txbroker.contract.frames import Check, CheckAnswer
 from txbroker.core.records import CheckReason, Decision, Message
-from txbroker.wire import Check, CheckAnswer
 
 ME = "http://proxy-b:8470"
 FINAL = (Message("payments", b"\x00k", b"\xffv", (("h", None),)),)

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Decision, Half, Message, Source
 from txbroker.core.transaction import Transaction, Verdict, places
-from txbroker.proxy import metrics as metrics_module
-from txbroker.proxy.logging import configure_logging, get_logger
-from txbroker.proxy.metrics import Gauges, Metrics
+from txbroker.proxy.observe import metrics as metrics_module
+from txbroker.proxy.observe.logging import configure_logging, get_logger
+from txbroker.proxy.observe.metrics import Gauges, Metrics
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -30,7 +30,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from txbroker.core.message_json import MessageError, message_from_json
+from txbroker.contract.json import MessageError, message_from_json
 from txbroker.core.routing import make_id
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from txbroker.contract import (
+from txbroker.contract.service import (
     INSTANCES_SHOWN_MAX,
     OVERVIEW_GROUPS_MAX,
     GroupOverview,
@@ -15,8 +15,8 @@ from txbroker.contract import (
     ProxyOverview,
     Rates,
 )
-from txbroker.proxy.overview import UNREACHABLE, joined
-from txbroker.proxy.tally import WINDOW_S, Tally
+from txbroker.proxy.observe.overview import UNREACHABLE, joined
+from txbroker.proxy.observe.rates import WINDOW_S, Tally
 
 A, B = "http://a:8470", "http://b:8470"
 

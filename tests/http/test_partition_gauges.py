@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from txbroker.contract import Readiness
+from txbroker.contract.service import Readiness
 from txbroker.core.transaction import Transaction
-from txbroker.proxy.metrics import Metrics
-from txbroker.proxy.partition_gauges import LOOKED_AT_MAX, PartitionGauges
+from txbroker.proxy.observe.metrics import Metrics
+from txbroker.proxy.observe.partition_gauges import LOOKED_AT_MAX, PartitionGauges
 
 NOW_MS = 1_700_000_000_000
 DAY_MS = 86_400_000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
 from txbroker.proxy.http.reference import pages, write

@@ -8,8 +8,8 @@ from http_api import running_api
 from structlog.testing import capture_logs
 
 from txbroker.checkers.leases import PeerIdentity, PeerSessions
-from txbroker.proxy.peers import Peers
-from txbroker.proxy.roster import SILENT_LOOKS, Roster
+from txbroker.proxy.cluster.peer_watcher import SILENT_LOOKS, Roster
+from txbroker.proxy.cluster.peers import Peers
 
 ME = "http://proxy-b:8470"
 

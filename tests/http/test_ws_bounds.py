@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ws_client import MESSAGES, Producer, session
 
-from txbroker import wire
 from txbroker.checkers.base import Answered, CheckCall, Unreached
-from txbroker.config import PREPARES_SHARE
-from txbroker.contract import PrepareRequest, Standing
+from txbroker.config.settings import PREPARES_SHARE
+from txbroker.contract import frames as wire
+from txbroker.contract.service import PrepareRequest, Standing
 from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.core.routing import make_id
 from txbroker.errors import Overloaded

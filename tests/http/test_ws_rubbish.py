@@ -12,7 +12,7 @@ from fake_service import NOW_MS
 from http_api import Api, running_api
 from ws_client import MESSAGES, Producer, connected, session
 
-from txbroker import wire
+from txbroker.contract import frames as wire
 from txbroker.core.records import State
 from txbroker.core.routing import make_id
 

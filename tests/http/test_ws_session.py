@@ -10,9 +10,9 @@ from fake_service import NOW_MS
 from http_api import Api, running_api
 from ws_client import MESSAGES, connected, session
 
-from txbroker import wire
 from txbroker.checkers.base import Answered, CheckCall, Unclear, Unreached
-from txbroker.contract import DecideRequest, PrepareRequest
+from txbroker.contract import frames as wire
+from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.records import CheckReason, Decision, Message, Source, State
 from txbroker.core.routing import make_id
 from txbroker.errors import KafkaUnavailable

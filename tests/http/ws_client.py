@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 from http_api import Api
 
-from txbroker import wire
+from txbroker.contract import frames as wire
 from txbroker.core.records import Message
 
 MESSAGES = (Message("payments", b"k", b"v"),)

@@ -16,8 +16,8 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-from txbroker.kafka.client import Client, Patience
-from txbroker.kafka.wire import FeaturesRequest, finalized_features
+from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.protocol.schemas import FeaturesRequest, finalized_features
 
 FEATURE = "transaction.version"
 _TAGS = ("tags", TaggedFields)

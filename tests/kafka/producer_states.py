@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from txbroker.kafka.client import Client
-from txbroker.kafka.wire import ListTransactionsRequest, ProducersRequest
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.protocol.schemas import ListTransactionsRequest, ProducersRequest
 
 
 async def producer_ids(client: Client, topic: str, partition: int) -> set[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from txbroker.kafka.connection import open_connection
+from txbroker.kafka.client.connection import open_connection
 
 PRODUCE, INIT_PRODUCER_ID, ADD_PARTITIONS, END_TXN = 0, 22, 24, 26
 _SIZE = struct.Struct(">i")

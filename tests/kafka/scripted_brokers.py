@@ -9,9 +9,9 @@ from typing import Any
 from aiokafka.conn import CloseReason
 from aiokafka.errors import KafkaConnectionError
 
-from txbroker.kafka.client import Client
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.transactions import Partition
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.protocol.transactions import Partition
 
 A, B, C = ("half", 0), ("op", 0), ("half", 1)
 

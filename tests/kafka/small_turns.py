@@ -5,8 +5,8 @@ from __future__ import annotations
 from kafka_world import KafkaWorld
 
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door import Target, Turn, TurnHandle
-from txbroker.kafka.partition import KafkaPartitionDoor
+from txbroker.door.protocols import Target, Turn, TurnHandle
+from txbroker.kafka.door.partition import KafkaPartitionDoor
 
 FENCED_CODES = (47, 90)
 

@@ -9,10 +9,10 @@ import pytest
 from kafka_world import KafkaWorld
 
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.audit import KafkaAuditFeed, KafkaAuditWriter
-from txbroker.kafka.client import Client
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.topics import FoundTopic, contradictions, plan, wanted_topics
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.topics import FoundTopic, contradictions, plan, wanted_topics
+from txbroker.kafka.tools.audit import KafkaAuditFeed, KafkaAuditWriter
 
 
 @pytest.fixture

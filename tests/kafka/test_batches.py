@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from txbroker.core.encoding import _names, encode_headers
 from txbroker.core.records import Record
-from txbroker.kafka import batch
-from txbroker.kafka.batch import HEADER_BYTES, Body, batch_bodies, batch_body, encode_batch
+from txbroker.kafka.protocol import batch
+from txbroker.kafka.protocol.batch import HEADER_BYTES, Body, batch_bodies, batch_body, encode_batch
 
 NOW_MS = 1_700_000_000_123
 

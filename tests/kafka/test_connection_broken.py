@@ -15,9 +15,9 @@ from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError, Kaf
 from aiokafka.protocol.metadata import MetadataRequest
 from kafka_world import KafkaWorld
 
-from txbroker.kafka.client import Client, Unanswered
-from txbroker.kafka.connection import LoggedInConnection, open_connection
-from txbroker.kafka.packed import EndTxnRequest, Over
+from txbroker.kafka.client.client import Client, Unanswered
+from txbroker.kafka.client.connection import LoggedInConnection, open_connection
+from txbroker.kafka.protocol.packed import EndTxnRequest, Over
 
 Asked = tuple[int, int]
 """Kind and correlation id of a request."""

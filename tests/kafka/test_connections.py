@@ -11,9 +11,9 @@ from aiokafka.protocol.metadata import MetadataRequest
 from kafka_world import KafkaWorld
 
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client import Client, Connection, NotSent, Unanswered
-from txbroker.kafka.topic_ids import topic_ids
-from txbroker.kafka.wire import RightsRequest
+from txbroker.kafka.client.client import Client, Connection, NotSent, Unanswered
+from txbroker.kafka.protocol.schemas import RightsRequest
+from txbroker.kafka.protocol.topic_ids import topic_ids
 
 METADATA = 3
 

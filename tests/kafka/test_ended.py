@@ -11,18 +11,18 @@ import pytest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.core.records import Record
-from txbroker.door import TurnLost
-from txbroker.kafka.batch import batch_body
-from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
-from txbroker.kafka.codes import Code
-from txbroker.kafka.ended import HANGING, Ended, Unseen
-from txbroker.kafka.leaders import LeadersRequest
-from txbroker.kafka.packed import OffsetRequest, ProduceRequest
-from txbroker.kafka.producer import Producer
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.transactions import Partition
-from txbroker.kafka.visible import StableEnds
-from txbroker.kafka.wire import ProducersRequest
+from txbroker.door.protocols import TurnLost
+from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Patience, Unanswered
+from txbroker.kafka.client.leaders import LeadersRequest
+from txbroker.kafka.client.producer import Producer
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.open_transactions import HANGING, Ended, Unseen
+from txbroker.kafka.door.stable_offset import StableEnds
+from txbroker.kafka.protocol.batch import batch_body
+from txbroker.kafka.protocol.codes import Code
+from txbroker.kafka.protocol.packed import OffsetRequest, ProduceRequest
+from txbroker.kafka.protocol.schemas import ProducersRequest
+from txbroker.kafka.protocol.transactions import Partition
 
 OURS, STRANGER, EPOCH = 7, 8, 4
 T, U = ("t", 0), ("u", 0)

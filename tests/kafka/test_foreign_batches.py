@@ -11,11 +11,11 @@ from service_world import Desk, Service, until
 
 from txbroker.core.records import Cause, Message, Record
 from txbroker.core.routing import parse_id
-from txbroker.kafka.door import KafkaDoor
-from txbroker.kafka.fetched import Fetched
-from txbroker.kafka.packed import ProduceRequest
-from txbroker.kafka.reader import Reader
-from txbroker.own_topics import encode_layout
+from txbroker.door.own_topics import encode_layout
+from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.door.door import KafkaDoor
+from txbroker.kafka.protocol.fetched import Fetched
+from txbroker.kafka.protocol.packed import ProduceRequest
 
 OWN = ("half", "op", "checkpoint", "parked", "groups", "audit")
 CODECS = ("gzip", "snappy", "lz4", "zstd")

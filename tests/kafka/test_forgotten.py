@@ -11,9 +11,9 @@ from kafka_world import KafkaWorld, now_ms
 from producer_states import producer_ids, transactional_ids
 
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door import Target, Turn, TurnLost
+from txbroker.door.protocols import Target, Turn, TurnLost
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
-from txbroker.kafka.client import Client, Patience
+from txbroker.kafka.client.client import Client, Patience
 
 FORGETFUL = {
     "transactional.id.expiration.ms": "2000",

@@ -16,12 +16,12 @@ from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
 
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door import Hanging, Target, Turn
-from txbroker.kafka.batch import batch_body
-from txbroker.kafka.client import Client, Patience
-from txbroker.kafka.examination import KafkaExamination
-from txbroker.kafka.producer import BatchRefused, Producer
-from txbroker.kafka.transactions import Partition
+from txbroker.door.protocols import Hanging, Target, Turn
+from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.producer import BatchRefused, Producer
+from txbroker.kafka.protocol.batch import batch_body
+from txbroker.kafka.protocol.transactions import Partition
+from txbroker.kafka.tools.examination import KafkaExamination
 
 _VERIFICATION = "transaction.partition.verification.enable"
 

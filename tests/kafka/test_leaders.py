@@ -9,18 +9,17 @@ from typing import Any, cast
 import pytest
 from aiokafka.protocol.fetch import FetchRequest
 
-from txbroker.door import LogTruncated
+from txbroker.door.protocols import LogTruncated
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka import leaders
-from txbroker.kafka.client import Client, KafkaRefused, Unanswered
-from txbroker.kafka.codes import Code
-from txbroker.kafka.leaders import LeadersRequest, confirm_leader, confirm_leaders
-from txbroker.kafka.log import KafkaLog
-from txbroker.kafka.packed import OffsetRequest
-from txbroker.kafka.picker import Picker
-from txbroker.kafka.reader import Reader
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.transactions import Partition
+from txbroker.kafka.client.client import Client, KafkaRefused, Unanswered, leaders
+from txbroker.kafka.client.leaders import LeadersRequest, confirm_leader, confirm_leaders
+from txbroker.kafka.client.picker import Picker
+from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.log import KafkaLog
+from txbroker.kafka.protocol.codes import Code
+from txbroker.kafka.protocol.packed import OffsetRequest
+from txbroker.kafka.protocol.transactions import Partition
 
 T, U = ("t", 0), ("u", 3)
 

@@ -14,10 +14,11 @@ from heard import Heard
 from kafka_world import KafkaWorld
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka import KafkaDoor, member, membership
-from txbroker.kafka.client import Client, KafkaRefused
-from txbroker.kafka.codes import Code
-from txbroker.kafka.member import Joined, Member
+from txbroker.kafka import KafkaDoor
+from txbroker.kafka.client.client import Client, KafkaRefused, member
+from txbroker.kafka.client.member import Joined, Member
+from txbroker.kafka.door import membership
+from txbroker.kafka.protocol.codes import Code
 
 SESSION_S = 1.5
 ALL = frozenset(range(4))

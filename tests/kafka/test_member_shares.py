@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.sharing import Held, settle, share_out
-from txbroker.kafka.generation import (
+from txbroker.core.assignor import Held, settle, share_out
+from txbroker.kafka.protocol.generation import (
     Last,
     Me,
     Said,

@@ -24,7 +24,7 @@ from aiokafka.protocol.types import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.kafka.packed import (
+from txbroker.kafka.protocol.packed import (
     EndRequest,
     EndTxnRequest,
     OffsetRequest,
@@ -33,7 +33,7 @@ from txbroker.kafka.packed import (
     ProduceRequest,
     WriteRequest,
 )
-from txbroker.kafka.wire import _TAGS, _BeginResponse
+from txbroker.kafka.protocol.schemas import _TAGS, _BeginResponse
 
 
 class WrittenAnswer(Response):

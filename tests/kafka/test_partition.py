@@ -11,13 +11,13 @@ import pytest
 from kafka_world import KafkaWorld
 
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door import Hanging, Turn
+from txbroker.door.protocols import Hanging, Turn
 from txbroker.errors import InvariantBroken, KafkaUnavailable
-from txbroker.kafka.batch import batch_body, encode_batch
-from txbroker.kafka.client import Client
-from txbroker.kafka.connection import open_connection
-from txbroker.kafka.fetched import Fetched
-from txbroker.kafka.reader import Reader
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.protocol.batch import batch_body, encode_batch
+from txbroker.kafka.protocol.fetched import Fetched
 
 
 class Opened:

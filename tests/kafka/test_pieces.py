@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from txbroker.core.encoding import PROGRESS_KEY, encode_claim
 from txbroker.core.records import LOG_VERSION, Claim, Record
-from txbroker.door import Fenced, TurnLost, TurnRefused
+from txbroker.door.own_topics import CheckpointScan
+from txbroker.door.protocols import Fenced, TurnLost, TurnRefused
 from txbroker.errors import InvariantBroken
-from txbroker.kafka.batch import HEADER_BYTES, batch_body, encode_batch
-from txbroker.kafka.codes import RETRIABLE, Code, describe
-from txbroker.kafka.fetched import Fetched
-from txbroker.kafka.producer import BatchRefused, BatchUnknown, ProducerFenced
-from txbroker.kafka.turns import translated
-from txbroker.own_topics import CheckpointScan
+from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, ProducerFenced
+from txbroker.kafka.door.promotion_txn import translated
+from txbroker.kafka.protocol.batch import HEADER_BYTES, batch_body, encode_batch
+from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
+from txbroker.kafka.protocol.fetched import Fetched
 
 records = st.lists(
     st.builds(

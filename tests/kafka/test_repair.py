@@ -26,7 +26,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.door import Turn
+from txbroker.door.protocols import Turn
 from txbroker.errors import ConfigurationError, NewerRecord
 
 NEWER = RECORD_VERSION + 1

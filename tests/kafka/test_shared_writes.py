@@ -13,13 +13,12 @@ from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError
 from scripted_brokers import A, B, Brokers, C, Sent
 
 from txbroker.core.records import Record
-from txbroker.door import AppendRefused, AppendUnknown
+from txbroker.door.protocols import AppendRefused, AppendUnknown
 from txbroker.errors import ConfigurationError
-from txbroker.kafka import shared_writes
-from txbroker.kafka.client import NotSent, Unanswered
-from txbroker.kafka.log import KafkaLog
-from txbroker.kafka.shared_writes import REQUEST_BYTES_MAX, SharedWrites
-from txbroker.kafka.transactions import ACKS_ALL, Answered, Partition
+from txbroker.kafka.client.client import NotSent, Unanswered, shared_writes
+from txbroker.kafka.client.shared_writes import REQUEST_BYTES_MAX, SharedWrites
+from txbroker.kafka.door.log import KafkaLog
+from txbroker.kafka.protocol.transactions import ACKS_ALL, Answered, Partition
 
 LONG_S = 60.0
 TOO_LARGE, NOT_LEADER, TIMED_OUT, OUT_OF_ORDER = 10, 6, 7, 45

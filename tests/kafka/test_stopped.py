@@ -13,7 +13,7 @@ import pytest
 from kafka_world import KafkaWorld, now_ms
 
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door import AppendUnknown, Target, Turn, TurnLost
+from txbroker.door.protocols import AppendUnknown, Target, Turn, TurnLost
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.errors import KafkaUnavailable
 

@@ -6,9 +6,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from txbroker.door import TargetFacts
-from txbroker.kafka.client import PartitionFacts, TopicFacts
-from txbroker.kafka.targets import KafkaTargets
+from txbroker.door.protocols import TargetFacts
+from txbroker.kafka.client.client import PartitionFacts, TopicFacts
+from txbroker.kafka.door.targets import KafkaTargets
 
 
 class SlowAdmin:

@@ -6,17 +6,17 @@ import msgspec
 import pytest
 from kafka_world import KafkaWorld
 
+from txbroker.door.own_topics import Layout
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.client import Patience
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.topics import (
+from txbroker.kafka.client.client import Patience
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.topics import (
     FoundTopic,
     contradictions,
     op_retention_ms,
     plan,
     wanted_topics,
 )
-from txbroker.own_topics import Layout
 
 SETTINGS = KafkaSettings(bootstrap_servers=("127.0.0.1:9092",), instance_id="one")
 HALF, OP = SETTINGS.half_topic, SETTINGS.op_topic

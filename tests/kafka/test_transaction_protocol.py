@@ -15,12 +15,12 @@ from relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
 from small_turns import FENCED_CODES, claim, keys, write
 
 from txbroker.core.records import LOG_VERSION, Progress, Record
-from txbroker.door import Fenced, TurnLost
-from txbroker.kafka.batch import batch_body
-from txbroker.kafka.client import Client, KafkaRefused, NotSent, Patience, Unanswered
-from txbroker.kafka.producer import BatchRefused, Producer, ProducerFenced
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.turns import translated
+from txbroker.door.protocols import Fenced, TurnLost
+from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Patience, Unanswered
+from txbroker.kafka.client.producer import BatchRefused, Producer, ProducerFenced
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.promotion_txn import translated
+from txbroker.kafka.protocol.batch import batch_body
 
 MakeRelay = Callable[..., Relay]
 EPOCH_MAX = (1 << 15) - 1
@@ -209,12 +209,12 @@ async def test_right_behind_an_end_the_coordinator_is_asked_beforehand(
     brokers.leaders = {"a": 1}
     own = await begun(brokers)
     patience = Patience(1, 0.001)
-    monkeypatch.setattr("txbroker.kafka.producer._SETTLED_S", 60)
+    monkeypatch.setattr("txbroker.kafka.client.producer._SETTLED_S", 60)
     for _ in range(2):
         await own.add([("a", 0)], patience)
         await own.end(commit=True, patience=patience)
     assert brokers.asked == ["EndRequest", "AddPartitionsToTxnRequest", "EndRequest"]
-    monkeypatch.setattr("txbroker.kafka.producer._SETTLED_S", -1)
+    monkeypatch.setattr("txbroker.kafka.client.producer._SETTLED_S", -1)
     await own.add([("a", 0)], patience)
     assert brokers.asked[3:] == []
 
@@ -229,8 +229,8 @@ async def test_what_readers_have_seen_is_over_for_the_coordinator_a_little_later
     brokers.leaders = {"a": 1}
     own = await begun(brokers)
     patience = Patience(1, 0.001)
-    monkeypatch.setattr("txbroker.kafka.producer._SETTLED_S", 60)
-    monkeypatch.setattr("txbroker.kafka.producer._SEEN_S", waited_s)
+    monkeypatch.setattr("txbroker.kafka.client.producer._SETTLED_S", 60)
+    monkeypatch.setattr("txbroker.kafka.client.producer._SEEN_S", waited_s)
     if seen == "before":
         own.seen()
         await asyncio.sleep(0.001)

@@ -12,7 +12,7 @@ from relay import ADD_PARTITIONS, END_TXN, INIT_PRODUCER_ID, PRODUCE, Fate, Rela
 from small_turns import FENCED_CODES, claim, keys, write
 
 from txbroker.core.records import LOG_VERSION, Progress, Record
-from txbroker.door import AppendUnknown, Fenced, TurnLost
+from txbroker.door.protocols import AppendUnknown, Fenced, TurnLost
 
 MakeRelay = Callable[..., Relay]
 # Zero, or "concurrent transactions": a commit is visible a moment before its coordinator has

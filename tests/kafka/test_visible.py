@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from txbroker.door import NotVisible
-from txbroker.kafka import visible
-from txbroker.kafka.client import Client, Unanswered
-from txbroker.kafka.transactions import Partition
-from txbroker.kafka.visible import StableEnds
+from txbroker.door.protocols import NotVisible
+from txbroker.kafka.client.client import Client, Unanswered
+from txbroker.kafka.door.door import stable_offset as visible
+from txbroker.kafka.door.stable_offset import StableEnds
+from txbroker.kafka.protocol.transactions import Partition
 
 A, B, C = ("t", 0), ("t", 1), ("u", 0)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from txbroker.proxy.events import EVENTS, SDK_LINES, SECTIONS, page
+from txbroker.proxy.observe.log_events import EVENTS, SDK_LINES, SECTIONS, page
 
 ROOT = Path(__file__).parents[2]
 LEVELS = frozenset({"debug", "info", "warning", "error", "exception", "critical", "log", "msg"})
@@ -72,7 +72,7 @@ def _product() -> list[LogCall]:
 
 
 ALL = _product()
-IN_CLIENTS = ("txbroker/sdk/", "txbroker/tls.py", "txbroker/tracing.py")
+IN_CLIENTS = ("txbroker/sdk/", "txbroker/net/tls.py", "txbroker/tracing.py")
 OURS = [call for call in ALL if not call.where.startswith(IN_CLIENTS)]
 SDK = [call for call in ALL if call.where.startswith(IN_CLIENTS)]
 

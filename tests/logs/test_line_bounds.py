@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import structlog
 
-from txbroker.proxy.line_bounds import LINES_MAX, LineBounds
-from txbroker.proxy.logging import configure_logging, flush_lines, get_logger
+from txbroker.proxy.observe.line_bounds import LINES_MAX, LineBounds
+from txbroker.proxy.observe.logging import configure_logging, flush_lines, get_logger
 
 
 class Time:

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import structlog
 
-from txbroker.contract import Readiness
+from txbroker.contract.service import Readiness
 from txbroker.core.telling import sentence, telling, where_raised
 from txbroker.errors import KafkaUnavailable
-from txbroker.proxy.logging import configure_logging, get_logger, printable
-from txbroker.proxy.readiness import ReadinessLog
+from txbroker.proxy.observe.logging import configure_logging, get_logger, printable
+from txbroker.proxy.observe.readiness import ReadinessLog
 
 FORGED = '2026-01-01T00:00:00Z [info ] forged [txbroker] {"event": "forged"}'
 HOSTILE = [

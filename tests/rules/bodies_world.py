@@ -14,7 +14,7 @@ from msgspec import structs
 from rules_world import DAY_MS
 from told import Told
 
-from txbroker.contract import Answer, DecideRequest
+from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import half_row, marker_row
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Outcome
@@ -33,8 +33,9 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import make_id
 from txbroker.core.transaction import Transaction, fingerprint, places
-from txbroker.door import Appended, Claimed, Log, Turn, TurnHandle
+from txbroker.door.protocols import Appended, Claimed, Log, Turn, TurnHandle
 from txbroker.errors import KafkaUnavailable, RequestError
+from txbroker.proxy.observe.rates import Tally
 from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
@@ -43,7 +44,6 @@ from txbroker.proxy.partition.clock import TurnPace
 from txbroker.proxy.partition.context import CurrentClaim, OwnerSettings, PartitionContext, Visible
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
-from txbroker.proxy.tally import Tally
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import Clock, MemoryKafka
 
@@ -55,7 +55,7 @@ _NUMBERS = itertools.count(1)
 
 
 class WatchedLog:
-    """A `txbroker.door.Log` that tells what was asked of it."""
+    """A `txbroker.door.protocols.Log` that tells what was asked of it."""
 
     def __init__(self, inner: Log, name: str, calls: list[str]) -> None:
         self.inner = inner
@@ -95,7 +95,7 @@ class WatchedLog:
 
 
 class WatchedPartition:
-    """A `txbroker.door.PartitionDoor` that tells what was asked of it."""
+    """A `txbroker.door.protocols.PartitionDoor` that tells what was asked of it."""
 
     def __init__(self, inner: MemoryPartitionDoor) -> None:
         self.inner = inner

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from rules_world import OwnersTime, World
 
-from txbroker.proxy import ownership
+from txbroker.proxy.cluster import partition_manager as ownership
 from txbroker.proxy.partition import clock, owner
 from txbroker.proxy.partition import owner as claims
 from txbroker.proxy.partition import targets as trouble

@@ -6,8 +6,8 @@ from msgspec import structs
 from rules_world import WINDOW_MS, World
 
 from txbroker.core.ledger import Ledger
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Progress, Record
-from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.partition.owner import Owner
 from txbroker.testing.memory import Partition

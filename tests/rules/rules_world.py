@@ -19,8 +19,8 @@ from told import Told
 from txbroker.checkers import base
 from txbroker.checkers.base import CheckCall, CheckResult, Wanted
 from txbroker.checkers.groups import Groups
-from txbroker.config import Settings
-from txbroker.contract import DecideRequest, PrepareRequest, Standing
+from txbroker.config.settings import Settings
+from txbroker.contract.service import DecideRequest, PrepareRequest, Standing
 from txbroker.core.decoding import decode_checkpoint, decode_marker
 from txbroker.core.encoding import encode_half, encode_marker
 from txbroker.core.promotion import TurnLimits
@@ -42,10 +42,10 @@ from txbroker.core.routing import make_id
 from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction, places
-from txbroker.door import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
+from txbroker.door.protocols import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
 from txbroker.errors import RequestError, TxbrokerError
 from txbroker.principals import NO_PRINCIPALS
-from txbroker.proxy.broker import Broker
+from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.partition.checkback import CheckBack
 from txbroker.proxy.partition.clock import TurnPace
 from txbroker.proxy.partition.context import OwnerSettings
@@ -82,7 +82,7 @@ async def settled() -> None:
 
 
 class ScriptedLog:
-    """A `txbroker.door.Log` on one in memory; `script` holds what the next appends do instead."""
+    """A `txbroker.door.protocols.Log` on one in memory; `script` holds what the next appends do instead."""
 
     def __init__(self, inner: Log, name: str, calls: list[str]) -> None:
         self.inner = inner
@@ -121,7 +121,7 @@ class ScriptedLog:
 
 
 class ScriptedPartition:
-    """A `txbroker.door.PartitionDoor` on one in memory, with scripts for claims and turns."""
+    """A `txbroker.door.protocols.PartitionDoor` on one in memory, with scripts for claims and turns."""
 
     def __init__(self, inner: MemoryPartitionDoor) -> None:
         self.inner = inner

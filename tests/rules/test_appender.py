@@ -14,7 +14,7 @@ from txbroker.core.encoding import MarkerRow, Row, marker_row
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import MarkerKind, Record
 from txbroker.core.routing import make_id
-from txbroker.door import Appended, Log
+from txbroker.door.protocols import Appended, Log
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.partition import appender
 from txbroker.proxy.partition.context import PartitionContext

@@ -15,13 +15,13 @@ from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, State
 from txbroker.core.transaction import Transaction
-from txbroker.door import LogTruncated, TurnLost
+from txbroker.door.protocols import LogTruncated, TurnLost
 from txbroker.errors import NotPending, OwnerUnavailable
+from txbroker.proxy.cluster.views import view
 from txbroker.proxy.partition import body_cache as bodies_module
 from txbroker.proxy.partition import promoter as promoter_module
 from txbroker.proxy.partition import targets as trouble
 from txbroker.proxy.partition.body_cache import BODY_LOST
-from txbroker.proxy.views import view
 
 DUE, ASKED = CheckReason.DUE, CheckReason.ASKED
 REFUSED_ONCE = Cause("bad_timestamp", "it is ahead", "t", 0)

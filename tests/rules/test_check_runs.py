@@ -12,7 +12,7 @@ from rules_world import Gate, World, settled, until
 from txbroker.checkers.base import CheckCall, Wanted
 from txbroker.core.records import CheckPolicy, CheckReason, Record, State
 from txbroker.core.transaction import Transaction
-from txbroker.door import Appended, Log
+from txbroker.door.protocols import Appended, Log
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.partition import appender
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from txbroker.core.records import Claim
-from txbroker.door import Claimed, Hanging
-from txbroker.kafka.client import Client, Patience
-from txbroker.kafka.leaders import LeadersRequest
-from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.producer import Producer, Stored
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.shared_writes import SharedWrites
-from txbroker.kafka.transactions import Partition
-from txbroker.kafka.visible import StableEnds
-from txbroker.kafka.wire import ProducersRequest
+from txbroker.door.protocols import Claimed, Hanging
+from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.leaders import LeadersRequest
+from txbroker.kafka.client.producer import Producer, Stored
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.client.shared_writes import SharedWrites
+from txbroker.kafka.door.partition import KafkaPartitionDoor
+from txbroker.kafka.door.stable_offset import StableEnds
+from txbroker.kafka.protocol.schemas import ProducersRequest
+from txbroker.kafka.protocol.transactions import Partition
 
 PRODUCER_ID = 7
 

@@ -21,11 +21,11 @@ from rules_world import (
     until,
 )
 
-from txbroker.contract import PartitionState
+from txbroker.contract.service import PartitionState
 from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Claim, Kept, MarkerKind, Record, Source, State
-from txbroker.door import Claimed, Hanging, LogTruncated, Turn, TurnHandle, TurnLost
+from txbroker.door.protocols import Claimed, Hanging, LogTruncated, Turn, TurnHandle, TurnLost
 from txbroker.errors import KafkaUnavailable, NewerRecord, Overloaded, OwnerUnavailable
 from txbroker.proxy.partition import owner as owner_module
 from txbroker.testing.door import MemoryPartitionDoor

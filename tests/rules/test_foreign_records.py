@@ -25,7 +25,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.door import LogTruncated, Turn, TurnHandle
+from txbroker.door.protocols import LogTruncated, Turn, TurnHandle
 from txbroker.errors import InvariantBroken, NewerRecord
 from txbroker.proxy.partition.parked_copies import read_copies
 from txbroker.testing.door import MemoryPartitionDoor

@@ -24,7 +24,7 @@ from txbroker.core.records import (
 from txbroker.core.routing import make_id
 from txbroker.core.settled import brief, whole
 from txbroker.core.transaction import Transaction
-from txbroker.door import Appended
+from txbroker.door.protocols import Appended
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition import partition_api as answers
 from txbroker.proxy.partition.history import search, tell_verdict
@@ -36,7 +36,7 @@ HOUR_MS = 3_600_000
 
 
 class CountingLog:
-    """A `txbroker.door.Log` over records in memory that counts what is read."""
+    """A `txbroker.door.protocols.Log` over records in memory that counts what is read."""
 
     batch_bytes_max = 1 << 20
 

@@ -20,11 +20,11 @@ from rules_world import (
     without_time,
 )
 
-from txbroker.contract import Answer, DecideRequest, Standing
+from txbroker.contract.service import Answer, DecideRequest, Standing
 from txbroker.core.records import Decision, Half, Record, State
 from txbroker.core.routing import make_id
 from txbroker.core.transaction import places
-from txbroker.door import Appended, AppendRefused, Log
+from txbroker.door.protocols import Appended, AppendRefused, Log
 from txbroker.errors import RequestError, TooLarge
 from txbroker.proxy.partition import appender
 from txbroker.proxy.partition.owner import Owner

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from rules_world import Gate, ScriptedDoor, World, known, until
 
-from txbroker.contract import ListRequest, PrepareRequest
+from txbroker.contract.service import ListRequest, PrepareRequest
 from txbroker.core.records import Claim, Message
 from txbroker.core.routing import parse_id
-from txbroker.door import Assignment, Claimed
+from txbroker.door.protocols import Assignment, Claimed
 from txbroker.errors import ConfigurationError, OwnerUnavailable
-from txbroker.proxy.broker import Broker
+from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.partition.owner import Owner
 from txbroker.testing.door import MemoryPartitionDoor
 

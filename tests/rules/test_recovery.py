@@ -37,7 +37,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.transaction import Transaction
-from txbroker.door import TurnLost
+from txbroker.door.protocols import TurnLost
 from txbroker.errors import RequestError
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.applier import Applier

@@ -45,7 +45,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
-from txbroker.door import Turn, TurnHandle
+from txbroker.door.protocols import Turn, TurnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.partition.owner import Owner
 from txbroker.testing.door import MemoryPartitionDoor

@@ -26,7 +26,7 @@ from rules_world import (
     until,
 )
 
-from txbroker.contract import DecideRequest, PrepareRequest
+from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.decoding import decode_checkpoint
 from txbroker.core.encoding import encode_half, encode_marker, encode_progress
 from txbroker.core.records import (
@@ -39,11 +39,11 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.door import Assignment, Claimed, Fenced, LogTruncated, TurnLost
+from txbroker.door.protocols import Assignment, Claimed, Fenced, LogTruncated, TurnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
-from txbroker.kafka.batch import batch_body, encode_batch
-from txbroker.kafka.fetched import Fetched
-from txbroker.proxy.broker import Broker
+from txbroker.kafka.protocol.batch import batch_body, encode_batch
+from txbroker.kafka.protocol.fetched import Fetched
+from txbroker.proxy.cluster.broker import Broker
 from txbroker.testing.door import MemoryPartitionDoor
 from txbroker.testing.memory import Outcome
 

@@ -23,7 +23,7 @@ from rules_world import (
     until,
 )
 
-from txbroker.contract import DecideRequest, PrepareRequest
+from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Decision, Record, State
 from txbroker.core.routing import make_id, parse_id

@@ -23,7 +23,7 @@ from twins import Twins
 
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Cause, Message, Record, State
-from txbroker.door import (
+from txbroker.door.protocols import (
     Appended,
     AppendRefused,
     Fenced,
@@ -34,12 +34,12 @@ from txbroker.door import (
     TurnLost,
 )
 from txbroker.errors import BadTarget, KafkaUnavailable, Overloaded, TooLarge
-from txbroker.kafka.client import Client
-from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.producer import ProducerFenced
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.shared_writes import SharedWrites
-from txbroker.kafka.visible import StableEnds
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.producer import ProducerFenced
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.client.shared_writes import SharedWrites
+from txbroker.kafka.door.partition import KafkaPartitionDoor
+from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.proxy.partition.targets import TIMESTAMP_AHEAD_MAX_MS, check_timestamps
 from txbroker.testing.door import MemoryPartitionDoor
 
@@ -170,7 +170,7 @@ async def test_a_turn_behind_one_that_is_aborted_is_never_committed(world: World
 async def test_a_turn_is_not_begun_where_what_its_producer_wrote_before_is_open(
     world: World, at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("txbroker.kafka.twin._ADD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ADD_TIMEOUT_S", 0.05)
     twins = Twins()
     twins.open["a"] = {at: Cause("hanging", f"{at[0]} was never told", *at, True)}
     first = await twins.write(1)

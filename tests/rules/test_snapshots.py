@@ -15,7 +15,7 @@ from txbroker.core import snapshot as core_snapshot
 from txbroker.core.records import Record, State
 from txbroker.core.segment import ROW_BYTES
 from txbroker.core.snapshot import Whole, find_whole, segment_key, segments_in
-from txbroker.door import TurnLost
+from txbroker.door.protocols import TurnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.owner import Owner

@@ -23,7 +23,7 @@ from rules_world import (
 )
 
 from txbroker.checkers.base import Answered
-from txbroker.contract import DecideRequest, PrepareRequest
+from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.records import (
     Cause,
     CheckPolicy,
@@ -36,7 +36,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import parse_id
 from txbroker.core.transaction import Transaction
-from txbroker.door import (
+from txbroker.door.protocols import (
     Appended,
     AppendRefused,
     Assignment,

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door import Fenced, PartitionDoor, Target, Turn, TurnLost
+from txbroker.door.protocols import Fenced, PartitionDoor, Target, Turn, TurnLost
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
 

@@ -19,17 +19,17 @@ from rules_world import (
     until,
 )
 
-from txbroker.contract import PrepareRequest
+from txbroker.contract.service import PrepareRequest
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Half, Message, State
 from txbroker.core.snapshot import Capture, find_whole
-from txbroker.door import LogTruncated, Turn, TurnHandle, TurnLost
+from txbroker.door.protocols import LogTruncated, Turn, TurnHandle, TurnLost
 from txbroker.errors import BodyLost, KafkaUnavailable
+from txbroker.proxy.cluster.views import view
 from txbroker.proxy.partition import owner as owner_module
 from txbroker.proxy.partition import snapshots as snapshots_module
 from txbroker.proxy.partition.owner import Owner
 from txbroker.proxy.partition.snapshots import SnapshotWriter
-from txbroker.proxy.views import view
 from txbroker.testing.door import MemoryPartitionDoor
 
 LOGS = ["half", "op"]

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from txbroker.core.records import Cause, Progress, Record
-from txbroker.door import Target, Turn
-from txbroker.kafka.batch import Body
-from txbroker.kafka.client import Client, Patience
-from txbroker.kafka.ended import Ended
-from txbroker.kafka.producer import Producer, Stored
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.transactions import Partition
-from txbroker.kafka.turns import TurnWritten
-from txbroker.kafka.twin import TwinWriter
-from txbroker.kafka.visible import StableEnds
+from txbroker.door.protocols import Target, Turn
+from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.producer import Producer, Stored
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.open_transactions import Ended
+from txbroker.kafka.door.pipelined_writer import TwinWriter
+from txbroker.kafka.door.promotion_txn import TurnWritten
+from txbroker.kafka.door.stable_offset import StableEnds
+from txbroker.kafka.protocol.batch import Body
+from txbroker.kafka.protocol.transactions import Partition
 
 
 class FakeProducer:

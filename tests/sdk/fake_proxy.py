@@ -1,4 +1,4 @@
-"""A proxy that speaks `txbroker.wire` over real sockets and keeps its transactions in memory.
+"""A proxy that speaks `txbroker.contract.frames` over real sockets and keeps its transactions in memory.
 
 Several fakes of one `FakeCluster` share the transactions and own half partitions. A test makes
 them misbehave with `rules`: the first rule that returns something for an operation decides what
@@ -13,10 +13,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import WSMsgType, web
 
-from txbroker.core.records import CheckReason, Decision, Message, State
-from txbroker.core.routing import parse_id
-from txbroker.sdk import Limits
-from txbroker.wire import (
+from txbroker.contract.frames import (
     AskEarly,
     Check,
     CheckAnswer,
@@ -32,6 +29,9 @@ from txbroker.wire import (
     decode_from_producer,
     encode_frame,
 )
+from txbroker.core.records import CheckReason, Decision, Message, State
+from txbroker.core.routing import parse_id
+from txbroker.sdk import Limits
 
 QUICK = Limits(
     retry_s=5.0,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.sdk.fake_proxy import QUICK, FakeCluster, FakeProxy, Refuse
+from txbroker.contract.frames import Prepare
 from txbroker.core.records import Decision, Message, State
 from txbroker.core.routing import parse_id
 from txbroker.errors import AlreadyDecided, BadRequest, OwnerUnavailable, TxbrokerError
@@ -25,7 +26,6 @@ from txbroker.sdk import (
     ProducerClosed,
     Rollback,
 )
-from txbroker.wire import Prepare
 
 M = Message("payments", key=b"42", value=b"body")
 T = TypeVar("T")

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.sdk.fake_proxy import QUICK, AnswerAfter, FakeCluster, FakeProxy, FakeSession
+from txbroker.contract.frames import CheckAnswer, Decide, Drain
 from txbroker.core.records import CheckReason, Decision, Message
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.sdk import (
@@ -22,7 +23,6 @@ from txbroker.sdk import (
     NotYet,
     TransactionalProducer,
 )
-from txbroker.wire import CheckAnswer, Decide, Drain
 
 M = Message("payments", key=b"42", value=b"body")
 ID = "0" * 26

@@ -18,10 +18,10 @@ from tests.sdk.fake_proxy import (
     Ignore,
     Refuse,
 )
+from txbroker.contract.frames import Decide, FromProducer, Prepare
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import order_hash, parse_id
 from txbroker.sdk import Answer, CheckRequest, TransactionalProducer
-from txbroker.wire import Decide, FromProducer, Prepare
 
 PATIENT = replace(QUICK, retry_s=30.0, heartbeat_s=0.4, session_idle_s=0.2, answer_timeout_s=0.2)
 KEYLESS = Message("payments", value=b"body")

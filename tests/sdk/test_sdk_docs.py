@@ -11,8 +11,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.sdk.fake_proxy import FakeCluster
+from txbroker.contract.signing import secret_key, sign
 from txbroker.core.records import Decision, Message
-from txbroker.core.signing import secret_key, sign
 from txbroker.sdk import CheckRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-check.md"

@@ -19,11 +19,11 @@ from tests.sdk.fake_proxy import (
     Refuse,
     SendRaw,
 )
+from txbroker.contract.frames import AskEarly, Decide, FromProducer, Prepare, encode_frame
 from txbroker.core.records import Decision, Message, State
 from txbroker.core.routing import parse_id
 from txbroker.errors import IdConflict, Overloaded, OwnerUnavailable
 from txbroker.sdk import TransactionalProducer
-from txbroker.wire import AskEarly, Decide, FromProducer, Prepare, encode_frame
 
 M = Message("payments", key=b"42", value=b"body")
 KEYLESS = Message("payments", value=b"body")

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
+from txbroker.contract.frames import Prepare, Standing, Welcome, decode_from_producer
 from txbroker.core.records import Message, State
 from txbroker.sdk.session import Session, SessionLost
-from txbroker.wire import Prepare, Standing, Welcome, decode_from_producer
 
 M = Message("payments", value=b"body")
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.sdk.fake_proxy import QUICK, FakeCluster
 from tests.sdk.test_sdk_cluster import KEYLESS, keyed
-from txbroker import sticky
+from txbroker import batching as sticky
 from txbroker.core.routing import parse_id
 from txbroker.sdk import TransactionalProducer
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.sdk.fake_proxy import QUICK, AnswerAfter, FakeCluster, FakeProxy, Refuse
+from txbroker.contract.frames import FRAME_OPERATIONS_MAX, AskEarly, Decide, Prepare
 from txbroker.core.records import Decision, Message, State
 from txbroker.core.routing import order_hash, parse_id
 from txbroker.errors import (
@@ -29,7 +30,6 @@ from txbroker.sdk import (
     Transaction,
     TransactionalProducer,
 )
-from txbroker.wire import FRAME_OPERATIONS_MAX, AskEarly, Decide, Prepare
 
 M = Message("payments", key=b"42", value=b"body", headers=(("h", b"1"), ("h", None)))
 

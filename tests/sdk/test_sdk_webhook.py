@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from txbroker.contract.signing import secret_key, sign
 from txbroker.core.records import CheckReason, Message
-from txbroker.core.signing import secret_key, sign
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.sdk import BadSignature, CheckRequest, parse_check, verify_webhook
 

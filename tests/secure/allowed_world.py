@@ -21,11 +21,11 @@ from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
 from msgspec import structs
 from secure_world import SecureKafka
 
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.kafka import KafkaDoor, KafkaSettings
-from txbroker.kafka.acls import Right
-from txbroker.kafka.connection import open_connection
-from txbroker.kafka.login import NoLogin, SettingsLogin
+from txbroker.kafka.client.acls import Right
+from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.client.login import NoLogin, SettingsLogin
 
 _NUMBERS = itertools.count()
 _PASSWORD = "a-password-of-somebody"

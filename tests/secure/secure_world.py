@@ -16,7 +16,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from issuer import AUDIENCE, Issuer
 
-from txbroker.config import Settings, load_settings
+from txbroker.config.settings import Settings, load_settings
 from txbroker.embedded import EmbeddedKafka
 
 USER = "txbroker"

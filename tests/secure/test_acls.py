@@ -18,13 +18,13 @@ from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.core.records import Message
 from txbroker.errors import BadTarget, ConfigurationError, TooLarge
-from txbroker.kafka.acls import Right, Role, kafka_acls_command, rights_needed
-from txbroker.kafka.audit import KafkaAuditWriter
-from txbroker.kafka.audit_access import AuditAccess
-from txbroker.kafka.client import Client
-from txbroker.kafka.examination import KafkaExamination
-from txbroker.kafka.offsets import READ_UNCOMMITTED, ends
-from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.client.acls import Right, Role, kafka_acls_command, rights_needed
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.offsets import READ_UNCOMMITTED, ends
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.tools.audit import KafkaAuditWriter
+from txbroker.kafka.tools.audit_access import AuditAccess
+from txbroker.kafka.tools.examination import KafkaExamination
 
 SMALL_BYTES = 10_000
 

@@ -12,8 +12,8 @@ from command_lines import parsed
 from secret_files import secret_file
 from secure_world import KEY_PASSWORD
 
-from txbroker.config import SECRET_SETTINGS, load_settings
-from txbroker.kafka.login import SettingsLogin
+from txbroker.config.settings import SECRET_SETTINGS, load_settings
+from txbroker.kafka.client.login import SettingsLogin
 from txbroker.spark.login import login_options
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/connect-to-kafka.md").read_text()

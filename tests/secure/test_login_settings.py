@@ -13,10 +13,10 @@ from secure_world import CLIENT_SECRET, KEY_PASSWORD, PASSWORD
 from txbroker.cli.doctor.bundle import STRUCK_OUT, known_secrets, settings_shown
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
-from txbroker.config import SECRET_SETTINGS, Settings, load_settings
+from txbroker.config.settings import SECRET_SETTINGS, Settings, load_settings
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.login import SettingsLogin
-from txbroker.kafka.wiring import kafka_settings
+from txbroker.kafka.client.login import SettingsLogin
+from txbroker.kafka.client.wiring import kafka_settings
 
 SASL = {"kafka_security_protocol": "SASL_SSL", "kafka_sasl_username": "me"}
 OAUTH = {"kafka_security_protocol": "SASL_SSL", "kafka_sasl_mechanism": "OAUTHBEARER"}

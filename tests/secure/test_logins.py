@@ -15,12 +15,12 @@ from certificates import Authority
 from secure_world import REAUTH_MS, USER, WAYS, WRONG, SecureKafka
 from token_endpoint import TokenEndpoint
 
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client import Client, Connection
-from txbroker.kafka.connection import open_connection
-from txbroker.kafka.examination import KafkaExamination
-from txbroker.kafka.wiring import door_from, kafka_settings
+from txbroker.kafka.client.client import Client, Connection
+from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.client.wiring import door_from, kafka_settings
+from txbroker.kafka.tools.examination import KafkaExamination
 
 PATIENCE_S = 30.0
 

@@ -10,7 +10,7 @@ from secure_world import REAUTH_MS, SecureKafka
 from service_world import Desk, Service, until
 
 from txbroker.core.records import Message
-from txbroker.kafka.acls import Role, rights_needed
+from txbroker.kafka.client.acls import Role, rights_needed
 
 LOGINS = 3
 

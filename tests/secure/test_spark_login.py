@@ -15,9 +15,9 @@ from secure_world import KEY_PASSWORD, USER, WAYS, SecureKafka
 from service_world import Desk, Service
 from token_endpoint import TokenEndpoint
 
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.core.records import Message
-from txbroker.kafka.acls import Role, rights_needed
+from txbroker.kafka.client.acls import Role, rights_needed
 from txbroker.spark.cut import access_from
 from txbroker.spark.session import SparkSettings, spark_session
 

@@ -13,8 +13,8 @@ from msgspec import structs
 from secure_world import CLIENT_ID, CLIENT_SECRET
 from token_endpoint import TokenEndpoint
 
-from txbroker.kafka import oauth
-from txbroker.kafka.oauth import Credentials, FetchedToken, NoToken, TokenInFile
+from txbroker.kafka.client.client import oauth
+from txbroker.kafka.client.oauth import Credentials, FetchedToken, NoToken, TokenInFile
 
 
 def credentials(endpoint: TokenEndpoint, authority: Authority, **changes: Any) -> Credentials:

@@ -14,8 +14,8 @@ import aiohttp
 from memory_world import MemoryWorld
 from service_world import until
 
-from txbroker import wire
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
+from txbroker.contract import frames as wire
 from txbroker.principals import Role, digest_of, format_principal
 from txbroker.proxy.process import Proxy, run_proxy
 

@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from installation import TABLES, TOKENS, Answer, Installation
 
-from txbroker import wire
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
+from txbroker.contract import frames as wire
 from txbroker.errors import Unauthorized
 from txbroker.principals import digest_of
 from txbroker.proxy.http.api import operations

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from installation import TOKENS, Installation
 
-from txbroker import wire
+from txbroker.contract import frames as wire
+from txbroker.contract.signing import sign
 from txbroker.core.records import Decision
 from txbroker.core.routing import make_id
-from txbroker.core.signing import sign
 from txbroker.proxy.http.guards import Guard
 from txbroker.sdk import BadSignature, verify_webhook
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from installation import TABLES, TOKENS, Installation
 
-from txbroker import wire
+from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id
 from txbroker.errors import request_errors

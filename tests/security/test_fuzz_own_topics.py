@@ -49,9 +49,15 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.snapshot import chunk_key, chunks_in, closing_key, find_whole, segments_in
-from txbroker.door import Fenced
+from txbroker.door.own_topics import (
+    CheckpointScan,
+    encode_layout,
+    find_layout,
+    is_layout,
+    is_owners,
+)
+from txbroker.door.protocols import Fenced
 from txbroker.errors import ConfigurationError
-from txbroker.own_topics import CheckpointScan, encode_layout, find_layout, is_layout, is_owners
 
 CLASS = 10
 LONG = bool(os.environ.get("TXBROKER_TEST_LONG"))

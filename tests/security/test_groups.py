@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 from installation import Installation
 
-from txbroker import wire
+from txbroker.contract import frames as wire
 
 CLASS = 3
 MALFORMED = {

@@ -11,7 +11,7 @@ from console_world import Reader, reader_of
 from installation import TOKENS, Installation
 from service_world import until
 
-from txbroker import wire
+from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message
 
 CLASS = 2

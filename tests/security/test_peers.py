@@ -12,7 +12,7 @@ from installation import PEER_SECRET, TABLES, Installation
 from memory_world import MemoryWorld
 from service_world import until
 
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError
 from txbroker.proxy.process import Proxy, run_proxy
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from installation import PEER_SECRET, Installation
 
-from txbroker import wire
+from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id
 

@@ -14,7 +14,7 @@ from installation import Installation
 from memory_world import MemoryWorld
 from service_world import until
 
-from txbroker import wire
+from txbroker.contract import frames as wire
 from txbroker.core import settled
 from txbroker.core.segment import ROW_BYTES, SEGMENT_BYTES
 from txbroker.proxy.http import registration

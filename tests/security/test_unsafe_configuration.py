@@ -13,9 +13,9 @@ from cli_world import TXBROKER
 from secret_files import secret_file
 from tls_files import Authority, Pair, locked
 
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.wiring import door_from
+from txbroker.kafka.client.wiring import door_from
 from txbroker.proxy.process import run_proxy
 
 CLASS = 12

@@ -13,9 +13,9 @@ from msgspec import Struct
 from sim_loop import PROCESS
 from sim_network import Network
 
+from txbroker.core.assignor import owners, share_out
 from txbroker.core.records import RECORD_VERSION
-from txbroker.core.sharing import owners, share_out
-from txbroker.door import Assignment, Membership
+from txbroker.door.protocols import Assignment, Membership
 from txbroker.errors import KafkaUnavailable
 
 SESSION_S = 4.0
@@ -89,7 +89,7 @@ class Group:
 
 
 class SimMembership(Membership):
-    """A `txbroker.door.Membership` of one simulated proxy."""
+    """A `txbroker.door.protocols.Membership` of one simulated proxy."""
 
     def __init__(self, group: Group, name: str) -> None:
         self._group = group
@@ -109,7 +109,7 @@ class SimMembership(Membership):
         peer_url: str = "",
         admin_url: str = "",
     ) -> None:
-        """Join; see `txbroker.door.Membership`."""
+        """Join; see `txbroker.door.protocols.Membership`."""
         self._url = url
         await self._rejoin(assigned)
         self._beating = asyncio.create_task(self._beat(assigned, lost))
@@ -162,7 +162,7 @@ class SimMembership(Membership):
             raise KafkaUnavailable("no answer of the group's coordinator")
 
     async def still_ours(self, partition: int) -> bool:
-        """Say whether a partition is ours; see `txbroker.door.Membership`."""
+        """Say whether a partition is ours; see `txbroker.door.protocols.Membership`."""
         await self._travel()
         assignment = self._group.beat(self._name, self._member)
         await self._travel()

@@ -12,7 +12,7 @@ from msgspec import Struct
 from sim_kafka import FIRST_PORT, Cluster
 from sim_loop import PROCESS, Handle, Life, Process, SimLoop
 
-from txbroker.kafka.packed import OffsetRequest
+from txbroker.kafka.protocol.packed import OffsetRequest
 
 
 class Weather(Struct):

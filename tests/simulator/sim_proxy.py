@@ -16,22 +16,22 @@ from sim_network import Network
 from txbroker.checkers.base import Finder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.runner import CheckRunner
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.core.records import Cause
-from txbroker.door import Door, PartitionDoor, TargetFacts, Targets
+from txbroker.door.protocols import Door, PartitionDoor, TargetFacts, Targets
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client import Client
-from txbroker.kafka.partition import KafkaPartitionDoor
-from txbroker.kafka.settings import KafkaSettings
-from txbroker.kafka.shared_writes import SharedWrites
-from txbroker.kafka.visible import StableEnds
-from txbroker.proxy.broker import Broker
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.client.shared_writes import SharedWrites
+from txbroker.kafka.door.partition import KafkaPartitionDoor
+from txbroker.kafka.door.stable_offset import StableEnds
+from txbroker.proxy.cluster.broker import Broker
 
 FACTS_TTL_S = 5.0
 
 
 class SimTargets(Targets):
-    """A `txbroker.door.Targets` that asks the cluster as it is."""
+    """A `txbroker.door.protocols.Targets` that asks the cluster as it is."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -76,7 +76,7 @@ class SimTargets(Targets):
 
 
 class NoGroups:
-    """A `txbroker.door.GroupStore` in which no group is registered."""
+    """A `txbroker.door.protocols.GroupStore` in which no group is registered."""
 
     async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
         """There is nothing."""
@@ -87,14 +87,14 @@ class NoGroups:
 
 
 class NoAudit:
-    """A `txbroker.door.AuditFeed` in which nothing is told."""
+    """A `txbroker.door.protocols.AuditFeed` in which nothing is told."""
 
     def follow(self, changed: Callable[[str, bytes | None], None]) -> None:
         """There is nothing."""
 
 
 class SimDoor(Door):
-    """A `txbroker.door.Door` on simulated connections: client, producers, twin writer, claims and
+    """A `txbroker.door.protocols.Door` on simulated connections: client, producers, twin writer, claims and
     readers are those of the door to a real Kafka."""
 
     def __init__(self, network: Network, group: Group, name: str, partitions: int) -> None:

@@ -22,12 +22,12 @@ from txbroker.checkers.base import (
     Unreached,
     already,
 )
-from txbroker.contract import DecideRequest, PrepareRequest, Standing, TransactionView
+from txbroker.contract.frames import FRAME_OPERATIONS_MAX
+from txbroker.contract.service import DecideRequest, PrepareRequest, Standing, TransactionView
 from txbroker.core.records import Decision, Message, Source
 from txbroker.core.routing import make_id, order_hash
 from txbroker.errors import OwnerUnavailable, RequestError
-from txbroker.proxy.broker import Broker
-from txbroker.wire import FRAME_OPERATIONS_MAX
+from txbroker.proxy.cluster.broker import Broker
 
 CALL_S = 5.0
 GIVE_UP_S = 25.0

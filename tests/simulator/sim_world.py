@@ -21,7 +21,7 @@ from sim_network import Network
 from sim_proxy import SimProxy
 from sim_shop import TOPICS, Asker, Lane, Shop
 
-from txbroker.contract import PartitionState
+from txbroker.contract.service import PartitionState
 from txbroker.core.records import State
 from txbroker.core.routing import parse_id
 from txbroker.core.transaction import Transaction

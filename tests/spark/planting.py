@@ -23,7 +23,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 from topic_reader import create_topic
 from world import until
 
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.core.encoding import (
     encode_contents,
     encode_half,
@@ -48,8 +48,8 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id, parse_id
-from txbroker.door import PartitionDoor
-from txbroker.kafka.wiring import door_from
+from txbroker.door.protocols import PartitionDoor
+from txbroker.kafka.client.wiring import door_from
 from txbroker.spark.schema import Names
 
 NEVER = CheckPolicy(after_s=86_400.0)

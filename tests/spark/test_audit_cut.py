@@ -13,11 +13,11 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from topic_reader import create_topic
 
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.audit_access import kept_ms
-from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.tools.audit_access import kept_ms
 from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, held, read_on, to_end
 from txbroker.spark.errors import AuditError
 from txbroker.spark.schema import Names, TopicRead

@@ -14,7 +14,7 @@ from fact_world import NAMES, Moment, World, tables_held
 from planted_cases import plant_all, plant_clean
 from planting import Planting
 
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.core.records import Half
 from txbroker.errors import ConfigurationError
 from txbroker.spark.business import Business

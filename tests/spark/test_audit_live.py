@@ -18,7 +18,7 @@ from audit_load import Load
 from workload import Shop
 from world import World
 
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.schema import Names, RunSummary, Terms
 

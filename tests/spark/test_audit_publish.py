@@ -13,7 +13,7 @@ from kafka_world import KafkaWorld
 from service_world import Desk, Service, until
 
 from txbroker.cli.audit_run import _tell_until_it_ends
-from txbroker.core.audit import UnreadRecord, decode_news, encode_news
+from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
 from txbroker.spark.publish import key_of, news_of, publish
 from txbroker.spark.schema import KIND_NAMES, RunSummary, SetAside

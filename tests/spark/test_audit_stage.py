@@ -28,9 +28,9 @@ from txbroker.core.outcome import Effect
 from txbroker.core.records import RECORD_VERSION, Half, Marker, MarkerKind, Message, Record, State
 from txbroker.core.routing import make_id
 from txbroker.embedded import EmbeddedKafka
-from txbroker.kafka import audit_records
-from txbroker.kafka.batch import HEADER_BYTES, Unreadable, batch_body, encode_batch
-from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.protocol.batch import HEADER_BYTES, Unreadable, batch_body, encode_batch
+from txbroker.kafka.tools import audit_records
 from txbroker.spark.cut import KafkaAccess, TopicEnds
 from txbroker.spark.errors import AuditError
 from txbroker.spark.schema import Terms, TopicRead

@@ -15,10 +15,10 @@ from planting import FAR_MS, Planting, write_stamped
 from stream_world import TERMS, StreamWorld, confirmed, judged, reached
 from topic_reader import create_topic, read_topics
 
-from txbroker.core.audit import decode_news
+from txbroker.contract.audit import decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import KafkaUnavailable, TxbrokerError
-from txbroker.kafka.drift import KafkaDrift
+from txbroker.kafka.tools.drift import KafkaDrift
 from txbroker.spark.stream_state import NOT_STREAMED
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from topic_reader import read_topics
 from workload import Shop
 from world import World
 
-from txbroker.core.audit import STREAM_KEY, decode_news
+from txbroker.contract.audit import STREAM_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.schema import Terms
 from txbroker.spark.stream import StreamSettings

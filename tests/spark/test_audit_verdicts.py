@@ -16,10 +16,10 @@ from planted_cases import Planted, plant_clean
 from planting import Expected, Planting
 from topic_reader import read_topics
 
-from txbroker.config import load_settings
-from txbroker.core.audit import BATCH_KEY, BATCH_TICK_KEY, decode_news
+from txbroker.config.settings import load_settings
+from txbroker.contract.audit import BATCH_KEY, BATCH_TICK_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
-from txbroker.kafka.settings import KafkaSettings
+from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.schema import KIND_NAMES, RunSummary, Terms
 

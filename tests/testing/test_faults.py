@@ -10,8 +10,8 @@ import pytest
 from memory_world import MemoryWorld
 from service_world import Desk, Service, until
 
-from txbroker.config import Settings
-from txbroker.contract import DecideRequest
+from txbroker.config.settings import Settings
+from txbroker.contract.service import DecideRequest
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.http import transactions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door import Target, Turn, TurnLost
+from txbroker.door.protocols import Target, Turn, TurnLost
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
 

@@ -8,7 +8,7 @@ import pytest
 from memory_world import MemoryWorld
 from tls_world import ADMIN_TOKEN, BODY, TOKEN, Files, curl, running, secured, trusting
 
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.core.records import Decision
 from txbroker.errors import ConfigurationError
 from txbroker.proxy.http.api import operations

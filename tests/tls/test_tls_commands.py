@@ -13,7 +13,7 @@ from memory_world import MemoryWorld
 from tls_world import ADMIN_TOKEN, Files, mutual, running, secured
 
 from txbroker.cli.doctor.proxies import HttpProxies, NotSeen
-from txbroker.tls import ClientTls, TlsFiles
+from txbroker.net.tls import ClientTls, TlsFiles
 
 pytestmark = [pytest.mark.needs_tool("openssl")]
 

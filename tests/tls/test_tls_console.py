@@ -11,8 +11,8 @@ from console_world import Reader
 from memory_world import MemoryWorld
 from tls_world import ADMIN_TOKEN, TOKEN, Files, running, secured
 
+from txbroker.net.tls import ClientTls, TlsFiles
 from txbroker.proxy.console.visits import SESSION_COOKIE, VISIT_COOKIE
-from txbroker.tls import ClientTls, TlsFiles
 
 pytestmark = [pytest.mark.needs_tool("openssl")]
 

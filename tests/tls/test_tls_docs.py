@@ -15,7 +15,7 @@ from secret_files import secret_file
 from service_world import until
 from tls_world import curl, running
 
-from txbroker.config import Settings
+from txbroker.config.settings import Settings
 from txbroker.proxy.http.api import operations
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/secure-the-listener.md"

@@ -11,14 +11,14 @@ from service_world import until
 from tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 
 from txbroker.checkers.leases import PeerIdentity
-from txbroker.contract import PrepareRequest
+from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Decision
 from txbroker.core.routing import parse_id
 from txbroker.errors import OwnerUnavailable
-from txbroker.proxy.peers import Peers, Unsent
+from txbroker.net.tls import ClientTls, TlsFiles
+from txbroker.proxy.cluster.peers import Peers, Unsent
 from txbroker.proxy.process import Proxy
 from txbroker.sdk import CheckRequest, Message, TransactionalProducer
-from txbroker.tls import ClientTls, TlsFiles
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 

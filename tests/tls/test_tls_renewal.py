@@ -14,8 +14,8 @@ from tls_files import Pair, locked
 from tls_world import Files, curl, mutual, running, secured, trusting
 
 from txbroker.errors import ConfigurationError
+from txbroker.net.tls import ClientTls, ServerTls, TlsFiles
 from txbroker.sdk import Message, TransactionalProducer
-from txbroker.tls import ClientTls, ServerTls, TlsFiles
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 

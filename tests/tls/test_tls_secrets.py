@@ -11,9 +11,9 @@ from memory_world import MemoryWorld
 from tls_world import ADMIN_TOKEN, TOKEN, Files, curl, mutual, running, trusting
 
 from txbroker.cli.doctor.bundle import known_secrets, settings_shown
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.proxy.http.guards import Guard, reread_secret
-from txbroker.proxy.logging import configure_logging
+from txbroker.proxy.observe.logging import configure_logging
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 

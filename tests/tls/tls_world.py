@@ -13,7 +13,7 @@ from memory_world import MemoryWorld
 from service_world import until
 from tls_files import Authority, Pair
 
-from txbroker.config import load_settings
+from txbroker.config.settings import load_settings
 from txbroker.proxy.process import Proxy, run_proxy
 
 Json = dict[str, Any]

@@ -4,13 +4,13 @@
 current.
 """
 
+from txbroker.core.lifecycle import TRANSITIONS, Step
 from txbroker.core.records import State
-from txbroker.core.states import TRANSITIONS, Step
 
 _HEAD = """\
 # States of a transaction
 
-This page is made from the table that the code follows (`txbroker/core/states.py`) by
+This page is made from the table that the code follows (`txbroker/core/lifecycle.py`) by
 `python -m txbroker.core.diagram > docs/reference/states.md`. A step that is not drawn is illegal:
 it changes nothing.
 """

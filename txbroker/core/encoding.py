@@ -4,7 +4,7 @@ Our text headers come first, in fixed order, and the user's follow unchanged, ev
 names look like ours: the first header, `txb-v`, holds the version and the names of the optional
 headers that are there (`1 ts order`), so a reader knows where ours end.
 
-Headers are encoded once, where a record is made, as a record batch holds them (`kafka/batch.py`):
+Headers are encoded once, where a record is made, as a record batch holds them (`kafka/protocol/batch.py`):
 their number, then name and value of each after its length. What many records have alike is encoded
 once and joined. `core.decoding` reads all of this.
 

@@ -10,12 +10,12 @@ from typing import Protocol
 
 from txbroker.core.alike import alike
 from txbroker.core.index import Line, ShareOf, Undecided, Use, own_share
+from txbroker.core.lifecycle import UNDECIDED, Step
 from txbroker.core.outcome import Waiting
 from txbroker.core.records import Cause, Decision, Kept, Message, Progress, State
 from txbroker.core.routing import order_mark, parse_id
 from txbroker.core.segment import Segment
 from txbroker.core.settled import SettledWindow
-from txbroker.core.states import UNDECIDED, Step
 from txbroker.core.transaction import Transaction, Verdict, fingerprint, places
 
 WAITING_SWEEP_MIN = 1000

@@ -22,6 +22,7 @@ from txbroker.core.decoding import (
 )
 from txbroker.core.encoding import HalfRow, MarkerRow
 from txbroker.core.holdings import BEYOND_MAX, Holdings, from_copy
+from txbroker.core.lifecycle import IllegalStep, Step
 from txbroker.core.outcome import Effect, Outcome, Waiting
 from txbroker.core.records import (
     Anchor,
@@ -36,7 +37,6 @@ from txbroker.core.records import (
     anchor_of,
 )
 from txbroker.core.routing import order_mark, parse_id
-from txbroker.core.states import IllegalStep, Step
 from txbroker.core.transaction import Transaction, Verdict, fingerprint, fits, places, same_contents
 
 ACCOUNTED_LOOK = 1000

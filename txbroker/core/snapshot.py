@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from txbroker.core.alike import alike
 from txbroker.core.ledger import Ledger
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.outcome import Waiting
 from txbroker.core.records import (
     RECORD_VERSION,
@@ -37,7 +38,6 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.segment import Segment, name_of, read
-from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Checks, Transaction, Verdict, bare_of
 
 CHUNK_ENTRIES = 2000

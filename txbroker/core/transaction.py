@@ -13,6 +13,7 @@ from msgspec import Struct, structs
 
 from txbroker.core.alike import alike
 from txbroker.core.encoding import bytes_in_batch
+from txbroker.core.lifecycle import TRANSITIONS, IllegalStep, Step
 from txbroker.core.records import (
     Attempt,
     Cause,
@@ -26,7 +27,6 @@ from txbroker.core.records import (
     Source,
     State,
 )
-from txbroker.core.states import TRANSITIONS, IllegalStep, Step
 from txbroker.core.trace_context import HEADERS as TRACE_HEADERS
 
 ASK_SPACING_MS = 1000

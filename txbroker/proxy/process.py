@@ -11,33 +11,33 @@ from aiohttp import web
 from msgspec import Struct
 
 from txbroker import __version__
-from txbroker.addresses import Address
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.leases import Leases, PeerIdentity, PeerSessions
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
-from txbroker.config import Settings
+from txbroker.config.addresses import Address
+from txbroker.config.settings import Settings
 from txbroker.core.index import ShareOf
-from txbroker.door import Door
+from txbroker.door.protocols import Door
 from txbroker.errors import KafkaUnavailable
+from txbroker.net.tls import ClientTls, ServerTls, TlsFiles
 from txbroker.principals import Directory, Role
-from txbroker.proxy.audit_metrics import AuditMetrics
-from txbroker.proxy.broker import Broker
-from txbroker.proxy.check_urls import make_checks
-from txbroker.proxy.cluster import Cluster
+from txbroker.proxy.cluster.broker import Broker
+from txbroker.proxy.cluster.check_urls import make_checks
+from txbroker.proxy.cluster.cluster import Cluster
+from txbroker.proxy.cluster.peer_watcher import Roster
+from txbroker.proxy.cluster.peers import Peers
 from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
 from txbroker.proxy.http.api import SHELL
 from txbroker.proxy.http.guards import PeerGuard, reread_principals
-from txbroker.proxy.logging import get_logger
-from txbroker.proxy.metrics import Metrics
-from txbroker.proxy.overview import Surroundings
-from txbroker.proxy.partition_gauges import PartitionGauges
-from txbroker.proxy.peers import Peers
-from txbroker.proxy.readiness import ReadinessLog
-from txbroker.proxy.roster import Roster
-from txbroker.tls import ClientTls, ServerTls, TlsFiles
+from txbroker.proxy.observe.audit_metrics import AuditMetrics
+from txbroker.proxy.observe.logging import get_logger
+from txbroker.proxy.observe.metrics import Metrics
+from txbroker.proxy.observe.overview import Surroundings
+from txbroker.proxy.observe.partition_gauges import PartitionGauges
+from txbroker.proxy.observe.readiness import ReadinessLog
 
 RECONNECT_S, RECONNECT_MAX_S = 0.1, 1.0
 """Pauses between attempts to reach Kafka at the start, the first and the longest, seconds."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from msgspec import Struct, structs
 
+from txbroker.contract.frames import AskEarly, Decide, Prepare, Standing
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id, order_hash, parse_id
 from txbroker.errors import (
@@ -33,7 +34,6 @@ from txbroker.sdk.local import LocalBook
 from txbroker.sdk.messages import size_of
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import Asked, Session, SessionLost
-from txbroker.wire import AskEarly, Decide, Prepare, Standing
 
 _log = logging.getLogger("txbroker.sdk")
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from msgspec import structs
 
 from txbroker import tracing
+from txbroker.contract.frames import Check, CheckAnswer
 from txbroker.core.records import Decision
 from txbroker.core.trace_context import context_of
 from txbroker.errors import TooLarge, TxbrokerError
@@ -19,7 +20,6 @@ from txbroker.sdk.local import LocalBook
 from txbroker.sdk.messages import checked_replacement
 from txbroker.sdk.session import Session
 from txbroker.sdk.types import Answer, CheckFunction, CheckRequest, Commit, NotYet
-from txbroker.wire import Check, CheckAnswer
 
 _log = logging.getLogger("txbroker.sdk")
 

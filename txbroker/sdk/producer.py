@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from txbroker.contract.frames import SESSION_VERSION, Check, Decide, Drain, Hello
 from txbroker.core.records import Decision, Message
 from txbroker.errors import ConfigurationError
+from txbroker.net.tls import ClientTls, TlsFiles
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.checks import CheckDesk, is_coroutine_function
 from txbroker.sdk.limits import Limits
@@ -33,8 +35,6 @@ from txbroker.sdk.transaction import (
     prepared,
 )
 from txbroker.sdk.types import CheckFunction, Outcome, ProducerClosed, Rollback, Wait
-from txbroker.tls import ClientTls, TlsFiles
-from txbroker.wire import SESSION_VERSION, Check, Decide, Drain, Hello
 
 START_TIMEOUT_S = 15.0
 """How long the first session may take by default."""

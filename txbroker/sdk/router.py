@@ -14,12 +14,12 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+from txbroker.batching import Sticky
+from txbroker.contract.frames import Drain
 from txbroker.errors import OwnerUnavailable, RequestError
 from txbroker.sdk.limits import Limits
 from txbroker.sdk.session import CannotConnect, CannotTrust, Session
 from txbroker.sdk.types import ProducerClosed, Untrusted
-from txbroker.sticky import Sticky
-from txbroker.wire import Drain
 
 _log = logging.getLogger("txbroker.sdk")
 

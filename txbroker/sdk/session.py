@@ -14,18 +14,7 @@ from typing import Protocol, TypeAlias
 import aiohttp
 import msgspec
 
-from txbroker.errors import (
-    CertificateRequired,
-    Forbidden,
-    NotPermitted,
-    RequestError,
-    TooLarge,
-    Unauthorized,
-    request_errors,
-)
-from txbroker.sdk.limits import Limits
-from txbroker.tls import ClientTls, tls_trouble
-from txbroker.wire import (
+from txbroker.contract.frames import (
     CODE_HEADER,
     FRAME_BYTES_MAX,
     FRAME_OPERATIONS_MAX,
@@ -45,6 +34,17 @@ from txbroker.wire import (
     decode_from_proxy,
     encode_frame,
 )
+from txbroker.errors import (
+    CertificateRequired,
+    Forbidden,
+    NotPermitted,
+    RequestError,
+    TooLarge,
+    Unauthorized,
+    request_errors,
+)
+from txbroker.net.tls import ClientTls, tls_trouble
+from txbroker.sdk.limits import Limits
 
 _log = logging.getLogger("txbroker.sdk")
 

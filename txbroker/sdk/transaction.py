@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from txbroker import tracing
+from txbroker.contract.frames import Decide, Standing
 from txbroker.core.records import Decision, Message, State
 from txbroker.core.trace_context import carried_over, context_of, with_context
 from txbroker.errors import AlreadyDecided, BadRequest, BodyLost, Overloaded, OwnerUnavailable
@@ -15,7 +16,6 @@ from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.local import LocalBook
 from txbroker.sdk.messages import checked_replacement
 from txbroker.sdk.types import Answer, Commit, Outcome, Rollback, Wait
-from txbroker.wire import Decide, Standing
 
 REASON_LENGTH_MAX = 200
 """Of the reason that an early check carries: enough for a sentence, too little for a dump."""

@@ -7,9 +7,8 @@ from datetime import datetime
 
 import msgspec
 
-from txbroker.core.message_json import MessageError, decode_messages
-from txbroker.core.records import CheckReason
-from txbroker.core.signing import (
+from txbroker.contract.json import MessageError, decode_messages
+from txbroker.contract.signing import (
     ID_HEADER,
     SIGNATURE_HEADER,
     TEST_HEADER,
@@ -17,6 +16,7 @@ from txbroker.core.signing import (
     secret_key,
     sign,
 )
+from txbroker.core.records import CheckReason
 from txbroker.errors import BadRequest, ConfigurationError, TxbrokerError
 from txbroker.sdk.types import CheckRequest
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Self, TypeVar
 
-from txbroker.config import DAY_S, Settings
-from txbroker.contract import ListRequest, TransactionView
+from txbroker.config.settings import DAY_S, Settings
+from txbroker.contract.service import ListRequest, TransactionView
 from txbroker.core.encoding import INSTALLATION_HEADER, SEQUENCE_HEADER
 from txbroker.core.index import due_ms
+from txbroker.core.lifecycle import UNDECIDED
 from txbroker.core.records import Message, Record, State
-from txbroker.core.states import UNDECIDED
 from txbroker.errors import TxbrokerError
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.testing.door import MemoryDoor
@@ -51,7 +51,7 @@ class InMemoryBroker:
     `async_wait_until_settled`: a check may need the event loop that the blocking ones would hold.
 
     Args:
-        settings: of `txbroker.config.Settings`. Unless said otherwise targets are created when a
+        settings: of `txbroker.config.settings.Settings`. Unless said otherwise targets are created when a
             message is prepared for them, as `txbroker dev` does, and time may be put forward by
             days.
     """

@@ -13,10 +13,16 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from txbroker.commits import again, begin, outcome
 from txbroker.core.encoding import encode_claim, encode_progress
 from txbroker.core.records import Cause, Claim, Record
-from txbroker.door import (
+from txbroker.door.commits import again, begin, outcome
+from txbroker.door.own_topics import (
+    CheckpointScan,
+    encode_layout,
+    find_layout,
+    partition_problems,
+)
+from txbroker.door.protocols import (
     Appended,
     AppendUnknown,
     AuditFeed,
@@ -35,12 +41,6 @@ from txbroker.door import (
     TurnRefused,
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.own_topics import (
-    CheckpointScan,
-    encode_layout,
-    find_layout,
-    partition_problems,
-)
 from txbroker.testing.members import MemoryMembership
 from txbroker.testing.memory import (
     MemoryKafka,
@@ -61,7 +61,7 @@ _CHECKPOINT_BYTES_MIN = 1 << 20
 
 
 class MemoryDoor:
-    """A `txbroker.door.Door` to a Kafka in memory.
+    """A `txbroker.door.protocols.Door` to a Kafka in memory.
 
     Args:
         kafka: shared by all doors that are to see one another.
@@ -199,7 +199,7 @@ class MemoryDoor:
 
 
 class MemoryLog:
-    """A `txbroker.door.Log` in memory."""
+    """A `txbroker.door.protocols.Log` in memory."""
 
     def __init__(self, kafka: MemoryKafka, topic: str, number: int) -> None:
         self.batch_bytes_max = kafka.topics[topic].message_bytes_max
@@ -271,7 +271,7 @@ def _placed(records: Sequence[Record], position: int) -> list[Record]:
 
 
 class MemoryPartitionDoor:
-    """A `txbroker.door.PartitionDoor` in memory."""
+    """A `txbroker.door.protocols.PartitionDoor` in memory."""
 
     half: Log
     op: Log
@@ -533,7 +533,7 @@ class _Written(NamedTuple):
 
 
 class MemoryTurn:
-    """A `txbroker.door.TurnHandle`: the turn is written, its commit goes on by itself."""
+    """A `txbroker.door.protocols.TurnHandle`: the turn is written, its commit goes on by itself."""
 
     def __init__(
         self,

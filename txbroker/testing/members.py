@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
+from txbroker.core.assignor import owners, share_out
 from txbroker.core.records import RECORD_VERSION
-from txbroker.core.sharing import owners, share_out
-from txbroker.door import Assignment, Membership, replaced_by
+from txbroker.door.protocols import Assignment, Membership, replaced_by
 from txbroker.errors import KafkaUnavailable
 
 Assigned: TypeAlias = Callable[[Assignment], None]
@@ -156,7 +156,7 @@ class Coordinator:
 
 
 class MemoryMembership(Membership):
-    """A `txbroker.door.Membership` of one door.
+    """A `txbroker.door.protocols.Membership` of one door.
 
     Args:
         coordinator: the group.
@@ -188,7 +188,7 @@ class MemoryMembership(Membership):
         peer_url: str = "",
         admin_url: str = "",
     ) -> None:
-        """Join as the proxy at `url`; see `txbroker.door.Membership`.
+        """Join as the proxy at `url`; see `txbroker.door.protocols.Membership`.
 
         Raises:
             KafkaUnavailable: Kafka is down.

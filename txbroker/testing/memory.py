@@ -19,7 +19,13 @@ from msgspec import Struct, structs
 
 from txbroker.core.encoding import encode_headers
 from txbroker.core.records import Cause, Encoded, Record
-from txbroker.door import Appended, AppendRefused, AppendUnknown, LogTruncated, TargetFacts
+from txbroker.door.protocols import (
+    Appended,
+    AppendRefused,
+    AppendUnknown,
+    LogTruncated,
+    TargetFacts,
+)
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.members import Coordinator
 

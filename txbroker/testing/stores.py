@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from txbroker.core.records import Record
-from txbroker.door import AppendUnknown
+from txbroker.door.own_topics import LAYOUT_KEY
+from txbroker.door.protocols import AppendUnknown
 from txbroker.errors import KafkaUnavailable
-from txbroker.own_topics import LAYOUT_KEY
 from txbroker.testing.memory import MemoryKafka
 
 
 class MemoryGroupStore:
-    """A `txbroker.door.GroupStore` in memory."""
+    """A `txbroker.door.protocols.GroupStore` in memory."""
 
     def __init__(self, kafka: MemoryKafka, topic: str) -> None:
         self._kafka = kafka
@@ -53,7 +53,7 @@ class MemoryGroupStore:
 
 
 class MemoryAuditFeed:
-    """A `txbroker.door.AuditFeed` in memory. A topic that is missing is not waited for."""
+    """A `txbroker.door.protocols.AuditFeed` in memory. A topic that is missing is not waited for."""
 
     def __init__(self, kafka: MemoryKafka, topic: str) -> None:
         self._kafka = kafka

@@ -5,8 +5,14 @@ from collections.abc import Callable
 from functools import partial
 
 from txbroker.core.records import Cause, Record
-from txbroker.door import TargetFacts
-from txbroker.own_topics import belongs_to, half_partitions, installation_of, is_layout, is_owners
+from txbroker.door.own_topics import (
+    belongs_to,
+    half_partitions,
+    installation_of,
+    is_layout,
+    is_owners,
+)
+from txbroker.door.protocols import TargetFacts
 from txbroker.testing.memory import MemoryKafka, valid_name
 
 _CAUSE_TTL_S = 1.0
@@ -14,7 +20,7 @@ _CAUSE_TTL_S = 1.0
 
 
 class MemoryTargets:
-    """A `txbroker.door.Targets` in memory."""
+    """A `txbroker.door.protocols.Targets` in memory."""
 
     def __init__(self, kafka: MemoryKafka, ttl_s: float) -> None:
         self._kafka = kafka

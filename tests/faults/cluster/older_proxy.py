@@ -7,7 +7,7 @@ import functools
 import sys
 
 from txbroker.cli.main import main
-from txbroker.kafka import wiring
+from txbroker.kafka.client import wiring
 
 
 def run(version: int, *arguments: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 from aiokafka.protocol.api import Request
 from links import END_TXN, OVERTAKEN, Ends, Link, Relay, read_frame, source_of, transactional_id
 
-from txbroker.kafka.packed import Packed
-from txbroker.kafka.transactions import FIRST, SECOND, First
+from txbroker.kafka.protocol.packed import Packed
+from txbroker.kafka.protocol.transactions import FIRST, SECOND, First
 
 _FETCH, _ADD_PARTITIONS = 1, 24
 _SOON_S = 10.0

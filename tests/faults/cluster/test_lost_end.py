@@ -15,11 +15,11 @@ from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
 from three_nodes import START_S, ThreeNodes
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door import Target, Turn, TurnLost
+from txbroker.door.protocols import Target, Turn, TurnLost
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.batch import batch_body
-from txbroker.kafka.client import Client, Patience
-from txbroker.kafka.producer import Producer
+from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.producer import Producer
+from txbroker.kafka.protocol.batch import batch_body
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

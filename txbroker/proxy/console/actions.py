@@ -11,7 +11,7 @@ from enum import Enum
 
 from aiohttp import web
 
-from txbroker.contract import DecideRequest, TransactionView
+from txbroker.contract.service import DecideRequest, TransactionView
 from txbroker.core.records import Decision, Source, State
 from txbroker.errors import BadRequest, KafkaUnavailable, RequestError
 from txbroker.proxy.console.filters import Filter, Record, convert, read_listing
@@ -19,7 +19,7 @@ from txbroker.proxy.console.shown import link
 from txbroker.proxy.console.site import Ask, Page, Redirect, Route
 from txbroker.proxy.http.operations import ONLY_OPERATORS
 from txbroker.proxy.http.shell import Shell, within_groups
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 

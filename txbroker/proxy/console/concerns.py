@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from txbroker.contract import GroupOverview, Overview, PartitionState
+from txbroker.contract.service import GroupOverview, Overview, PartitionState
 from txbroker.core.records import State
 from txbroker.proxy.console.shown import age, count, link
-from txbroker.proxy.overview import UNREACHABLE
+from txbroker.proxy.observe.overview import UNREACHABLE
 
 PENDING_AGE_S = 900.0
 """All attempts of the default policy are over after 7 minutes."""

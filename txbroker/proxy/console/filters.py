@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from txbroker.contract import ListRequest
+from txbroker.contract.service import ListRequest
 from txbroker.core.records import State
 from txbroker.errors import BadRequest
 from txbroker.proxy.console.shown import age

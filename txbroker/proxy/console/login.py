@@ -6,7 +6,7 @@ from txbroker.errors import Unauthorized
 from txbroker.proxy.console.filters import Record, convert
 from txbroker.proxy.console.site import Ask, Page, Redirect, Route
 from txbroker.proxy.console.visits import NAME_MAX
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from txbroker.checkers.groups import GroupPolicy
-from txbroker.contract import GroupOverview, Overview, Rates, TransactionView
+from txbroker.contract.service import GroupOverview, Overview, Rates, TransactionView
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import State
-from txbroker.core.states import SETTLED
 from txbroker.principals import Role
 from txbroker.proxy.console.actions import Action, allowed
 from txbroker.proxy.console.concerns import concerns_of

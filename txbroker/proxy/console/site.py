@@ -29,7 +29,7 @@ from txbroker.proxy.http.guards import Guard
 from txbroker.proxy.http.operations import WHO_LOOKS
 from txbroker.proxy.http.reading import Body
 from txbroker.proxy.http.shell import Shell
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 

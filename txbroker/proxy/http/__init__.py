@@ -1,4 +1,4 @@
-"""The HTTP API and the SDK's sessions: two thin shells round a `txbroker.contract.Service`."""
+"""The HTTP API and the SDK's sessions: two thin shells round a `txbroker.contract.service.Service`."""
 
 from txbroker.proxy.http.api import make_admin_app, make_app, make_peer_app
 from txbroker.proxy.http.server import serve

@@ -13,8 +13,8 @@ from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import Leases
 from txbroker.checkers.sessions import SessionRegistry
-from txbroker.config import Settings
-from txbroker.contract import Service
+from txbroker.config.settings import Settings
+from txbroker.contract.service import Service
 from txbroker.errors import (
     AdminOnly,
     BadRequest,
@@ -23,7 +23,7 @@ from txbroker.errors import (
     TooLarge,
 )
 from txbroker.principals import Directory
-from txbroker.proxy.forwarding import CALLER, CALLER_HEADER, PREFIX
+from txbroker.proxy.cluster.forwarding import CALLER, CALLER_HEADER, PREFIX
 from txbroker.proxy.http import registration, system, transactions
 from txbroker.proxy.http.endpoints import Endpoint, refusal
 from txbroker.proxy.http.front import DirectCalls
@@ -47,8 +47,8 @@ from txbroker.proxy.http.operations import (
 )
 from txbroker.proxy.http.sessions import SessionServer
 from txbroker.proxy.http.shell import Shell
-from txbroker.proxy.logging import get_logger
-from txbroker.proxy.metrics import Gauges, Metrics
+from txbroker.proxy.observe.logging import get_logger
+from txbroker.proxy.observe.metrics import Gauges, Metrics
 
 log = get_logger(__name__)
 

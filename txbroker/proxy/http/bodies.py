@@ -1,7 +1,7 @@
 """What goes over HTTP as JSON: requests, queries and answers.
 
 These declarations decode the requests, encode the answers and make the OpenAPI document, so the
-three cannot differ. Only the messages themselves are read by `txbroker.core.message_json`.
+three cannot differ. Only the messages themselves are read by `txbroker.contract.json`.
 """
 
 from typing import Annotated, Any, Literal
@@ -10,14 +10,14 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from txbroker.checkers.groups import GROUP_NAME_CHARS_MAX
-from txbroker.contract import (
+from txbroker.contract.json import PARTITION_MAX, TIMESTAMP_MS_MAX
+from txbroker.contract.service import (
     LIST_LIMIT_MAX,
     Event,
     GroupOverview,
     PartitionOverview,
     ProxyOverview,
 )
-from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Attempt, Cause, Decision, Source, State
 
 TEXT_MAX = 1000

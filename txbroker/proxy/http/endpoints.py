@@ -11,7 +11,7 @@ from txbroker import tracing
 from txbroker.core.telling import telling, where_raised
 from txbroker.errors import KafkaDown, KafkaUnavailable, Overloaded, RequestError
 from txbroker.principals import ANYBODY, Principal
-from txbroker.proxy.forwarding import CALLER
+from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.bodies import Request
 from txbroker.proxy.http.guards import PRINCIPAL, Guard, credential_of
 from txbroker.proxy.http.operations import (
@@ -26,7 +26,7 @@ from txbroker.proxy.http.operations import (
 from txbroker.proxy.http.posted import Posted, Received
 from txbroker.proxy.http.reading import Body, check_media_type, decode_body, decode_query
 from txbroker.proxy.http.shell import Shell
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 

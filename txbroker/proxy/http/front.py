@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from multidict import CIMultiDict
 
-from txbroker.deadlines import Deadlines
+from txbroker.net.deadlines import Deadlines
 from txbroker.proxy.http.endpoints import Endpoint
 from txbroker.proxy.http.operations import Answered
 from txbroker.proxy.http.posted import Posted

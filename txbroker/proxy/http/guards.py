@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from txbroker.addresses import read_token
 from txbroker.checkers.leases import PEER_HEADER
-from txbroker.config import Settings
+from txbroker.config.addresses import read_token
+from txbroker.config.settings import Settings
 from txbroker.core.telling import telling
 from txbroker.errors import (
     CertificateRequired,
@@ -39,7 +39,7 @@ from txbroker.principals import (
     read_principals,
 )
 from txbroker.proxy.http.posted import Received
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 

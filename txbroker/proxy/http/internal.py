@@ -22,7 +22,7 @@ from txbroker.checkers.leases import (
     Leases,
     to_answer,
 )
-from txbroker.contract import (
+from txbroker.contract.service import (
     LIST_LIMIT_MAX,
     DecideRequest,
     ListRequest,
@@ -42,11 +42,18 @@ from txbroker.errors import (
     RequestError,
     UnsupportedMediaType,
 )
-from txbroker.proxy.forwarding import OVERVIEW_PATH, PREFIX, SESSIONS_PATH, ById, encode, failed
+from txbroker.proxy.cluster.forwarding import (
+    OVERVIEW_PATH,
+    PREFIX,
+    SESSIONS_PATH,
+    ById,
+    encode,
+    failed,
+)
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 from txbroker.proxy.http.reading import Body
 from txbroker.proxy.http.shell import Shell, check_group, check_id, check_reason
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 

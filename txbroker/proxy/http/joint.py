@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from txbroker.contract import DecideRequest, PrepareRequest, Run, Service, Standing
+from txbroker.contract.service import DecideRequest, PrepareRequest, Run, Service, Standing
 from txbroker.errors import RequestError
-from txbroker.proxy.forwarding import CALLER
+from txbroker.proxy.cluster.forwarding import CALLER
 
 Request: TypeAlias = PrepareRequest | DecideRequest
 T = TypeVar("T")

@@ -11,6 +11,7 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE
 from msgspec import Struct
 
+from txbroker.contract.frames import CODE_HEADER
 from txbroker.core.trace_context import TraceContext
 from txbroker.errors import (
     AdminOnly,
@@ -28,7 +29,6 @@ from txbroker.errors import (
 from txbroker.principals import ANYBODY, Principal, Role
 from txbroker.proxy.http.bodies import Answer, NoQuery, Request
 from txbroker.proxy.http.shell import Shell
-from txbroker.wire import CODE_HEADER
 
 JSON = "application/json"
 encode_json = msgspec.json.Encoder().encode

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.helpers import parse_content_type
 
-from txbroker.core.message_json import MessageError, TooManyMessages, decode_messages
+from txbroker.contract.json import MessageError, TooManyMessages, decode_messages
 from txbroker.core.records import Message
 from txbroker.errors import (
     BadRequest,
@@ -19,7 +19,7 @@ from txbroker.errors import (
     TooSlow,
     UnsupportedMediaType,
 )
-from txbroker.proxy.forwarding import CALLER
+from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.bodies import Request
 from txbroker.proxy.http.posted import Received
 from txbroker.proxy.http.shell import Shell

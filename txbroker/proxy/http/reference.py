@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from txbroker.config import ENV_PREFIX, Settings
+from txbroker.config.settings import ENV_PREFIX, Settings
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import SESSION_PATH, operations
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import Operation
-from txbroker.proxy.metrics import Metrics
+from txbroker.proxy.observe.metrics import Metrics
 
 _NOTICE = "<!-- Written by `python -m txbroker.proxy.http.reference`; edit the code instead. -->\n"
 

@@ -18,7 +18,7 @@ from txbroker.proxy.http.operations import (
     Reply,
 )
 from txbroker.proxy.http.shell import check_group
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 from aiohttp import ClientConnectionError, WSMsgType, web
 
-from txbroker import contract, tracing, wire
+from txbroker import tracing
+from txbroker.contract import frames as wire
+from txbroker.contract import service as contract
 from txbroker.core.records import Decision, Source
 from txbroker.core.telling import telling, where_raised
 from txbroker.errors import (
@@ -25,7 +27,7 @@ from txbroker.errors import (
     RequestError,
 )
 from txbroker.principals import ANYBODY, Principal
-from txbroker.proxy.forwarding import CALLER
+from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.guards import PRINCIPAL, credential_of
 from txbroker.proxy.http.shell import (
     OPERATION_BYTES,
@@ -35,8 +37,8 @@ from txbroker.proxy.http.shell import (
     check_reason,
     message_bytes,
 )
-from txbroker.proxy.logging import get_logger
-from txbroker.proxy.tracing import traced_alone
+from txbroker.proxy.observe.logging import get_logger
+from txbroker.proxy.observe.tracing import traced_alone
 
 log = get_logger(__name__)
 

@@ -10,8 +10,9 @@ from typing import Protocol, runtime_checkable
 
 from aiohttp import ClientConnectionResetError, WSCloseCode, web
 
-from txbroker import tracing, wire
+from txbroker import tracing
 from txbroker.checkers.groups import PolicyError, check_group_name
+from txbroker.contract import frames as wire
 from txbroker.core.index import Use, part_of
 from txbroker.errors import (
     BadRequest,
@@ -25,7 +26,7 @@ from txbroker.proxy.http.session import ProtocolError, Session, decoded, failure
 from txbroker.proxy.http.shell import (
     Shell,
 )
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 

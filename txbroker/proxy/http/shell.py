@@ -11,10 +11,10 @@ from msgspec import structs
 from txbroker.checkers.groups import Groups, PolicyError, check_group_name
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.sessions import SessionRegistry
-from txbroker.config import PREPARES_SHARE, RECEIVING_SHARE, Settings
-from txbroker.contract import DecideRequest, ListRequest, PrepareRequest, Service
+from txbroker.config.settings import PREPARES_SHARE, RECEIVING_SHARE, Settings
+from txbroker.contract.json import PARTITION_MAX, TIMESTAMP_MS_MAX
+from txbroker.contract.service import DecideRequest, ListRequest, PrepareRequest, Service
 from txbroker.core.index import Use, part_of
-from txbroker.core.message_json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.core.records import Message
 from txbroker.core.routing import ALPHABET, LENGTH, parse_id
 from txbroker.errors import BadId, BadRequest, TooLarge
@@ -22,7 +22,7 @@ from txbroker.principals import Directory, Principal
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 from txbroker.proxy.http.guards import Reread
 from txbroker.proxy.http.joint import JointCalls
-from txbroker.proxy.metrics import Metrics
+from txbroker.proxy.observe.metrics import Metrics
 
 _ID = re.compile(f"[0-7][{ALPHABET}]{{{LENGTH - 1}}}")
 # 26 characters of 5 bits are 130 bits, an id has 128: so the first one is at most 7.

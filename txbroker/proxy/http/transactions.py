@@ -10,7 +10,8 @@ from typing import cast
 import msgspec
 
 from txbroker import tracing
-from txbroker.contract import (
+from txbroker.contract.json import message_to_json
+from txbroker.contract.service import (
     LISTED_MESSAGES_MAX,
     DecideRequest,
     ListRequest,
@@ -20,7 +21,6 @@ from txbroker.contract import (
     Standing,
     TransactionView,
 )
-from txbroker.core.message_json import message_to_json
 from txbroker.core.records import Decision, Message, Source
 from txbroker.errors import (
     AlreadyDecided,
@@ -56,8 +56,8 @@ from txbroker.proxy.http.bodies import (
 from txbroker.proxy.http.operations import ONLY_OPERATORS, WHO_WRITES, Call, Operation, Reply
 from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.http.shell import check_group, plain_id, within_groups
-from txbroker.proxy.metrics import Metrics
-from txbroker.proxy.tracing import note_id, preparing, within
+from txbroker.proxy.observe.metrics import Metrics
+from txbroker.proxy.observe.tracing import note_id, preparing, within
 
 WAIT_MAX_S = 30.0
 """How long an answer waits at most until messages are visible, seconds. A client that repeats what

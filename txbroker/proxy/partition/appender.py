@@ -22,7 +22,7 @@ from msgspec import Struct
 from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, Row
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Anchor, Record
-from txbroker.door import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
+from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import (
     KafkaUnavailable,
     Overloaded,

@@ -12,10 +12,10 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import Anchor, Record, Skip
 from txbroker.core.transaction import Transaction
-from txbroker.door import Claimed, SetAside
+from txbroker.door.own_topics import foreign_why
+from txbroker.door.protocols import Claimed, SetAside
 from txbroker.errors import NewerRecord
-from txbroker.own_topics import foreign_why
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.context import PartitionEvents
 from txbroker.proxy.partition.parked_copies import Copies
 

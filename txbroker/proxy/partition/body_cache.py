@@ -20,12 +20,12 @@ from txbroker.core.decoding import (
     decode_half,
     decode_kept,
 )
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Cause, Message, Record
-from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
-from txbroker.door import LogTruncated, PartitionDoor
+from txbroker.door.protocols import LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from txbroker import tracing
 from txbroker.checkers.base import Answered, CheckCall, Told, Unreached, Wanted, shortened
-from txbroker.contract import Answer, DecideRequest
+from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import MarkerRow, headers_bytes
 from txbroker.core.index import Crowd, Schedule, due_ms
 from txbroker.core.outcome import Effect, Outcome
@@ -30,7 +30,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import ASK_SPACING_MS, Transaction, fits
-from txbroker.door import Targets
+from txbroker.door.protocols import Targets
 from txbroker.errors import (
     BadTarget,
     KafkaUnavailable,
@@ -41,7 +41,7 @@ from txbroker.errors import (
     TxbrokerError,
 )
 from txbroker.failpoints import hit
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.appender import Appender, Applied
 from txbroker.proxy.partition.body_cache import Bodies
 from txbroker.proxy.partition.context import PartitionContext

@@ -14,8 +14,8 @@ from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Header, Marker, MarkerKind, Message, Source
 from txbroker.core.transaction import Transaction
 from txbroker.errors import OwnerUnavailable
+from txbroker.proxy.observe.rates import Tally
 from txbroker.proxy.partition.clock import LogTime
-from txbroker.proxy.tally import Tally
 
 
 class Bounds(Struct, frozen=True):

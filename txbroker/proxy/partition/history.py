@@ -13,12 +13,12 @@ from statistics import median_low
 from txbroker.core.decoding import Malformed, NewerVersion, decode_marker, is_content
 from txbroker.core.encoding import ID_HEADER
 from txbroker.core.ledger import Ledger
+from txbroker.core.lifecycle import Step
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Record, State
 from txbroker.core.routing import parse_id
-from txbroker.core.states import Step
 from txbroker.core.transaction import Transaction
-from txbroker.door import Log, LogTruncated
+from txbroker.door.protocols import Log, LogTruncated
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition.clock import CLOCKS_APART_MS
 

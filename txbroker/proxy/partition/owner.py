@@ -36,16 +36,17 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from txbroker.contract import PartitionState
+from txbroker.contract.service import PartitionState
 from txbroker.core.holdings import BEYOND_MAX
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Claim, State
 from txbroker.core.segment import SEGMENT_BYTES
-from txbroker.door import Claimed, Fenced, Hanging, PartitionDoor, Targets
+from txbroker.door.protocols import Claimed, Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
 from txbroker.principals import Directory, no_principals
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
+from txbroker.proxy.observe.rates import Tally
 from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import Bodies
@@ -64,7 +65,6 @@ from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.recovery import Recovered, claim_first, recover
 from txbroker.proxy.partition.retention import Edges
 from txbroker.proxy.partition.snapshots import SnapshotWriter
-from txbroker.proxy.tally import Tally
 
 IDLE_S = 1.0
 """An owner that has appended nothing for so long looks whether somebody else wrote to its logs."""

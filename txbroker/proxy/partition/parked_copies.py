@@ -14,9 +14,9 @@ from txbroker.core.decoding import (
 )
 from txbroker.core.records import Kept, Record, Skip, State
 from txbroker.core.transaction import Transaction, bare
-from txbroker.door import PartitionDoor, SetAside
+from txbroker.door.own_topics import ParkedScan
+from txbroker.door.protocols import PartitionDoor, SetAside
 from txbroker.errors import InvariantBroken, KafkaUnavailable, NewerRecord
-from txbroker.own_topics import ParkedScan
 from txbroker.proxy.partition.clock import Pace
 
 PICKED_MAX = 200

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from txbroker.contract import Answer, DecideRequest, PrepareRequest, Standing
+from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, Standing
 from txbroker.core.encoding import HalfRow, half_row
 from txbroker.core.index import Use, part_of
 from txbroker.core.ledger import Ledger
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import (
     Decision,
@@ -18,9 +19,8 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import parse_id
-from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction, fingerprint, same_contents
-from txbroker.door import Log, LogTruncated
+from txbroker.door.protocols import Log, LogTruncated
 from txbroker.errors import (
     AlreadyDecided,
     BadRequest,

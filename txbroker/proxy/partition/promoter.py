@@ -22,11 +22,11 @@ from msgspec import Struct, field, structs
 from txbroker import tracing
 from txbroker.core.encoding import encode_kept, headers_bytes, kept_tombstones, promoted_headers
 from txbroker.core.index import Use
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.promotion import Plan, Verdict, plan_turn, transaction_bytes
 from txbroker.core.records import Cause, Header, Place, Progress, Record, State
-from txbroker.core.states import SETTLED
 from txbroker.core.transaction import Transaction
-from txbroker.door import (
+from txbroker.door.protocols import (
     Fenced,
     NotVisible,
     PartitionDoor,
@@ -40,13 +40,13 @@ from txbroker.door import (
 )
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
+from txbroker.proxy.observe.tracing import TracedTurn, traced_turn, turn_ended
 from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.body_cache import BODY_LOST, Bodies, lost_cause
 from txbroker.proxy.partition.clock import TurnPace, UnderWay
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.targets import Trouble, note_invisible, takes
-from txbroker.proxy.tracing import TracedTurn, traced_turn, turn_ended
 
 COPIES_MAX = 100
 """Whole transactions that one turn copies into the parked topic, or removes from it, beside those

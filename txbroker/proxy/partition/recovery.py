@@ -8,13 +8,13 @@ from msgspec import Struct
 
 from txbroker.core.decoding import Malformed, NewerVersion, decode_log
 from txbroker.core.ledger import Ledger
+from txbroker.core.lifecycle import UNDECIDED
 from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
-from txbroker.core.states import UNDECIDED
-from txbroker.door import Claimed, Log, LogTruncated, PartitionDoor
+from txbroker.door.own_topics import foreign_why
+from txbroker.door.protocols import Claimed, Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import hit
-from txbroker.own_topics import foreign_why
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.clock import Pace
 from txbroker.proxy.partition.parked_copies import Copies, batches, read_copies, with_messages

@@ -4,8 +4,8 @@ from contextlib import ExitStack
 
 from txbroker.core.records import Anchor
 from txbroker.core.transaction import Transaction
-from txbroker.door import Log, LogTruncated, PartitionDoor
-from txbroker.proxy.logging import get_logger
+from txbroker.door.protocols import Log, LogTruncated, PartitionDoor
+from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.body_cache import BATCH_MAX, Bodies
 from txbroker.proxy.partition.clock import Pace
 from txbroker.proxy.partition.context import PartitionContext

@@ -18,9 +18,9 @@ from txbroker.core.snapshot import (
     segment_key,
     segments_in,
 )
-from txbroker.door import AppendRefused, PartitionDoor
+from txbroker.door.protocols import AppendRefused, PartitionDoor
 from txbroker.errors import KafkaUnavailable
-from txbroker.proxy.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.context import PartitionContext
 
 LOOK_S = 1.0

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from msgspec import Struct, structs
 
+from txbroker.batching import Sticky
 from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, bytes_in_batch
 from txbroker.core.index import Schedule
 from txbroker.core.ledger import Ledger
@@ -14,10 +15,9 @@ from txbroker.core.promotion import TurnLimits, Verdict
 from txbroker.core.records import Cause, Message, Place, State
 from txbroker.core.routing import murmur2
 from txbroker.core.transaction import Transaction, places_of
-from txbroker.door import NotVisible, TargetFacts, Targets
+from txbroker.door.protocols import NotVisible, TargetFacts, Targets
 from txbroker.errors import BadTarget, InvariantBroken, RequestError, TooLarge, UnknownTopic
 from txbroker.proxy.partition.body_cache import refused_as_lost
-from txbroker.sticky import Sticky
 
 TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 """Brokers refuse records that are further ahead of their clock than this, by default."""
@@ -30,7 +30,7 @@ _TOPICS_MAX = 10_000
 
 
 class FreeTargets(Targets):
-    """A `txbroker.door.Targets` that knows by their names alone which topics are no targets, when a
+    """A `txbroker.door.protocols.Targets` that knows by their names alone which topics are no targets, when a
     transaction is prepared and when it is promoted.
 
     Args:
@@ -49,7 +49,7 @@ class FreeTargets(Targets):
         return self._refused(topic) or self._inner.known(topic)
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
-        """Ask Kafka about a topic; see `txbroker.door.Targets`.
+        """Ask Kafka about a topic; see `txbroker.door.protocols.Targets`.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.

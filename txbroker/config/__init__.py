@@ -1,0 +1,1 @@
+"""The settings of a proxy, checked as a whole before anything starts."""

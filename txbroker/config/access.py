@@ -1,0 +1,351 @@
+"""The settings by which a proxy is called: addresses, TLS, and who may call.
+
+Secrets stand in files that settings name.
+"""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from txbroker.config.addresses import (
+    Address,
+    check_url,
+    parse_address,
+    parse_host_rules,
+    parse_secret_variable,
+    read_token,
+)
+from txbroker.errors import ConfigurationError
+from txbroker.principals import digest_of, read_principals
+
+
+class ListenerAccess(BaseSettings):
+    """The settings about being called."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+    listen: str = Field(
+        "127.0.0.1:8470",
+        description="Where the HTTP API listens: `host:port`. Port 0 takes a free one. Outside "
+        "loopback it needs `token_file`, `principals_file`, `tls_client_ca_file` or `insecure`.",
+    )
+    advertise: str = Field(
+        "",
+        description="The URL at which SDKs and other proxies reach this one, for instance "
+        "`http://proxy-1:8470`, with `tls_cert_file` `https://`. Empty: made from `listen`, unless "
+        "that is every address of the machine (`0.0.0.0`, `[::]`): then it must be given.",
+    )
+    admin_listen: str = Field(
+        "",
+        description="Where operators' calls are taken: `host:port`. The console, `/metrics`, "
+        "`/v1/overview`, listing, check, revive, groups' list, removal and test are then served "
+        "there and no longer at `listen`, so that producers can be kept from them. Empty: all "
+        "is at `listen`. Outside loopback it needs what `listen` needs, or `admin_token_file`.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Further host names by which the HTTP API may be called, beside loopback and "
+        "those of `listen` and `advertise`. Calls for other names are refused, which stops pages "
+        "that point their own name at this machine.",
+    )
+    token_file: Path | None = Field(
+        None,
+        description="A file that holds the token which every call must carry as `authorization: "
+        "Bearer TOKEN`, of 16 characters at least, and that other users cannot read. Read again "
+        "when it changes.",
+    )
+    admin_token_file: Path | None = Field(
+        None,
+        description="A file that holds the token for `admin_listen`, where that of `token_file` "
+        "opens nothing then; and this one opens nothing at `listen`. Read again when it changes. "
+        "Not given: `token_file`.",
+    )
+    principals_file: Path | None = Field(
+        None,
+        description="A TOML file of principals: who may call, in which role, for which producer "
+        "groups and topics. Written by hand or by `txbroker principals add`. Read again when it "
+        "changes; a principal that is removed loses its sessions at once.",
+    )
+    peer_secret_file: Path | None = Field(
+        None,
+        description="A file that holds the secret by which the proxies of one installation "
+        "recognize each other. With `token_file`, `principals_file` or `tls_client_ca_file`, "
+        "several proxies need it, or `peer_names`. Read again when it changes.",
+    )
+    peer_names: tuple[str, ...] = Field(
+        (),
+        description="Names in client certificates that identify a proxy of this installation, as "
+        "patterns (`proxy-*.example`). Needs `tls_client_ca_file`.",
+    )
+    peer_listen: str = Field(
+        "",
+        description="Where other proxies call: `host:port`. Their calls are then served there and "
+        "no longer at `listen`. Outside loopback it needs `peer_secret_file`, `peer_names` or "
+        "`insecure`. Empty: they are at `listen`.",
+    )
+    peer_advertise: str = Field(
+        "",
+        description="The URL at which other proxies reach `peer_listen`. Empty: made from "
+        "`peer_listen`, unless that is every address of the machine; then it must be given.",
+    )
+    insecure: bool = Field(
+        False,
+        description="Allow a `listen` or `admin_listen` address outside loopback without "
+        "principals, a token or client certificates, and a `peer_listen` address there without "
+        "`peer_secret_file` or `peer_names`.",
+    )
+    tls_cert_file: Path | None = Field(
+        None,
+        description="The certificate that the proxy shows, with those between it and its "
+        "authority's behind it (PEM). With it all is served over TLS (`https://`, `wss://`, 1.2 "
+        "and later), and the proxy shows it to other proxies. Read again when it changes.",
+    )
+    tls_key_file: Path | None = Field(
+        None,
+        description="The private key of `tls_cert_file`, without a passphrase (PEM), in a file "
+        "that other users cannot read. Read again when it changes.",
+    )
+    tls_client_ca_file: Path | None = Field(
+        None,
+        description="Certificates of the authorities that may sign clients' (PEM). With it every "
+        "call must come with a client certificate, `/healthz` and `/readyz` excepted. Read again "
+        "when it changes.",
+    )
+    peers_ca_file: Path | None = Field(
+        None,
+        description="Certificates of the authorities that may sign those of the other proxies "
+        "(PEM). Not given: `tls_client_ca_file`, else the system's. Read again when it changes.",
+    )
+
+    check_url_allow: tuple[str, ...] = Field(
+        (),
+        description="Addresses, networks (`10.1.0.0/16`) and hosts (`orders.example`, `*.example`) "
+        "that check URLs may lead to although they are refused by default: loopback, link-local, "
+        "multicast and reserved addresses, those of cloud metadata services, and, for whole host "
+        "names, the installation's own. `*.example` allows neither link-local and metadata "
+        "addresses nor the installation's own: whoever controls a name below it chooses where it "
+        "leads. A proxy that listens on loopback only allows loopback.",
+    )
+    check_url_deny: tuple[str, ...] = Field(
+        (),
+        description="Addresses, networks and hosts that check URLs must not lead to; wins over "
+        "`check_url_allow`. `private` stands for all private networks (RFC 1918, carrier-grade "
+        "NAT, IPv6 unique local), which are allowed by default. A host name denies this name "
+        "alone: list the addresses, too, so that neither they nor other names for them get there.",
+    )
+    secrets_dir: Path | None = Field(
+        None,
+        description="The folder of groups' secrets. A group's `secret_ref` (`file:/path`) may name "
+        "the file in it that has the group's name, or a file in the folder of that name. The name "
+        "is written as in URL paths, with a leading dot as `%2E`. Not given: no files.",
+    )
+    secret_env_allow: tuple[str, ...] = Field(
+        (),
+        description="The environment variables that groups' `secret_ref` may name (`env:NAME`): "
+        "`GROUP:NAME` for one group, `NAME` for every group. The proxy's own (`TXBROKER_…`) can "
+        "never be among them.",
+    )
+
+    @field_validator("advertise", "peer_advertise")
+    @classmethod
+    def _without_slash(cls, url: str) -> str:
+        # Owners are compared by their URL, so one proxy must not have two spellings.
+        return url.removesuffix("/")
+
+    @property
+    def listen_address(self) -> Address:
+        """`listen`, taken apart."""
+        return parse_address(self.listen)
+
+    @property
+    def admin_address(self) -> Address | None:
+        """`admin_listen`, taken apart; None where it is not set."""
+        return parse_address(self.admin_listen) if self.admin_listen else None
+
+    @property
+    def peer_address(self) -> Address | None:
+        """`peer_listen`, taken apart; None where it is not set."""
+        return parse_address(self.peer_listen) if self.peer_listen else None
+
+    @property
+    def guarded(self) -> bool:
+        """True where callers need a credential."""
+        files = (self.token_file, self.principals_file, self.tls_client_ca_file)
+        return any(path is not None for path in files)
+
+    @property
+    def peer_identity(self) -> bool:
+        """True where a proxy can prove to be one."""
+        return self.peer_secret_file is not None or bool(self.peer_names)
+
+    @property
+    def secure(self) -> bool:
+        """True where the proxy listens with TLS."""
+        return self.tls_cert_file is not None
+
+    @property
+    def advertise_url(self) -> str:
+        """`advertise`, or the URL of `listen` (with port 0 only known once it listens)."""
+        return self.advertise or self.listen_address.url_of(secure=self.secure)
+
+    @property
+    def loopback_only(self) -> bool:
+        """True where no other machine can connect to the proxy."""
+        addresses = (self.listen_address, self.admin_address, self.peer_address)
+        return not any(address is not None and address.public for address in addresses)
+
+    def check_secrets(self) -> None:
+        """Refuse secrets that are the same for two roles: a producer could act as an operator or
+        as a proxy.
+
+        Raises:
+            ConfigurationError: a file cannot be used, or two hold the same secret.
+        """
+        holders: dict[str, str] = {}
+        for name in ("token_file", "admin_token_file", "peer_secret_file"):
+            path: Path | None = getattr(self, name)
+            if path is not None:
+                _hold(holders, digest_of(read_token(name, path)), name)
+        if self.principals_file is not None:
+            for principal in read_principals(self.principals_file):
+                for digest in principal.digests:
+                    _hold(holders, digest, f"principal {principal.name}")
+
+    def check_access(self) -> None:
+        """Refuse what contradicts itself or cannot work.
+
+        Raises:
+            ConfigurationError: says which settings and what to do.
+        """
+        _check_addresses(self)
+        _check_files(self)
+        _check_groups(self)
+
+
+def _check_addresses(given: ListenerAccess) -> None:
+    address = _address("listen", given.listen)
+    _check_open("listen", address, given)
+    taken = {"listen": address}
+    for name in ("admin_listen", "peer_listen"):
+        if not getattr(given, name):
+            continue
+        other = _address(name, getattr(given, name))
+        for earlier, at in taken.items():
+            if other == at and at.port:
+                raise ConfigurationError(
+                    f"{name} {getattr(given, name)} is the address of {earlier}: choose another "
+                    "port"
+                )
+        taken[name] = other
+        _check_open(name, other, given)
+    if given.admin_token_file is not None and not given.admin_listen:
+        raise ConfigurationError(
+            "admin_token_file needs admin_listen: at one address there is one token"
+        )
+    if given.peer_advertise and not given.peer_listen:
+        raise ConfigurationError("peer_advertise needs peer_listen")
+    _check_reachable("advertise", given.advertise, address, secure=given.secure)
+    if given.peer_address is not None:
+        _check_reachable(
+            "peer_advertise", given.peer_advertise, given.peer_address, secure=given.secure
+        )
+
+
+def _address(name: str, text: str) -> Address:
+    try:
+        return parse_address(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error}") from None
+
+
+def _check_open(name: str, address: Address, given: ListenerAccess) -> None:
+    guarded = given.guarded or (name == "admin_listen" and given.admin_token_file is not None)
+    if name == "peer_listen":
+        guarded = given.peer_identity
+    if address.public and not guarded and not given.insecure:
+        needs = (
+            "peer_secret_file or peer_names"
+            if name == "peer_listen"
+            else "token_file, principals_file or tls_client_ca_file"
+        )
+        raise ConfigurationError(
+            f"{name} {getattr(given, name)} can be reached from other machines, so everybody "
+            f"there could decide transactions: set {needs}, or insecure if the network is closed"
+        )
+
+
+def _check_reachable(name: str, url: str, listen: Address, *, secure: bool) -> None:
+    """Refuse an address that others are to call and cannot."""
+    listen_name = "listen" if name == "advertise" else "peer_listen"
+    if not url:
+        if listen.wildcard:
+            example = listen._replace(host="proxy-1").url_of(secure=secure)
+            raise ConfigurationError(
+                f"{listen_name} {listen.host}:{listen.port} means every address of this machine, "
+                f"and none that SDKs and other proxies could call: set {name} to the URL at which "
+                f"they reach this proxy, like {example}"
+            )
+        return
+    check_url(name, url)
+    if secure and urlsplit(url).scheme != "https":
+        raise ConfigurationError(
+            f"{name} {url} says that calls come without TLS, and tls_cert_file that they come "
+            "with it: it must begin with https://"
+        )
+    if Address(urlsplit(url).hostname or "", 0).wildcard:
+        raise ConfigurationError(
+            f"{name} {url} is no address that anybody could call: name this machine"
+        )
+
+
+def _hold(holders: dict[str, str], digest: str, name: str) -> None:
+    other = holders.setdefault(digest, name)
+    if other != name:
+        raise ConfigurationError(
+            f"{other} and {name} must hold different secrets: make another one"
+        )
+
+
+def _check_files(given: ListenerAccess) -> None:
+    given.check_secrets()
+    if (given.tls_cert_file is None) != (given.tls_key_file is None):
+        raise ConfigurationError("tls_cert_file and tls_key_file belong together")
+    if given.tls_client_ca_file is not None and not given.secure:
+        raise ConfigurationError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+    if given.peer_names and given.tls_client_ca_file is None:
+        raise ConfigurationError(
+            "peer_names needs tls_client_ca_file: without it no client certificate is asked for"
+        )
+
+
+_OWN_VARIABLES = "TXBROKER_"
+_NOT_FOR_SECRETS = ("/proc", "/sys", "/dev")
+
+
+def _check_groups(given: ListenerAccess) -> None:
+    parse_host_rules("check_url_allow", given.check_url_allow)
+    parse_host_rules("check_url_deny", given.check_url_deny, private=True)
+    for entry in given.secret_env_allow:
+        _, variable = parse_secret_variable(entry)
+        if not entry.isprintable() or not variable or "=" in variable or entry.startswith(":"):
+            raise ConfigurationError(
+                f"secret_env_allow {entry!r} is no name of an environment variable, alone or as "
+                "GROUP:NAME"
+            )
+        if variable.upper().startswith(_OWN_VARIABLES):
+            raise ConfigurationError(
+                f"secret_env_allow {variable} is a variable of the proxy itself: a group needs a "
+                "secret of its own"
+            )
+    if given.secrets_dir is None:
+        return
+    if not given.secrets_dir.is_dir():
+        raise ConfigurationError(f"secrets_dir {given.secrets_dir} is not a folder")
+    real = given.secrets_dir.resolve()
+    if real == Path("/") or any(real.is_relative_to(place) for place in _NOT_FOR_SECRETS):
+        raise ConfigurationError(
+            f"secrets_dir {given.secrets_dir} holds more than secrets of groups: make a folder "
+            "for them"
+        )

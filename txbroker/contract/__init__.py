@@ -1,0 +1,1 @@
+"""What clients and proxies exchange: requests, answers, session frames, JSON and signatures."""

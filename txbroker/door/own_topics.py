@@ -1,0 +1,479 @@
+"""What txbroker's own topics say of themselves, read in one way behind every door.
+
+The checkpoint topic: claims, progress and snapshots of one half partition. The groups topic: beside
+the groups, one record with the number of half partitions, for which ids and order keys were made.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec import Struct, structs
+
+from txbroker.core.decoding import (
+    KeptPart,
+    Malformed,
+    NewerVersion,
+    decode_checkpoint,
+    decode_kept,
+    decode_skip,
+    is_content,
+    passed_over,
+)
+from txbroker.core.encoding import CLAIM_KEY, ID_HEADER, OWN_TOPICS, PROGRESS_KEY, SKIPS
+from txbroker.core.records import Cause, Claim, Progress, Record, Skip
+from txbroker.core.routing import parse_id
+from txbroker.core.snapshot import CLOSING_KEYS, closing_key, find_whole
+from txbroker.door.protocols import Claimed, Fenced, SetAside
+from txbroker.errors import ConfigurationError, InvariantBroken, NewerRecord
+
+LAYOUT_KEY = b"\tlayout"
+"""The key of the layout in the groups topic: no group's name, as it has a control character."""
+
+_LAYOUT_VERSION = 1
+_ENDS = tuple(f".{name}" for name in OWN_TOPICS)
+CHECKPOINT = "checkpoint"
+_PER_HALF = ("half", "op", CHECKPOINT)
+OUTSIDE = "it was written outside of a Kafka transaction"
+SHOWN_MAX = 10
+"""Records of others that are shown of each kind; the rest is counted."""
+_LOSES_NEWEST = (
+    "what it says of promotion: what was promoted since the progress before it is promoted again"
+)
+_LOSES_PROGRESS = (
+    "no progress is left: all that was promoted since the newest snapshot, or since the begin of "
+    "the logs without one, is promoted again"
+)
+
+
+class Stop(Struct, frozen=True):
+    """A record that stops its partition at the next claim.
+
+    Attributes:
+        log: `half`, `op`, `checkpoint` or `parked`.
+        code: `newer`, `unreadable`, or `progress_lost`.
+        why: in a sentence.
+        loses: what passing it over loses, in a sentence.
+    """
+
+    log: str
+    record: Record
+    code: str
+    why: str
+    loses: str
+
+
+class CheckpointScan:
+    """What counts in a checkpoint partition, as records are read in order.
+
+    Claims and progress are written in Kafka transactions, by producers of the installation. What
+    lies under their keys without one, or was written by a producer that has written neither and
+    does not read, is another client's: it is set aside and counted. What a newer version may have
+    written, or one of our producers and does not read, stops the partition, unless an operator
+    has decided to pass it over.
+
+    Args:
+        name: the partition as people write it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._ours: set[int] = set()
+        """Producers that have written claims or progress."""
+        self._newest: dict[bytes | None, Record] = {}
+        self._values: dict[bytes, Claim | Progress] = {}
+        self._doubtful: dict[bytes, list[_Doubtful]] = {CLAIM_KEY: [], PROGRESS_KEY: []}
+        self._outside = {key: _Outside() for key in self._doubtful}
+        self._removed = _Outside()
+        """Tombstones under keys that proxies only ever replace."""
+        self._skips: dict[bytes, Skip] = {}
+        self._next = 0
+        self._whole = True
+        """Whether all records are there that were ever written: compaction has taken none."""
+
+    def note(self, records: Sequence[Record]) -> None:
+        """Take records, those of a lower offset first."""
+        for record in records:
+            self._whole = self._whole and record.offset - record.skipped == self._next
+            self._next = record.offset + 1
+            if record.key in self._doubtful:
+                self._note_ours(record.key, record)
+            elif record.key is not None and record.key.startswith(SKIPS):
+                self._note_skip(record.key, record)
+            elif record.value is None and record.key in CLOSING_KEYS:
+                # A snapshot is only ever replaced.
+                self._removed.note(SetAside(record, "nobody of ours removes it"), copy=False)
+            else:
+                self._newest[record.key] = record
+
+    def _note_skip(self, key: bytes, record: Record) -> None:
+        if record.value is None:
+            self._skips.pop(key, None)  # taken back
+        with contextlib.suppress(Malformed):
+            self._skips[key] = decode_skip(record)
+
+    def _note_ours(self, key: bytes, record: Record) -> None:
+        value, newer, why = None, False, OUTSIDE
+        try:
+            value = decode_checkpoint(record)
+        except (NewerVersion, Malformed) as error:
+            newer, why = isinstance(error, NewerVersion), str(error)
+        if record.producer < 0:
+            self._outside[key].note(SetAside(record, OUTSIDE), copy=value is not None)
+        elif value is None:
+            found = _Doubtful(structs.replace(record, skipped=0), newer, why)
+            self._doubtful[key].append(found)
+        else:
+            self._newest[key], self._values[key] = record, value
+            self._doubtful[key].clear()
+            self._ours.add(record.producer)
+
+    @property
+    def foreign(self) -> int:
+        """How many records are set aside that others wrote under our keys."""
+        return self._removed.count + sum(
+            self._outside[key].count + len(self._unread(key)) for key in (CLAIM_KEY, PROGRESS_KEY)
+        )
+
+    def set_aside(self) -> list[SetAside]:
+        """Return the newest records that are set aside, a few of each key, by their offsets."""
+        found = [
+            each
+            for key in (CLAIM_KEY, PROGRESS_KEY)
+            for each in (*self._outside[key].newest, *self._unread(key)[-SHOWN_MAX:])
+        ]
+        found += self._removed.newest
+        return sorted(found, key=lambda each: each.record.offset)
+
+    def _unread(self, key: bytes) -> list[SetAside]:
+        """Return what other clients wrote in Kafka transactions."""
+        return [SetAside(each.record, each.why) for each in self._doubtful[key] if self._is(each)]
+
+    def _is(self, found: "_Doubtful") -> bool:
+        """Say whether another client wrote a record."""
+        return not found.newer and found.record.producer not in self._ours
+
+    def skips(self) -> tuple[Skip, ...]:
+        """Return what operators have decided to pass over."""
+        return tuple(self._skips.values())
+
+    def stops(self) -> list[Stop]:
+        """Return what stops the partition, all records noted, the newest first."""
+        skips = self.skips()
+        left = [each for each in reversed(self._doubtful[PROGRESS_KEY]) if not self._is(each)]
+        found = [self._stop(each) for each in left]
+        standing = [each for each in found if not passed_over(skips, CHECKPOINT, each.record)]
+        if standing or PROGRESS_KEY in self._values or len(found) > len(standing):
+            return standing
+        lost = self._lost()
+        if not lost or any(passed_over(skips, CHECKPOINT, each.record) for each in lost):
+            return []
+        return lost[-1:]
+
+    def _lost(self) -> list[Stop]:
+        """Return what tells that there was progress of ours, nothing of it being left."""
+        outside = self._outside[PROGRESS_KEY]
+        if self._whole:
+            # There never was any here, and a copy of some can only come from another topic.
+            copies = [] if outside.copy is None else [outside.copy]
+            what = "a copy of progress: the topic was restored from one, or somebody put it there"
+            return [self._lost_by(each.record, what) for each in copies]
+        # Compaction keeps the newest record of a key, whoever wrote it, and no tombstone for ever.
+        newest = self._newest
+        closings = [
+            newest[closing_key(each.slot)]
+            for each in find_whole(self.snapshots())
+            if each.closing.progress
+        ]
+        what = "a snapshot that tells of progress, and there is none any more"
+        found = [self._lost_by(each, what) for each in closings]
+        what = (
+            "another client's record under the key of the progress, and compaction may have "
+            "removed ours for it"
+        )
+        others = [*outside.newest, *self._unread(PROGRESS_KEY)]
+        return found + [self._lost_by(each.record, what) for each in others]
+
+    def _lost_by(self, record: Record, what: str) -> Stop:
+        why = f"{self._at(record)} is {what}: nobody can tell what was promoted"
+        record = structs.replace(record, skipped=0)
+        return Stop(CHECKPOINT, record, "progress_lost", why, _LOSES_PROGRESS)
+
+    def _stop(self, found: "_Doubtful") -> Stop:
+        loses = _LOSES_NEWEST if PROGRESS_KEY in self._values else _LOSES_PROGRESS
+        if found.newer:
+            why = f"{self._at(found.record)}: {found.why}: upgrade this proxy"
+            return Stop(CHECKPOINT, found.record, "newer", why, loses)
+        why = f"{self._at(found.record)} was written by one of our producers: {found.why}"
+        return Stop(CHECKPOINT, found.record, "unreadable", why, loses)
+
+    def _at(self, record: Record) -> str:
+        return f"{self._name} at offset {record.offset}"
+
+    def claimed(self, claim: Claim) -> Claimed:
+        """Return what `claim` has found, all records noted.
+
+        Raises:
+            Fenced: the newest claim is another one.
+            NewerRecord: a newer version wrote the newest progress.
+            InvariantBroken: the progress does not read, or is lost.
+        """
+        last = self._last_claim()
+        if last != claim.claim:
+            raise Fenced(f"ours is not the newest claim of {self._name}, but {last}")
+        for stop in self.stops():
+            text = f"{stop.why}. To pass the record over see docs/operate/repair.md"
+            raise NewerRecord(text) if stop.code == "newer" else InvariantBroken(text)
+        progress = self._values.get(PROGRESS_KEY)
+        return Claimed(
+            self._newest[CLAIM_KEY].timestamp_ms,
+            progress if isinstance(progress, Progress) else None,
+            self.snapshots(),
+            self.skips(),
+            self.foreign,
+            self.set_aside(),
+        )
+
+    def snapshots(self) -> list[Record]:
+        """Return the newest record under each key that is neither a claim's nor progress's."""
+        found = [
+            record
+            for key, record in self._newest.items()
+            if key not in (CLAIM_KEY, PROGRESS_KEY) and record.value is not None
+        ]
+        return sorted(found, key=lambda record: record.offset)
+
+    def _last_claim(self) -> str:
+        if any(each.newer for each in self._doubtful[CLAIM_KEY]):
+            return "one of a newer version"  # so it is not ours, which we can read
+        last = self._values.get(CLAIM_KEY)
+        return last.claim if isinstance(last, Claim) else "none"
+
+
+class _Doubtful(Struct, frozen=True):
+    """A record of a Kafka transaction under one of our keys that does not read, and why."""
+
+    record: Record
+    newer: bool
+    why: str
+
+
+class _Outside:
+    """Records under one of our keys that were written outside of Kafka transactions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.newest: deque[SetAside] = deque(maxlen=SHOWN_MAX)
+        self.copy: SetAside | None = None
+        """The newest that reads as if it were ours."""
+
+    def note(self, found: SetAside, *, copy: bool) -> None:
+        self.count += 1
+        self.newest.append(found)
+        if copy:
+            self.copy = found
+
+
+class ParkedScan:
+    """What counts in a parked partition, as records are read in order.
+
+    Copies are written in Kafka transactions. What was written without one is another client's and
+    set aside; but a tombstone takes away what a newer version may have written under its key.
+
+    Args:
+        partition: the half partition.
+        skips: what operators have decided to pass over.
+        bodies: keep the values of what stops the partition, too.
+    """
+
+    def __init__(self, partition: int, skips: Sequence[Skip] = (), *, bodies: bool = False) -> None:
+        self._partition = partition
+        self._skips = skips
+        self._bodies = bodies
+        self._newer: dict[bytes | None, tuple[Record, str]] = {}
+        self.foreign = 0
+        self.set_aside: deque[SetAside] = deque(maxlen=SHOWN_MAX)
+
+    def take(self, record: Record) -> KeptPart | None:
+        """Return what a record says, None where it does not count."""
+        try:
+            part = decode_kept(record)
+        except NewerVersion as error:
+            why = foreign_why("parked", record, self._partition)
+            if why:
+                self._set_aside(record, why)
+            elif not passed_over(self._skips, "parked", record):
+                kept = record if self._bodies else structs.replace(record, value=None)
+                self._newer[record.key] = (kept, str(error))
+            return None
+        except Malformed as error:
+            self._set_aside(record, str(error))
+            return None
+        if record.value is None or record.producer >= 0:
+            self._newer.pop(record.key, None)
+        if record.producer < 0:
+            self._set_aside(record, OUTSIDE)
+            return None
+        return part
+
+    def _set_aside(self, record: Record, why: str) -> None:
+        self.foreign += 1
+        self.set_aside.append(SetAside(record, why))
+
+    def stops(self) -> list[tuple[Record, str]]:
+        """Return, all records taken, those that stop the partition, and how each shows that a
+        newer version wrote it."""
+        return list(self._newer.values())
+
+
+def foreign_why(log: str, record: Record, partition: int) -> str:
+    """Return how it shows that another client wrote a record that claims a newer version.
+
+    All versions write copies in Kafka transactions, half messages and markers outside of them, and
+    name the transaction in the same place.
+
+    Args:
+        log: `half`, `op` or `parked`.
+        record: one that says which transactional producer wrote it.
+        partition: the half partition.
+
+    Returns:
+        "" where it may be a newer version's.
+    """
+    if log == "parked" and record.producer < 0:
+        return OUTSIDE
+    if log != "parked" and record.producer >= 0:
+        return "it was written inside of a Kafka transaction"
+    id: bytes | None
+    if log == "half" or (log == "op" and is_content(record)):
+        id = next((value for name, value in record.headers if name == ID_HEADER), None)
+    else:
+        id = (record.key or b"").partition(b"/")[0] if log == "parked" else record.key
+    try:
+        parts = parse_id((id or b"").decode())
+    except ValueError:
+        return "it names no transaction"
+    if parts.partition != partition:
+        return f"it names a transaction of partition {parts.partition}"
+    return ""
+
+
+class Layout(Struct, frozen=True):
+    """How an installation was laid out when it first started.
+
+    Attributes:
+        v: the version of this record.
+        partitions: half partitions. Ids and order keys are bound to their number for ever.
+    """
+
+    v: int
+    partitions: int
+
+
+def encode_layout(partitions: int) -> Record:
+    """Return the record that remembers the number of half partitions."""
+    return Record(LAYOUT_KEY, msgspec.json.encode(Layout(_LAYOUT_VERSION, partitions)))
+
+
+def find_layout(records: Sequence[Record]) -> Layout | None:
+    """Return the layout among records of the groups topic, the newest one first asked.
+
+    One that does not read is another client's, and passed over where an older one is left.
+
+    Raises:
+        ConfigurationError: none reads.
+    """
+    unread: tuple[int, Exception] | None = None
+    for record in reversed(records):
+        if record.key == LAYOUT_KEY and record.value is not None:
+            try:
+                return msgspec.json.decode(record.value, type=Layout)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                unread = unread or (record.offset, error)
+    if unread is not None:
+        raise ConfigurationError(
+            f"the layout in the groups topic at offset {unread[0]} does not read: {unread[1]}"
+        )
+    return None
+
+
+def installation_of(topic: str) -> str:
+    """Return the prefix of the installation whose own topic this would be by its name, "" where
+    it is nobody's."""
+    return next((topic[: -len(end)] for end in _ENDS if topic.endswith(end)), "")
+
+
+def half_partitions(prefix: str, partitions: Mapping[str, int]) -> int:
+    """Return how many half partitions an installation has by its topics, 0 where these can be none.
+
+    Args:
+        prefix: of the installation.
+        partitions: the number of partitions of each topic that exists.
+    """
+    half, op, checkpoint = (partitions.get(f"{prefix}.{name}", 0) for name in _PER_HALF)
+    groups = partitions.get(f"{prefix}.groups", 0)
+    return half if half == op == checkpoint and groups else 0
+
+
+def is_layout(record: Record, partitions: int = 0) -> bool:
+    """Say whether only an installation writes such a record into its groups topic: one with so
+    many half partitions, 0 for any number."""
+    try:
+        layout = find_layout([record])
+    except ConfigurationError:
+        return False
+    return layout is not None and partitions in (0, layout.partitions)
+
+
+def is_owners(record: Record) -> bool:
+    """Say whether only an installation's owners write such a record into its checkpoint topic."""
+    try:
+        decode_checkpoint(record)
+    except NewerVersion:
+        return True
+    except Malformed:
+        return False
+    return True
+
+
+def belongs_to(topic: str, prefix: str) -> Cause:
+    """Return why a topic of an installation is no target."""
+    why = f"topic {topic} belongs to the txbroker installation {prefix!r}: it is no target"
+    return Cause("reserved", why, topic, -1)
+
+
+def partition_problems(
+    half: str, partitions: Mapping[str, int], layout: Layout | None
+) -> list[str]:
+    """Return, as sentences, what is wrong with the number of partitions.
+
+    Args:
+        half: the name of the half topic.
+        partitions: of the four topics that have as many as there are half partitions.
+        layout: as it was remembered; None where nothing was yet.
+    """
+    has = partitions[half]
+    if layout is not None and layout.partitions != has:
+        return [
+            f"{half} has {has} partitions, but this installation was made with "
+            f"{layout.partitions}: ids and order keys are bound to that number, with another one "
+            "transactions would not be found and order would be lost. Proxies that run go on with "
+            f"{layout.partitions}, but none starts; as Kafka takes no partition away, let what is "
+            "open be settled and begin anew under another topic_prefix"
+        ]
+    return [
+        f"{name} has {count} partitions, but {half} has {has}: what belongs to one transaction is "
+        f"in partitions of the same number. {_remedy(name, count, has)}"
+        for name, count in partitions.items()
+        if count != has
+    ]
+
+
+def _remedy(name: str, count: int, wanted: int) -> str:
+    if count < wanted:
+        return f"Add some: kafka-topics.sh --alter --topic {name} --partitions {wanted}"
+    return (
+        "Kafka takes no partition away: let what is open be settled and begin anew under another "
+        "topic_prefix"
+    )

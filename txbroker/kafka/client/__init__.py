@@ -1,0 +1,1 @@
+"""A client of Kafka: connections, logins, requests, producers and group members."""

@@ -1,0 +1,184 @@
+"""The door to a real Kafka, put together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from txbroker.core.records import Record
+from txbroker.door.own_topics import Layout, encode_layout, find_layout
+from txbroker.door.protocols import (
+    AppendRefused,
+    AuditFeed,
+    Door,
+    GroupStore,
+    Membership,
+    PartitionDoor,
+    Targets,
+)
+from txbroker.errors import ConfigurationError
+from txbroker.kafka.client.admin import Admin
+from txbroker.kafka.client.client import Client, KafkaRefused, Opener
+from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.client.shared_writes import SharedWrites
+from txbroker.kafka.door import topics
+from txbroker.kafka.door.groups import KafkaGroupStore
+from txbroker.kafka.door.membership import KafkaMembership
+from txbroker.kafka.door.partition import KafkaPartitionDoor
+from txbroker.kafka.door.stable_offset import StableEnds
+from txbroker.kafka.door.targets import KafkaTargets
+from txbroker.kafka.protocol.topic_ids import topic_ids
+from txbroker.kafka.tools.audit import KafkaAuditFeed
+from txbroker.kafka.tools.repair import Repair
+
+
+class KafkaDoor(Door):
+    """A `txbroker.door.protocols.Door` on a real Kafka. Made inside a running event loop.
+
+    `opener` opens connections in place of the client library, for tests that break them.
+
+    Raises:
+        ConfigurationError: the settings contradict themselves.
+    """
+
+    targets: Targets
+    groups: GroupStore
+    audit: AuditFeed
+    membership: Membership
+
+    def __init__(self, settings: KafkaSettings, opener: Opener = open_connection) -> None:
+        settings.validate()
+        self.settings = settings
+        self.partitions = 0
+        self._client = Client(settings, opener)
+        self._shared = SharedWrites(self._client)
+        self._stable = StableEnds(self._client)
+        self.admin = Admin(self._client)
+        self.targets = self._targets = KafkaTargets(self._client, self.admin)
+        self.groups = self._groups = KafkaGroupStore(self._client, self._bytes_max)
+        self.audit = self._audit = KafkaAuditFeed(self._client)
+        self.membership = self._membership = KafkaMembership(self._client)
+        self._own_bytes_max: dict[str, int] = {}
+        self._ids: dict[str, bytes] = {}
+        self._layout: Layout | None = None
+
+    async def start(self) -> None:
+        """Connect, check or create txbroker's own topics, refuse settings that cannot work.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+            ConfigurationError: the topics' settings contradict the configuration.
+        """
+        if self.settings.create_topics:
+            await self._create_missing()
+        found = await topics.find(self.admin, self.settings.own_topics)
+        if self.settings.groups_topic in found:
+            self._layout = await self._read_layout()
+        refused = topics.contradictions(self.settings, found, self._layout)
+        if refused:
+            raise ConfigurationError("; ".join(refused))
+        self.partitions = found[self.settings.half_topic].partitions
+        self._membership.expect(self.partitions)
+        self._own_bytes_max = {
+            name: int(topic.configs.get("max.message.bytes", self.settings.message_bytes_max))
+            for name, topic in found.items()
+        }
+        self._ids = await topic_ids(self._client, self.settings.own_topics)
+        if self._layout is None:
+            self._layout = await self._remember_layout()
+
+    async def _create_missing(self) -> None:
+        await self.admin.create((await self._plan(self.settings.own_topics)).create)
+        # A proxy does its work without those of the audits, so it needs no right to them.
+        with contextlib.suppress(KafkaRefused, ConfigurationError):
+            await self.admin.create((await self._plan(self.settings.audit_topics)).create)
+
+    async def _remember_layout(self) -> Layout | None:
+        try:
+            await self._groups.append(encode_layout(self.partitions))
+        except AppendRefused as error:
+            raise ConfigurationError(f"the groups topic cannot be written: {error}") from None
+        return await self._read_layout()
+
+    async def check_topics(self) -> list[str]:
+        """Say in plain words what has happened to txbroker's own topics since `start` that it
+        cannot work with. Empty if all is well.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer.
+        """
+        own = self.settings.own_topics
+        ids = await topic_ids(self._client, own)
+        anew = [
+            f"{name} was deleted and made anew: what it held is gone. Restart the proxies, and "
+            "see what they say of their partitions"
+            for name, id in ids.items()
+            if self._ids.get(name, id) != id
+        ]
+        try:
+            found = await topics.find(self.admin, own)
+        except ConfigurationError as error:
+            return [*anew, str(error)]
+        return anew + topics.contradictions(self.settings, found, self._layout)
+
+    async def _read_layout(self) -> Layout | None:
+        reader = Reader(self._client, self.settings.groups_topic, 0, "groups/layout")
+        records: list[Record] = []
+        async for some in reader.read(await reader.start(), await reader.end()):
+            records += some
+        return find_layout(records)
+
+    async def plan(self) -> topics.Plan:
+        """Return what `txbroker topics apply` would do.
+
+        Raises:
+            ConfigurationError, KafkaUnavailable
+        """
+        return await self._plan(self.settings.own_topics + self.settings.audit_topics)
+
+    async def _plan(self, names: tuple[str, ...]) -> topics.Plan:
+        await self._client.refresh(())
+        return await topics.make_plan(
+            self.admin, self.settings, self._client.brokers, self._read_layout, names
+        )
+
+    async def apply(self, plan: topics.Plan) -> None:
+        """Create and change topics as planned.
+
+        Raises:
+            KafkaUnavailable: Kafka does not answer, or refuses.
+        """
+        await topics.apply(self.admin, plan)
+
+    def repair(self) -> Repair:
+        """Return the way to find what stops partitions, and to have it passed over."""
+        return Repair(self._client, self._bytes_max)
+
+    def brokers(self) -> Sequence[tuple[str, int]]:
+        """Return host and port of each broker, as the newest metadata say; sends nothing."""
+        return self._client.addresses
+
+    def partition(self, partition: int) -> PartitionDoor:
+        """Return the door of one half partition; nothing is written before its `claim`."""
+        return KafkaPartitionDoor(
+            self._client,
+            partition,
+            self._bytes_max,
+            self._targets.note,
+            self._shared,
+            self._stable,
+        )
+
+    def _bytes_max(self, topic: str) -> int:
+        own = self._own_bytes_max.get(topic)
+        return self._targets.batch_bytes_max(topic) if own is None else own
+
+    async def close(self) -> None:
+        """Let go of everything. Does not leave the group: see `Membership.leave`."""
+        await self._membership.close()
+        await self._groups.close()
+        await self._audit.close()
+        await self._shared.close()
+        await self._client.close()

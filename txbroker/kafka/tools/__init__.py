@@ -1,0 +1,1 @@
+"""Kafka as commands and the audit see it: examination, repair, counts and the audit topic."""

@@ -1,0 +1,161 @@
+"""What a streaming audit writes: its findings, each once, and how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from txbroker.core.records import Record
+from txbroker.door.protocols import AppendRefused, AppendUnknown, Hanging
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
+from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.log import KafkaLog
+from txbroker.kafka.protocol.batch import batch_body
+from txbroker.kafka.protocol.codes import Code
+
+_BYTES_MAX = 1 << 20
+"""Kafka's own default; our records are far smaller."""
+_RECORDS_MAX = 500
+"""Findings in one batch: with their reasons they stay far below what a broker takes."""
+
+
+class KafkaDrift:
+    """The topics of findings and of audits, for one stream.
+
+    A round of findings and the stream's progress go into one Kafka transaction, so either both
+    count or neither: a stream that begins again reads its progress, and knows what was told.
+
+    Used as `async with`. Made inside a running event loop; one call at a time.
+
+    Args:
+        settings: how to reach Kafka.
+        name: the stream's; streams with one name exclude one another.
+
+    Raises:
+        ConfigurationError: the settings contradict themselves.
+    """
+
+    def __init__(self, settings: KafkaSettings, name: str) -> None:
+        settings.validate()
+        self._settings = settings
+        self._name = name
+        self._client = Client(settings)
+        self._audit = (settings.audit_topic, 0)
+        self._drift = (settings.drift_topic, 0)
+        self._log = KafkaLog(self._client, settings.audit_topic, 0, "stream", _BYTES_MAX)
+        self._producer: Producer | None = None
+
+    async def __aenter__(self) -> KafkaDrift:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def mark(self, key: str, value: bytes) -> int:
+        """Put a record of the audit topic; return its append time, ms by the broker's clock.
+
+        Raises:
+            ConfigurationError: the topic is not there, does not take it, or its timestamps are not
+                the broker's.
+            KafkaUnavailable: it may or may not be stored. The same again does no harm.
+        """
+        try:
+            _offset, at_ms = await self._log.append([Record(key.encode(), value)])
+        except AppendRefused as error:
+            raise ConfigurationError(self._refused(str(error))) from None
+        except AppendUnknown as error:
+            raise KafkaUnavailable(
+                f"{self._settings.audit_topic} cannot be written now: {error}"
+            ) from None
+        if at_ms < 0:
+            raise ConfigurationError(
+                f"{self._settings.audit_topic} must have message.timestamp.type=LogAppendTime: "
+                "run `txbroker topics apply`"
+            )
+        return at_ms
+
+    async def begin(self, key: str) -> bytes | None:
+        """Shut out every earlier stream of this name, and return the newest record under a key.
+
+        Raises:
+            ConfigurationError: a topic is not there.
+            KafkaUnavailable: Kafka does not answer, or hides the topic's end.
+        """
+        self._producer = None
+        patience = self._patience()
+        producer = Producer(self._client, "stream/findings", self._transactional_id)
+        try:
+            await producer.start(patience)
+        except ProducerFenced:
+            raise KafkaUnavailable("another stream of this name begins, too") from None
+        reader = Reader(self._client, *self._audit, "stream/progress", append_time=False)
+        # What the earlier stream has committed must show before it is looked for.
+        end = await reader.end()
+        while await reader.stable_end() < end:
+            if not await patience.pause():
+                raise Hanging(f"{reader.name}: an open transaction hides the newest records")
+        newest = None
+        async for records in reader.read(await reader.start(), end):
+            for record in records:
+                if record.key == key.encode():
+                    newest = record.value
+        self._producer = producer
+        return newest
+
+    async def write(self, findings: Iterable[tuple[str, bytes]], key: str, progress: bytes) -> None:
+        """Store findings and progress, all or nothing.
+
+        Raises:
+            ConfigurationError: a topic is not there or does not take them, or another stream of
+                this name has begun; nothing was stored.
+            KafkaUnavailable: it is not known whether they were stored: `begin` again and look.
+        """
+        producer, self._producer = self._producer, None
+        if producer is None:
+            raise KafkaUnavailable("the last findings are in the dark")
+        patience = self._patience()
+        try:
+            await producer.add([self._audit], patience)
+            chunk: list[Record] = []
+            for name, value in findings:
+                chunk.append(Record(name.encode(), value))
+                if len(chunk) == _RECORDS_MAX:
+                    await self._put(producer, chunk)
+                    chunk = []
+            await self._put(producer, chunk)
+            last = {self._audit: batch_body([Record(key.encode(), progress)])}
+            await producer.produce(last, self._patience())
+            await producer.end(commit=True, patience=self._patience())
+        except BatchRefused as error:
+            if error.code == Code.UNKNOWN_TOPIC_OR_PARTITION:
+                raise ConfigurationError(
+                    f"topic {error.partition[0]} does not exist: make it with "
+                    "`txbroker topics apply`"
+                ) from None
+            raise ConfigurationError(self._refused(str(error))) from None
+        except BatchUnknown as error:
+            raise KafkaUnavailable(str(error)) from None
+        except ProducerFenced:
+            raise ConfigurationError(
+                "another stream with this checkpoint has begun: stop one of them"
+            ) from None
+        self._producer = producer
+
+    async def _put(self, producer: Producer, records: Sequence[Record]) -> None:
+        if records:
+            await producer.add([self._drift], self._patience())
+            await producer.produce({self._drift: batch_body(records)}, self._patience())
+            await asyncio.sleep(0)
+
+    @property
+    def _transactional_id(self) -> str:
+        return f"{self._settings.drift_topic}-{self._name}"
+
+    def _patience(self) -> Patience:
+        return Patience(self._settings.write_timeout_s, self._settings.retry_backoff_s)
+
+    def _refused(self, why: str) -> str:
+        return f"{self._settings.audit_topic} does not take what the audit tells: {why}"

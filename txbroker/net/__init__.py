@@ -1,0 +1,1 @@
+"""TLS contexts and timers, for servers and clients alike."""

@@ -1,0 +1,1 @@
+"""The broker of a proxy, its partitions and the other proxies."""

@@ -1,0 +1,1 @@
+"""Metrics, rates, readiness and log of a proxy."""

@@ -1,0 +1,160 @@
+"""What a proxy's half partitions hold, as gauges that are read at a scrape.
+
+A scrape reads the ledgers' own counters and walks no transactions, so that it takes milliseconds
+also with a million of them pending.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from txbroker.contract.service import Readiness
+from txbroker.core.transaction import Transaction
+from txbroker.proxy.observe.metrics import Gauges
+
+LOOKED_AT_MAX = 2000
+"""Transactions that one scrape looks at in search of the oldest one without a copy."""
+
+
+class WatchedLedger(Protocol):
+    """What a ledger tells at a scrape, all of it counted beforehand."""
+
+    @property
+    def pending_by_group(self) -> Mapping[str, int]:
+        """Undecided transactions."""
+        ...
+
+    @property
+    def parked_by_group(self) -> Mapping[str, int]:
+        """Those that stayed undecided after the last attempt."""
+        ...
+
+    @property
+    def refused_by_topic(self) -> Mapping[str, int]:
+        """Committed ones that a target does not take."""
+        ...
+
+    @property
+    def ready(self) -> Mapping[str, Transaction]:
+        """Committed ones that are to be promoted, in the order of their markers."""
+        ...
+
+    def oldest_pending_ms(self, group: str) -> int | None:
+        """When the oldest undecided one of a group was prepared."""
+        ...
+
+    def in_order(self, after_offset: int, count: int) -> Sequence[Transaction]:
+        """Those that are not settled, by half offset."""
+        ...
+
+
+class WatchedOwner(Protocol):
+    """An owner, as a scrape sees it."""
+
+    @property
+    def ledger(self) -> WatchedLedger:
+        """All of its transactions."""
+        ...
+
+    def now_ms(self) -> int:
+        """The time by the brokers' clock."""
+        ...
+
+
+class WatchedBroker(Protocol):
+    """A broker, as a scrape sees it."""
+
+    def ledgers(self) -> Iterable[WatchedOwner]:
+        """The owners of the half partitions that are this proxy's for sure and caught up."""
+        ...
+
+    def readiness(self) -> Readiness:
+        """What this proxy does with each half partition."""
+        ...
+
+    def topic_problems(self) -> Sequence[str]:
+        """What is wrong with txbroker's own topics."""
+        ...
+
+
+class PartitionGauges:
+    """Reads the gauges of a broker's half partitions.
+
+    Args:
+        broker: owns them.
+        unreachable: which groups cannot be asked now.
+        half_retention_s: how long half messages are kept.
+    """
+
+    def __init__(
+        self, broker: WatchedBroker, unreachable: Callable[[], Sized], half_retention_s: float
+    ) -> None:
+        self._broker = broker
+        self._unreachable = unreachable
+        self._half_retention_s = half_retention_s
+        self._copied_to: WeakKeyDictionary[WatchedOwner, int] = WeakKeyDictionary()
+
+    def read(self) -> Gauges:
+        """Return what the owners hold now."""
+        pending: Counter[str] = Counter()
+        parked: Counter[str] = Counter()
+        refused: Counter[str] = Counter()
+        oldest_s: dict[str, float] = {}
+        committed_s: list[float] = []
+        owners = list(self._broker.ledgers())
+        for owner in owners:
+            ledger, now_ms = owner.ledger, owner.now_ms()
+            pending.update(ledger.pending_by_group)
+            parked.update(ledger.parked_by_group)
+            refused.update(ledger.refused_by_topic)
+            for group in ledger.pending_by_group:
+                since_ms = ledger.oldest_pending_ms(group)
+                if since_ms is not None:
+                    age_s = (now_ms - since_ms) / 1000
+                    oldest_s[group] = max(oldest_s.get(group, 0.0), age_s)
+            first = next(iter(ledger.ready.values()), None)
+            if first is not None:
+                committed_s.append(max(0.0, (now_ms - first.decided_at_ms) / 1000))
+        states = self._broker.readiness().partitions.values()
+        return Gauges(
+            pending=pending,
+            pending_oldest_age_seconds=oldest_s,
+            parked=parked,
+            refused=refused,
+            unreachable_groups=len(self._unreachable()),
+            promotion_lag_markers=sum(len(owner.ledger.ready) for owner in owners),
+            promotion_oldest_age_seconds=max(committed_s, default=None),
+            owned_partitions=len(owners),
+            partitions=Counter(text.partition(":")[0] for text in states),
+            topic_problems=len(self._broker.topic_problems()),
+            half_retention_seconds=self._half_retention_s,
+            half_retention_headroom_seconds=min(
+                (left_s for left_s in map(self._headroom_s, owners) if left_s is not None),
+                default=None,
+            ),
+        )
+
+    def _headroom_s(self, owner: WatchedOwner) -> float | None:
+        """Return how long until retention reaches what has no copy; None where all has one.
+
+        What is lost already is not at risk any more; another metric tells of it. A copy counts
+        once its turn is committed, since a lost turn takes `kept` back. From then on it stays
+        until the transaction is settled, so each scrape goes on where the last one stopped. Where
+        thousands were copied in between, the answer is that of the last one looked at: less time
+        than there really is.
+        """
+        after = self._copied_to.get(owner, -1)
+        found = owner.ledger.in_order(after, LOOKED_AT_MAX)
+        for transaction in found:
+            if not transaction.kept_at:
+                break
+            after = transaction.offset
+        self._copied_to[owner] = after
+        if not found:
+            return None
+        oldest = next((t for t in found if not (t.kept_at or t.lost)), None)
+        if oldest is None and len(found) < LOOKED_AT_MAX:
+            return None
+        age_ms = owner.now_ms() - (oldest or found[-1]).prepared_at_ms
+        return self._half_retention_s - age_ms / 1000
