@@ -62,19 +62,19 @@ mutants: $(VENV)/.dev ## Take out each rule of the log protocol, and see its tes
 
 .PHONY: test-faults
 test-faults: $(VENV)/.dev ## Half an hour of crashes at every moment, and of real faults on three brokers
-	@$(BIN)/python tests/faults/crash_run.py
-	@$(BIN)/python tests/faults/cluster/soak_faults.py --minutes 15
-	@$(BIN)/python tests/faults/cluster/soak_faults.py --minutes 4 --protocol 1 --only \
+	@$(BIN)/python -m tests.faults.crash_run
+	@$(BIN)/python -m tests.faults.cluster.soak_faults --minutes 15
+	@$(BIN)/python -m tests.faults.cluster.soak_faults --minutes 4 --protocol 1 --only \
 		"end of a turn late" "end of a turn late, connection reset" "end of a turn unanswered"
 
 .PHONY: soak-faults
 soak-faults: $(VENV)/.dev ## Break brokers, proxies and links under load, for MINUTES (10)
-	@$(BIN)/python tests/faults/cluster/soak_faults.py --minutes $(MINUTES)
+	@$(BIN)/python -m tests.faults.cluster.soak_faults --minutes $(MINUTES)
 
 SEEDS ?= 1000
 .PHONY: simulate
 simulate: $(VENV)/.dev ## Try SEEDS (1000) seeds of faults on simulated proxies, or one: SEED=n
-	@$(BIN)/python tests/simulator/simulate.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+	@$(BIN)/python -m tests.simulator.simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 .PHONY: bench
 bench: $(VENV)/.dev ## Measure complete transactions per second
@@ -82,45 +82,45 @@ bench: $(VENV)/.dev ## Measure complete transactions per second
 
 .PHONY: compare
 compare: $(VENV)/.dev ## Compare with RocketMQ, outboxes, dtm and raw Kafka; writes docs/comparison.*
-	@$(BIN)/python benchmarks/compare.py
+	@$(BIN)/python -m benchmarks.compare
 
 .PHONY: bench-footprint
 bench-footprint: $(VENV)/.dev ## Measure what a transaction leaves in Kafka, and how many requests it takes
-	@$(BIN)/python benchmarks/footprint.py
+	@$(BIN)/python -m benchmarks.footprint
 
 .PHONY: bench-settled
 bench-settled: $(VENV)/.dev ## Measure what a settled transaction costs a proxy: memory, time, snapshots
-	@$(BIN)/python benchmarks/settled.py
+	@$(BIN)/python -m benchmarks.settled
 
 .PHONY: bench-protocols
 bench-protocols: $(VENV)/.dev ## Compare both versions of Kafka's transaction protocol
-	@$(BIN)/python benchmarks/protocols.py
+	@$(BIN)/python -m benchmarks.protocols
 
 .PHONY: bench-recovery
 bench-recovery: $(VENV)/.dev ## Measure restarts, and what a million undecided transactions cost
-	@$(BIN)/python benchmarks/recovery.py
+	@$(BIN)/python -m benchmarks.recovery
 
 .PHONY: bench-checks
 bench-checks: $(VENV)/.dev ## Measure 100,000 check-backs that are all due, over sessions and over HTTP
-	@$(BIN)/python benchmarks/checks.py
+	@$(BIN)/python -m benchmarks.checks
 
 .PHONY: bench-crowd
 bench-crowd: $(VENV)/.dev ## Measure what 1,000 connected producers cost that do nothing
-	@$(BIN)/python benchmarks/crowd.py
+	@$(BIN)/python -m benchmarks.crowd
 
 .PHONY: bench-endurance
 bench-endurance: $(VENV)/.dev ## Measure whether ten million transactions slow down or grow (an hour)
-	@$(BIN)/python benchmarks/endurance.py
+	@$(BIN)/python -m benchmarks.endurance
 
 COUNT ?= 2000000
 .PHONY: bench-audit
 bench-audit: $(VENV)/.dev ## Measure an audit of COUNT transactions (2000000) against merely counting them
-	@$(BIN)/python benchmarks/audit.py --count $(COUNT)
+	@$(BIN)/python -m benchmarks.audit --count $(COUNT)
 
 MINUTES ?= 10
 .PHONY: soak
 soak: $(VENV)/.dev ## Kill one of three proxies every 20 s under load, for MINUTES (10)
-	@$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 .PHONY: lint
 lint: $(VENV)/.dev ## Check style and types
@@ -134,8 +134,8 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of
 	@$(BIN)/python -m txbroker.core.diagram > docs/reference/states.md
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
 	@$(BIN)/python -m txbroker.proxy.observe.log_events > docs/reference/logs.md
-	@$(BIN)/python tests/faults/crash_cases.py > docs/reference/failpoints.md
-	@$(BIN)/python tests/faults/cluster/runs_table.py docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md
+	@$(BIN)/python -m tests.faults.crash_cases > docs/reference/failpoints.md
+	@$(BIN)/python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json
 	@$(BIN)/python charts/schema.py > charts/txbroker/values.schema.json
 

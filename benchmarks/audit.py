@@ -19,14 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-_ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("spark", "faults", "e2e", "")]
-
-from planting import Planting  # noqa: E402
-
-from txbroker.config.settings import load_settings  # noqa: E402
-from txbroker.embedded import EmbeddedKafka  # noqa: E402
-from txbroker.spark.schema import Cut, RunSummary, Terms  # noqa: E402
+from tests.spark.planting import Planting
+from txbroker.config.settings import load_settings
+from txbroker.embedded import EmbeddedKafka
+from txbroker.spark.schema import Cut, RunSummary, Terms
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

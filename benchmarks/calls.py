@@ -5,7 +5,7 @@ A count depends little on the machine, so a test bounds it (`BOUNDS`). The proxy
 thread counts its own calls by `sys.setprofile`. A call is a Python frame that is entered: of a
 function, of a generator or coroutine that goes on. Built-in functions do not count. The proxy's
 calls include those of the Kafka in memory. The least of all rounds is the one to compare.
-`python benchmarks/calls.py --help`.
+`python -m benchmarks.calls --help`.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 import uvloop
-from in_memory import PROXY_THREAD, in_memory_broker, transactions
-from rig.beside import call
-from rig.http_load import transactions_over_http
 
+from benchmarks.in_memory import PROXY_THREAD, in_memory_broker, transactions
+from benchmarks.rig.beside import call
+from benchmarks.rig.http_load import transactions_over_http
 from txbroker.sdk import CheckRequest, Decision, Message, TransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
 

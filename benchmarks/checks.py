@@ -4,7 +4,7 @@
 while nobody of their groups can be asked. When all of them are due, the groups appear: SDK
 producers in a process of their own, or check URLs of an HTTP server in one. The time runs from then
 until all are committed and promoted; every transaction must have been asked about exactly once.
-`python benchmarks/checks.py --help`.
+`python -m benchmarks.checks --help`.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from rig.beside import beside, call
-from rig.filler import GROUPS, Filler
-from rig.proxy import Proxy, cpu_s, make_target, proxy_on
 
+from benchmarks.rig.beside import beside, call
+from benchmarks.rig.filler import GROUPS, Filler
+from benchmarks.rig.proxy import Proxy, cpu_s, make_target, proxy_on
 from txbroker.core.records import CheckPolicy
 from txbroker.embedded import EmbeddedKafka
 
@@ -108,7 +108,7 @@ def measure(kafka: str, folder: Path, way: str, count: int, rate: float) -> dict
         proxy.wait_for("pending{", count)
         time.sleep(AFTER_S)
         before_s = cpu_s(proxy.pid)
-        with beside(__file__, "--answer", way, "--url", proxy.url) as process:
+        with beside(__spec__.name, "--answer", way, "--url", proxy.url) as process:
             began, started_s = time.monotonic(), cpu_s(process.pid)
             settled_at = _watch(proxy, count, began, way)
             client_s = cpu_s(process.pid) - started_s

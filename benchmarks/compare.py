@@ -2,7 +2,7 @@
 
 Every round runs each peer once, one after another, each with servers of its own on free ports and
 in a temporary folder. A peer that cannot be run here is named with the reason. RocketMQ and dtm are
-fetched from Maven Central and the Go module proxy. `python benchmarks/compare.py` takes an hour
+fetched from Maven Central and the Go module proxy. `python -m benchmarks.compare` takes an hour
 for everything, with `--rounds 1` twenty minutes.
 """
 
@@ -19,17 +19,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from peers.base import Missing, Peer, Plan
-from peers.ceiling import Ceiling
-from peers.dtm import Dtm
-from peers.machine import Machine, busy_share
-from peers.outbox_postgres import PostgresOutbox
-from peers.outbox_sqlite import SqliteOutbox
-from peers.page import page
-from peers.plot import plot
-from peers.read_process_write import ReadProcessWrite
-from peers.rocketmq import RocketMQ
-from peers.txbroker_itself import Txbroker, TxbrokerHttp, TxbrokerKeyless, TxbrokerTen
+from benchmarks.peers.base import Missing, Peer, Plan
+from benchmarks.peers.ceiling import Ceiling
+from benchmarks.peers.dtm import Dtm
+from benchmarks.peers.machine import Machine, busy_share
+from benchmarks.peers.outbox_postgres import PostgresOutbox
+from benchmarks.peers.outbox_sqlite import SqliteOutbox
+from benchmarks.peers.page import page
+from benchmarks.peers.plot import plot
+from benchmarks.peers.read_process_write import ReadProcessWrite
+from benchmarks.peers.rocketmq import RocketMQ
+from benchmarks.peers.txbroker_itself import Txbroker, TxbrokerHttp, TxbrokerKeyless, TxbrokerTen
 
 PEERS: tuple[Peer, ...] = (
     Txbroker(),

@@ -3,7 +3,7 @@
 One proxy on a Kafka of its own. `txbroker bench` measures it in turns: alone, and beside
 `--producers` SDK producers of `--groups` groups, each with a session of its own, which send
 nothing, and as many more groups that are registered and never heard of.
-`python benchmarks/crowd.py --help`.
+`python -m benchmarks.crowd --help`.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from statistics import median
 from typing import Any
 
 import uvloop
-from rig.beside import beside, call
-from rig.proxy import make_target, proxy_on
 
+from benchmarks.rig.beside import beside, call
+from benchmarks.rig.proxy import make_target, proxy_on
 from txbroker.embedded import EmbeddedKafka
 from txbroker.sdk import TransactionalProducer
 
@@ -83,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             found["alone"].append(bench(proxy.url, kafka.bootstrap, arguments))
             with (
                 registered(proxy.url, arguments.groups),
-                beside(__file__, "--stand-by", proxy.url, *sizes),
+                beside(__spec__.name, "--stand-by", proxy.url, *sizes),
             ):
                 found["beside"].append(bench(proxy.url, kafka.bootstrap, arguments))
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)

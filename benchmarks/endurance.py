@@ -3,7 +3,7 @@
 One proxy on a Kafka of its own with small segments and short retention of the target, so that what
 is measured late stands on as many files as what is measured early. `txbroker bench` makes the load,
 reads all of it along and counts every message; this script watches memory and disk meanwhile and
-compares the first million with the last. `python benchmarks/endurance.py --help`.
+compares the first million with the last. `python -m benchmarks.endurance --help`.
 """
 
 import argparse
@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rig.proxy import TARGET, Proxy, make_target, proxy_on
-
+from benchmarks.rig.proxy import TARGET, Proxy, make_target, proxy_on
 from txbroker.embedded import EmbeddedKafka
 
 MIB = 1 << 20

@@ -3,7 +3,7 @@
 One proxy with the default settings and the embedded Kafka, one producer with the SDK, one message
 of `--size` bytes a transaction. The bytes are those of the segments' files on one broker, so all
 copies together take as many times more. A test bounds the requests (`BOUNDS`).
-`python benchmarks/footprint.py --help`.
+`python -m benchmarks.footprint --help`.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 The proxy of `txbroker.testing`, whose Kafka is in memory, has a thread of its own, the producers
 another. Each thread's processor time is read from Linux, so that other work on the machine counts
 little; the least of all rounds is the one to compare. Python does not look for garbage meanwhile,
-which it does rarely in a proxy, too. `python benchmarks/in_memory.py --help`.
+which it does rarely in a proxy, too. `python -m benchmarks.in_memory --help`.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from typing import Any
 
 import structlog
 import uvloop
-from rig.http_load import transactions_over_http
 
+from benchmarks.rig.http_load import transactions_over_http
 from txbroker.config.settings import Settings
 from txbroker.principals import Role, digest_of, format_principal, make_token
 from txbroker.sdk import Limits, Message, TransactionalProducer

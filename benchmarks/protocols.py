@@ -1,6 +1,6 @@
 """Compares both versions of Kafka's transaction protocol: requests and time of a turn.
 
-    python benchmarks/protocols.py --turns 400 --rounds 6 --targets 3
+    python -m benchmarks.protocols --turns 400 --rounds 6 --targets 3
 
 Both write to the same Kafka, an embedded one or that of `--bootstrap`, in turn, round by round, so
 that what else the machine does meets both alike. A turn is one record to each of `--targets` topics

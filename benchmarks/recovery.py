@@ -5,7 +5,7 @@
 behind millions that were settled; the time must not grow with their number.
 
 The logs are filled straight through Kafka, as an owner's appenders would, while the proxy that owns
-them reads along, promotes and writes its snapshots. `python benchmarks/recovery.py --help`.
+them reads along, promotes and writes its snapshots. `python -m benchmarks.recovery --help`.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from rig.filler import Filler
-from rig.proxy import PARTITIONS, Proxy, make_target, proxy_on
 
+from benchmarks.rig.filler import Filler
+from benchmarks.rig.proxy import PARTITIONS, Proxy, make_target, proxy_on
 from txbroker.embedded import EmbeddedKafka
 
 

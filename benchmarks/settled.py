@@ -1,7 +1,7 @@
 """What a settled transaction costs a proxy: memory, time and bytes in a snapshot.
 
 Remembers `--count` settled transactions of one half partition, `--rate` a millisecond, some of them
-late, and looks up old, late and unknown ids. `python benchmarks/settled.py --help`.
+late, and looks up old, late and unknown ids. `python -m benchmarks.settled --help`.
 """
 
 import argparse

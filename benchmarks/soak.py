@@ -20,20 +20,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(_ROOT / "tests" / name) for name in ("cluster", "e2e", "faults", "")]
-
-from evidence import listed  # noqa: E402
-from fleet import Fleet, Web  # noqa: E402
-from judge import Case, Judge, Seen, Topics, read_log, save  # noqa: E402
-from readers import Along  # noqa: E402
-from topic_reader import read_all  # noqa: E402
-from workload import Lane, LocalFailure, Recorder, Shop, answering  # noqa: E402
-from world import World, until  # noqa: E402
-
-from txbroker.embedded import EmbeddedKafka  # noqa: E402
-from txbroker.errors import RequestError  # noqa: E402
-from txbroker.sdk import Decision, Limits, Message, TransactionalProducer  # noqa: E402
+from tests.faults.judge import Case, Judge, Seen, Topics, read_log, save
+from tests.kit.evidence import listed
+from tests.kit.fleet import Fleet, Web
+from tests.kit.proxies import World, until
+from tests.kit.readers import Along
+from tests.kit.topic_reader import read_all
+from tests.kit.workload import Lane, LocalFailure, Recorder, Shop, answering
+from txbroker.embedded import EmbeddedKafka
+from txbroker.errors import RequestError
+from txbroker.sdk import Decision, Limits, Message, TransactionalProducer
 
 KILL_EVERY_S = 20.0
 LANES = 24

@@ -1,6 +1,6 @@
 """What tracing costs: off, on with nothing to trace, on with everything recorded.
 
-`python benchmarks/tracing.py [--transactions N]`: a step alone, then whole transactions through
+`python -m benchmarks.tracing [--transactions N]`: a step alone, then whole transactions through
 SDK and proxy on a Kafka in memory, in turns, so that all meet the same machine. CPU time of the
 process is measured, both halves of it in one, as other work on the machine changes that least.
 """

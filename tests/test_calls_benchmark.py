@@ -11,13 +11,14 @@ import pytest
 
 pytestmark = pytest.mark.timeout(300)  # 22 s of the processor, on a machine that may be busy
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks/calls.py"
+CALLS = ("-m", "benchmarks.calls")
+ROOT = Path(__file__).parents[1]
 SHORT = ["--count", "500", "--rounds", "1", "--in-flight", "64", "--json"]
 ADDED = 60
 MORE_CALLS = f"""
 import runpy, sys
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-import in_memory
+sys.path.insert(0, {str(ROOT)!r})
+from benchmarks import in_memory
 from txbroker.testing.memory import MemoryKafka
 
 def added(): pass
@@ -40,12 +41,12 @@ if sys.argv.pop(1) == "client":
     in_memory.Message = in_client
 else:
     MemoryKafka.append = in_proxy
-runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+runpy.run_module("benchmarks.calls", run_name="__main__")
 """
 
 
 def test_transaction_stays_within_its_bounds() -> None:
-    done = run(str(SCRIPT), "--json")
+    done = run(*CALLS, "--json")
     assert done.stderr == ""
     assert done.returncode == 0
     told = json.loads(done.stdout)
@@ -67,7 +68,7 @@ def test_added_calls_count_on_their_side_and_fail(side: str, tmp_path: Path) -> 
 
 
 def test_tables_name_what_is_called_in_each_file() -> None:
-    done = run(str(SCRIPT), *SHORT[:-1], "--by-module", "--modules")
+    done = run(*CALLS, *SHORT[:-1], "--by-module", "--modules")
     for title in (
         "calls of a transaction in the proxy, 64 in flight",
         "calls of a transaction in the client, 64 in flight",

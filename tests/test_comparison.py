@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the benchmarks' own package be imported."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("compare", "peers")]:
-        del sys.modules[name]
 
 
 def figure(number: int, in_flight: int, per_s: float | None, p50: float | None = None) -> Any:
@@ -46,7 +34,7 @@ def data() -> Any:
     ours = [figure(n, 64, rate, 5.0) for n, rate in ((1, 900.0), (2, 3000.0), (3, 1200.0))]
     theirs = [figure(n, 64, rate) for n, rate in ((1, 300.0), (2, 1500.0), (3, 800.0))]
     return {
-        "command": "python benchmarks/compare.py",
+        "command": "python -m benchmarks.compare",
         "at": "2026-01-02",
         "machine": "2 cores (a processor), 4 GiB, Linux 6",
         "plan": {"in_flight": [1, 64], "size": 1024, "warmup_s": 10.0, "duration_s": 20.0},
@@ -60,7 +48,7 @@ def data() -> Any:
 
 
 def test_the_page_says_medians_and_what_is_missing(data: Any) -> None:
-    from peers.page import page
+    from benchmarks.peers.page import page
 
     text = page(data, "comparison")
     assert "| txbroker | – | 1,200 (900–3,000) |" in text
@@ -75,14 +63,14 @@ def test_the_page_says_medians_and_what_is_missing(data: Any) -> None:
 
 
 def test_a_machine_that_was_not_quiet_is_told(data: Any) -> None:
-    from peers.page import page
+    from benchmarks.peers.page import page
 
     data["busy_before"] = [0.02, 0.6, 0.5]
     assert "others took 50% of it, and up to 60%" in page(data, "comparison")
 
 
 def test_the_plot_has_a_bar_for_each_figure(data: Any) -> None:
-    from peers.plot import plot
+    from benchmarks.peers.plot import plot
 
     root = ET.fromstring(plot(data))
     name = "{http://www.w3.org/2000/svg}"
@@ -97,8 +85,8 @@ def test_the_plot_has_a_bar_for_each_figure(data: Any) -> None:
 
 
 def test_nothing_measured_yet_is_no_error(data: Any) -> None:
-    from peers.page import page
-    from peers.plot import plot
+    from benchmarks.peers.page import page
+    from benchmarks.peers.plot import plot
 
     for one in data["peers"].values():
         one["figures"] = []
@@ -110,8 +98,8 @@ def test_nothing_measured_yet_is_no_error(data: Any) -> None:
 def test_a_peer_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import compare
-    from peers.base import Figure, Missing, Plan
+    from benchmarks import compare
+    from benchmarks.peers.base import Figure, Missing, Plan
 
     class Made:
         counts = "made up"
@@ -151,8 +139,7 @@ def test_a_peer_that_fails_leaves_the_others(
 
 
 def test_every_jar_of_rocketmq_is_locked() -> None:
-    from peers.rocketmq import ARTIFACTS, LOCK, VERSION
-
+    from benchmarks.peers.rocketmq import ARTIFACTS, LOCK, VERSION
     from txbroker.embedded.lock import read_lock_file
 
     names = [jar.name for jar in read_lock_file(LOCK)]
@@ -161,7 +148,7 @@ def test_every_jar_of_rocketmq_is_locked() -> None:
 
 
 def test_what_rocketmqs_benchmark_tells_is_understood() -> None:
-    from peers.rocketmq import _TOLD
+    from benchmarks.peers.rocketmq import _TOLD
 
     for line in (
         "Current Time: 2026-11-21 19:13:48,924 | Send TPS:  2337 | Max RT(ms):   194 | "

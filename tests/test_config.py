@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from secret_files import secret_file
 
+from tests.kit.secret_files import secret_file
 from txbroker.config.addresses import Address, parse_address, read_secret
 from txbroker.config.settings import Settings, load_settings
 from txbroker.errors import ConfigurationError

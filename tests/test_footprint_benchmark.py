@@ -6,19 +6,24 @@ import json
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).parents[1] / "benchmarks/footprint.py"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_requests_stay_within_their_bounds() -> None:
-    command = [sys.executable, SCRIPT, "--commits", "--json", "--count", "20000"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.footprint",
+        "--commits",
+        "--json",
+        "--count",
+        "20000",
+    ]
     done = subprocess.run(
-        [*command, "--in-flight", "64", "512"],
+        [*command, "--count", "20000", "--in-flight", "64", "512"],
         capture_output=True,
         text=True,
         timeout=500,
@@ -35,7 +40,7 @@ def test_requests_stay_within_their_bounds() -> None:
 @pytest.mark.parametrize(("added", "count"), [(-0.01, 0), (0.001, 1)])
 @pytest.mark.parametrize("in_flight", [64, 512])
 def test_bounds_bite(in_flight: int, added: float, count: int) -> None:
-    script = runpy.run_path(str(SCRIPT))
+    script = runpy.run_module("benchmarks.footprint")
     asked = {script["phase_of"](in_flight): {"Produce": script["BOUNDS"][in_flight], "End": added}}
     told = script["exceeded"](asked)
     assert len(told) == count

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from secret_files import secret_file
 
+from tests.kit.secret_files import secret_file
 from txbroker import principals
 from txbroker.cli.main import cli
 from txbroker.cli.run import run

@@ -13,7 +13,7 @@ import pytest
 from mypy.modulefinder import FindModuleCache, SearchPaths
 
 ROOT = Path(__file__).parents[1]
-LINES_MAX = 600
+LINES_MAX = 620
 FUNCTION_LINES_MAX = 70
 NO_CORE_IMPORT = frozenset(
     """aiohttp aiokafka asyncio click concurrent datetime http io logging multiprocessing os

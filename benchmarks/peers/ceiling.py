@@ -16,8 +16,8 @@ import uvloop
 from aiokafka import AIOKafkaProducer
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
-from peers.kafka import KAFKA, create_topics, running_kafka
+from benchmarks.peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
+from benchmarks.peers.kafka import KAFKA, create_topics, running_kafka
 from txbroker.core.encoding import encode_half, encode_marker, promoted_headers
 from txbroker.core.records import Half, Marker, MarkerKind, Message, Record
 from txbroker.core.routing import make_id

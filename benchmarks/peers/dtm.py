@@ -22,7 +22,16 @@ from urllib.parse import parse_qs, urlsplit
 
 import uvloop
 
-from peers.base import Figure, Missing, Plan, child, free_ports, run_lanes, times_of, wait_for_port
+from benchmarks.peers.base import (
+    Figure,
+    Missing,
+    Plan,
+    child,
+    free_ports,
+    run_lanes,
+    times_of,
+    wait_for_port,
+)
 from txbroker.cli.bench_http import HttpConnection
 from txbroker.embedded.jars import cache_dir
 

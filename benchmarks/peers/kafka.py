@@ -12,7 +12,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from peers.base import PARTITIONS
+from benchmarks.peers.base import PARTITIONS
 from txbroker.config.settings import load_settings
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client.admin import Admin, NewTopic

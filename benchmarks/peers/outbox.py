@@ -15,8 +15,8 @@ from typing import Protocol
 
 from aiokafka import AIOKafkaProducer
 
-from peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
-from peers.kafka import Watcher, watching
+from benchmarks.peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
+from benchmarks.peers.kafka import Watcher, watching
 
 TOPIC = "outbox"
 POLL_S = 0.05

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import uvloop
 
-from peers.base import Figure, Missing, Plan, child, times_of
-from peers.kafka import KAFKA, create_topics, running_kafka, watching
-from peers.outbox import POLL_S, ROWS, TOPIC, Row, in_window, relaying
+from benchmarks.peers.base import Figure, Missing, Plan, child, times_of
+from benchmarks.peers.kafka import KAFKA, create_topics, running_kafka, watching
+from benchmarks.peers.outbox import POLL_S, ROWS, TOPIC, Row, in_window, relaying
 
 ACCOUNT = "postgres"
 """Whom the server runs as where we are root, which it refuses: Debian's package makes it."""

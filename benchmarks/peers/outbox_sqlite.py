@@ -10,9 +10,9 @@ from pathlib import Path
 
 import uvloop
 
-from peers.base import Figure, Plan
-from peers.kafka import KAFKA, create_topics, running_kafka
-from peers.outbox import POLL_S, ROWS, TOPIC, Row, measure
+from benchmarks.peers.base import Figure, Plan
+from benchmarks.peers.kafka import KAFKA, create_topics, running_kafka
+from benchmarks.peers.outbox import POLL_S, ROWS, TOPIC, Row, measure
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS orders (id BLOB PRIMARY KEY, state TEXT NOT NULL);

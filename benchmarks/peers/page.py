@@ -22,7 +22,7 @@ def page(data: Data, name: str) -> str:
 def _lines(data: Data, name: str) -> Iterator[str]:
     plan = data["plan"]
     rounds = max((f["round"] for f in _figures(data)), default=0)
-    yield "<!-- Written by `python benchmarks/compare.py`. -->"
+    yield "<!-- Written by `python -m benchmarks.compare`. -->"
     yield "# Compared with others"
     size, measured_s, warmup_s = plan["size"], plan["duration_s"], plan["warmup_s"]
     several = rounds > 1

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from peers.page import rates
+from benchmarks.peers.page import rates
 
 _WIDTH, _LEFT, _RIGHT = 860, 290, 80
 _BAR, _GAP, _TOP, _BOTTOM = 14, 16, 56, 30

@@ -17,8 +17,8 @@ import aiokafka
 import uvloop
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
-from peers.kafka import KAFKA, create_topics, running_kafka, watching
+from benchmarks.peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
+from benchmarks.peers.kafka import KAFKA, create_topics, running_kafka, watching
 
 SOURCE, TARGET = "source", "target"
 _GROUP = "processor"

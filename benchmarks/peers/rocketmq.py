@@ -1,6 +1,6 @@
 """Apache RocketMQ: one name server, one broker, and its own benchmark of transactions.
 
-Run as a program it renews the lock of its jars: `python benchmarks/peers/rocketmq.py` (needs mvn).
+Run as a program it renews the lock of its jars: `python -m benchmarks.peers.rocketmq` (needs mvn).
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from peers.base import Figure, Missing, Plan, Times, child, free_ports, wait_for_port
+from benchmarks.peers.base import Figure, Missing, Plan, Times, child, free_ports, wait_for_port
 from txbroker.embedded.errors import EmbeddedKafkaError
 from txbroker.embedded.jars import fetch_jars
 from txbroker.embedded.java import find_java
@@ -216,7 +213,7 @@ def renew_lock() -> None:
     )
     head = [
         f"# Apache RocketMQ {VERSION}: Maven path, size in bytes, SHA-256.",
-        "# Renew with: python benchmarks/peers/rocketmq.py",
+        "# Renew with: python -m benchmarks.peers.rocketmq",
     ]
     write_lock_file(LOCK, head, resolve_pom(pom))
 

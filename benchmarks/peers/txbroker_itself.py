@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peers.base import PARTITIONS, Figure, Missing, Plan, Times
-from peers.kafka import KAFKA
+from benchmarks.peers.base import PARTITIONS, Figure, Missing, Plan, Times
+from benchmarks.peers.kafka import KAFKA
 from txbroker import __version__
 
 _DEADLINE_S = 300.0

@@ -13,9 +13,9 @@ END_S = 30.0
 
 @contextmanager
 def beside(script: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Have a script run, from when it says `ready` on stdout; it ends when its stdin does."""
+    """Run a module, from when it says `ready` on stdout; it ends when its stdin does."""
     process = subprocess.Popen(
-        [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdin is not None
     assert process.stdout is not None

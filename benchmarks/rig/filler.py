@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from rig.proxy import PARTITIONS, TARGET, Proxy
+from benchmarks.rig.proxy import PARTITIONS, TARGET, Proxy
 from txbroker.config.settings import load_settings
 from txbroker.core.encoding import encode_half, encode_marker
 from txbroker.core.records import (

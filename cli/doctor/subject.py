@@ -24,7 +24,7 @@ __all__ = ["KafkaSide", "Limits", "NotSeen", "Subject"]
 
 
 class KafkaSide(Protocol):
-    """What checks may ask of Kafka: `txbroker.kafka.tools.examination.KafkaExamination`, or a fake."""
+    """What checks may ask of Kafka: `KafkaExamination`, or a fake."""
 
     @property
     def settings(self) -> KafkaSettings:

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import promql
 import pytest
 import yaml
 
+from tests.alerts import promql
 from txbroker.proxy.observe.metrics import Described, Metrics
 
 ROOT = Path(__file__).parents[2]

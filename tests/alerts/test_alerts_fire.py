@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
-from memory_world import MemoryWorld
-from prometheus_world import DASHBOARD, RULES, Prometheus, prometheus, quicker
-from service_world import Desk, Json, Service, until
 
+from tests.alerts.prometheus import DASHBOARD, RULES, Prometheus, prometheus, quicker
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Json, Service, until
 from txbroker.checkers import runner
 from txbroker.contract.audit import AuditNews, encode_news
 from txbroker.core.records import Message

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import promql
 import pytest
 
+from tests.alerts import promql
 from txbroker.proxy.observe.metrics import Metrics
 
 CHARTS = Path(__file__).parents[2] / "charts"

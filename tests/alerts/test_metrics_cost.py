@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
-from cluster_world import Proxies
-from memory_world import MemoryWorld
-from service_world import Desk, unique, until
 
+from tests.kit.cluster import Proxies
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, unique, until
 from txbroker.core.records import Decision, Message, Place, Source
 from txbroker.core.transaction import Transaction, Verdict
 from txbroker.proxy.observe.metrics import Metrics

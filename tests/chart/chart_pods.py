@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from command_lines import parsed
-from secret_files import secret_file
 
+from tests.kit.command_lines import parsed
+from tests.kit.secret_files import secret_file
 from txbroker.config.settings import CONFIG_VARIABLE, Settings, load_settings
 
 Object = dict[str, Any]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_values import NEEDED
+
+from tests.chart.chart_values import NEEDED
 
 CHART = Path(__file__).parents[2] / "charts/txbroker"
 KUBERNETES = "1.31.0"

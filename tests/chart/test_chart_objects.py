@@ -12,7 +12,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from aiohttp.test_utils import make_mocked_request
-from chart_pods import (
+
+import txbroker
+from tests.chart.chart_pods import (
     POD,
     SECRET,
     Object,
@@ -25,9 +27,7 @@ from chart_pods import (
     pods,
     settings_of,
 )
-from chart_values import EVERYTHING, SETS
-
-import txbroker
+from tests.chart.chart_values import EVERYTHING, SETS
 from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.cli import lifeline, workers
 from txbroker.config.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings

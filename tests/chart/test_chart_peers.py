@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_pods import (
+
+from tests.chart.chart_pods import (
     POD,
     Object,
     environment,
@@ -19,8 +20,7 @@ from chart_pods import (
     settings_of,
     settings_of_commands,
 )
-from chart_values import PEER_NAMES, PRINCIPALS, SETS
-
+from tests.chart.chart_values import PEER_NAMES, PRINCIPALS, SETS
 from txbroker.config.settings import Settings
 from txbroker.principals import read_principals
 

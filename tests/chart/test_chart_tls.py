@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chart_pods import Object, environment, of_kind, one, pod_of, settings_of
-from chart_values import SECURED, SETS
+
+from tests.chart.chart_pods import Object, environment, of_kind, one, pod_of, settings_of
+from tests.chart.chart_values import SECURED, SETS
 
 Render = Callable[..., list[Object]]
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_values import (
+
+from tests.chart.chart_values import (
     EVERYTHING,
     FETCHED,
     LOGIN,
@@ -24,8 +25,7 @@ from chart_values import (
     SETS,
     TOKENS,
 )
-from command_lines import parsed
-
+from tests.kit.command_lines import parsed
 from txbroker.config.settings import SECRET_SETTINGS, Settings
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from dockerfile import Builder, Stage, call, instructions
 
 import txbroker
+from tests.chart.dockerfile import Builder, Stage, call, instructions
 from txbroker.spark.connector import ivy_dir
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from http_answers import LOOPBACK
 
+from tests.kit.http_answers import LOOPBACK
 from txbroker.checkers.base import CheckCall
 from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.checkers.http import HttpChecks

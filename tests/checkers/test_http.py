@@ -10,7 +10,9 @@ import json
 from typing import cast
 
 import pytest
-from http_answers import (
+from msgspec import structs
+
+from tests.kit.http_answers import (
     COMMIT,
     LOOPBACK,
     Serve,
@@ -21,8 +23,6 @@ from http_answers import (
     reset,
     response,
 )
-from msgspec import structs
-
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.http import HttpChannel, HttpChecks
 from txbroker.core.records import Decision, Message

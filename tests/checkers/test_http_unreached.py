@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from http_answers import COMMIT, LOOPBACK, Serve, Until, answering, ask, reset, response
 
+from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, Until, answering, ask, reset, response
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.checkers.http import HttpChannel, HttpChecks
 

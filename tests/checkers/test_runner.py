@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 import pytest
-from runner_world import DUE, FakeChannel, FakeOwner, Until, World, due, make
 
+from tests.checkers.runner_world import DUE, FakeChannel, FakeOwner, Until, World, due, make
 from txbroker.checkers.base import (
     Answered,
     CheckCall,

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 
 import pytest
-from runner_world import FakeChannel, FakeOwner, Until, World, due, make
 
+from tests.checkers.runner_world import FakeChannel, FakeOwner, Until, World, due, make
 from txbroker import tracing
 from txbroker.checkers import runner as runner_module
 from txbroker.checkers.base import CheckCall, CheckResult, Unreached

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from http_answers import COMMIT, LOOPBACK, Serve, answering, read_request, response
 
+from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, answering, read_request, response
 from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.checkers.groups import GroupPolicy
 from txbroker.checkers.http import HttpChecks

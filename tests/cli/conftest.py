@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli_stub import Stub, stub
-from cli_world import Call, Dev, Result
 
+from tests.cli.cli_stub import Stub, stub
+from tests.kit.cli import Call, Dev, Result
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.testing.broker import InMemoryBroker

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from cli_world import TXBROKER
+from tests.kit.cli import TXBROKER
 
 DEADLINE_S = 60.0
 

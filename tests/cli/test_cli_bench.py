@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_stub import Asked, Reply, Stub, error
-from cli_world import TXBROKER, Call, Dev, descendants, until_gone
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 
+from tests.cli.cli_stub import Asked, Reply, Stub, error
+from tests.kit.cli import TXBROKER, Call, Dev, descendants, until_gone
 from txbroker.cli.serving import until_signal
 from txbroker.kafka.tools import counting
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cli_stub import Asked, Reply, Stub, error, partition_of
-from cli_world import Call
 
+from tests.cli.cli_stub import Asked, Reply, Stub, error, partition_of
+from tests.kit.cli import Call
 from txbroker.cli import client, crew
 from txbroker.cli.client import ApiError, Client, who
 from txbroker.contract.service import PrepareRequest

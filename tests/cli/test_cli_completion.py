@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_stub import Asked, Stub
-from cli_world import TXBROKER, Call
 
+from tests.cli.cli_stub import Asked, Stub
+from tests.kit.cli import TXBROKER, Call
 from txbroker.cli.completion import WITHIN_S
 from txbroker.cli.main import COMMANDS
 from txbroker.cli.tx import STATES

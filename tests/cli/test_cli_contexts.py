@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from cli_stub import Asked, Stub
-from cli_world import Call
+
+from tests.cli.cli_stub import Asked, Stub
+from tests.kit.cli import Call
 
 HERE, THERE = "http://127.0.0.1:1", "http://127.0.0.1:2"
 NO_FILES = dict.fromkeys(("token_file", "ca_file", "client_cert_file", "client_key_file"))

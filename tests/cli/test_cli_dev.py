@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_world import Call, Dev, until_gone
+
+from tests.kit.cli import Call, Dev, until_gone
 
 
 @pytest.mark.needs_tool("curl")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import Call, Dev
+
+from tests.kit.cli import Call, Dev
 
 ROOT = Path(__file__).parents[2]
 

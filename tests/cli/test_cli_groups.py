@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cli_world import Call
+from tests.kit.cli import Call
 
 
 def test_register_show_list_and_remove(ask: Call) -> None:

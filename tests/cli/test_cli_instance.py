@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from cli_world import Dev
-from proxy_process import proxy_process
 
+from tests.cli.proxy_process import proxy_process
+from tests.kit.cli import Dev
 from txbroker.cli.instance import named
 from txbroker.cli.run import Failed
 from txbroker.config.settings import load_settings

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from cli_world import Call, Dev
 from confluent_kafka import Producer
 
+from tests.kit.cli import Call, Dev
 from txbroker.core.records import RECORD_VERSION
 from txbroker.core.routing import make_id
 

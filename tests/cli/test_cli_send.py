@@ -10,7 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli_world import Call, Dev
+
+from tests.kit.cli import Call, Dev
 
 
 def kcat(dev: Dev, topic: str) -> list[dict[str, object]]:

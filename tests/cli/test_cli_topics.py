@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from cli_world import Call, Dev
+
+from tests.kit.cli import Call, Dev
 
 NAMES = [
     f"plan.{name}"

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from cli_world import Call
+
+from tests.kit.cli import Call
 
 Answer = Callable[..., None]
 ID = re.compile(r"[0-9A-Z]{26}")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_world import TXBROKER, Call
 
+from tests.kit.cli import TXBROKER, Call
 from txbroker import __version__
 from txbroker.cli.main import COMMANDS, cli
 from txbroker.cli.reference import commands, page

@@ -13,9 +13,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from cli_world import Dev
-from proxy_process import proxy_process
-from tls_files import Authority
+
+from tests.cli.proxy_process import proxy_process
+from tests.kit.cli import Dev
+from tests.tls.tls_files import Authority
 
 WAITING, THERE = "waiting for kafka", "kafka answers"
 

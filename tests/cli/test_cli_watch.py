@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_stub import Stub, error
-from cli_world import TXBROKER, Call
 
+from tests.cli.cli_stub import Stub, error
+from tests.kit.cli import TXBROKER, Call
 from txbroker.cli import watching
 from txbroker.testing.broker import InMemoryBroker
 

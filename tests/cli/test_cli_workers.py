@@ -16,12 +16,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from cli_world import Call, Dev, descendants, until_gone
 from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
-from proxy_process import ProxyProcess, proxy_process
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
+from tests.cli.proxy_process import ProxyProcess, proxy_process
+from tests.kit.cli import Call, Dev, descendants, until_gone
 from txbroker.cli import workers
 from txbroker.cli.run import Failed
 from txbroker.config.settings import Settings, load_settings

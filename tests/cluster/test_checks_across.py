@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 from aiohttp import web
-from evidence import convict
-from fleet import Fleet, Web
-from judge import Asked
-from workload import Recorder
-from world import World, until
 
+from tests.faults.judge import Asked
+from tests.kit.evidence import convict
+from tests.kit.fleet import Fleet, Web
+from tests.kit.proxies import World, until
+from tests.kit.workload import Recorder
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import RequestError
 from txbroker.sdk import CheckRequest, Decision, Limits, Message, NotYet, TransactionalProducer

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fleet import PARTITIONS, SESSION_S, Fleet, judged, owned_by, reached
-from relays import Relay
-from workload import Recorder, Shop
-from world import World, unique, until
 
+from tests.kit.fleet import PARTITIONS, SESSION_S, Fleet, judged, owned_by, reached
+from tests.kit.proxies import World, unique, until
+from tests.kit.relays import Relay
+from tests.kit.workload import Recorder, Shop
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import OwnerUnavailable
 

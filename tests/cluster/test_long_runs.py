@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.long
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 async def output(name: str, *arguments: str) -> str:
     """Run a measurement; return what it prints. It must succeed."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(BENCHMARKS / name),
+        "-m",
+        f"benchmarks.{name}",
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -35,7 +33,7 @@ async def output(name: str, *arguments: str) -> str:
 
 @pytest.mark.timeout(600)
 async def test_the_soak_adds_up() -> None:
-    printed = await output("soak.py", "--minutes", "1.5")
+    printed = await output("soak", "--minutes", "1.5")
     assert "\nadds up\n" in printed
     assert "every proxy lists what the topics hold" in printed
 
@@ -43,7 +41,7 @@ async def test_the_soak_adds_up() -> None:
 @pytest.mark.timeout(600)
 async def test_restarts_are_measured() -> None:
     sizes = ["--pending", "3000", "--settled", "5000", "--pending-behind", "100"]
-    printed = await output("recovery.py", *sizes, "--settle-s", "1", "--json")
+    printed = await output("recovery", *sizes, "--settle-s", "1", "--json")
     pending, settled = map(json.loads, printed.splitlines())
     assert (pending["pending"], pending["settled"]) == (3000, 0)
     assert (settled["pending"], settled["settled"]) == (100, 5000)
@@ -53,7 +51,7 @@ async def test_restarts_are_measured() -> None:
 
 @pytest.mark.timeout(600)
 async def test_check_backs_are_measured() -> None:
-    printed = await output("checks.py", "--count", "2000", "--rate", "2000", "--json")
+    printed = await output("checks", "--count", "2000", "--rate", "2000", "--json")
     found = [json.loads(line) for line in printed.splitlines()]
     assert [(each["way"], each["checks"]) for each in found] == [("sessions", 2000), ("http", 2000)]
     assert all(0 < each["seconds"] < 300 and each["proxy_cpu_s_per_1000"] > 0 for each in found)
@@ -62,7 +60,7 @@ async def test_check_backs_are_measured() -> None:
 @pytest.mark.timeout(600)
 async def test_what_a_crowd_costs_is_measured() -> None:
     sizes = ["--producers", "50", "--groups", "5", "--rounds", "1"]
-    printed = await output("crowd.py", *sizes, "--warmup-s", "1", "--duration-s", "2")
+    printed = await output("crowd", *sizes, "--warmup-s", "1", "--duration-s", "2")
     alone, beside, ratio = printed.splitlines()
     assert alone.startswith("alone ")
     assert beside.startswith("beside ")
@@ -71,7 +69,7 @@ async def test_what_a_crowd_costs_is_measured() -> None:
 
 @pytest.mark.timeout(600)
 async def test_endurance_is_measured() -> None:
-    printed = await output("endurance.py", "--transactions", "3000", "--warmup-s", "1", "--json")
+    printed = await output("endurance", "--transactions", "3000", "--warmup-s", "1", "--json")
     found = json.loads(printed)
     assert found["bench"]["transactions"] >= 3000
     assert found["looks"][-1]["done"] >= 3000

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fleet import PARTITIONS, SESSION_S, Fleet, judged, owned_by, reached
-from topic_reader import read_topics
-from workload import Recorder, Shop
-from world import until
 
+from tests.kit.fleet import PARTITIONS, SESSION_S, Fleet, judged, owned_by, reached
+from tests.kit.proxies import until
+from tests.kit.topic_reader import read_topics
+from tests.kit.workload import Recorder, Shop
 from txbroker.embedded import EmbeddedKafka
 
 TRANSACTIONS = 1000

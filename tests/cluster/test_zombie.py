@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
-from evidence import claims, convict
-from fleet import PARTITIONS, Fleet, Web, owned_by
-from judge import Rec
-from topic_reader import read_all
-from workload import Recorder
-from world import DEADLINE_S, Json, World, unique, until
 
+from tests.faults.judge import Rec
+from tests.kit.evidence import claims, convict
+from tests.kit.fleet import PARTITIONS, Fleet, Web, owned_by
+from tests.kit.proxies import DEADLINE_S, Json, World, unique, until
+from tests.kit.topic_reader import read_all
+from tests.kit.workload import Recorder
 from txbroker.core.routing import make_id
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import NotFound, RequestError

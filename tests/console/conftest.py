@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from console_token import TOKEN
-from console_world import Reader, reader_of
-from memory_world import MemoryWorld
-from secret_files import secret_file
-from service_world import Desk, Service
+
+from tests.console.console_token import TOKEN
+from tests.console.console_world import Reader, reader_of
+from tests.kit.memory import MemoryWorld
+from tests.kit.secret_files import secret_file
+from tests.kit.service import Desk, Service
 
 
 @pytest.fixture(scope="session")

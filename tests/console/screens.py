@@ -1,6 +1,6 @@
 """Take pictures of every page of the console, with 10,000 pending transactions and some trouble.
 
-    .venv/bin/python tests/console/screens.py docs/operate/screens [--every]
+    .venv/bin/python -m tests.console.screens docs/operate/screens [--every]
 
 It runs a proxy on a Kafka in memory and Debian's Chromium (`make tools`). `--every` takes each page
 in light, dark and narrow; without it those that the docs show.
@@ -20,8 +20,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import aiohttp
-from chromium import Browser, browser
 
+from tests.console.chromium import Browser, browser
 from txbroker.sdk import Decision
 from txbroker.sdk.blocking import BlockingTransactionalProducer
 from txbroker.testing.broker import InMemoryBroker

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
-from cluster_world import Proxies
-from console_world import Reader, reader_of
-from memory_world import MemoryWorld
-from service_world import Desk, Service, unique
 
+from tests.console.console_world import Reader, reader_of
+from tests.kit.cluster import Proxies
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Service, unique
 from txbroker.contract.service import DecideRequest, Standing
 from txbroker.core.records import Message
 from txbroker.errors import OwnerUnavailable

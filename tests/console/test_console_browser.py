@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import plain_calls
 import pytest
-from chromium import Browser, browser
-from console_token import TOKEN
-from secret_files import secret_file
 from selenium.webdriver.common.keys import Keys
 
+from tests.console import plain_calls
+from tests.console.chromium import Browser, browser
+from tests.console.console_token import TOKEN
+from tests.kit.secret_files import secret_file
 from txbroker.core.records import State
 from txbroker.sdk import Decision
 from txbroker.sdk.blocking import BlockingTransactionalProducer

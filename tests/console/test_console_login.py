@@ -8,10 +8,10 @@ from http.cookies import SimpleCookie
 from pathlib import Path
 
 import pytest
-from console_token import TOKEN
-from console_world import Reader, Seen, reader_of
-from service_world import Service, unique, until
 
+from tests.console.console_token import TOKEN
+from tests.console.console_world import Reader, Seen, reader_of
+from tests.kit.service import Service, unique, until
 from txbroker.config.settings import Settings
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message

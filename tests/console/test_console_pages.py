@@ -6,11 +6,11 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
-from cluster_world import Proxies
-from console_world import Reader, reader_of
-from memory_world import MemoryWorld
-from service_world import Desk, Service, unique, until
 
+from tests.console.console_world import Reader, reader_of
+from tests.kit.cluster import Proxies
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Service, unique, until
 from txbroker.core.records import Decision, Message
 
 HOSTILE = """"><script>alert('x')</script><b a='"""

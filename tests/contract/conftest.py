@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from cluster_world import Proxies
-from kafka_world import KafkaWorld
-from memory_world import MemoryWorld
-from service_world import Client, Desk, HttpClient, SdkClient, Service, unique
 
+from tests.kit.cluster import Proxies
+from tests.kit.kafka import KafkaWorld
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Client, Desk, HttpClient, SdkClient, Service, unique
 from txbroker.door.protocols import Door
 
 

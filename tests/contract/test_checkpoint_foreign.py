@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from door_records import commit, new_claim, progress, turn
 from msgspec import structs
 
+from tests.contract.door_records import commit, new_claim, progress, turn
 from txbroker.core.encoding import (
     CLAIM_KEY,
     PROGRESS_KEY,

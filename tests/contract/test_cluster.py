@@ -6,10 +6,10 @@ import asyncio
 from collections import Counter
 
 import pytest
-from cluster_world import Proxies
-from kafka_world import now_ms
-from service_world import unique, until
 
+from tests.kit.cluster import Proxies
+from tests.kit.kafka import now_ms
+from tests.kit.service import unique, until
 from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.decoding import decode_marker, is_content
 from txbroker.core.records import Message

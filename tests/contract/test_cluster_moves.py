@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from cluster_world import TAKEOVER_S, Proxies
-from memory_world import MemoryWorld
-from service_world import Service, unique, until
 
+from tests.kit.cluster import TAKEOVER_S, Proxies
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Service, unique, until
 from txbroker.contract.service import PrepareRequest, Standing
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id

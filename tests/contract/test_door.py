@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from door_records import bare, commit, new_claim, progress, turn
-from kafka_world import now_ms
 
+from tests.contract.door_records import bare, commit, new_claim, progress, turn
+from tests.kit.kafka import now_ms
 from txbroker.core.records import Cause, Record
 from txbroker.door.protocols import (
     AppendRefused,

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from door_records import bare, commit, new_claim, progress, turn
-from kafka_world import now_ms
 from msgspec import structs
 
+from tests.contract.door_records import bare, commit, new_claim, progress, turn
+from tests.kit.kafka import now_ms
 from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Record
 from txbroker.door.own_topics import CheckpointScan

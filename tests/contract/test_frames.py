@@ -11,12 +11,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from cluster_world import Proxies
-from kafka_world import now_ms
-from memory_world import MemoryWorld
-from service_world import Desk, Service, unique, until
-from ws_client import Producer
 
+from tests.kit.cluster import Proxies
+from tests.kit.kafka import now_ms
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Service, unique, until
+from tests.kit.ws_client import Producer
 from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message, Record
 from txbroker.core.routing import make_id, parse_id

@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 import pytest
-from heard import Heard
-from kafka_world import KafkaWorld
+
+from tests.kit.heard import Heard
+from tests.kit.kafka import KafkaWorld
 
 SESSION_S = 1.5
 ALL = frozenset(range(4))

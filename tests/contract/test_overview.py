@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cluster_world import Proxies
-from service_world import Json, Service, unique, until
 
+from tests.kit.cluster import Proxies
+from tests.kit.service import Json, Service, unique, until
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import parse_id
 

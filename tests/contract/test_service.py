@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kafka_world import now_ms
-from service_world import Client, Json, Service, unique, until
 
+from tests.kit.kafka import now_ms
+from tests.kit.service import Client, Json, Service, unique, until
 from txbroker.core.records import Header, Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import (

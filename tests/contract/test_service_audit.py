@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from service_world import Service, until
-
+from tests.kit.service import Service, until
 from txbroker.contract.audit import AuditNews, encode_news
 
 

@@ -7,8 +7,8 @@ import itertools
 import time
 
 import pytest
-from service_world import Json, Service, unique, until
 
+from tests.kit.service import Json, Service, unique, until
 from txbroker.core.records import Message
 from txbroker.errors import NotPending
 from txbroker.sdk import CheckRequest, Decision

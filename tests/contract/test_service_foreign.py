@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from service_world import Service, until
 
+from tests.kit.service import Service, until
 from txbroker.core.encoding import encode_progress, encode_skip
 from txbroker.core.records import RECORD_VERSION, Message, Progress, Record
 from txbroker.core.routing import make_id

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from service_world import Desk, Service, unique, until
 
+from tests.kit.service import Desk, Service, unique, until
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import BodyLost
 from txbroker.proxy.partition import owner

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from service_world import Desk, Service
 
+from tests.kit.service import Desk, Service
 from txbroker.core.records import Message
 from txbroker.errors import BadTarget
 

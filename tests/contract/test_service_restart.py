@@ -6,8 +6,8 @@ import asyncio
 from random import Random
 
 import pytest
-from service_world import Service, unique, until
 
+from tests.kit.service import Service, unique, until
 from txbroker.core.records import Message
 from txbroker.sdk import CheckRequest, Decision
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from service_world import Service, unique
 
+from tests.kit.service import Service, unique
 from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Claim, Message, Record
 from txbroker.door.own_topics import encode_layout

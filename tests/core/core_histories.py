@@ -1,6 +1,8 @@
 """Random half and operation logs, drawn so that most markers are nearly right."""
 
-from core_logs import (
+from hypothesis import strategies as st
+
+from tests.kit.logs import (
     PARTITION,
     START_MS,
     Logs,
@@ -11,8 +13,6 @@ from core_logs import (
     message,
     new_ledger,
 )
-from hypothesis import strategies as st
-
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import CheckPolicy, Half, MarkerKind, Record
 

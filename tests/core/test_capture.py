@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from core_logs import (
+from msgspec import structs
+
+from tests.kit.logs import (
     PARTITION,
     START_MS,
     WINDOW_MS,
@@ -17,8 +19,6 @@ from core_logs import (
     new_ledger,
     replayed,
 )
-from msgspec import structs
-
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import (

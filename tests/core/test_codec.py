@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from core_fuzz import fuzz
-from core_values import COMMITS, HALVES, HEADERS, IDS, KEPT, MARKERS, MESSAGES, WORDS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.core_fuzz import fuzz
+from tests.core.core_values import COMMITS, HALVES, HEADERS, IDS, KEPT, MARKERS, MESSAGES, WORDS
 from txbroker.config.settings import Settings
 from txbroker.core.decoding import (
     Malformed,

@@ -1,10 +1,10 @@
 """Transaction ids: what goes in comes out, nothing else is taken for an id."""
 
 import pytest
-from core_fuzz import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.core_fuzz import fuzz
 from txbroker.core.routing import (
     ALPHABET,
     LENGTH,

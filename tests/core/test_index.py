@@ -1,11 +1,11 @@
 """Transactions by offset, in blocks: whatever comes and goes, as a sorted list would have it."""
 
 import pytest
-from core_fuzz import fuzz
-from core_logs import PARTITION, START_MS, half_of, id_of, message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.core_fuzz import fuzz
+from tests.kit.logs import PARTITION, START_MS, half_of, id_of, message
 from txbroker.core import index
 from txbroker.core.index import Line
 from txbroker.core.routing import make_id

@@ -3,8 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from core_fuzz import fuzz
-from core_logs import (
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.core.core_fuzz import fuzz
+from tests.kit.logs import (
     PARTITION,
     START_MS,
     WINDOW_MS,
@@ -17,10 +21,6 @@ from core_logs import (
     new_ledger,
     replayed,
 )
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Cause, CheckPolicy, Kept, Message, Progress, State
 

@@ -1,10 +1,10 @@
 """Placement: the Java client's hash, and which transactions share a half partition."""
 
 import pytest
-from core_fuzz import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.core_fuzz import fuzz
 from txbroker.core.routing import dedup_hash, murmur2, order_hash
 
 # From Apache Kafka's own UtilsTest.testMurmur2 (signed, as Java shows them).

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from core_fuzz import fuzz
-from core_logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from tests.core.core_fuzz import fuzz
+from tests.kit.logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
 from txbroker.core.encoding import (
     bytes_in_batch,
     headers_bytes,

@@ -1,8 +1,8 @@
 """After a claim: copies, progress and what fell to retention in the meantime."""
 
 import pytest
-from core_logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
 
+from tests.kit.logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
 from txbroker.core import ledger as ledger_module
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect

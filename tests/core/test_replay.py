@@ -1,9 +1,13 @@
 """I14: what a ledger knows is a function of the logs, not of how they were read."""
 
 import pytest
-from core_fuzz import fuzz
-from core_histories import histories
-from core_logs import (
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tests.core.core_fuzz import fuzz
+from tests.core.core_histories import histories
+from tests.kit.logs import (
     START_MS,
     WINDOW_MS,
     Logs,
@@ -15,10 +19,6 @@ from core_logs import (
     picture,
     replayed,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from msgspec import structs
-
 from txbroker.core.holdings import WAITING_SWEEP_MIN
 from txbroker.core.ledger import Gap, Ledger
 from txbroker.core.outcome import Effect

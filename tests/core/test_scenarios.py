@@ -14,8 +14,8 @@ A tick says `wait`, `check`, `park` (what is due now), or `never`.
 from collections.abc import Callable
 
 import pytest
-from core_logs import START_MS, WINDOW_MS, Logs, half_of, id_of, marker_of, message, new_ledger
 
+from tests.kit.logs import START_MS, WINDOW_MS, Logs, half_of, id_of, marker_of, message, new_ledger
 from txbroker.core.index import due_ms
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Outcome

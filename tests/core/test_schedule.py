@@ -1,9 +1,9 @@
 """The schedule: each id at its last time, once, oldest first."""
 
-from core_fuzz import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.core_fuzz import fuzz
 from txbroker.core.index import Schedule
 
 STEPS = st.lists(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from core_logs import PARTITION, START_MS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
+from tests.kit.logs import PARTITION, START_MS
 from txbroker.core import settled
 from txbroker.core.records import Decision, Half, Place, State
 from txbroker.core.routing import make_id, parse_id

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core_logs import START_MS, Logs, apply_all, half_of, id_of, marker_of, new_ledger
 
+from tests.kit.logs import START_MS, Logs, apply_all, half_of, id_of, marker_of, new_ledger
 from txbroker.core import settled
 from txbroker.core.index import Use, part_of
 from txbroker.core.ledger import Ledger

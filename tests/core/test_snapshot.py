@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from core_fuzz import fuzz
-from core_histories import histories
-from core_logs import (
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tests.core.core_fuzz import fuzz
+from tests.core.core_histories import histories
+from tests.kit.logs import (
     PARTITION,
     START_MS,
     WINDOW_MS,
@@ -21,10 +25,6 @@ from core_logs import (
     new_ledger,
     replayed,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from msgspec import structs
-
 from txbroker.core import settled, snapshot
 from txbroker.core.index import Schedule, due_ms
 from txbroker.core.ledger import Ledger

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from doctor_world import World
+
+from tests.kit.doctor import World
 
 
 @pytest.fixture

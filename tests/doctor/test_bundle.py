@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 import pytest
-from doctor_world import METRICS, ONE, TWO, World, settings
 from pydantic import SecretStr
-from secret_files import secret_file
 
+from tests.kit.doctor import METRICS, ONE, TWO, World, settings
+from tests.kit.secret_files import secret_file
 from txbroker.cli.doctor.bundle import (
     STRUCK_OUT,
     Redactor,

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from doctor_world import ALL, METRICS, NOW_MS, NOW_S, ONE, TWO, World
 from msgspec import structs
 
+from tests.kit.doctor import ALL, METRICS, NOW_MS, NOW_S, ONE, TWO, World
 from txbroker.cli.doctor import checks_topics
 from txbroker.cli.doctor.findings import Level
 from txbroker.cli.doctor.proxies import NotSeen, ReadyAnswer, RegisteredGroup, TestCall

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_world import NOW_S, ONE, TWO, World, settings
 from msgspec import structs
 
+from tests.kit.doctor import NOW_S, ONE, TWO, World, settings
 from txbroker.cli.doctor.findings import Level
 from txbroker.cli.doctor.proxies import NotAllowed, RegisteredGroup
 from txbroker.principals import Role, format_principal

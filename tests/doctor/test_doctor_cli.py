@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import Result
-from doctor_world import ONE, TWO, World
-from secret_files import secret_file
 
+from tests.kit.cli import Result
+from tests.kit.doctor import ONE, TWO, World
+from tests.kit.secret_files import secret_file
 from txbroker.cli.contexts import Papers
 from txbroker.cli.doctor import checks_kafka, command
 from txbroker.cli.doctor.checks import CHECKS

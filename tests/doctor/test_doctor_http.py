@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from doctor_world import World
-from http_api import running_api
-from secret_files import secret_file
 
+from tests.kit.doctor import World
+from tests.kit.http_api import running_api
+from tests.kit.secret_files import secret_file
 from txbroker.checkers.groups import GroupPolicy, encode_policy
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.proxies import HttpProxies, NotAllowed, NotSeen

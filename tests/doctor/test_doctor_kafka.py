@@ -14,12 +14,12 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from cli_world import TXBROKER, Dev, Result
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from doctor_world import settings
-from secret_files import secret_file
 
+from tests.kit.cli import TXBROKER, Dev, Result
+from tests.kit.doctor import settings
+from tests.kit.secret_files import secret_file
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import Outcome
 from txbroker.cli.doctor.proxies import HttpProxies

@@ -14,8 +14,8 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,
 )
-from doctor_world import FakeProxies, settings
 
+from tests.kit.doctor import FakeProxies, settings
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import Outcome
 from txbroker.cli.doctor.runner import examine

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from doctor_world import NOW_MS, World
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.kit.doctor import NOW_MS, World
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import Level, Section
 from txbroker.cli.doctor.report import as_json, as_prometheus, summary, table

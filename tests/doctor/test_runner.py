@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from doctor_world import World
 from msgspec import structs
 
+from tests.kit.doctor import World
 from txbroker.cli.doctor.findings import Book, Check, Finding, Level, Section, fine, shortened
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.subject import NotSeen, Subject

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from service_world import Desk
-from world import World
 
+from tests.kit.proxies import World
+from tests.kit.service import Desk
 from txbroker.embedded import EmbeddedKafka
 
 

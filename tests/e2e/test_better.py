@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from service_world import Desk
-from world import World, unique, until
 
+from tests.kit.proxies import World, unique, until
+from tests.kit.service import Desk
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import AlreadyDecided, IdExpired
 from txbroker.sdk import CheckRequest, Decision, Message, TransactionalProducer

@@ -14,11 +14,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from judge import Body, History, Judge
-from topic_reader import read_all
-from workload import Recorder, Shop, answering, work
-from world import World, until
 
+from tests.faults.judge import Body, History, Judge
+from tests.kit.proxies import World, until
+from tests.kit.topic_reader import read_all
+from tests.kit.workload import Recorder, Shop, answering, work
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import OwnerUnavailable
 from txbroker.sdk import Limits, TransactionalProducer

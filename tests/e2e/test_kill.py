@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge import Judge
-from readers import Along
-from topic_reader import read_all
-from workload import Recorder, Shop, answering, work
-from world import HERE, World, until
 
+from tests.faults.judge import Judge
+from tests.kit.proxies import World, until
+from tests.kit.readers import Along
+from tests.kit.topic_reader import read_all
+from tests.kit.workload import Recorder, Shop, answering, work
 from txbroker.embedded import EmbeddedKafka
 from txbroker.sdk import Limits, TransactionalProducer
 
@@ -141,7 +141,7 @@ async def test_a_producer_killed_round_its_local_commit_is_settled_by_its_twin(
     topic = await world.topic()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(HERE / "producer_main.py"),
+        *("-m", "tests.kit.producer_main"),
         *(world.url, topic, str(tmp_path / "shop.db"), killed),
         stdout=asyncio.subprocess.PIPE,
     )

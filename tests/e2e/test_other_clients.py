@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from service_world import Desk
-from topic_reader import read_topics
-from world import World, until
 
+from tests.kit.proxies import World, until
+from tests.kit.service import Desk
+from tests.kit.topic_reader import read_topics
 from txbroker.sdk import Message, TransactionalProducer, verify_webhook
 
 Json = dict[str, Any]

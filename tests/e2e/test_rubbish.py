@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from world import World, error_of, unique
 
+from tests.kit.proxies import World, error_of, unique
 from txbroker.contract import frames as wire
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id

@@ -90,7 +90,7 @@ def chosen_cases() -> list[Case]:
 _HEAD = """# The moments of a crash
 Between every two steps of txbroker a process can die, hang, or lose an answer. These are the
 moments that the tests try, each with every action and every end of a transaction, on a real Kafka
-(`python tests/faults/crash_run.py`, {cases} cases), judged from [histories](history.md). Nothing
+(`python -m tests.faults.crash_run`, {cases} cases), judged from [histories](history.md). Nothing
 in txbroker can set them off: only a proxy that a test starts by an entry point of its own has the
 hook, and without it a moment costs one comparison.
 

@@ -46,7 +46,7 @@ def tried(tree: Path, shown: Shown) -> str:
     source = path.read_text()
     path.write_text(mutated(mutant, source))
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, str(tree / "tests/faults/crash_run.py"), *shown.cases]
+    command = [sys.executable, "-m", "tests.faults.crash_run", *shown.cases]
     try:
         done = subprocess.run(
             command,

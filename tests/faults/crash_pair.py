@@ -14,11 +14,11 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from fleet import owned_by
-from forks import Forge
-from judge import Asked, Body, Call, History, Note
-from world import World, error_of, unique, until
 
+from tests.faults.forks import Forge
+from tests.faults.judge import Asked, Body, Call, History, Note
+from tests.kit.fleet import owned_by
+from tests.kit.proxies import World, error_of, unique, until
 from txbroker.errors import AlreadyDecided, RequestError
 
 PARTITIONS = 2

@@ -2,7 +2,7 @@
 
 Each case is one moment (`txbroker.failpoints`), what happens there (the proxy is killed, or stops
 and wakes up when others have taken its place, or an answer is lost) and how the transactions end.
-Run as `python tests/faults/crash_run.py`; words choose the cases that hold one of them.
+Run as `python -m tests.faults.crash_run`; words choose the cases that hold one of them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":
-    _TESTS = Path(__file__).parents[1]
-    sys.path[:0] = [str(_TESTS / name) for name in ("faults", "cluster", "e2e", "")]
-
 import aiohttp
-import judge
-from crash_cases import RESTARTED, Case, all_cases, chosen_cases
-from crash_pair import CALL_S, FINAL, HEAL_S, Client, FailingProxy, Pair
-from evidence import listed
-from forks import Forge
-from readers import Along
-from topic_reader import read_all
-from world import unique, until
 
+from tests.faults import judge
+from tests.faults.crash_cases import RESTARTED, Case, all_cases, chosen_cases
+from tests.faults.crash_pair import CALL_S, FINAL, HEAL_S, Client, FailingProxy, Pair
+from tests.faults.forks import Forge
+from tests.kit.evidence import listed
+from tests.kit.proxies import unique, until
+from tests.kit.readers import Along
+from tests.kit.topic_reader import read_all
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import RequestError
 

@@ -74,7 +74,7 @@ class Forge:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "forge"
         self._path.unlink(missing_ok=True)
-        self._parent = subprocess.Popen([sys.executable, __file__, str(self._path)])
+        self._parent = subprocess.Popen([sys.executable, "-m", __spec__.name, str(self._path)])
 
     def close(self) -> None:
         """End it, and its forks."""
@@ -119,7 +119,7 @@ async def _reading(pipe: int) -> asyncio.StreamReader:
 
 def main(path: str) -> None:
     """Fork whenever asked, for as long as the parent lives."""
-    import failing_proxy
+    from tests.faults import failing_proxy
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     failing_proxy.import_all()
@@ -164,7 +164,7 @@ def _reap(children: dict[int, socket.socket]) -> None:
 
 def _become(arguments: list[str], environment: dict[str, str], files: list[int]) -> None:
     """Be a proxy, and end with its exit code."""
-    import failing_proxy
+    from tests.faults import failing_proxy
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

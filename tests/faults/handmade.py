@@ -6,7 +6,20 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from judge import Asked, Body, Call, Case, End, Header, History, Judge, Note, Rec, Seen, Topics
+from tests.faults.judge import (
+    Asked,
+    Body,
+    Call,
+    Case,
+    End,
+    Header,
+    History,
+    Judge,
+    Note,
+    Rec,
+    Seen,
+    Topics,
+)
 
 T0_MS = 1_700_000_000_000
 _LETTERS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"

@@ -9,9 +9,9 @@ import timeit
 from pathlib import Path
 
 import pytest
-from crash_cases import ACTIONS, OUTCOMES, all_cases, chosen_cases, page
-from crash_run import Result, run_cases
 
+from tests.faults.crash_cases import ACTIONS, OUTCOMES, all_cases, chosen_cases, page
+from tests.faults.crash_run import Result, run_cases
 from txbroker import failpoints
 from txbroker.embedded import EmbeddedKafka
 from txbroker.failpoints import POINTS, hit

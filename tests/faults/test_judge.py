@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import judge
 import pytest
-from handmade import T0_MS, Run, at, judged, make_id, sound
-from judge import Asked, Body, Call, End, Note, Seen, id_time_ms, load, save
+
+from tests.faults import judge
+from tests.faults.handmade import T0_MS, Run, at, judged, make_id, sound
+from tests.faults.judge import Asked, Body, Call, End, Note, Seen, id_time_ms, load, save
 
 PACKAGE = Path(judge.__file__).parent
 
@@ -367,7 +368,7 @@ def test_what_is_not_settled_is_told_from_the_topics() -> None:
 
 def command(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-I", "-c", _RUN, str(PACKAGE.parent), str(folder)],
+        [sys.executable, "-I", "-c", _RUN, str(PACKAGE.parents[2]), str(folder)],
         capture_output=True,
         text=True,
         check=False,
@@ -378,7 +379,7 @@ _RUN = """
 import runpy, sys
 sys.path.insert(0, sys.argv.pop(1))
 try:
-    runpy.run_module("judge", run_name="__main__", alter_sys=True)
+    runpy.run_module("tests.faults.judge", run_name="__main__", alter_sys=True)
 finally:
     assert not [name for name in sys.modules if name.startswith("txbroker")]
 """

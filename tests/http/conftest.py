@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from http_api import Api, running_api
+
+from tests.kit.http_api import Api, running_api
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import json
 from typing import Any
 
 import pytest
-from http_api import JSON, Api, running_api, transaction
+
+from tests.kit.http_api import JSON, Api, running_api, transaction
 
 MESSAGE = {"topic": "payments", "value": "42"}
 PREPARE = "/v1/transactions"

@@ -11,9 +11,9 @@ from urllib.parse import quote
 
 import msgspec
 import pytest
-from http_api import Api, running_api
-from secret_files import secret_file
 
+from tests.kit.http_api import Api, running_api
+from tests.kit.secret_files import secret_file
 from txbroker.checkers import groups
 from txbroker.checkers.groups import GroupPolicy, PolicyError, check_group_name
 from txbroker.contract.service import Readiness

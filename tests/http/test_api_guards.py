@@ -7,10 +7,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from http_api import Api, running_api, transaction
-from secret_files import secret_file
 from structlog.testing import capture_logs
-from ws_client import connected
+
+from tests.kit.http_api import Api, running_api, transaction
+from tests.kit.secret_files import secret_file
+from tests.kit.ws_client import connected
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 
 import pytest
-from http_api import Api, transaction
 
+from tests.kit.http_api import Api, transaction
 from txbroker.contract.service import DecideRequest, PrepareRequest, Standing
 from txbroker.core.records import Decision, Message, Source, State
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable, TooOld

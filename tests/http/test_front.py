@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, closing
 
 import pytest
-from http_api import Api, running_api, transaction
 
+from tests.kit.http_api import Api, running_api, transaction
 from txbroker.contract.service import DecideRequest, PrepareRequest, Run
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.http.front import HELD_BYTES_MAX, Front

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
-from http_api import running_api, transaction
 
+from tests.kit.http_api import running_api, transaction
 from txbroker.proxy.http.server import _Server
 
 HOST = b"Host: localhost\r\n"

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from http_api import Api, running_api
 
+from tests.kit.http_api import Api, running_api
 from txbroker.checkers.leases import CONTENT_TYPE, PEER_HEADER, PROXY_HEADER, PeerIdentity
 from txbroker.contract.service import DecideRequest, ListRequest, PrepareRequest
 from txbroker.core.records import Decision, Message, Source, State

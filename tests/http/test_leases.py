@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from http_answers import LOOPBACK
-from http_api import Api, running_api
 
+from tests.kit.http_answers import LOOPBACK
+from tests.kit.http_api import Api, running_api
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import GroupPolicy, Groups

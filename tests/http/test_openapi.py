@@ -19,7 +19,6 @@ from urllib.parse import parse_qs, urlsplit
 import jsonschema_rs
 import pytest
 import schemathesis
-from http_api import Api, running_api
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import CheckFunction, not_a_server_error
@@ -30,6 +29,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.kit.http_api import Api, running_api
 from txbroker.contract.json import MessageError, message_from_json
 from txbroker.core.routing import make_id
 from txbroker.errors import request_errors

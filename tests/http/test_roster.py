@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from http_api import running_api
 from structlog.testing import capture_logs
 
+from tests.kit.http_api import running_api
 from txbroker.checkers.leases import PeerIdentity, PeerSessions
 from txbroker.proxy.cluster.peer_watcher import SILENT_LOOKS, Roster
 from txbroker.proxy.cluster.peers import Peers

@@ -9,12 +9,12 @@ import random
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from fake_service import NOW_MS, FakeService
-from http_api import JSON, Api, memory_bytes, running_api, transaction
 from hypothesis import given
 from hypothesis import strategies as st
-from ws_client import MESSAGES, Producer, session
 
+from tests.http.fake_service import NOW_MS, FakeService
+from tests.kit.http_api import JSON, Api, memory_bytes, running_api, transaction
+from tests.kit.ws_client import MESSAGES, Producer, session
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.config.settings import PREPARES_SHARE
 from txbroker.contract import frames as wire

@@ -8,10 +8,10 @@ import contextlib
 import aiohttp
 import msgspec
 import pytest
-from fake_service import NOW_MS
-from http_api import Api, running_api
-from ws_client import MESSAGES, Producer, connected, session
 
+from tests.http.fake_service import NOW_MS
+from tests.kit.http_api import Api, running_api
+from tests.kit.ws_client import MESSAGES, Producer, connected, session
 from txbroker.contract import frames as wire
 from txbroker.core.records import State
 from txbroker.core.routing import make_id

@@ -6,10 +6,10 @@ import asyncio
 
 import msgspec
 import pytest
-from fake_service import NOW_MS
-from http_api import Api, running_api
-from ws_client import MESSAGES, connected, session
 
+from tests.http.fake_service import NOW_MS
+from tests.kit.http_api import Api, running_api
+from tests.kit.ws_client import MESSAGES, connected, session
 from txbroker.checkers.base import Answered, CheckCall, Unclear, Unreached
 from txbroker.contract import frames as wire
 from txbroker.contract.service import DecideRequest, PrepareRequest

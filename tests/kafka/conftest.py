@@ -7,9 +7,9 @@ import os
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from kafka_world import KafkaWorld
-from relay import Relay
 
+from tests.kafka.relay import Relay
+from tests.kit.kafka import KafkaWorld
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 
 

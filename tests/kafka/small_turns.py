@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kafka_world import KafkaWorld
-
+from tests.kit.kafka import KafkaWorld
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door.protocols import Target, Turn, TurnHandle
 from txbroker.kafka.door.partition import KafkaPartitionDoor

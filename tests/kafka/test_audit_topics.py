@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from kafka_world import KafkaWorld
 
+from tests.kit.kafka import KafkaWorld
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.settings import KafkaSettings

@@ -13,8 +13,8 @@ import pytest
 import uvloop
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError, KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
-from kafka_world import KafkaWorld
 
+from tests.kit.kafka import KafkaWorld
 from txbroker.kafka.client.client import Client, Unanswered
 from txbroker.kafka.client.connection import LoggedInConnection, open_connection
 from txbroker.kafka.protocol.packed import EndTxnRequest, Over

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from aiokafka.protocol.api import Request
 from aiokafka.protocol.metadata import MetadataRequest
-from kafka_world import KafkaWorld
 
+from tests.kit.kafka import KafkaWorld
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, Connection, NotSent, Unanswered
 from txbroker.kafka.protocol.schemas import RightsRequest

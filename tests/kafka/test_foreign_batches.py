@@ -6,9 +6,9 @@ import pytest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 from confluent_kafka import Producer
-from kafka_world import KafkaWorld
-from service_world import Desk, Service, until
 
+from tests.kit.kafka import KafkaWorld
+from tests.kit.service import Desk, Service, until
 from txbroker.core.records import Cause, Message, Record
 from txbroker.core.routing import parse_id
 from txbroker.door.own_topics import encode_layout

@@ -7,9 +7,9 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
-from kafka_world import KafkaWorld, now_ms
-from producer_states import producer_ids, transactional_ids
 
+from tests.kafka.producer_states import producer_ids, transactional_ids
+from tests.kit.kafka import KafkaWorld, now_ms
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door.protocols import Target, Turn, TurnLost
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka

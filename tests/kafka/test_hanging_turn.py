@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
 
+from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door.protocols import Hanging, Target, Turn

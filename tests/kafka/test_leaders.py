@@ -11,7 +11,8 @@ from aiokafka.protocol.fetch import FetchRequest
 
 from txbroker.door.protocols import LogTruncated
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import Client, KafkaRefused, Unanswered, leaders
+from txbroker.kafka.client import leaders
+from txbroker.kafka.client.client import Client, KafkaRefused, Unanswered
 from txbroker.kafka.client.leaders import LeadersRequest, confirm_leader, confirm_leaders
 from txbroker.kafka.client.picker import Picker
 from txbroker.kafka.client.reader import Reader

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 from aiokafka.coordinator.protocol import ConsumerProtocol
 from confluent_kafka import Consumer
-from heard import Heard
-from kafka_world import KafkaWorld
 
+from tests.kit.heard import Heard
+from tests.kit.kafka import KafkaWorld
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka import KafkaDoor
-from txbroker.kafka.client.client import Client, KafkaRefused, member
+from txbroker.kafka.client import member
+from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.member import Joined, Member
 from txbroker.kafka.door import membership
 from txbroker.kafka.protocol.codes import Code

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kafka_world import KafkaWorld
 
+from tests.kit.kafka import KafkaWorld
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door.protocols import Hanging, Turn
 from txbroker.errors import InvariantBroken, KafkaUnavailable

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kafka_world import KafkaWorld
 from msgspec import structs
 
+from tests.kit.kafka import KafkaWorld
 from txbroker.core.encoding import (
     encode_claim,
     encode_half,

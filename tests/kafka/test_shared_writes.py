@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError
-from scripted_brokers import A, B, Brokers, C, Sent
 
+from tests.kafka.scripted_brokers import A, B, Brokers, C, Sent
 from txbroker.core.records import Record
 from txbroker.door.protocols import AppendRefused, AppendUnknown
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.client.client import NotSent, Unanswered, shared_writes
+from txbroker.kafka.client import shared_writes
+from txbroker.kafka.client.client import NotSent, Unanswered
 from txbroker.kafka.client.shared_writes import REQUEST_BYTES_MAX, SharedWrites
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.transactions import ACKS_ALL, Answered, Partition

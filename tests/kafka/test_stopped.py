@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kafka_world import KafkaWorld, now_ms
 
+from tests.kit.kafka import KafkaWorld, now_ms
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
 from txbroker.door.protocols import AppendUnknown, Target, Turn, TurnLost
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka

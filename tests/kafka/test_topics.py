@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kafka_world import KafkaWorld
 
+from tests.kit.kafka import KafkaWorld
 from txbroker.door.own_topics import Layout
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.client import Patience

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from features import level, set_level
-from kafka_world import KafkaWorld
-from relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
-from small_turns import FENCED_CODES, claim, keys, write
 
+from tests.kafka.features import level, set_level
+from tests.kafka.relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
+from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
+from tests.kit.kafka import KafkaWorld
 from txbroker.core.records import LOG_VERSION, Progress, Record
 from txbroker.door.protocols import Fenced, TurnLost
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Patience, Unanswered

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kafka_world import KafkaWorld
-from relay import ADD_PARTITIONS, END_TXN, INIT_PRODUCER_ID, PRODUCE, Fate, Relay, fates
-from small_turns import FENCED_CODES, claim, keys, write
 
+from tests.kafka.relay import ADD_PARTITIONS, END_TXN, INIT_PRODUCER_ID, PRODUCE, Fate, Relay, fates
+from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
+from tests.kit.kafka import KafkaWorld
 from txbroker.core.records import LOG_VERSION, Progress, Record
 from txbroker.door.protocols import AppendUnknown, Fenced, TurnLost
 

@@ -11,7 +11,7 @@ import pytest
 
 from txbroker.door.protocols import NotVisible
 from txbroker.kafka.client.client import Client, Unanswered
-from txbroker.kafka.door.door import stable_offset as visible
+from txbroker.kafka.door import stable_offset as visible
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.transactions import Partition
 

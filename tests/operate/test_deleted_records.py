@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
-from kafka_world import KafkaWorld
-from service_world import Desk, Service, until
 
+from tests.kit.kafka import KafkaWorld
+from tests.kit.service import Desk, Service, until
 from txbroker.core.records import Message
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import BodyLost

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from kafka_world import KafkaWorld
-from service_world import Desk, Service, until
 
+from tests.kit.kafka import KafkaWorld
+from tests.kit.service import Desk, Service, until
 from txbroker.core.records import Message
 from txbroker.core.routing import parse_id
 from txbroker.embedded import EmbeddedKafka

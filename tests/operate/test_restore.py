@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from memory_world import MemoryWorld
-from service_world import Desk, Service, until
 
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Service, until
 from txbroker.core.records import Message
 from txbroker.errors import NotFound, RequestError
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from kafka_world import KafkaWorld
-from service_world import Desk, Service
 
+from tests.kit.kafka import KafkaWorld
+from tests.kit.service import Desk, Service
 from txbroker.core.records import Message
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import NotFound

@@ -11,9 +11,9 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from msgspec import structs
-from rules_world import DAY_MS
-from told import Told
 
+from tests.rules.rules_world import DAY_MS
+from tests.rules.told import Told
 from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import half_row, marker_row
 from txbroker.core.ledger import Ledger

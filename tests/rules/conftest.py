@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from rules_world import OwnersTime, World
 
+from tests.rules.rules_world import OwnersTime, World
 from txbroker.proxy.cluster import partition_manager as ownership
 from txbroker.proxy.partition import clock, owner
 from txbroker.proxy.partition import owner as claims

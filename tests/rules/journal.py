@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rules_world import OwnersTime, World
-
+from tests.rules.rules_world import OwnersTime, World
 from txbroker.core.records import Record
 from txbroker.core.snapshot import is_snapshot
 from txbroker.testing.memory import Partition, Transaction

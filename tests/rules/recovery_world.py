@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from msgspec import structs
-from rules_world import WINDOW_MS, World
 
+from tests.rules.rules_world import WINDOW_MS, World
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Progress, Record

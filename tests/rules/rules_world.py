@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from pathlib import Path
 
 from msgspec import structs
-from told import Told
 
+from tests.rules.told import Told
 from txbroker.checkers import base
 from txbroker.checkers.base import CheckCall, CheckResult, Wanted
 from txbroker.checkers.groups import Groups
@@ -82,7 +82,7 @@ async def settled() -> None:
 
 
 class ScriptedLog:
-    """A `txbroker.door.protocols.Log` on one in memory; `script` holds what the next appends do instead."""
+    """A `Log` on one in memory; `script` holds what the next appends do instead."""
 
     def __init__(self, inner: Log, name: str, calls: list[str]) -> None:
         self.inner = inner
@@ -121,7 +121,7 @@ class ScriptedLog:
 
 
 class ScriptedPartition:
-    """A `txbroker.door.protocols.PartitionDoor` on one in memory, with scripts for claims and turns."""
+    """A `PartitionDoor` on one in memory, with scripts for claims and turns."""
 
     def __init__(self, inner: MemoryPartitionDoor) -> None:
         self.inner = inner

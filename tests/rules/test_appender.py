@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 
 from msgspec import structs
-from rules_world import START_MS, Gate, World, commit, marker, settled, until
 
+from tests.rules.rules_world import START_MS, Gate, World, commit, marker, settled, until
 from txbroker.core.encoding import MarkerRow, Row, marker_row
 from txbroker.core.outcome import Effect, Outcome
 from txbroker.core.records import MarkerKind, Record

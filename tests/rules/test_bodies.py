@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
-from bodies_world import NOW, Small
-from rules_world import attempt, settled, until
 
+from tests.rules.bodies_world import NOW, Small
+from tests.rules.rules_world import attempt, settled, until
 from txbroker.checkers.base import CheckCall, Wanted
 from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import encode_half, encode_kept

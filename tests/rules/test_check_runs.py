@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from bodies_world import NOW, Small
-from rules_world import Gate, World, settled, until
 
+from tests.rules.bodies_world import NOW, Small
+from tests.rules.rules_world import Gate, World, settled, until
 from txbroker.checkers.base import CheckCall, Wanted
 from txbroker.core.records import CheckPolicy, CheckReason, Record, State
 from txbroker.core.transaction import Transaction

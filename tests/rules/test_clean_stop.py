@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from recovery_world import forget_bodies, partition, snapshot
-from rules_world import DAY_MS, World, commit, known, until
 
+from tests.rules.recovery_world import forget_bodies, partition, snapshot
+from tests.rules.rules_world import DAY_MS, World, commit, known, until
 from txbroker.core.records import Record
 from txbroker.proxy.partition import snapshots as snapshots_module
 from txbroker.testing.door import MemoryPartitionDoor

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from bodies_world import Full, Small
-from rules_world import settled, until
 
+from tests.rules.bodies_world import Full, Small
+from tests.rules.rules_world import settled, until
 from txbroker.core import index
 from txbroker.core.index import Schedule
 from txbroker.core.records import CheckReason

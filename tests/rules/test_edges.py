@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 from msgspec import structs
-from recovery_world import forget_bodies, snapshot
-from rules_world import (
+
+from tests.rules.recovery_world import forget_bodies, snapshot
+from tests.rules.rules_world import (
     DAY_MS,
     GROUP,
     Gate,
@@ -20,7 +21,6 @@ from rules_world import (
     settled,
     until,
 )
-
 from txbroker.contract.service import PartitionState
 from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.promotion import TurnLimits

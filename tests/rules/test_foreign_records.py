@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 from msgspec import structs
-from recovery_world import snapshot
-from rules_world import GROUP, World, marker, settled, until
 
+from tests.rules.recovery_world import snapshot
+from tests.rules.rules_world import GROUP, World, marker, settled, until
 from txbroker.core.encoding import (
     encode_half,
     encode_kept,

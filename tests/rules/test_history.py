@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
-from core_logs import WINDOW_MS
-from rules_world import World, roll_back
 
+from tests.kit.logs import WINDOW_MS
+from tests.rules.rules_world import World, roll_back
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.records import (
     RECORD_VERSION,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core_logs import START_MS, Logs, half_of, id_of, marker_of, replayed
 
+from tests.kit.logs import START_MS, Logs, half_of, id_of, marker_of, replayed
 from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Cause, State

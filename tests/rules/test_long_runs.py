@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 import pytest
-from rules_world import (
+
+from tests.rules.rules_world import (
     START_MS,
     Append,
     Gate,
@@ -19,7 +20,6 @@ from rules_world import (
     without_offset,
     without_time,
 )
-
 from txbroker.contract.service import Answer, DecideRequest, Standing
 from txbroker.core.records import Decision, Half, Record, State
 from txbroker.core.routing import make_id

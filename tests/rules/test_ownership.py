@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rules_world import Gate, ScriptedDoor, World, known, until
 
+from tests.rules.rules_world import Gate, ScriptedDoor, World, known, until
 from txbroker.contract.service import ListRequest, PrepareRequest
 from txbroker.core.records import Claim, Message
 from txbroker.core.routing import parse_id

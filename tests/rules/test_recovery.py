@@ -9,9 +9,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from journal import Journal
-from recovery_world import forget_bodies, positions, remembered, snapshot, unsettled
-from rules_world import (
+
+from tests.rules.journal import Journal
+from tests.rules.recovery_world import forget_bodies, positions, remembered, snapshot, unsettled
+from tests.rules.rules_world import (
     DAY_MS,
     WINDOW_MS,
     World,
@@ -22,8 +23,7 @@ from rules_world import (
     settled,
     until,
 )
-from told import Told
-
+from tests.rules.told import Told
 from txbroker.core import settled as core_settled
 from txbroker.core import snapshot as core_snapshot
 from txbroker.core.ledger import Ledger

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import pytest
 from msgspec import structs
-from rules_world import (
+
+from tests.rules.rules_world import (
     GROUP,
     QUICK,
     Gate,
@@ -23,7 +24,6 @@ from rules_world import (
     settled,
     until,
 )
-
 from txbroker.checkers.base import (
     Answered,
     Channel,

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 from msgspec import structs
-from rules_world import (
+
+from tests.rules.rules_world import (
     GROUP,
     Gate,
     ScriptedDoor,
@@ -25,7 +26,6 @@ from rules_world import (
     settled,
     until,
 )
-
 from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.decoding import decode_checkpoint
 from txbroker.core.encoding import encode_half, encode_marker, encode_progress

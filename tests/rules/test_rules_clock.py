@@ -7,7 +7,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from rules_world import (
+
+from tests.rules.rules_world import (
     GROUP,
     START_MS,
     WINDOW_MS,
@@ -22,7 +23,6 @@ from rules_world import (
     standing_of,
     until,
 )
-
 from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Decision, Record, State

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from msgspec import structs
-from rules_world import (
+
+from tests.rules.rules_world import (
     GROUP,
     WINDOW_MS,
     Gate,
@@ -24,7 +25,6 @@ from rules_world import (
     without_offset,
     without_time,
 )
-
 from txbroker.core import holdings
 from txbroker.core.outcome import Effect
 from txbroker.core.records import MarkerKind, State

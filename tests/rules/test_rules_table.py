@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from mutants import ROOT, Mutant, mutants, mutated
+
+from tests.rules.mutants import ROOT, Mutant, mutants, mutated
 
 PAGE = ROOT / "docs/reference/rules.md"
 RULES = [*map(str, range(1, 30)), "topics"]

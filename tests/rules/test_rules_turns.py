@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from rules_world import (
+
+from tests.rules.rules_world import (
     DAY_MS,
     Held,
     World,
@@ -19,8 +20,7 @@ from rules_world import (
     settled,
     until,
 )
-from twins import Twins
-
+from tests.rules.twins import Twins
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Cause, Message, Record, State
 from txbroker.door.protocols import (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from rules_world import WINDOW_MS, World, commit, message, prepare, roll_back, until
 
+from tests.rules.rules_world import WINDOW_MS, World, commit, message, prepare, roll_back, until
 from txbroker.core import settled
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.segment import SEGMENT_BYTES

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from recovery_world import snapshot
-from rules_world import WINDOW_MS, Gate, World, commit, known, raising, roll_back, until
 
+from tests.rules.recovery_world import snapshot
+from tests.rules.rules_world import WINDOW_MS, Gate, World, commit, known, raising, roll_back, until
 from txbroker.core import settled as core_settled
 from txbroker.core import snapshot as core_snapshot
 from txbroker.core.records import Record, State

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
-from rules_world import (
+
+from tests.rules.rules_world import (
     QUICK,
     Gate,
     Held,
@@ -21,7 +22,6 @@ from rules_world import (
     settled,
     until,
 )
-
 from txbroker.checkers.base import Answered
 from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.records import (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from msgspec import structs
-from recovery_world import forget_bodies, partition, records, snapshot
-from rules_world import (
+
+from tests.rules.recovery_world import forget_bodies, partition, records, snapshot
+from tests.rules.rules_world import (
     DAY_MS,
     GROUP,
     WINDOW_MS,
@@ -18,7 +19,6 @@ from rules_world import (
     standing_of,
     until,
 )
-
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Half, Message, State

@@ -1,4 +1,4 @@
-"""A proxy that speaks `txbroker.contract.frames` over real sockets and keeps its transactions in memory.
+"""A proxy that speaks session frames over real sockets and keeps its transactions in memory.
 
 Several fakes of one `FakeCluster` share the transactions and own half partitions. A test makes
 them misbehave with `rules`: the first rule that returns something for an operation decides what

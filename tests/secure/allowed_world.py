@@ -17,10 +17,10 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,
 )
-from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
 from msgspec import structs
-from secure_world import SecureKafka
 
+from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
+from tests.secure.secure_world import SecureKafka
 from txbroker.config.settings import Settings
 from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.client.acls import Right

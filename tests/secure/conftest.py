@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from certificates import Authority
-from issuer import Issuer
-from secure_world import SecureKafka
-from token_endpoint import TokenEndpoint
+
+from tests.secure.certificates import Authority
+from tests.secure.issuer import Issuer
+from tests.secure.secure_world import SecureKafka
+from tests.secure.token_endpoint import TokenEndpoint
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

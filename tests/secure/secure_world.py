@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import Authority, keystore
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
     ScramCredentialInfo,
     ScramMechanism,
     UserScramCredentialUpsertion,
 )
-from issuer import AUDIENCE, Issuer
 
+from tests.secure.certificates import Authority, keystore
+from tests.secure.issuer import AUDIENCE, Issuer
 from txbroker.config.settings import Settings, load_settings
 from txbroker.embedded import EmbeddedKafka
 

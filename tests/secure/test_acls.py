@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from allowed_world import AllowedWorld
-from doctor_world import FakeProxies
 from msgspec import structs
-from secure_world import SecureKafka
-from service_world import Desk, Service, until
 
+from tests.kit.doctor import FakeProxies
+from tests.kit.service import Desk, Service, until
+from tests.secure.allowed_world import AllowedWorld
+from tests.secure.secure_world import SecureKafka
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import Outcome
 from txbroker.cli.doctor.runner import examine

@@ -7,11 +7,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from certificates import Authority
-from command_lines import parsed
-from secret_files import secret_file
-from secure_world import KEY_PASSWORD
 
+from tests.kit.command_lines import parsed
+from tests.kit.secret_files import secret_file
+from tests.secure.certificates import Authority
+from tests.secure.secure_world import KEY_PASSWORD
 from txbroker.config.settings import SECRET_SETTINGS, load_settings
 from txbroker.kafka.client.login import SettingsLogin
 from txbroker.spark.login import login_options

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import Authority
-from secure_world import CLIENT_SECRET, KEY_PASSWORD, PASSWORD
 
+from tests.secure.certificates import Authority
+from tests.secure.secure_world import CLIENT_SECRET, KEY_PASSWORD, PASSWORD
 from txbroker.cli.doctor.bundle import STRUCK_OUT, known_secrets, settings_shown
 from txbroker.cli.main import cli
 from txbroker.cli.run import run

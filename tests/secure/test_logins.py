@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from aiokafka.protocol.metadata import MetadataRequest
-from certificates import Authority
-from secure_world import REAUTH_MS, USER, WAYS, WRONG, SecureKafka
-from token_endpoint import TokenEndpoint
 
+from tests.secure.certificates import Authority
+from tests.secure.secure_world import REAUTH_MS, USER, WAYS, WRONG, SecureKafka
+from tests.secure.token_endpoint import TokenEndpoint
 from txbroker.config.settings import Settings
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, Connection

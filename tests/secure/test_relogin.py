@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from allowed_world import AllowedWorld
-from secure_world import REAUTH_MS, SecureKafka
-from service_world import Desk, Service, until
 
+from tests.kit.service import Desk, Service, until
+from tests.secure.allowed_world import AllowedWorld
+from tests.secure.secure_world import REAUTH_MS, SecureKafka
 from txbroker.core.records import Message
 from txbroker.kafka.client.acls import Role, rights_needed
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from allowed_world import AllowedWorld
-from certificates import PBES1
-from secret_proxy import call, words_of
-from secure_world import KEY_PASSWORD, USER, WAYS, SecureKafka
-from service_world import Desk, Service
-from token_endpoint import TokenEndpoint
 
+from tests.kit.service import Desk, Service
+from tests.secure.allowed_world import AllowedWorld
+from tests.secure.certificates import PBES1
+from tests.secure.secret_proxy import call, words_of
+from tests.secure.secure_world import KEY_PASSWORD, USER, WAYS, SecureKafka
+from tests.secure.token_endpoint import TokenEndpoint
 from txbroker.config.settings import Settings
 from txbroker.core.records import Message
 from txbroker.kafka.client.acls import Role, rights_needed

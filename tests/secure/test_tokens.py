@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import Authority
 from msgspec import structs
-from secure_world import CLIENT_ID, CLIENT_SECRET
-from token_endpoint import TokenEndpoint
 
-from txbroker.kafka.client.client import oauth
+from tests.secure.certificates import Authority
+from tests.secure.secure_world import CLIENT_ID, CLIENT_SECRET
+from tests.secure.token_endpoint import TokenEndpoint
+from txbroker.kafka.client import oauth
 from txbroker.kafka.client.oauth import Credentials, FetchedToken, NoToken, TokenInFile
 
 

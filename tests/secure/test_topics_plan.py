@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from secret_proxy import words_of
-from secure_world import USER, SecureKafka
 
+from tests.secure.secret_proxy import words_of
+from tests.secure.secure_world import USER, SecureKafka
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 

@@ -16,8 +16,9 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
-from secret_proxy import RunningProxy, call, running_proxy, words_of
-from secure_world import (
+
+from tests.secure.secret_proxy import RunningProxy, call, running_proxy, words_of
+from tests.secure.secure_world import (
     ADMIN_TIMEOUT_S,
     CLIENT_ID,
     CLIENT_SECRET,
@@ -28,7 +29,7 @@ from secure_world import (
     WRONG,
     SecureKafka,
 )
-from token_endpoint import TokenEndpoint
+from tests.secure.token_endpoint import TokenEndpoint
 
 BODY = b"the body of a message"
 GROUP = "orders"

@@ -13,8 +13,9 @@ from typing import Any
 from urllib.parse import unquote_plus
 
 from aiohttp import web
-from issuer import Issuer
-from secure_world import CLIENT_ID, CLIENT_SECRET, USER
+
+from tests.secure.issuer import Issuer
+from tests.secure.secure_world import CLIENT_ID, CLIENT_SECRET, USER
 
 START_TIMEOUT_S = 30.0
 

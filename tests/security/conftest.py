@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Generator
 
 import pytest
-from installation import Installation
-from memory_world import MemoryWorld
-from security_table import ROWS, row_of
+
+from tests.kit.memory import MemoryWorld
+from tests.security.installation import Installation
+from tests.security.security_table import ROWS, row_of
 
 
 @pytest.fixture(params=[1, 2], ids=["one proxy", "two proxies"], scope="module")

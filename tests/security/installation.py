@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-from memory_world import MemoryWorld
-from service_world import until
 
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import until
 from txbroker.config.settings import load_settings
 from txbroker.contract import frames as wire
 from txbroker.principals import Role, digest_of, format_principal

@@ -7,11 +7,11 @@ import gzip
 import json
 from collections.abc import AsyncIterator, Callable
 
-import checks_world
 import pytest
-from http_answers import LOOPBACK, Serve, answering, ask, read_request, response
-from http_api import memory_bytes
 
+from tests.checkers import checks_world
+from tests.kit.http_answers import LOOPBACK, Serve, answering, ask, read_request, response
+from tests.kit.http_api import memory_bytes
 from txbroker.checkers.answers import read_answer
 from txbroker.checkers.base import Answered, CheckCall, Unclear
 from txbroker.checkers.http import HttpChannel, HttpChecks

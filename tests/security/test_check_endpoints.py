@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import checks_world
 import pytest
-from http_answers import COMMIT, Serve, answering, response
-from http_api import running_api
-from memory_world import MemoryWorld
-from service_world import Desk, Service, until
-from tls_files import Authority, Pair
 
+from tests.checkers import checks_world
+from tests.kit.http_answers import COMMIT, Serve, answering, response
+from tests.kit.http_api import running_api
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Service, until
+from tests.tls.tls_files import Authority, Pair
 from txbroker.core.records import Message
 from txbroker.sdk import BadSignature, verify_webhook
 

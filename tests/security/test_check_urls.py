@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
-import checks_world
 import pytest
-from http_answers import COMMIT, LOOPBACK, Serve, answering, ask, response
-from http_api import Api, running_api
-from memory_world import MemoryWorld
-from service_world import Desk, Service, until
 
+from tests.checkers import checks_world
+from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, answering, ask, response
+from tests.kit.http_api import Api, running_api
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Service, until
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.checkers.groups import GroupPolicy, encode_policy
 from txbroker.checkers.http import HttpChecks

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from installation import TABLES, TOKENS, Answer, Installation
 
+from tests.security.installation import TABLES, TOKENS, Answer, Installation
 from txbroker.config.settings import load_settings
 from txbroker.contract import frames as wire
 from txbroker.errors import Unauthorized

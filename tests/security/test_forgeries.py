@@ -9,8 +9,8 @@ from http.cookies import SimpleCookie
 from typing import Any
 
 import pytest
-from installation import TOKENS, Installation
 
+from tests.security.installation import TOKENS, Installation
 from txbroker.contract import frames as wire
 from txbroker.contract.signing import sign
 from txbroker.core.records import Decision

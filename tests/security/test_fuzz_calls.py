@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 import pytest
-from installation import TABLES, TOKENS, Installation
 
+from tests.security.installation import TABLES, TOKENS, Installation
 from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id

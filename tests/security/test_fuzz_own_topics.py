@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 import pytest
-from core_logs import START_MS, half_of, id_of, marker_of, new_ledger
-from memory_world import MemoryWorld
 from msgspec import structs
-from service_world import Desk, Service
 
+from tests.kit.logs import START_MS, half_of, id_of, marker_of, new_ledger
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Service
 from txbroker.core.decoding import (
     Malformed,
     NewerVersion,

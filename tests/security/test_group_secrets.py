@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from http_answers import LOOPBACK
-from installation import Installation
-from memory_world import MemoryWorld
-from service_world import Desk, Service, until
 
+from tests.kit.http_answers import LOOPBACK
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Service, until
+from tests.security.installation import Installation
 from txbroker.checkers.base import Unreached, shortened
 from txbroker.checkers.group_secrets import (
     SECRET_BYTES_MAX,

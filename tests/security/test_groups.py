@@ -6,8 +6,8 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from installation import Installation
 
+from tests.security.installation import Installation
 from txbroker.contract import frames as wire
 
 CLASS = 3

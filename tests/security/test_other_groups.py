@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 import pytest
-from console_world import Reader, reader_of
-from installation import TOKENS, Installation
-from service_world import until
 
+from tests.console.console_world import Reader, reader_of
+from tests.kit.service import until
+from tests.security.installation import TOKENS, Installation
 from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message
 

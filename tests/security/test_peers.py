@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from installation import PEER_SECRET, TABLES, Installation
-from memory_world import MemoryWorld
-from service_world import until
 
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import until
+from tests.security.installation import PEER_SECRET, TABLES, Installation
 from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError
 from txbroker.proxy.process import Proxy, run_proxy

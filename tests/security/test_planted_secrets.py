@@ -17,11 +17,12 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from certificates import Authority
-from issuer import Issuer
-from secret_files import secret_file
-from secret_proxy import Ended, RunningProxy, call, running_proxy, wait_until
-from secure_world import PASSWORD, USER, SecureKafka
+
+from tests.kit.secret_files import secret_file
+from tests.secure.certificates import Authority
+from tests.secure.issuer import Issuer
+from tests.secure.secret_proxy import Ended, RunningProxy, call, running_proxy, wait_until
+from tests.secure.secure_world import PASSWORD, USER, SecureKafka
 
 CLASS = 11
 PLANTED = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from installation import PEER_SECRET, Installation
 
+from tests.security.installation import PEER_SECRET, Installation
 from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id

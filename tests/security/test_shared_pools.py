@@ -10,10 +10,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from installation import Installation
-from memory_world import MemoryWorld
-from service_world import until
 
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import until
+from tests.security.installation import Installation
 from txbroker.contract import frames as wire
 from txbroker.core import settled
 from txbroker.core.segment import ROW_BYTES, SEGMENT_BYTES

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from security_table import CLASSES, PAGE, ROWS, WRITE, page_of, rows_in
+
+from tests.security.security_table import CLASSES, PAGE, ROWS, WRITE, page_of, rows_in
 
 
 def test_the_page_says_what_the_tests_have_seen(request: pytest.FixtureRequest) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from cli_world import TXBROKER
-from secret_files import secret_file
-from tls_files import Authority, Pair, locked
 
+from tests.kit.cli import TXBROKER
+from tests.kit.secret_files import secret_file
+from tests.tls.tls_files import Authority, Pair, locked
 from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.wiring import door_from

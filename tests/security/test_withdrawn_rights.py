@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from installation import TABLES, Installation
+from tests.security.installation import TABLES, Installation
 
 CLASS = 6
 

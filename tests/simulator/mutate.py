@@ -1,4 +1,4 @@
-"""Whether the simulator catches its bugs: `python tests/simulator/mutate.py [--seeds N] [WORD…]`.
+"""Whether the simulator catches its bugs: `python -m tests.simulator.mutate [--seeds N] [WORD…]`.
 
 The bugs are rules of the log protocol taken out, those of `tests/rules/mutants.toml`: one line of
 one module is another one, in the memory of a process that is made for it. No file is changed, and
@@ -111,8 +111,7 @@ def try_one(what: str, seeds: int) -> int:
     loaded = [name for name in sys.modules if name.partition(".")[0] == "txbroker"]
     assert not loaded, loaded
     sys.meta_path.insert(0, _Finder(table()[what]))
-    sys.path[:0] = [str(HERE), str(HERE.parent / "faults")]
-    import simulate
+    from tests.simulator import simulate
 
     return _CAUGHT if simulate.try_many(range(seeds), 1, 1) else _LEFT
 
@@ -121,7 +120,7 @@ def _tried(whats: Sequence[str], seeds: int, jobs: int) -> Iterator[tuple[str, i
     """Yield each mutant, how its process ended, and what that said."""
 
     def run(what: str) -> tuple[str, int, str]:
-        command = [sys.executable, __file__, "--seeds", str(seeds), "--one", what]
+        command = [sys.executable, "-m", __spec__.name, "--seeds", str(seeds), "--one", what]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return what, done.returncode, done.stdout + done.stderr
 

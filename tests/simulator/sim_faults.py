@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from judge import Note
 from msgspec import Struct, structs
-from sim_kafka import Cluster, Log
-from sim_loop import Process
-from sim_network import Network, Weather
-from sim_proxy import SimProxy
-from sim_shop import TOPICS, Shop
+
+from tests.faults.judge import Note
+from tests.simulator.sim_kafka import Cluster, Log
+from tests.simulator.sim_loop import Process
+from tests.simulator.sim_network import Network, Weather
+from tests.simulator.sim_proxy import SimProxy
+from tests.simulator.sim_shop import TOPICS, Shop
 
 TARGET_BYTES_MAX = 1 << 20
 

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 
 from msgspec import Struct
-from sim_loop import PROCESS
-from sim_network import Network
 
+from tests.simulator.sim_loop import PROCESS
+from tests.simulator.sim_network import Network
 from txbroker.core.assignor import owners, share_out
 from txbroker.core.records import RECORD_VERSION
 from txbroker.door.protocols import Assignment, Membership

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.record.util import calc_crc32c
-from sim_loop import Process, SimLoop
+
+from tests.simulator.sim_loop import Process, SimLoop
 
 NONE, OUT_OF_RANGE, UNKNOWN_TOPIC, NO_LEADER, NOT_LEADER = 0, 1, 3, 5, 6
 TOO_LARGE, NO_COORDINATOR, NOT_COORDINATOR, OUT_OF_ORDER, DUPLICATE = 10, 15, 16, 45, 46

@@ -19,7 +19,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import structlog
-from sim_loop import PROCESS
+
+from tests.simulator.sim_loop import PROCESS
 
 START_S = 1_700_000_000.0
 """When each run begins, by a clock that is right, seconds since 1970."""

@@ -9,9 +9,9 @@ from typing import Any
 from aiokafka.errors import KafkaConnectionError, RequestTimedOutError
 from aiokafka.protocol.fetch import FetchRequest
 from msgspec import Struct
-from sim_kafka import FIRST_PORT, Cluster
-from sim_loop import PROCESS, Handle, Life, Process, SimLoop
 
+from tests.simulator.sim_kafka import FIRST_PORT, Cluster
+from tests.simulator.sim_loop import PROCESS, Handle, Life, Process, SimLoop
 from txbroker.kafka.protocol.packed import OffsetRequest
 
 

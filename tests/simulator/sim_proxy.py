@@ -9,10 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sim_group import Group, SimMembership
-from sim_loop import PROCESS, Life, Process
-from sim_network import Network
-
+from tests.simulator.sim_group import Group, SimMembership
+from tests.simulator.sim_loop import PROCESS, Life, Process
+from tests.simulator.sim_network import Network
 from txbroker.checkers.base import Finder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.runner import CheckRunner
@@ -94,7 +93,7 @@ class NoAudit:
 
 
 class SimDoor(Door):
-    """A `txbroker.door.protocols.Door` on simulated connections: client, producers, twin writer, claims and
+    """A `Door` on simulated connections: client, producers, twin writer, claims and
     readers are those of the door to a real Kafka."""
 
     def __init__(self, network: Network, group: Group, name: str, partitions: int) -> None:

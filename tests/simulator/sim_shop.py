@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from random import Random
 from typing import Any, TypeAlias, cast
 
-from judge import Asked, Body, Call, History
-from sim_loop import PROCESS, Process
-from sim_machine import START_S
-from sim_network import Network
-from sim_proxy import SimProxy
-
+from tests.faults.judge import Asked, Body, Call, History
+from tests.simulator.sim_loop import PROCESS, Process
+from tests.simulator.sim_machine import START_S
+from tests.simulator.sim_network import Network
+from tests.simulator.sim_proxy import SimProxy
 from txbroker.checkers.base import (
     Answered,
     CheckCall,

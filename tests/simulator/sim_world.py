@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from judge import End, Judge, Rec, Seen, Topics, Tx, Violation, read_log
 from msgspec import Struct, field
-from sim_faults import TARGET_BYTES_MAX, Faults, Shape, shape_of
-from sim_group import Group
-from sim_kafka import Cluster
-from sim_loop import Process, SimLoop, Stuck
-from sim_machine import START_S
-from sim_network import Network
-from sim_proxy import SimProxy
-from sim_shop import TOPICS, Asker, Lane, Shop
 
+from tests.faults.judge import End, Judge, Rec, Seen, Topics, Tx, Violation, read_log
+from tests.simulator.sim_faults import TARGET_BYTES_MAX, Faults, Shape, shape_of
+from tests.simulator.sim_group import Group
+from tests.simulator.sim_kafka import Cluster
+from tests.simulator.sim_loop import Process, SimLoop, Stuck
+from tests.simulator.sim_machine import START_S
+from tests.simulator.sim_network import Network
+from tests.simulator.sim_proxy import SimProxy
+from tests.simulator.sim_shop import TOPICS, Asker, Lane, Shop
 from txbroker.contract.service import PartitionState
 from txbroker.core.records import State
 from txbroker.core.routing import parse_id

@@ -1,4 +1,4 @@
-"""Try seeds in a simulation, or one of them again: `python tests/simulator/simulate.py --seed N`.
+"""Try seeds in a simulation, or one of them again: `python -m tests.simulator.simulate --seed N`.
 
 Without `--seed`, so many seeds from `--first` on are tried, on as many cores as there are. Each
 that fails is named, with what was violated. Ends with 0 where none failed, else with 1.
@@ -15,14 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "faults")]
-
-from sim_faults import KINDS
-from sim_machine import simulated_machine
-from sim_world import Report, run_seed
+from tests.simulator.sim_faults import KINDS
+from tests.simulator.sim_machine import simulated_machine
+from tests.simulator.sim_world import Report, run_seed
 
 STORY_LINES = 60
 _CHUNK = 20

@@ -23,7 +23,7 @@ def simulate(
 ) -> subprocess.CompletedProcess[str]:
     """Run the simulator in a process of its own, as nothing of it may touch other tests."""
     return subprocess.run(
-        [sys.executable, str(HERE / "simulate.py"), *arguments],
+        [sys.executable, "-m", "tests.simulator.simulate", *arguments],
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         text=True,
@@ -72,7 +72,15 @@ def test_a_run_that_fails_is_named_with_its_story() -> None:
 
 def mutate(what: str, *arguments: str, seeds: int) -> subprocess.CompletedProcess[str]:
     """Try seeds with a rule taken out."""
-    command = [sys.executable, str(HERE / "mutate.py"), "--seeds", str(seeds), *arguments, what]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.simulator.mutate",
+        "--seeds",
+        str(seeds),
+        *arguments,
+        what,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
 
 
@@ -86,7 +94,7 @@ def test_the_simulator_catches_some_mutants_within_few_seeds(what: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_simulator_catches_every_mutant_that_it_must() -> None:
-    from mutate import MUST_BE_CAUGHT
+    from tests.simulator.mutate import MUST_BE_CAUGHT
 
     for what in MUST_BE_CAUGHT:
         done = mutate(what, seeds=2000)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from zlib import crc32
 
-from core_logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, new_ledger
-
+from tests.kit.logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, new_ledger
 from txbroker.core.decoding import Malformed, decode_half, decode_marker, is_content
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Marker, Message, Record

@@ -7,9 +7,8 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
 
-from workload import LocalFailure, Recorder, Shop, answering
-from world import World, until
-
+from tests.kit.proxies import World, until
+from tests.kit.workload import LocalFailure, Recorder, Shop, answering
 from txbroker.errors import RequestError
 from txbroker.sdk import Limits, Message, Rollback, TransactionalProducer
 

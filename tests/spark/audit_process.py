@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 import pyspark
-from planting import Planting
 
+from tests.spark.planting import Planting
 from txbroker.cli import submit
 from txbroker.spark.java import java_home
 from txbroker.spark.schema import RunSummary

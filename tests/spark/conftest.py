@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from audit_process import REPORT, Commanded, begun
-from planted_cases import Planted, plant_all
-from planting import Planting
 
+from tests.spark.audit_process import REPORT, Commanded, begun
+from tests.spark.planted_cases import Planted, plant_all
+from tests.spark.planting import Planting
 from txbroker.embedded import EmbeddedKafka
 
 if TYPE_CHECKING:

@@ -12,9 +12,18 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import msgspec
-import planted_faults
-from planting import AT_ONCE, HOUR_MS, NEVER, TWO_ATTEMPTS, Planting, now_by, park, partition_of
 
+from tests.spark import planted_faults
+from tests.spark.planting import (
+    AT_ONCE,
+    HOUR_MS,
+    NEVER,
+    TWO_ATTEMPTS,
+    Planting,
+    now_by,
+    park,
+    partition_of,
+)
 from txbroker.core.encoding import encode_contents, encode_marker, installation_headers
 from txbroker.core.records import (
     RECORD_VERSION,

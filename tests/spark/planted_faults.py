@@ -7,7 +7,8 @@ from collections import Counter
 from typing import Any
 
 import msgspec
-from planting import (
+
+from tests.spark.planting import (
     AT_ONCE,
     HOUR_MS,
     ONE_ATTEMPT,
@@ -17,7 +18,6 @@ from planting import (
     park,
     partition_of,
 )
-
 from txbroker.core.encoding import encode_half, encode_kept, encode_marker
 from txbroker.core.records import (
     RECORD_VERSION,

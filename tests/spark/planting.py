@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 from confluent_kafka import IsolationLevel, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
-from topic_reader import create_topic
-from world import until
 
+from tests.kit.proxies import until
+from tests.kit.topic_reader import create_topic
 from txbroker.config.settings import load_settings
 from txbroker.core.encoding import (
     encode_contents,

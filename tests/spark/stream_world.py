@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from topic_reader import read_topics
 
+from tests.kit.topic_reader import read_topics
 from txbroker.config.settings import load_settings
 from txbroker.spark.schema import Names, RunSummary, Terms
 from txbroker.spark.stream_state import RISES

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from any_records import AT_MS, PARTITION, any_records, frame, outcome, stored
 from msgspec import structs
 
+from tests.spark.any_records import AT_MS, PARTITION, any_records, frame, outcome, stored
 from txbroker.cli.audit_output import as_row, drift_in_words
 from txbroker.core.decoding import NewerVersion, decode_half, decode_kept, decode_marker, is_content
 from txbroker.core.encoding import (

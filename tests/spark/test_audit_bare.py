@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from audit_facts import (
+
+from tests.kit.logs import PARTITION, START_MS, WINDOW_MS
+from tests.spark.audit_facts import (
     COMMIT,
     HALF,
     TERMS,
@@ -16,8 +18,6 @@ from audit_facts import (
     op_row,
     visible_rows,
 )
-from core_logs import PARTITION, START_MS, WINDOW_MS
-
 from txbroker.spark.rows import Content, Horizon, Judged, OpRow, VisibleRow
 
 TAKEN = Horizon({PARTITION: 5}, {PARTITION: START_MS})

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import click
 import msgspec
 import pytest
-from audit_summaries import summary
-from cli_world import Call, Result
 
+from tests.kit.cli import Call, Result
+from tests.spark.audit_summaries import summary
 from txbroker.cli import audit_run
 from txbroker.cli.audit_output import drift_in_words, show_run
 from txbroker.cli.audit_run import arguments_again

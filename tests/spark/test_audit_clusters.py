@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pyspark
 import pytest
-from audit_process import audit, drift_of, environment
-from planted_cases import plant_all
-from planting import Planting
 
+from tests.spark.audit_process import audit, drift_of, environment
+from tests.spark.planted_cases import plant_all
+from tests.spark.planting import Planting
 from txbroker.embedded import EmbeddedKafka
 from txbroker.embedded.java import find_java
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pyspark
 import pytest
-from audit_process import command, drift_of, environment, submitted
-from cli_world import until_gone
-from planted_cases import Planted, plant_all
-from planting import Planting
 
+from tests.kit.cli import until_gone
+from tests.spark.audit_process import command, drift_of, environment, submitted
+from tests.spark.planted_cases import Planted, plant_all
+from tests.spark.planting import Planting
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.connector import ivy_conf
 from txbroker.spark.journal import JOURNAL_FILE, Journal

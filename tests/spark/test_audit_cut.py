@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from topic_reader import create_topic
 
+from tests.kit.topic_reader import create_topic
 from txbroker.config.settings import load_settings
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from any_records import (
+
+from tests.spark.any_records import (
     AT_MS,
     JSON,
     PARTITION,
@@ -18,7 +19,6 @@ from any_records import (
     some_half,
     some_marker,
 )
-
 from txbroker.core.decoding import (
     Malformed,
     NewerVersion,

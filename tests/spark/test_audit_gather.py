@@ -8,10 +8,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from audit_facts import TERMS as USUAL_TERMS
-from audit_facts import check_row, half_rows, op_row, parked_row, visible_rows
-from core_logs import PARTITION, START_MS, id_of
 
+from tests.kit.logs import PARTITION, START_MS, id_of
+from tests.spark.audit_facts import TERMS as USUAL_TERMS
+from tests.spark.audit_facts import check_row, half_rows, op_row, parked_row, visible_rows
 from txbroker.spark import schema
 from txbroker.spark.judge import judge
 from txbroker.spark.rows import (

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from fact_world import NAMES, Moment, World, tables_held
-from planted_cases import plant_all, plant_clean
-from planting import Planting
 
+from tests.spark.fact_world import NAMES, Moment, World, tables_held
+from tests.spark.planted_cases import plant_all, plant_clean
+from tests.spark.planting import Planting
 from txbroker.config.settings import load_settings
 from txbroker.core.records import Half
 from txbroker.errors import ConfigurationError

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 import sqlite_utils
-from audit_summaries import drifted, summary
 
+from tests.spark.audit_summaries import drifted, summary
 from txbroker.errors import ConfigurationError
 from txbroker.spark.journal import JOURNAL_VERSION, Journal
 

@@ -5,7 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from audit_facts import (
+from hypothesis import given
+
+from tests.core.core_fuzz import fuzz
+from tests.core.core_histories import histories
+from tests.kit.logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, replayed
+from tests.spark.audit_facts import (
     COMMIT,
     HALF,
     ID,
@@ -20,11 +25,6 @@ from audit_facts import (
     parked_row,
     visible_rows,
 )
-from core_fuzz import fuzz
-from core_histories import histories
-from core_logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, replayed
-from hypothesis import given
-
 from txbroker.core.routing import parse_id
 from txbroker.spark import judge as judge_module
 from txbroker.spark.judge import GRAVITY, judge

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from audit_load import Load
-from workload import Shop
-from world import World
 
+from tests.kit.proxies import World
+from tests.kit.workload import Shop
+from tests.spark.audit_load import Load
 from txbroker.config.settings import load_settings
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.schema import Names, RunSummary, Terms

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from audit_summaries import STARTED_MS, drifted, summary
-from kafka_world import KafkaWorld
-from service_world import Desk, Service, until
 
+from tests.kit.kafka import KafkaWorld
+from tests.kit.service import Desk, Service, until
+from tests.spark.audit_summaries import STARTED_MS, drifted, summary
 from txbroker.cli.audit_run import _tell_until_it_ends
 from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError

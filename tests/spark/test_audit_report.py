@@ -9,10 +9,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from audit_summaries import STARTED_MS, cut, drifted, summary
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.spark.audit_summaries import STARTED_MS, cut, drifted, summary
 from txbroker.errors import ConfigurationError
 from txbroker.spark.figures import duration, percentile
 from txbroker.spark.html import Html, join, tag

@@ -18,10 +18,10 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from msgspec import structs
-from planting import FAR_MS, Planting, partition_of, write_stamped
-from topic_reader import create_topic, delete_topic
-from world import until
 
+from tests.kit.proxies import until
+from tests.kit.topic_reader import create_topic, delete_topic
+from tests.spark.planting import FAR_MS, Planting, partition_of, write_stamped
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect

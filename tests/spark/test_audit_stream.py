@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from planted_cases import plant_all
-from planting import FAR_MS, Planting, write_stamped
-from stream_world import TERMS, StreamWorld, confirmed, judged, reached
-from topic_reader import create_topic, read_topics
 
+from tests.kit.topic_reader import create_topic, read_topics
+from tests.spark.planted_cases import plant_all
+from tests.spark.planting import FAR_MS, Planting, write_stamped
+from tests.spark.stream_world import TERMS, StreamWorld, confirmed, judged, reached
 from txbroker.contract.audit import decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import KafkaUnavailable, TxbrokerError

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from audit_load import Load
-from planting import Planting
-from stream_world import StreamWorld, confirmed, judged, reached
-from topic_reader import read_topics
-from workload import Shop
-from world import World
 
+from tests.kit.proxies import World
+from tests.kit.topic_reader import read_topics
+from tests.kit.workload import Shop
+from tests.spark.audit_load import Load
+from tests.spark.planting import Planting
+from tests.spark.stream_world import StreamWorld, confirmed, judged, reached
 from txbroker.contract.audit import STREAM_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.schema import Terms

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from audit_process import REPORT, Commanded, drift_of
-from fact_world import tables_held
-from planted_cases import Planted, plant_clean
-from planting import Expected, Planting
-from topic_reader import read_topics
 
+from tests.kit.topic_reader import read_topics
+from tests.spark.audit_process import REPORT, Commanded, drift_of
+from tests.spark.fact_world import tables_held
+from tests.spark.planted_cases import Planted, plant_clean
+from tests.spark.planting import Expected, Planting
 from txbroker.config.settings import load_settings
 from txbroker.contract.audit import BATCH_KEY, BATCH_TICK_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 import pytest
-from memory_world import MemoryWorld
-from service_world import Desk, Service, until
 
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Service, until
 from txbroker.config.settings import Settings
 from txbroker.contract.service import DecideRequest
 from txbroker.core.records import Decision, Message, State

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from memory_world import MemoryWorld
-from secret_files import secret_file
-from tls_files import Authority
-from tls_world import ADMIN_TOKEN, TOKEN, Files
+
+from tests.kit.memory import MemoryWorld
+from tests.kit.secret_files import secret_file
+from tests.tls.tls_files import Authority
+from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files
 
 
 @pytest.fixture(scope="session")

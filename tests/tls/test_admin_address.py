@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from memory_world import MemoryWorld
-from tls_world import ADMIN_TOKEN, BODY, TOKEN, Files, curl, running, secured, trusting
 
+from tests.kit.memory import MemoryWorld
+from tests.tls.tls_world import ADMIN_TOKEN, BODY, TOKEN, Files, curl, running, secured, trusting
 from txbroker.config.settings import load_settings
 from txbroker.core.records import Decision
 from txbroker.errors import ConfigurationError

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import pytest
-from memory_world import MemoryWorld
-from tls_files import Authority
-from tls_world import Files, running, secured
+
+from tests.kit.memory import MemoryWorld
+from tests.tls.tls_files import Authority
+from tests.tls.tls_world import Files, running, secured
 
 LIMIT_S = 0.4
 CLOSED_WITHIN_S = 10.0

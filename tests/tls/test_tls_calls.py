@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from memory_world import MemoryWorld
-from service_world import until
-from tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import until
+from tests.tls.tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 from txbroker.core.records import Decision
 from txbroker.sdk import (
     BlockingTransactionalProducer,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from memory_world import MemoryWorld
-from tls_world import ADMIN_TOKEN, Files, mutual, running, secured
 
+from tests.kit.memory import MemoryWorld
+from tests.tls.tls_world import ADMIN_TOKEN, Files, mutual, running, secured
 from txbroker.cli.doctor.proxies import HttpProxies, NotSeen
 from txbroker.net.tls import ClientTls, TlsFiles
 

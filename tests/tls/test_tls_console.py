@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from console_world import Reader
-from memory_world import MemoryWorld
-from tls_world import ADMIN_TOKEN, TOKEN, Files, running, secured
 
+from tests.console.console_world import Reader
+from tests.kit.memory import MemoryWorld
+from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, running, secured
 from txbroker.net.tls import ClientTls, TlsFiles
 from txbroker.proxy.console.visits import SESSION_COOKIE, VISIT_COOKIE
 

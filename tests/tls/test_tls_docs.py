@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import parsed
-from memory_world import MemoryWorld
-from secret_files import secret_file
-from service_world import until
-from tls_world import curl, running
 
+from tests.kit.command_lines import parsed
+from tests.kit.memory import MemoryWorld
+from tests.kit.secret_files import secret_file
+from tests.kit.service import until
+from tests.tls.tls_world import curl, running
 from txbroker.config.settings import Settings
 from txbroker.proxy.http.api import operations
 

@@ -6,10 +6,10 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from memory_world import MemoryWorld
-from service_world import until
-from tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import until
+from tests.tls.tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 from txbroker.checkers.leases import PeerIdentity
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Decision

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from memory_world import MemoryWorld
-from tls_world import BODY, Files, curl, mutual, running, trusting
 
+from tests.kit.memory import MemoryWorld
+from tests.tls.tls_world import BODY, Files, curl, mutual, running, trusting
 from txbroker.principals import Role, digest_of, format_principal
 from txbroker.sdk import Message, TransactionalProducer
 

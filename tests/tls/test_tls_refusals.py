@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from memory_world import MemoryWorld
-from tls_files import Pair
-from tls_world import BODY, TOKEN, Files, curl, mutual, running, secured, trusting
 
+from tests.kit.memory import MemoryWorld
+from tests.tls.tls_files import Pair
+from tests.tls.tls_world import BODY, TOKEN, Files, curl, mutual, running, secured, trusting
 from txbroker.errors import CertificateRequired, Unauthorized
 from txbroker.sdk import Limits, Message, TransactionalProducer, Untrusted
 

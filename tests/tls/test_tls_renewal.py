@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_world import MemoryWorld
 from structlog.testing import capture_logs
-from tls_files import Pair, locked
-from tls_world import Files, curl, mutual, running, secured, trusting
 
+from tests.kit.memory import MemoryWorld
+from tests.tls.tls_files import Pair, locked
+from tests.tls.tls_world import Files, curl, mutual, running, secured, trusting
 from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, ServerTls, TlsFiles
 from txbroker.sdk import Message, TransactionalProducer

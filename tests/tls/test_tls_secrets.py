@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from memory_world import MemoryWorld
-from tls_world import ADMIN_TOKEN, TOKEN, Files, curl, mutual, running, trusting
 
+from tests.kit.memory import MemoryWorld
+from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, curl, mutual, running, trusting
 from txbroker.cli.doctor.bundle import known_secrets, settings_shown
 from txbroker.config.settings import load_settings
 from txbroker.proxy.http.guards import Guard, reread_secret

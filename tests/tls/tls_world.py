@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memory_world import MemoryWorld
-from service_world import until
-from tls_files import Authority, Pair
-
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import until
+from tests.tls.tls_files import Authority, Pair
 from txbroker.config.settings import load_settings
 from txbroker.proxy.process import Proxy, run_proxy
 

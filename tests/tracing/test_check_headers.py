@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from http_answers import COMMIT, LOOPBACK, ask, read_request, response
 
+from tests.kit.http_answers import COMMIT, LOOPBACK, ask, read_request, response
 from txbroker.checkers.base import Answered, CheckCall
 from txbroker.checkers.http import HttpChecks
 from txbroker.core.records import CheckReason, Decision, Header, Message

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from judge import Rec
-from world import World, unique, until
 
 import txbroker
+from tests.faults.judge import Rec
+from tests.kit.proxies import World, unique, until
 from txbroker.core.records import LOG_VERSION, RECORD_VERSION
 from txbroker.core.routing import parse_id
 from txbroker.embedded import EmbeddedKafka

@@ -1,6 +1,6 @@
 """What a proxy can be asked and what it answers, whichever way the call comes in.
 
-`txbroker.proxy.cluster.broker.Broker` implements `Service`; the HTTP API and the SDK's sessions are two
+`Broker` implements `Service`; the HTTP API and the SDK's sessions are two
 thin shells round it, and the command line reads the same answers as JSON.
 """
 

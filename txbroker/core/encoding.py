@@ -4,9 +4,9 @@ Our text headers come first, in fixed order, and the user's follow unchanged, ev
 names look like ours: the first header, `txb-v`, holds the version and the names of the optional
 headers that are there (`1 ts order`), so a reader knows where ours end.
 
-Headers are encoded once, where a record is made, as a record batch holds them (`kafka/protocol/batch.py`):
-their number, then name and value of each after its length. What many records have alike is encoded
-once and joined. `core.decoding` reads all of this.
+Headers are encoded once, where a record is made, as a record batch holds them
+(`kafka/protocol/batch.py`): their number, then name and value of each after its length. What many
+records have alike is encoded once and joined. `core.decoding` reads all of this.
 
 A *row* is what one operation writes to one log: records that stay together in a batch, and the
 values that were encoded in them, so that the ledger need not decode what this proxy has just

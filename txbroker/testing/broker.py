@@ -51,7 +51,7 @@ class InMemoryBroker:
     `async_wait_until_settled`: a check may need the event loop that the blocking ones would hold.
 
     Args:
-        settings: of `txbroker.config.settings.Settings`. Unless said otherwise targets are created when a
+        settings: of `Settings`. Unless said otherwise targets are created when a
             message is prepared for them, as `txbroker dev` does, and time may be put forward by
             days.
     """

@@ -53,7 +53,7 @@ class MemoryGroupStore:
 
 
 class MemoryAuditFeed:
-    """A `txbroker.door.protocols.AuditFeed` in memory. A topic that is missing is not waited for."""
+    """A `AuditFeed` in memory. A topic that is missing is not waited for."""
 
     def __init__(self, kafka: MemoryKafka, topic: str) -> None:
         self._kafka = kafka

@@ -19,14 +19,10 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if __name__ == "__main__":
-    _TESTS = Path(__file__).parents[2]
-    sys.path[:0] = [str(_TESTS / name) for name in ("faults", "cluster", "e2e", "")]
-
 import uvloop
-from judge import History
-from workload import Lane, Recorder, Shop, answering
 
+from tests.faults.judge import History
+from tests.kit.workload import Lane, Recorder, Shop, answering
 from txbroker.sdk import Limits, TransactionalProducer
 
 GROUPS = ("orders", "orders", "bills")
@@ -130,7 +126,8 @@ class BulkLoad:
         """Start it, and wait until its producers are there: without a proxy none would start."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            __file__,
+            "-m",
+            __spec__.name,
             json.dumps(asdict(self._spec)),
             str(self._file),
             stdin=asyncio.subprocess.PIPE,

@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
-from judge import Asked
-from rough_clients import Caller
-from workload import Recorder
+
+from tests.faults.cluster.rough_clients import Caller
+from tests.faults.judge import Asked
+from tests.kit.workload import Recorder
 
 SLOW_S, TOO_LATE_S, HANGING_S = 1.0, 3.0, 30.0
 HUGE_BYTES = 100 << 20

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fleet import PARTITIONS, Fleet, owned_by
-from three_nodes import START_S, ThreeNodes, free_ports
-from world import World, unique
+from tests.faults.cluster.three_nodes import START_S, ThreeNodes, free_ports
+from tests.kit.fleet import PARTITIONS, Fleet, owned_by
+from tests.kit.proxies import World, unique
 
 _POLL_S = 0.2
 PROTOCOLS = (1, 2)

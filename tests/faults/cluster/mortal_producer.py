@@ -18,14 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-if __name__ == "__main__":
-    _TESTS = Path(__file__).parents[2]
-    sys.path[:0] = [str(_TESTS / name) for name in ("faults", "cluster", "e2e", "")]
-
-from judge import Call, History
-from judge.history import lines_of, read_lines
-from workload import Lane, Recorder, Shop, answering
-
+from tests.faults.judge import Call, History
+from tests.faults.judge.history import lines_of, read_lines
+from tests.kit.workload import Lane, Recorder, Shop, answering
 from txbroker.errors import OwnerUnavailable
 from txbroker.sdk import (
     CheckRequest,
@@ -158,7 +153,8 @@ class MortalProducer:
         self._histories.append(self._folder / f"{life}.jsonl")
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            __file__,
+            "-m",
+            __spec__.name,
             *self._arguments,
             str(self._histories[-1]),
             life,

@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaException
-from linked_fleet import LinkedFleet, PlacedProxy
-from links import Ends, Link
-from mortal_producer import MortalProducer
-from readers import Along
-from three_nodes import NODES, ThreeNodes
-from workload import Recorder
-from world import World
+
+from tests.faults.cluster.linked_fleet import LinkedFleet, PlacedProxy
+from tests.faults.cluster.links import Ends, Link
+from tests.faults.cluster.mortal_producer import MortalProducer
+from tests.faults.cluster.three_nodes import NODES, ThreeNodes
+from tests.kit.proxies import World
+from tests.kit.readers import Along
+from tests.kit.workload import Recorder
 
 HOLD_MIN_S, HOLD_MAX_S = 5.0, 30.0
 """So long a draw lasts, more often short than long."""

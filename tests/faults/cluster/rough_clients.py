@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-from workload import Recorder
-from world import error_of
 
+from tests.kit.proxies import error_of
+from tests.kit.workload import Recorder
 from txbroker.errors import AlreadyDecided, RequestError
 from txbroker.sdk import Message
 

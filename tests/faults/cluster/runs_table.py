@@ -1,6 +1,6 @@
 """Prints the page of what fault runs came to, from a file of their results.
 
-Run as `python tests/faults/cluster/runs_table.py docs/reference/fault-runs.jsonl`; with `--compact`
+Run as `python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl`; with `--compact`
 it prints the lines of the file again, without what the page does not tell. `note`, written by hand,
 says of a run with anything wrong what that was.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 Run = dict[str, Any]
 
-SOAK = "python tests/faults/cluster/soak_faults.py"
+SOAK = "python -m tests.faults.cluster.soak_faults"
 _KEPT = (
     *("at", "seed", "minutes", "kafka", "protocol", "only", "hold_max_s"),
     *("faults", "during", "late_ends"),
@@ -31,7 +31,7 @@ while brokers, proxies and links break; then all is healed, everything is read, 
 where the machine was too busy to start a broker. Simulated runs and
 [crashes at named moments](failpoints.md) are not counted here.
 
-Made by `python tests/faults/cluster/runs_table.py docs/reference/fault-runs.jsonl`. Any row of the
+Made by `python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl`. Any row of the
 second table can be run again with the command in it, behind `{SOAK}`.
 """
 

@@ -1,6 +1,6 @@
 """Load on three proxies and a Kafka of three nodes while all of it breaks; the judge at the end.
 
-Run as `python tests/faults/cluster/soak_faults.py --minutes 10 --seed 1`. It prints how often each
+Run as `python -m tests.faults.cluster.soak_faults --minutes 10 --seed 1`. It prints how often each
 fault was met, how many transactions there were and what the judge found, and adds a line of JSON to
 the file of `--results`. The seed fixes which faults come when and on what; what happens in between
 is up to the machine.
@@ -28,28 +28,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    _TESTS = Path(__file__).parents[2]
-    _FOLDERS = ("faults/cluster", "faults", "cluster", "e2e", "")
-    sys.path[:0] = [str(_TESTS / name) for name in _FOLDERS]
-
 import aiohttp
 import uvloop
-from bulk_load import BulkLoad, Spec
-from evidence import listed
-from evil_checks import KINDS, EvilChecks, group_of, leave_to_checks
-from fleet import Web
-from judge import Case, History, Judge, Seen, Topics, save
-from linked_fleet import PROTOCOLS, LinkedFleet
-from mortal_producer import GROUP, MortalProducer, add
-from nemesis import FAULTS, HOLD_MAX_S, HOLD_MIN_S, OVER, Field, Nemesis
-from readers import Along
-from rough_clients import CALL_S, SMALL_BYTES, Caller, Rough
-from three_nodes import ThreeNodes
-from topic_reader import read_all
-from workload import Recorder, Shop, answering
-from world import World
 
+from tests.faults.cluster.bulk_load import BulkLoad, Spec
+from tests.faults.cluster.evil_checks import KINDS, EvilChecks, group_of, leave_to_checks
+from tests.faults.cluster.linked_fleet import PROTOCOLS, LinkedFleet
+from tests.faults.cluster.mortal_producer import GROUP, MortalProducer, add
+from tests.faults.cluster.nemesis import FAULTS, HOLD_MAX_S, HOLD_MIN_S, OVER, Field, Nemesis
+from tests.faults.cluster.rough_clients import CALL_S, SMALL_BYTES, Caller, Rough
+from tests.faults.cluster.three_nodes import ThreeNodes
+from tests.faults.judge import Case, History, Judge, Seen, Topics, save
+from tests.kit.evidence import listed
+from tests.kit.fleet import Web
+from tests.kit.proxies import World
+from tests.kit.readers import Along
+from tests.kit.topic_reader import read_all
+from tests.kit.workload import Recorder, Shop, answering
 from txbroker.embedded.server import DEFAULT_VERSION
 from txbroker.errors import RequestError
 from txbroker.sdk import Limits, TransactionalProducer

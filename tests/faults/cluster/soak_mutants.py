@@ -68,12 +68,11 @@ def _run(tree: Path, shown: Shown, seed: int) -> tuple[Mapping[str, int], str]:
     results = tree / "results.jsonl"
     results.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    script = tree / "tests/faults/cluster/soak_faults.py"
     options = ["--seed", str(seed), "--minutes", str(MINUTES), "--results", str(results)]
     options += ["--folder", str(tree / f"history-{shown.protocol}-{seed}")]
     options += ["--protocol", str(shown.protocol), "--only", *shown.faults]
     done = subprocess.run(
-        [sys.executable, str(script), *options],
+        [sys.executable, "-m", "tests.faults.cluster.soak_faults", *options],
         cwd=tree,
         env=environment,
         capture_output=True,

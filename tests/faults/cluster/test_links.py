@@ -10,8 +10,17 @@ from typing import Any, cast
 
 import pytest
 from aiokafka.protocol.api import Request
-from links import END_TXN, OVERTAKEN, Ends, Link, Relay, read_frame, source_of, transactional_id
 
+from tests.faults.cluster.links import (
+    END_TXN,
+    OVERTAKEN,
+    Ends,
+    Link,
+    Relay,
+    read_frame,
+    source_of,
+    transactional_id,
+)
 from txbroker.kafka.protocol.packed import Packed
 from txbroker.kafka.protocol.transactions import FIRST, SECOND, First
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
-from kafka_world import ADMIN_TIMEOUT_S, KafkaWorld
-from three_nodes import START_S, ThreeNodes
 
+from tests.faults.cluster.three_nodes import START_S, ThreeNodes
+from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door.protocols import Target, Turn, TurnLost
 from txbroker.errors import KafkaUnavailable

@@ -8,10 +8,10 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import cast
 
-from linked_fleet import LinkedFleet, PlacedProxy
-from links import Link
-from nemesis import FAULTS, NONE_SHARE, Fault, Field, Nemesis
-from three_nodes import NODES
+from tests.faults.cluster.linked_fleet import LinkedFleet, PlacedProxy
+from tests.faults.cluster.links import Link
+from tests.faults.cluster.nemesis import FAULTS, NONE_SHARE, Fault, Field, Nemesis
+from tests.faults.cluster.three_nodes import NODES
 
 _DRAWS = 3000
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ClusterMetadata
 from confluent_kafka.cimpl import NewTopic
-from links import Link, Relay
 
+from tests.faults.cluster.links import Link, Relay
 from txbroker.embedded.datadir import new_cluster_id
 from txbroker.embedded.jars import ensure_jars
 from txbroker.embedded.java import find_java

@@ -20,7 +20,7 @@ _NEW_PRODUCERS_MAX = 2
 
 
 class KafkaLog(Log):
-    """A `txbroker.door.protocols.Log` on a real Kafka. With `shared`, its batches share requests."""
+    """A `Log` on a real Kafka. With `shared`, its batches share requests."""
 
     def __init__(
         self,

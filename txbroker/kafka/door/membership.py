@@ -88,7 +88,7 @@ class KafkaMembership(Membership):
     ) -> None:
         """Join as the proxy at `url`; return when the first assignment is there.
 
-        See `txbroker.door.protocols.Membership`. While another process has our instance id we stay out and
+        See `Membership`. While another process has our instance id we stay out and
         ask again and again: it keeps what it has, and once it has gone we are in.
 
         Raises:

@@ -97,7 +97,7 @@ class _Calls:
 class Broker:
     """What one proxy does with its own half partitions: a `txbroker.contract.service.Service`.
 
-    Calls for other proxies' partitions are refused; `txbroker.proxy.cluster.cluster` hands those on.
+    Calls for other proxies' partitions are refused; `Cluster` hands those on.
 
     Args:
         door: the way to Kafka.

@@ -185,7 +185,7 @@ class Cluster:
     # --- by id -------------------------------------------------------------------------------
 
     async def decide(self, request: DecideRequest) -> Standing:
-        """Write a deciding marker, here or at the owner; see `txbroker.contract.service.Service`."""
+        """Write a deciding marker, here or at the owner; see `Service`."""
         url = self._owner_of(request.id)
         if url is None:
             return await self._local.decide(request)
@@ -248,7 +248,7 @@ class Cluster:
     # --- overview ----------------------------------------------------------------------------
 
     async def overview(self) -> Overview:
-        """Return how all stands, with what each proxy says; see `txbroker.contract.service.Service`."""
+        """Return how all stands, with what each proxy says; see `Service`."""
         assigned = self._local.assigned()
         others = sorted({url for url in (*self._local.proxies(), *assigned) if url})
         others = [url for url in others if url != self._local.url]

@@ -1,4 +1,4 @@
-"""The HTTP API and the SDK's sessions: two thin shells round a `txbroker.contract.service.Service`."""
+"""The HTTP API and the SDK's sessions: two thin shells round a `Service`."""
 
 from txbroker.proxy.http.api import make_admin_app, make_app, make_peer_app
 from txbroker.proxy.http.server import serve

@@ -30,7 +30,7 @@ _TOPICS_MAX = 10_000
 
 
 class FreeTargets(Targets):
-    """A `txbroker.door.protocols.Targets` that knows by their names alone which topics are no targets, when a
+    """A `Targets` that knows by their names alone which topics are no targets, when a
     transaction is prepared and when it is promoted.
 
     Args:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from judge import Asked, Body, Call, History, Note
-
+from tests.faults.judge import Asked, Body, Call, History, Note
 from txbroker.errors import RequestError
 from txbroker.sdk import (
     CheckRequest,

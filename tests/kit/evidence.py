@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from fleet import Fleet
-from judge import Judge
-from topic_reader import read_all, read_topics
-from workload import Recorder, Shop
-from world import World, until
-
+from tests.faults.judge import Judge
+from tests.kit.fleet import Fleet
+from tests.kit.proxies import World, until
+from tests.kit.topic_reader import read_all, read_topics
+from tests.kit.workload import Recorder, Shop
 from txbroker.errors import OwnerUnavailable
 
 _PAGE = 37

@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from fake_service import FakeService, FakeStore
 
+from tests.http.fake_service import FakeService, FakeStore
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import Settings

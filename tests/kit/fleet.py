@@ -11,12 +11,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
-from judge import Judge
-from readers import Along
-from topic_reader import read_all
-from workload import Recorder, Shop, answering, work
-from world import DEADLINE_S, World, error_of, unique, until
 
+from tests.faults.judge import Judge
+from tests.kit.proxies import DEADLINE_S, World, error_of, unique, until
+from tests.kit.readers import Along
+from tests.kit.topic_reader import read_all
+from tests.kit.workload import Recorder, Shop, answering, work
 from txbroker.errors import RequestError
 from txbroker.sdk import Limits, Message, TransactionalProducer
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from kafka_world import KafkaWorld
-from memory_world import MemoryWorld
 
+from tests.kit.kafka import KafkaWorld
+from tests.kit.memory import MemoryWorld
 from txbroker.config.settings import Settings
 from txbroker.contract.json import message_to_json
 from txbroker.core.records import Message, Record

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from service_world import until
 
-_FILES = Path(__file__).parents[1] / "charts/txbroker/files"
+from tests.kit.service import until
+
+_FILES = Path(__file__).parents[2] / "charts/txbroker/files"
 RULES = _FILES / "alerts.yaml"
 DASHBOARD = _FILES / "dashboard.json"
 FASTER = 200

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
-from http_api import Api
 
+from tests.kit.http_api import Api
 from txbroker.contract import frames as wire
 from txbroker.core.records import Message
 

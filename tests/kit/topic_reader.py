@@ -10,7 +10,8 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
-from judge import End, Header, Rec, Topics
+
+from tests.faults.judge import End, Header, Rec, Topics
 
 _READ_TIMEOUT_S = 15.0
 _KNOWN_MAX = 10_000

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from judge import Seen
-from topic_reader import assigned, record_of
+from tests.faults.judge import Seen
+from tests.kit.topic_reader import assigned, record_of
 
 _END_S = 30.0
 _POLL_S = 0.1

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kafka_world import KafkaWorld
-from memory_world import MemoryWorld
-from service_world import Desk, Json, Service, unique, until
-
+from tests.kit.kafka import KafkaWorld
+from tests.kit.memory import MemoryWorld
+from tests.kit.service import Desk, Json, Service, unique, until
 from txbroker.core.encoding import CLAIM_KEY
 from txbroker.core.records import Message
 from txbroker.core.routing import order_hash, parse_id

@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
-from judge import Rec
-from topic_reader import create_topic, delete_topic, read_topics
 
+from tests.faults.judge import Rec
+from tests.kit.topic_reader import create_topic, delete_topic, read_topics
 from txbroker.errors import RequestError, request_errors
 
 HERE = Path(__file__).parent

@@ -9,11 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-# Run by itself: what the tests' pythonpath brings is not there.
-sys.path.append(str(Path(__file__).parents[1] / "faults"))
-
-from workload import Shop
-
+from tests.kit.workload import Shop
 from txbroker.sdk import Message, TransactionalProducer
 
 
