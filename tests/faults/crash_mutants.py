@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.rules.mutants import copy_of_the_tree, mutants, mutated, try_each
+from tests.rules.mutants import copy_of_the_tree, mutants, taken_out, try_each
 
 ENOUGH_S = 600
 
@@ -42,12 +42,9 @@ SHOWN = (
 def tried(tree: Path, shown: Shown) -> str:
     """Try one; return why it was not caught, "" if it was."""
     (mutant,) = (each for each in mutants() if each.what == shown.what)
-    path = tree / mutant.file
-    source = path.read_text()
-    path.write_text(mutated(mutant, source))
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "tests.faults.crash_run", *shown.cases]
-    try:
+    with taken_out(mutant, tree):
         done = subprocess.run(
             command,
             cwd=tree,
@@ -57,8 +54,6 @@ def tried(tree: Path, shown: Shown) -> str:
             check=False,
             timeout=ENOUGH_S,
         )
-    finally:
-        path.write_text(source)
     lines = done.stdout.splitlines()
     broken = {line.split(" ")[0] for line in lines if line.startswith("I")}
     if any("is not answered" in line or "not true within" in line for line in lines):

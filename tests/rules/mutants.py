@@ -8,19 +8,25 @@ The table is `mutants.toml`. The package is copied first; nothing in the working
 from __future__ import annotations
 
 import argparse
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("mutants.toml")
-COPIED = ("txbroker", "checkers", "cli", "tests", "docs")
+PACKAGE = ("txbroker", "checkers", "cli")
+COPIED = (*PACKAGE, "tests", "docs")
 FILES = ("pyproject.toml", "setup.cfg")
 TEST_TIMEOUT_S = 30
 PASSED, FAILED = 0, 1
@@ -28,13 +34,21 @@ PASSED, FAILED = 0, 1
 Tried = TypeVar("Tried")
 
 
+class Edit(NamedTuple):
+    """Lines of a definition, as `ast.unparse` writes it, and those in their place."""
+
+    file: str
+    name: str
+    old: str
+    new: str
+
+
 class Mutant(NamedTuple):
-    """A rule taken out: in `file` each text, which is there once, is replaced."""
+    """A rule taken out."""
 
     rule: str
     what: str
-    file: str
-    edits: tuple[tuple[str, str], ...]
+    edits: tuple[Edit, ...]
     test: str
 
     @property
@@ -46,30 +60,90 @@ class Mutant(NamedTuple):
         )
         return "[kafka" in self.test or any(name in self.test for name in files)
 
+    def sources(self, tree: Path) -> dict[str, str]:
+        """Return the text of each changed file of a tree, by its path, with the rule taken out.
+
+        Raises:
+            ValueError: a definition is missing, or does not hold the lines exactly once.
+        """
+        sources: dict[str, str] = {}
+        for edit in self.edits:
+            source = sources.get(edit.file) or (tree / edit.file).read_text()
+            sources[edit.file] = edited(edit, source)
+        return sources
+
+
+def edited(edit: Edit, source: str) -> str:
+    """Return the source of a module with an edit made."""
+    node = definitions(source)[edit.name]
+    text = ast.unparse(node)
+    pattern = r"\n".join(rf"([ ]*){re.escape(line.lstrip())}" for line in edit.old.split("\n"))
+    places = list(re.finditer(rf"^{pattern}$", text, re.M))
+    if len(places) != 1:
+        raise ValueError(f"{edit.name} of {edit.file} holds {len(places)} times: {edit.old!r}")
+    first, last = places[0].span()
+    depth = len(places[0][1]) - (len(edit.old) - len(edit.old.lstrip()))
+    text = text[:first] + textwrap.indent(edit.new, " " * depth) + text[last:]
+    lines = source.splitlines()
+    start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
+    lines[start : node.end_lineno] = textwrap.indent(text, " " * node.col_offset).splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def definitions(source: str) -> dict[str, ast.stmt]:
+    """Return what a module defines by its name: functions, classes, their methods, constants."""
+    found: dict[str, ast.stmt] = {}
+    for node in ast.parse(source).body:
+        for name in _names(node):
+            found[name] = node
+            for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                found |= {f"{name}.{inner_name}": inner for inner_name in _names(inner)}
+    return found
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+@cache
+def _defined() -> dict[str, list[str]]:
+    """Return the files of the package that define each name."""
+    found: dict[str, list[str]] = {}
+    for folder in PACKAGE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if not any(parent.is_symlink() for parent in path.parents):
+                for name in definitions(path.read_text()):
+                    found.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return found
+
+
+def file_of(where: str) -> tuple[str, str]:
+    """Return file and name of a definition: `name`, or `module: name` where several have it.
+
+    Raises:
+        ValueError: no module, or more than one, defines it.
+    """
+    module, _, name = where.rpartition(": ")
+    ending = f"/{module.replace('.', '/')}.py" if module else ".py"
+    files = [file for file in _defined().get(name, ()) if file.endswith(ending)]
+    if len(files) != 1:
+        raise ValueError(f"{where}: defined in {files or 'no module'}")
+    return files[0], name
+
 
 def mutants() -> list[Mutant]:
     """Return the table."""
     found = []
     for line in tomllib.loads(TABLE.read_text())["mutant"]:
-        edits = [(line["old"], line["new"])]
-        if "also_old" in line:
-            edits.append((line["also_old"], line["also_new"]))
-        mutant = Mutant(line["rule"], line["what"], line["file"], tuple(edits), line["test"])
-        found.append(mutant)
+        edits = [
+            Edit(*file_of(each["where"]), each["old"].strip("\n"), each["new"].strip("\n"))
+            for each in (line, *line.get("also", ()))
+        ]
+        found.append(Mutant(line["rule"], line["what"], tuple(edits), line["test"]))
     return found
-
-
-def mutated(mutant: Mutant, source: str) -> str:
-    """Return the source with the rule taken out.
-
-    Raises:
-        ValueError: a text is not there exactly once.
-    """
-    for old, new in mutant.edits:
-        if source.count(old) != 1:
-            raise ValueError(f"{mutant.file} holds {source.count(old)} times: {old!r}")
-        source = source.replace(old, new)
-    return source
 
 
 def copy_of_the_tree(to: Path) -> None:
@@ -93,15 +167,24 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@contextmanager
+def taken_out(mutant: Mutant, tree: Path) -> Iterator[None]:
+    """Make a mutant in a copy of the tree; undo it at the end."""
+    changed = mutant.sources(tree)
+    before = {file: (tree / file).read_text() for file in changed}
+    try:
+        for file, source in changed.items():
+            (tree / file).write_text(source)
+        yield
+    finally:
+        for file, source in before.items():
+            (tree / file).write_text(source)
+
+
 def survives(tree: Path, mutant: Mutant) -> str:
     """Try one mutant; return why it was not caught, "" if it was."""
-    path = tree / mutant.file
-    source = path.read_text()
-    path.write_text(mutated(mutant, source))
-    try:
+    with taken_out(mutant, tree):
         code, said = run(tree, [mutant.test])
-    finally:
-        path.write_text(source)
     if code == FAILED:
         return ""
     return "its test passes" if code == PASSED else f"pytest ended with {code}:\n{said[-2000:]}"
@@ -133,7 +216,7 @@ def main() -> int:
 
 
 def _with_place(mutant: Mutant, why: str) -> str:
-    return why and f"{mutant.file}, {mutant.test}: {why}"
+    return why and f"{mutant.edits[0].file}, {mutant.test}: {why}"
 
 
 def try_each(chosen: Mapping[str, Tried], tried: Callable[[Tried], str]) -> int:

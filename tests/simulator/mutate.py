@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.abc import Loader, MetaPathFinder
@@ -21,8 +20,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-HERE = Path(__file__).parent
-TABLE = HERE.parent / "rules/mutants.toml"
+from tests.rules.mutants import ROOT, Mutant, mutants
+
 MUST_BE_CAUGHT = (
     "progress is left out of the turn",
     "one transactional id is taken alone",
@@ -47,9 +46,9 @@ SEEDS = 1000
 _CAUGHT, _LEFT = 1, 0
 
 
-def table() -> dict[str, dict[str, str]]:
+def table() -> dict[str, Mutant]:
     """Return the mutants by what they do wrong."""
-    return {each["what"].strip(): each for each in tomllib.loads(TABLE.read_text())["mutant"]}
+    return {mutant.what: mutant for mutant in mutants()}
 
 
 def module_of(file: str) -> str:
@@ -59,35 +58,26 @@ def module_of(file: str) -> str:
 
 
 class _Mutated(SourceFileLoader):
-    """Loads a module with some of its text replaced."""
+    """Loads a module from another text than the one on disk."""
 
-    edits: tuple[tuple[str, str], ...] = ()
+    source = ""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the changed source; what is on disk, or compiled before, stays as it is."""
-        path = self.get_filename(fullname)
-        source = Path(path).read_text()
-        for old, new in self.edits:
-            if source.count(old) != 1:
-                raise ImportError(f"{path} holds {source.count(old)} times: {old!r}")
-            source = source.replace(old, new)
-        return compile(source, path, "exec", dont_inherit=True)
+        """Compile that text; what is on disk, or compiled before, stays as it is."""
+        return compile(self.source, self.get_filename(fullname), "exec", dont_inherit=True)
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, to load it with a rule taken out."""
+    """Finds the modules of a mutant, to load them with the rule taken out."""
 
-    def __init__(self, mutant: dict[str, str]) -> None:
-        self._name = module_of(mutant["file"])
-        edits = [(mutant["old"], mutant["new"])]
-        if "also_old" in mutant:
-            edits.append((mutant["also_old"], mutant["also_new"]))
-        self._edits = tuple(edits)
+    def __init__(self, mutant: Mutant) -> None:
+        sources = mutant.sources(ROOT)
+        self._sources = {module_of(file): source for file, source in sources.items()}
         self._looking = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return the module's own spec with another loader."""
-        if name != self._name or self._looking:
+        if name not in self._sources or self._looking:
             return None
         self._looking = True
         try:
@@ -97,7 +87,7 @@ class _Finder(MetaPathFinder):
         assert spec is not None
         assert spec.origin is not None
         loader = _Mutated(name, spec.origin)
-        loader.edits = self._edits
+        loader.source = self._sources[name]
         spec.loader = _typed(loader)
         return spec
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.rules.mutants import copy_of_the_tree, mutants, mutated, try_each
+from tests.rules.mutants import copy_of_the_tree, mutants, taken_out, try_each
 
 SEEDS = (1, 2, 3)
 MINUTES = 2
@@ -47,19 +47,14 @@ SHOWN = (
 def tried(tree: Path, shown: Shown) -> str:
     """Try one; return why it was not caught, "" if it was."""
     (mutant,) = (each for each in mutants() if each.what == shown.what)
-    path = tree / mutant.file
-    source = path.read_text()
-    path.write_text(mutated(mutant, source))
     broken: Mapping[str, int] = {}
     said = ""
-    try:
+    with taken_out(mutant, tree):
         for seed in SEEDS:
             broken, said = _run(tree, shown, seed)
             if set(broken) & set(shown.invariants):
                 print(f"    seed {seed}: {dict(broken)}", flush=True)
                 return ""
-    finally:
-        path.write_text(source)
     return f"broken: {dict(broken)}\n{said[-3000:]}"
 
 
