@@ -19,7 +19,7 @@ from txbroker.checkers.base import (
     already,
     shortened,
 )
-from txbroker.checkers.queues import Item
+from txbroker.checkers.queues import QueuedCheck
 from txbroker.core.telling import telling, where_raised
 from txbroker.errors import TxbrokerError
 
@@ -79,7 +79,7 @@ def fault(call: CheckCall, error: BaseException) -> Unclear:
     return Unclear(shortened(f"the proxy failed while it asked: {type(error).__name__}"))
 
 
-def tell_failed(item: Item, error: Exception) -> None:
+def tell_failed(item: QueuedCheck, error: Exception) -> None:
     """Tell why a check goes no further now."""
     if isinstance(error, TxbrokerError):
         # The owner could not write: its schedule offers the check again.

@@ -72,7 +72,7 @@ class Unclear(Struct, frozen=True):
 CheckResult: TypeAlias = Answered | Unreached | Unclear
 
 
-class Wanted(Struct, frozen=True, gc=False):
+class AttemptRequest(Struct, frozen=True, gc=False):
     """An attempt that is to be made: of which transaction, why now, and whom it will ask."""
 
     id: str
@@ -80,7 +80,7 @@ class Wanted(Struct, frozen=True, gc=False):
     endpoint: str
 
 
-class Told(Struct, frozen=True):
+class AttemptResult(Struct, frozen=True):
     """What came of an attempt, and from whom."""
 
     call: CheckCall
@@ -161,7 +161,9 @@ class CheckOwner(Protocol):
         that are to be read first."""
         ...
 
-    async def attempt(self, checks: Sequence[Wanted]) -> "list[CheckCall | TxbrokerError | None]":
+    async def attempt(
+        self, checks: Sequence[AttemptRequest]
+    ) -> "list[CheckCall | TxbrokerError | None]":
         """Write the numbered markers of attempts.
 
         Return of each the question once the marker is durable and the ledger has accepted it, None
@@ -174,6 +176,6 @@ class CheckOwner(Protocol):
         """Say whether the transaction is undecided, by all markers that the ledger knows."""
         ...
 
-    async def answered(self, run: Sequence[Told]) -> None:
+    async def answered(self, run: Sequence[AttemptResult]) -> None:
         """Take what came of attempts: a decision, "not yet", nobody reached, or nothing."""
         ...

@@ -54,7 +54,7 @@ def literal(host: str) -> str | None:
     return None
 
 
-class Names:
+class HostResolver:
     """Looks names up, each at most once at a time; names that hang do not hold up others."""
 
     def __init__(self, look_up: LookUp = look_up) -> None:
@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(
-    names: Names,
+    names: HostResolver,
     host: str,
     port: int,
     tls: ssl.SSLContext | None,

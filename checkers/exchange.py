@@ -25,7 +25,7 @@ class NotSent(Exception):
     """The connection had ended before anything was sent."""
 
 
-class Answer(Struct, frozen=True):
+class HttpResponse(Struct, frozen=True):
     """What came back. `keep`: the connection is good for another call."""
 
     status: int
@@ -35,7 +35,7 @@ class Answer(Struct, frozen=True):
 
 async def post(
     connection: Connection, target: str, headers: Headers, body: bytes, answer_bytes_max: int
-) -> Answer:
+) -> HttpResponse:
     """Send one POST and return its answer; the caller bounds the time.
 
     Raises:
@@ -64,7 +64,9 @@ def send(connection: Connection, target: str, headers: Headers, body: bytes) -> 
     return state
 
 
-async def receive(connection: Connection, state: h11.Connection, answer_bytes_max: int) -> Answer:
+async def receive(
+    connection: Connection, state: h11.Connection, answer_bytes_max: int
+) -> HttpResponse:
     """Return the answer to what was sent; the caller bounds the time.
 
     Raises:
@@ -76,7 +78,7 @@ async def receive(connection: Connection, state: h11.Connection, answer_bytes_ma
         raise NoAnswer("the answer is not HTTP or is cut off") from None
 
 
-async def _answer(connection: Connection, state: h11.Connection, bytes_max: int) -> Answer:
+async def _answer(connection: Connection, state: h11.Connection, bytes_max: int) -> HttpResponse:
     status, body = 0, bytearray()
     for _ in range(_PIECES_MAX + bytes_max // 256):
         event = state.next_event()
@@ -93,7 +95,7 @@ async def _answer(connection: Connection, state: h11.Connection, bytes_max: int)
                 raise NoAnswer(f"the answer is larger than {bytes_max} bytes")
         elif isinstance(event, h11.EndOfMessage):
             keep = state.their_state is h11.DONE and not state.trailing_data[0]
-            return Answer(status, bytes(body), keep)
+            return HttpResponse(status, bytes(body), keep)
         elif not isinstance(event, h11.InformationalResponse):
             raise NoAnswer("the answer is not HTTP or is cut off")
     raise NoAnswer("the answer comes in too many pieces")

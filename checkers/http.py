@@ -25,8 +25,8 @@ from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, a
 from txbroker.checkers.connections import (
     CannotConnect,
     Connection,
+    HostResolver,
     LookUp,
-    Names,
     connect,
     literal,
     look_up,
@@ -94,16 +94,16 @@ class HttpChecks:
         now_s: the wall clock that signatures carry, seconds since 1970.
         """
         self._guard = guard or UrlGuard()
-        self._own = OwnEndpoints(own, Names(look_up))
+        self._own = OwnEndpoints(own, HostResolver(look_up))
         self._secrets = secrets or GroupSecrets()
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
         self._messages_max = messages_max
         self._tls = tls
         self._now_s = now_s
-        self._names = Names(look_up)
+        self._names = HostResolver(look_up)
         # Apart: a flood of registrations must not hold up checks.
-        self._names_registered = Names(look_up)
+        self._names_registered = HostResolver(look_up)
         self._idle: dict[_Key, list[_Idle]] = {}
         self._idle_count = 0
         self._closed = False

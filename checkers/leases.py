@@ -25,7 +25,7 @@ from txbroker.checkers.base import (
     already,
     shortened,
 )
-from txbroker.checkers.connections import CannotConnect, Connection, Names, connect
+from txbroker.checkers.connections import CannotConnect, Connection, HostResolver, connect
 from txbroker.checkers.exchange import Headers, NoAnswer, NotSent, post, receive, send
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
 from txbroker.contract.frames import FRAME_BYTES_MAX
@@ -228,7 +228,7 @@ class PeerSessions:
         tls: ClientTls | None = None,
     ) -> None:
         self._identity = identity
-        self._names = Names()
+        self._names = HostResolver()
         self._tls = tls or ClientTls()
         self._seen: dict[str, dict[str, tuple[str, ...]]] = {}
         self._without_function: dict[str, dict[str, tuple[str, ...]]] = {}

@@ -4,7 +4,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Sequence
 
-from txbroker.checkers.connections import Names
+from txbroker.checkers.connections import HostResolver
 from txbroker.checkers.url_guard import forms
 from txbroker.config.addresses import Address, IpAddress, plain_host
 
@@ -17,7 +17,7 @@ class OwnEndpoints:
         names: looks their hosts up. Apart from those of check URLs, which must not hold it up.
     """
 
-    def __init__(self, listed: Callable[[], Iterable[Address]], names: Names) -> None:
+    def __init__(self, listed: Callable[[], Iterable[Address]], names: HostResolver) -> None:
         self._listed = listed
         self._names = names
         self._known: dict[str, Sequence[str]] = {}

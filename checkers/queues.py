@@ -15,7 +15,7 @@ class Timer(Protocol):
         ...
 
 
-class Item:
+class QueuedCheck:
     """A check that is due, and how far it has come."""
 
     __slots__ = (
@@ -32,7 +32,7 @@ class Item:
         self,
         owner: CheckOwner,
         id: str,
-        group: "Group",
+        group: "GroupQueue",
         prefer: str,
         reason: CheckReason,
         place: tuple[float, int],
@@ -55,13 +55,13 @@ class Item:
         return not self.forgotten and self.owner.still_pending(self.id)
 
 
-class Group:
+class GroupQueue:
     """The queue of one group and how it fares."""
 
-    def __init__(self, name: str, share: "Line") -> None:
+    def __init__(self, name: str, share: "CallBudget") -> None:
         self.name = name
         self.share = share
-        self.queue: list[tuple[tuple[float, int], Item]] = []
+        self.queue: list[tuple[tuple[float, int], QueuedCheck]] = []
         self.running = 0
         self.failures = 0
         self.away_s = 0.0
@@ -82,7 +82,7 @@ class Group:
             self.timer = None
 
 
-class Line:
+class CallBudget:
     """Groups whose calls are bounded together: all groups, or those of one share.
 
     Args:
@@ -103,13 +103,13 @@ class Line:
         self.more_max = more_max
         # Groups that the bound holds up, longest waiting first: those without any call under way,
         # and those that wait for a further one.
-        self._first: dict[str, Group] = {}
-        self._more: dict[str, Group] = {}
+        self._first: dict[str, GroupQueue] = {}
+        self._more: dict[str, GroupQueue] = {}
 
     def _open(self, further: bool) -> bool:
         return self.charged < self.more_max if further else self.running < self.first_max
 
-    def room(self, group: Group) -> bool:
+    def room(self, group: GroupQueue) -> bool:
         """Say whether the bound allows a group another call; if not, line it up."""
         further = group.running > 0
         if self._open(further):
@@ -117,12 +117,12 @@ class Line:
         (self._more if further else self._first)[group.name] = group
         return False
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: GroupQueue) -> None:
         """It waits for nothing any more."""
         self._first.pop(group.name, None)
         self._more.pop(group.name, None)
 
-    def next(self) -> Iterator[Group]:
+    def next(self) -> Iterator[GroupQueue]:
         """Yield the groups whose turn it is, while there is room."""
         for waiting, further in ((self._first, False), (self._more, True)):
             while waiting and self._open(further):

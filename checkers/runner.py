@@ -22,21 +22,21 @@ from msgspec import structs
 from txbroker.checkers.asking import ask, fault, outcome_of, result_of, tell_failed, tell_fault
 from txbroker.checkers.base import (
     Answered,
+    AttemptRequest,
+    AttemptResult,
     Channel,
     CheckCall,
     CheckOwner,
     CheckResult,
     Finder,
-    Told,
     Unreached,
-    Wanted,
     shortened,
 )
-from txbroker.checkers.queues import Group, Item, Line, Timer
+from txbroker.checkers.queues import CallBudget, GroupQueue, QueuedCheck, Timer
 from txbroker.core.index import ShareOf, own_share, part_of
 from txbroker.core.records import CheckReason
 from txbroker.errors import TxbrokerError
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -100,21 +100,21 @@ class CheckRunner:
         self._share_of = share_of
         self._jitter = jitter
         self._later = later or _by_the_loop
-        self._groups: dict[str, Group] = {}
-        self._items: dict[tuple[CheckOwner, str], Item] = {}
-        self._all = Line("", first_calls_max, parallel_total_max)
+        self._groups: dict[str, GroupQueue] = {}
+        self._items: dict[tuple[CheckOwner, str], QueuedCheck] = {}
+        self._all = CallBudget("", first_calls_max, parallel_total_max)
         self._share_bounds = (part_of(first_calls_max), part_of(parallel_total_max))
-        self._shares: dict[str, Line] = {}
+        self._shares: dict[str, CallBudget] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order = itertools.count()
         self._closed = False
         # What the next turn of the event loop takes up: groups whose queues have grown, checks
         # with somebody to ask in hand, and what has been answered.
-        self._grown: dict[Group, None] = {}
-        self._in_hand: list[Item] = []
-        self._heard: list[Item] = []
+        self._grown: dict[GroupQueue, None] = {}
+        self._in_hand: list[QueuedCheck] = []
+        self._heard: list[QueuedCheck] = []
         # Whose channels are in hand, and what they were asked.
-        self._holding: dict[Item, asyncio.Future[CheckResult] | None] = {}
+        self._holding: dict[QueuedCheck, asyncio.Future[CheckResult] | None] = {}
         self._waking = False
         # Checks whose places are free again, though it is not written yet what came of them.
         self._telling = 0
@@ -150,20 +150,20 @@ class CheckRunner:
             return False
         state = known or self._enter(group)
         since_s = asyncio.get_running_loop().time() if due_s is None else due_s
-        item = Item(owner, id, state, prefer, reason, (since_s, next(self._order)))
+        item = QueuedCheck(owner, id, state, prefer, reason, (since_s, next(self._order)))
         self._items[owner, id] = item
         heapq.heappush(state.queue, (item.place, item))
         self._grown[state] = None
         self._wake()
         return True
 
-    def _enter(self, name: str) -> Group:
+    def _enter(self, name: str) -> GroupQueue:
         share = self._share_of(name)
         line = self._shares.get(share)
         if line is None:
-            line = self._shares[share] = Line(share, *self._share_bounds)
+            line = self._shares[share] = CallBudget(share, *self._share_bounds)
         line.groups += 1
-        group = self._groups[name] = Group(name, line)
+        group = self._groups[name] = GroupQueue(name, line)
         return group
 
     def forget(self, owner: CheckOwner) -> None:
@@ -242,7 +242,7 @@ class CheckRunner:
         for group in grown:
             self._pump(group)
         in_hand, self._in_hand = self._in_hand, []
-        runs: dict[tuple[CheckOwner, bool], list[Item]] = {}
+        runs: dict[tuple[CheckOwner, bool], list[QueuedCheck]] = {}
         for item in in_hand:
             runs.setdefault((item.owner, item.owner.in_memory(item.id)), []).append(item)
         for (owner, _), items in runs.items():
@@ -256,7 +256,7 @@ class CheckRunner:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _pump(self, group: Group) -> None:
+    def _pump(self, group: GroupQueue) -> None:
         """Begin as many of a group's checks as the limits allow; drop those decided meanwhile."""
         queue, limit = group.queue, self._limit(group)
         now_s = asyncio.get_running_loop().time()
@@ -277,7 +277,7 @@ class CheckRunner:
         if not queue and not group.running and not group.resting:
             self._drop(group)
 
-    def _begin(self, item: Item) -> None:
+    def _begin(self, item: QueuedCheck) -> None:
         """Take somebody in hand to ask, at once where nothing is to be waited for."""
         try:
             channel = self._finder.at_hand(item.group.name, item.prefer)
@@ -289,19 +289,19 @@ class CheckRunner:
         else:
             self._has(item, channel)
 
-    def _has(self, item: Item, channel: Channel) -> None:
+    def _has(self, item: QueuedCheck, channel: Channel) -> None:
         """Somebody is in hand: the check goes on with others that are so far."""
         item.channel, item.endpoint = channel, channel.endpoint
         self._holding[item] = None
         self._in_hand.append(item)
         self._wake()
 
-    def _release(self, items: Iterable[Item]) -> None:
+    def _release(self, items: Iterable[QueuedCheck]) -> None:
         for item in items:
             del self._holding[item]
             _give_back(item, item.channel)
 
-    def _count(self, group: Group, calls: int) -> None:
+    def _count(self, group: GroupQueue, calls: int) -> None:
         """Count calls of a group that begin, or end if negative."""
         share = group.share
         for each in (group, share, self._all):
@@ -309,11 +309,11 @@ class CheckRunner:
         before, share.charged = share.charged, min(share.running, share.more_max)
         self._all.charged += share.charged - before
 
-    def _limit(self, group: Group) -> int:
+    def _limit(self, group: GroupQueue) -> int:
         # One call finds out whether an unreachable group is there again.
         return 1 if group.failures else self._parallel(group.name) or PARALLEL_DEFAULT
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group: GroupQueue) -> None:
         """Forget a group that nothing waits for; if it could not be reached, nobody asks now."""
         if self._groups.get(group.name) is not group:
             # Forgotten before, and perhaps known again since.
@@ -326,11 +326,11 @@ class CheckRunner:
         if not group.share.groups:
             del self._shares[group.share.name]
 
-    def _done(self, item: Item) -> None:
+    def _done(self, item: QueuedCheck) -> None:
         if self._items.get((item.owner, item.id)) is item:
             del self._items[item.owner, item.id]
 
-    def _ended(self, items: Sequence[Item], *, again: Collection[Item] = ()) -> None:
+    def _ended(self, items: Sequence[QueuedCheck], *, again: Collection[QueuedCheck] = ()) -> None:
         """These are over, but for those that stay in the queue."""
         if self._closed:
             return
@@ -341,9 +341,9 @@ class CheckRunner:
                 self._done(item)
         self._free(items)
 
-    def _free(self, items: Iterable[Item]) -> None:
+    def _free(self, items: Iterable[QueuedCheck]) -> None:
         """Give the places of these back: their groups, and those that wait for room, go on."""
-        groups: Counter[Group] = Counter([item.group for item in items])
+        groups: Counter[GroupQueue] = Counter([item.group for item in items])
         for group, count in groups.items():
             self._count(group, -count)
         for group in groups:
@@ -354,7 +354,7 @@ class CheckRunner:
 
     # --- a run of checks ---------------------------------------------------------------------
 
-    async def _find(self, item: Item) -> None:
+    async def _find(self, item: QueuedCheck) -> None:
         """Find somebody to ask where nobody is at hand."""
         group = item.group
         channel = await self._acquire(item)
@@ -365,15 +365,15 @@ class CheckRunner:
         self._ended([item], again=[item])
         self._metrics.checks_ended(group.name, "unreachable", [_since(item.began_s)])
 
-    async def _attempt(self, owner: CheckOwner, items: list[Item]) -> None:
+    async def _attempt(self, owner: CheckOwner, items: list[QueuedCheck]) -> None:
         """Write the markers of a run of one owner, and ask."""
         try:
-            hit("check.acquired")
+            failpoint("check.acquired")
             wanted = [item for item in items if not item.forgotten]
             calls = await owner.attempt(
-                [Wanted(item.id, item.reason, item.endpoint) for item in wanted]
+                [AttemptRequest(item.id, item.reason, item.endpoint) for item in wanted]
             )
-            hit("check.asking")
+            failpoint("check.asking")
             for item, call in zip(wanted, calls, strict=True):
                 if isinstance(call, TxbrokerError):
                     tell_failed(item, call)
@@ -390,23 +390,23 @@ class CheckRunner:
             self._release(left)
             self._ended(left)
 
-    def _ask(self, item: Item, call: CheckCall) -> None:
+    def _ask(self, item: QueuedCheck, call: CheckCall) -> None:
         item.call = call
         item.began_s = asyncio.get_running_loop().time()
         answer = self._holding[item] = ask(item.channel, call)
         answer.add_done_callback(partial(self._answered, item))
 
-    def _answered(self, item: Item, answer: asyncio.Future[CheckResult]) -> None:
+    def _answered(self, item: QueuedCheck, answer: asyncio.Future[CheckResult]) -> None:
         if not self._closed:
             item.result = result_of(item.call, answer)
             self._heard.append(item)
             self._wake()
 
-    def _take_in(self, heard: list[Item]) -> None:
+    def _take_in(self, heard: list[QueuedCheck]) -> None:
         """Take what was answered in one turn of the event loop."""
-        hit("check.answered")
+        failpoint("check.answered")
         self._release(heard)
-        told: list[Item] = []
+        told: list[QueuedCheck] = []
         for item in heard:
             result = item.result
             if isinstance(result, Unreached) and item.channel.instance:
@@ -415,12 +415,14 @@ class CheckRunner:
                 told.append(item)
         self._pass_on(told)
 
-    def _pass_on(self, heard: list[Item]) -> None:
+    def _pass_on(self, heard: list[QueuedCheck]) -> None:
         """Count what came of checks, and tell their owners: those of one owner together, but for
         answers with messages, which are to be examined."""
         now_s = asyncio.get_running_loop().time()
-        durations: defaultdict[tuple[Group, str], list[float]] = defaultdict(list)
-        runs: defaultdict[tuple[CheckOwner, Item | None], list[Item]] = defaultdict(list)
+        durations: defaultdict[tuple[GroupQueue, str], list[float]] = defaultdict(list)
+        runs: defaultdict[tuple[CheckOwner, QueuedCheck | None], list[QueuedCheck]] = defaultdict(
+            list
+        )
         for item in heard:
             result, group = item.result, item.group
             durations[group, outcome_of(result)].append(now_s - item.began_s)
@@ -430,7 +432,7 @@ class CheckRunner:
                 self._reached(group)
             alone = isinstance(result, Answered) and result.messages is not None
             runs[item.owner, item if alone else None].append(item)
-        free: list[Item] = []
+        free: list[QueuedCheck] = []
         for (owner, _), run in runs.items():
             early = self._may_free(run)
             if early:
@@ -441,20 +443,22 @@ class CheckRunner:
         for (group, outcome), took_s in durations.items():
             self._metrics.checks_ended(group.name, outcome, took_s)
 
-    def _may_free(self, heard: list[Item]) -> bool:
+    def _may_free(self, heard: list[QueuedCheck]) -> bool:
         """Say whether places are given back before it is written what came of the calls: if no more
         wait for that than may be under way, and none of these goes back to the queue."""
         if self._closed or self._telling + len(heard) > self._all.more_max:
             return False
         return not any(isinstance(item.result, Unreached) for item in heard)
 
-    async def _tell(self, owner: CheckOwner, heard: list[Item], early: bool) -> None:
+    async def _tell(self, owner: CheckOwner, heard: list[QueuedCheck], early: bool) -> None:
         """Tell an owner what came of checks."""
-        again: set[Item] = set()
+        again: set[QueuedCheck] = set()
         try:
             known = [item for item in heard if not item.forgotten]
-            await owner.answered([Told(each.call, each.endpoint, each.result) for each in known])
-            hit("check.taken")
+            await owner.answered(
+                [AttemptResult(each.call, each.endpoint, each.result) for each in known]
+            )
+            failpoint("check.taken")
             again = {each for each in known if isinstance(each.result, Unreached)}
         except Exception as error:
             for item in heard:
@@ -467,7 +471,7 @@ class CheckRunner:
             else:
                 self._ended(heard, again=again)
 
-    async def _ask_others(self, item: Item, result: CheckResult) -> None:
+    async def _ask_others(self, item: QueuedCheck, result: CheckResult) -> None:
         """Ask the others of a group after an instance that did not take the question.
 
         It is the same attempt, as it has reached nobody yet, and it ends no later: somebody is
@@ -508,7 +512,7 @@ class CheckRunner:
         item.endpoint, item.result = channel.endpoint, result
         self._pass_on([item])
 
-    async def _acquire(self, item: Item, avoid: Collection[str] = ()) -> Channel | Unreached:
+    async def _acquire(self, item: QueuedCheck, avoid: Collection[str] = ()) -> Channel | Unreached:
         try:
             return await self._finder.acquire(item.group.name, item.prefer, avoid)
         except (Exception, asyncio.CancelledError) as error:
@@ -520,7 +524,7 @@ class CheckRunner:
 
     # --- reachable or not --------------------------------------------------------------------
 
-    def _failed(self, group: Group, era: int, detail: str) -> None:
+    def _failed(self, group: GroupQueue, era: int, detail: str) -> None:
         """Nobody was reached: let the group rest, each time twice as long."""
         group.detail = detail
         # A call that was handed out before the rest began may start within it.
@@ -535,11 +539,11 @@ class CheckRunner:
         rest_s *= 1 + self._jitter()
         group.timer = self._later(rest_s, partial(self._rested, group))
 
-    def _rested(self, group: Group) -> None:
+    def _rested(self, group: GroupQueue) -> None:
         group.timer = None
         self._pump(group)
 
-    def _reached(self, group: Group) -> None:
+    def _reached(self, group: GroupQueue) -> None:
         """Somebody is there, or may be: no rest any more."""
         group.stop_timer()
         if group.failures:
@@ -548,7 +552,7 @@ class CheckRunner:
             group.era += 1
 
 
-def _give_back(item: Item, channel: Channel) -> None:
+def _give_back(item: QueuedCheck, channel: Channel) -> None:
     """Let a channel go; a fault of ours in it takes no other check along."""
     try:
         channel.release()

@@ -15,7 +15,7 @@ _REMARKS = {
 _UNDERSTOOD_NOT = "answered {status}: reached, but it does not answer test calls"
 
 
-class Tried(Struct, frozen=True):
+class TestCallResult(Struct, frozen=True):
     """What became of a test call.
 
     Attributes:
@@ -34,25 +34,27 @@ class Tried(Struct, frozen=True):
         return not self.why
 
 
-async def try_group(checks: HttpChecks, group: str, policy: GroupPolicy, timeout_s: float) -> Tried:
+async def try_group(
+    checks: HttpChecks, group: str, policy: GroupPolicy, timeout_s: float
+) -> TestCallResult:
     """Send a test call to a group's check URL, once. Uses up no attempt of any transaction.
 
     Args:
         timeout_s: for the answer, where the policy does not say.
     """
     if policy.check_url is None:
-        return Tried(why="no check URL is registered")
+        return TestCallResult(why="no check URL is registered")
     endpoint = without_query(policy.check_url)
     channel = await checks.acquire_for(group, policy)
     if isinstance(channel, Unreached):
-        return Tried(endpoint, why=channel.detail)
+        return TestCallResult(endpoint, why=channel.detail)
     try:
         status = await channel.test(group, policy.timeout_s or timeout_s)
     finally:
         channel.release()
     if isinstance(status, Unreached | Unclear):
-        return Tried(endpoint, why=status.detail)
-    return Tried(endpoint, status, _why(status))
+        return TestCallResult(endpoint, why=status.detail)
+    return TestCallResult(endpoint, status, _why(status))
 
 
 def _why(status: int) -> str:

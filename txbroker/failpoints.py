@@ -75,7 +75,7 @@ POINTS: Mapping[str, Point] = MappingProxyType(
 )
 
 
-def hit(name: str) -> None:
+def failpoint(name: str) -> None:
     """A moment is reached.
 
     Raises:

@@ -9,7 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 
 import pytest
 
-from txbroker.checkers.base import Answered, CheckCall, CheckResult, Told, Unreached, Wanted
+from txbroker.checkers.base import (
+    Answered,
+    AttemptRequest,
+    AttemptResult,
+    CheckCall,
+    CheckResult,
+    Unreached,
+)
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.records import CheckReason, Decision
 from txbroker.errors import OwnerUnavailable, TxbrokerError
@@ -139,7 +146,9 @@ class FakeOwner:
     def in_memory(self, id: str) -> bool:
         return id not in self._world.unread
 
-    async def attempt(self, checks: Sequence[Wanted]) -> list[CheckCall | TxbrokerError | None]:
+    async def attempt(
+        self, checks: Sequence[AttemptRequest]
+    ) -> list[CheckCall | TxbrokerError | None]:
         world = self._world
         ids = [check.id for check in checks]
         self.runs.append(ids)
@@ -153,7 +162,7 @@ class FakeOwner:
             self.markers_waiting -= len(ids)
         return [self._made(check) for check in checks]
 
-    def _made(self, check: Wanted) -> CheckCall | TxbrokerError | None:
+    def _made(self, check: AttemptRequest) -> CheckCall | TxbrokerError | None:
         world, id = self._world, check.id
         if id in world.broken:
             return OwnerUnavailable()
@@ -165,7 +174,7 @@ class FakeOwner:
     def still_pending(self, id: str) -> bool:
         return id in self._world.pending
 
-    async def answered(self, run: Sequence[Told]) -> None:
+    async def answered(self, run: Sequence[AttemptResult]) -> None:
         self.told.append([told.call.id for told in run])
         await asyncio.sleep(0)
         if self._world.told_held is not None:

@@ -10,11 +10,11 @@ import pytest
 from tests.checkers.runner_world import DUE, FakeChannel, FakeOwner, Until, World, due, make
 from txbroker.checkers.base import (
     Answered,
+    AttemptRequest,
     CheckCall,
     CheckResult,
     Unclear,
     Unreached,
-    Wanted,
 )
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.records import CheckReason, Decision, Message
@@ -37,7 +37,7 @@ async def test_the_preferred_instance_is_passed_on(
     endpoints: list[str] = []
     attempt = owner.attempt
 
-    async def recorded(checks: Sequence[Wanted]) -> list[CheckCall | TxbrokerError | None]:
+    async def recorded(checks: Sequence[AttemptRequest]) -> list[CheckCall | TxbrokerError | None]:
         endpoints.extend(f"{check.endpoint} {check.reason}" for check in checks)
         return await attempt(checks)
 

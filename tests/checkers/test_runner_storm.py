@@ -10,12 +10,12 @@ import pytest
 
 from txbroker.checkers.base import (
     Answered,
+    AttemptRequest,
+    AttemptResult,
     CheckCall,
     CheckResult,
-    Told,
     Unclear,
     Unreached,
-    Wanted,
 )
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.records import CheckReason, Decision
@@ -104,13 +104,15 @@ class Owner:
     def in_memory(self, id: str) -> bool:
         return self.dice.random.random() < 0.5
 
-    async def attempt(self, checks: Sequence[Wanted]) -> list[CheckCall | TxbrokerError | None]:
+    async def attempt(
+        self, checks: Sequence[AttemptRequest]
+    ) -> list[CheckCall | TxbrokerError | None]:
         await self.dice.pause()
         if self.dice.random.random() < 0.05:
             raise RuntimeError("a bug")
         return [self._made(check) for check in checks]
 
-    def _made(self, check: Wanted) -> CheckCall | TxbrokerError | None:
+    def _made(self, check: AttemptRequest) -> CheckCall | TxbrokerError | None:
         chance = self.dice.random.random()
         if chance < 0.05:
             return OwnerUnavailable()
@@ -119,7 +121,7 @@ class Owner:
     def still_pending(self, id: str) -> bool:
         return id in self.pending
 
-    async def answered(self, run: Sequence[Told]) -> None:
+    async def answered(self, run: Sequence[AttemptResult]) -> None:
         await self.dice.pause()
         for told in run:
             if isinstance(told.result, Answered):

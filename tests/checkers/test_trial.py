@@ -13,7 +13,7 @@ from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, answering, read_requ
 from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.checkers.groups import GroupPolicy
 from txbroker.checkers.http import HttpChecks
-from txbroker.checkers.trial import Tried, try_group
+from txbroker.checkers.trial import TestCallResult, try_group
 from txbroker.contract.json import message_to_json
 from txbroker.core.records import Message
 from txbroker.errors import BadRequest
@@ -44,7 +44,7 @@ async def test_a_test_call_is_signed_and_asks_for_nothing(
     tried = await try_group(checks, "orders", policy, 5.0)
     await checks.close()
 
-    assert tried == Tried(server.url, 204, "")
+    assert tried == TestCallResult(server.url, 204, "")
     ((headers, body),) = seen
     assert headers["request-line"] == "POST /check?token=t HTTP/1.1"
     assert is_test_call(headers)
@@ -127,7 +127,7 @@ async def test_nobody_is_there(checks: HttpChecks, tmp_path: Path) -> None:
     assert (tried.endpoint, tried.answered) == ("http://127.0.0.1:9/check", False)
     assert "connection refused" in tried.why
     none = await try_group(checks, "orders", GroupPolicy(), 5.0)
-    assert none == Tried(why="no check URL is registered")
+    assert none == TestCallResult(why="no check URL is registered")
     gone = GroupPolicy(check_url="http://127.0.0.1:9/", secret_ref=f"file:{tmp_path}/orders")
     assert "cannot be read" in (await try_group(checks, "orders", gone, 5.0)).why
 

@@ -20,7 +20,7 @@ from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import OwnerUnavailable, RequestError, TooOld
 from txbroker.sdk import CheckRequest, Decision
 from txbroker.testing.door import MemoryDoor
-from txbroker.testing.members import Coordinator, Place
+from txbroker.testing.members import MemberSlot, MemoryCoordinator
 
 NOBODY_URL = "http://127.0.0.1:9"
 """Nobody listens there."""
@@ -200,7 +200,7 @@ async def test_an_id_that_the_log_does_not_reach_back_to(proxies: Proxies) -> No
 # --- owners that are not there ---------------------------------------------------------------
 
 
-def coordinator_of(proxies: Proxies) -> Coordinator:
+def coordinator_of(proxies: Proxies) -> MemoryCoordinator:
     """Return the group's coordinator, which does as it is told."""
     assert isinstance(proxies.world, MemoryWorld)
     return proxies.world.kafka.coordinator("test")
@@ -210,7 +210,7 @@ async def test_an_owner_out_of_reach_is_never_an_ack(in_memory: Proxies) -> None
     (one,) = await in_memory.add("one")
     topic = await one.topic()
     ids = [await in_memory.prepare_in(number, topic, one) for number in range(in_memory.partitions)]
-    gone = Place("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
+    gone = MemberSlot("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
     coordinator = coordinator_of(in_memory)
     coordinator.join(gone, in_memory.partitions)
     theirs = coordinator.owned(gone)
@@ -363,7 +363,7 @@ async def test_what_was_not_sent_may_go_to_another_owner(in_memory: Proxies) -> 
     in_memory.partitions = 2
     await in_memory.add("one")
     coordinator = coordinator_of(in_memory)
-    gone = Place("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
+    gone = MemberSlot("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
     coordinator.join(gone, 2)
     (idle,) = await in_memory.start("two")
     assert not await idle.owned()
@@ -385,7 +385,7 @@ async def test_what_was_sent_to_an_owner_goes_to_no_other(in_memory: Proxies) ->
     in_memory.partitions = 2
     await in_memory.add("one")
     coordinator = coordinator_of(in_memory)
-    gone = Place("gone", url, 1, lambda _: None, lambda _: None)
+    gone = MemberSlot("gone", url, 1, lambda _: None, lambda _: None)
     coordinator.join(gone, 2)
     (idle,) = await in_memory.start("two")
     (theirs,) = coordinator.owned(gone)

@@ -21,8 +21,8 @@ from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message, Record
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import KafkaUnavailable
-from txbroker.testing.members import Place
-from txbroker.testing.memory import Outcome
+from txbroker.testing.members import MemberSlot
+from txbroker.testing.memory import LostReply
 
 FRAME = wire.FRAME_OPERATIONS_MAX
 BAD = 100
@@ -331,7 +331,7 @@ async def test_what_moved_is_refused_and_the_others_of_the_frame_are_not(
     (one,) = await in_memory.add("one")
     assert isinstance(in_memory.world, MemoryWorld)
     topic, ids = await known_topic(one), ids_of(range(in_memory.partitions))
-    gone = Place("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
+    gone = MemberSlot("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
     coordinator = in_memory.world.kafka.coordinator("test")
     coordinator.join(gone, in_memory.partitions)
     theirs = coordinator.owned(gone)
@@ -387,7 +387,7 @@ async def test_while_kafka_is_gone_a_frame_is_answered_and_can_be_sent_again(
     async with connected(one, "g") as producer:
         await producer.send(*prepares(ids[:4], topic))
         await answers(producer, 4)
-        in_memory.world.kafka.go_down(Outcome.DONE)
+        in_memory.world.kafka.go_down(LostReply.DONE)
         await producer.send(*prepares(ids, topic))
         found = codes(await answers(producer, FRAME))
         assert found == ["pending"] * 4 + ["owner_unavailable"] * (FRAME - 4)

@@ -14,7 +14,7 @@ from tests.faults.crash_cases import ACTIONS, OUTCOMES, all_cases, chosen_cases,
 from tests.faults.crash_run import Result, run_cases
 from txbroker import failpoints
 from txbroker.embedded import EmbeddedKafka
-from txbroker.failpoints import POINTS, hit
+from txbroker.failpoints import POINTS, failpoint
 
 ROOT = Path(__file__).parents[2]
 PAIRS = 3
@@ -36,7 +36,7 @@ def test_every_moment_is_reached_in_the_code_and_no_other() -> None:
     found: list[str] = []
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hit":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "failpoint":
                 (name,) = node.args
                 found += [str(name.value)] if isinstance(name, ast.Constant) else _of_a_log(path)
     assert sorted(set(found)) == sorted(POINTS)
@@ -71,9 +71,9 @@ def test_nothing_in_the_package_sets_the_hook() -> None:
 
 def test_a_moment_tells_its_name_to_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    hit("turn.ended")
+    failpoint("turn.ended")
     monkeypatch.setattr(failpoints, "hook", told.append)
-    hit("turn.ended")
+    failpoint("turn.ended")
     assert told == ["turn.ended"]
 
 
@@ -85,7 +85,7 @@ def test_a_moment_costs_next_to_nothing_when_off() -> None:
 
     best = [
         min(timeit.repeat(lambda f=f: f("turn.ended"), number=100_000, repeat=5))  # type: ignore[misc]
-        for f in (hit, nothing)
+        for f in (failpoint, nothing)
     ]
     assert best[0] < 3 * best[1]
 

@@ -45,7 +45,7 @@ from txbroker.proxy.partition.context import CurrentClaim, OwnerSettings, Partit
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
-from txbroker.testing.memory import Clock, MemoryKafka
+from txbroker.testing.memory import AdjustableClock, MemoryKafka
 
 START_MS = 1_700_000_000_000
 WINDOW_MS = 120_000
@@ -202,7 +202,7 @@ class Small:
     """A partition whose bodies get as much memory as `share` says, none to begin with."""
 
     def __init__(self, limits: TurnLimits | None = None) -> None:
-        self.clock = Clock(lambda: START_MS)
+        self.clock = AdjustableClock(lambda: START_MS)
         self.kafka = MemoryKafka(self.clock)
         self.whole = MemoryDoor(self.kafka, half_partitions=1, facts_ttl_s=0.0001)
         self.limits = limits or TurnLimits()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tests.rules.rules_world import OwnersTime, World
 from txbroker.core.records import Record
 from txbroker.core.snapshot import is_snapshot
-from txbroker.testing.memory import Partition, Transaction
+from txbroker.testing.memory import KafkaTransaction, MemoryPartition
 
 
 class Written(NamedTuple):
@@ -16,13 +16,13 @@ class Written(NamedTuple):
     topic: str
     number: int
     record: Record
-    transaction: Transaction | None
+    transaction: KafkaTransaction | None
 
 
 class Ended(NamedTuple):
     """A Kafka transaction was ended."""
 
-    transaction: Transaction
+    transaction: KafkaTransaction
     committed: bool
 
 
@@ -41,14 +41,14 @@ class Journal:
                 self._watch(name, number, partition)
         end = world.kafka.end
 
-        def ended(transaction: Transaction, *, committed: bool) -> None:
+        def ended(transaction: KafkaTransaction, *, committed: bool) -> None:
             if transaction.open:
                 self.lines.append(Ended(transaction, committed))
             end(transaction, committed=committed)
 
         world.kafka.end = ended  # type: ignore[method-assign]
 
-    def _watch(self, name: str, number: int, partition: Partition) -> None:
+    def _watch(self, name: str, number: int, partition: MemoryPartition) -> None:
         def note(record: Record) -> None:
             _, transaction = partition._entries[-1]
             self.lines.append(Written(name, number, record, transaction))
@@ -106,9 +106,11 @@ def _committed(line: Written | Ended) -> bool:
     return isinstance(line, Ended) and line.committed
 
 
-def _ended(transaction: Transaction | None, done: set[Transaction | None]) -> Transaction | None:
+def _ended(
+    transaction: KafkaTransaction | None, done: set[KafkaTransaction | None]
+) -> KafkaTransaction | None:
     if transaction is None:
         return None
-    ended = Transaction(transaction.producer)
+    ended = KafkaTransaction(transaction.producer)
     ended.open, ended.committed = False, transaction in done
     return ended

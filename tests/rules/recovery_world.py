@@ -10,7 +10,7 @@ from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Progress, Record
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.partition.owner import Owner
-from txbroker.testing.memory import Partition
+from txbroker.testing.memory import MemoryPartition
 
 OWN = ("half", "op", "checkpoint", "parked")
 
@@ -71,7 +71,7 @@ def positions(ledger: Ledger) -> tuple[object, ...]:
     )
 
 
-def partition(world: World, name: str) -> Partition:
+def partition(world: World, name: str) -> MemoryPartition:
     """Return partition 0 of one of txbroker's own topics."""
     return world.kafka.topics[f"txbroker.{name}"].partitions[0]
 

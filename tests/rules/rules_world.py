@@ -17,7 +17,7 @@ from msgspec import structs
 
 from tests.rules.told import Told
 from txbroker.checkers import base
-from txbroker.checkers.base import CheckCall, CheckResult, Wanted
+from txbroker.checkers.base import AttemptRequest, CheckCall, CheckResult
 from txbroker.checkers.groups import Groups
 from txbroker.config.settings import Settings
 from txbroker.contract.service import DecideRequest, PrepareRequest, Standing
@@ -51,7 +51,7 @@ from txbroker.proxy.partition.clock import TurnPace
 from txbroker.proxy.partition.context import OwnerSettings
 from txbroker.proxy.partition.owner import Owner
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
-from txbroker.testing.memory import Clock, MemoryKafka
+from txbroker.testing.memory import AdjustableClock, MemoryKafka
 
 START_MS = 1_700_000_000_000
 WINDOW_MS = 120_000
@@ -241,7 +241,7 @@ async def attempt(
     checks: CheckBack, id: str, reason: CheckReason, endpoint: str = "http://group"
 ) -> CheckCall | None:
     """Make one attempt, as the runner does."""
-    [call] = await checks.attempt([Wanted(id, reason, endpoint)])
+    [call] = await checks.attempt([AttemptRequest(id, reason, endpoint)])
     if isinstance(call, TxbrokerError):
         raise call
     return call
@@ -249,7 +249,7 @@ async def attempt(
 
 async def answered(checks: CheckBack, call: CheckCall, result: CheckResult) -> None:
     """Have what came of one attempt taken, as the runner does."""
-    await checks.answered([base.Told(call, "http://group", result)])
+    await checks.answered([base.AttemptResult(call, "http://group", result)])
 
 
 class World:
@@ -258,7 +258,7 @@ class World:
     def __init__(self, owners_time: OwnersTime) -> None:
         began = time.monotonic()
         self.owners_time = owners_time
-        self.clock = Clock(lambda: START_MS + int((time.monotonic() - began) * 1000))
+        self.clock = AdjustableClock(lambda: START_MS + int((time.monotonic() - began) * 1000))
         self.kafka = MemoryKafka(self.clock)
         self.door = ScriptedDoor(self.kafka, half_partitions=1, facts_ttl_s=0.01)
         self.runner = Handed()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.rules.bodies_world import NOW, Small
 from tests.rules.rules_world import attempt, settled, until
-from txbroker.checkers.base import CheckCall, Wanted
+from txbroker.checkers.base import AttemptRequest, CheckCall
 from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, State
@@ -432,8 +432,8 @@ async def test_a_question_is_asked_with_its_messages(small: Small) -> None:
 async def test_questions_that_come_together_are_read_together(small: Small) -> None:
     made = [await small.prepare(policy=NOW) for _ in range(200)]
     half, rest = made[:100], made[100:]
-    run = [Wanted(each.id, DUE, "http://g") for each in half]
-    alone = [small.checks.attempt([Wanted(each.id, DUE, "http://g")]) for each in rest]
+    run = [AttemptRequest(each.id, DUE, "http://g") for each in half]
+    alone = [small.checks.attempt([AttemptRequest(each.id, DUE, "http://g")]) for each in rest]
     runs = await asyncio.gather(small.checks.attempt(run), *alone)
     calls = [call for found in runs for call in found]
     values = [call.messages[0].value for call in calls if isinstance(call, CheckCall)]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.rules.bodies_world import NOW, Small
 from tests.rules.rules_world import Gate, World, settled, until
-from txbroker.checkers.base import CheckCall, Wanted
+from txbroker.checkers.base import AttemptRequest, CheckCall
 from txbroker.core.records import CheckPolicy, CheckReason, Record, State
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Appended, Log
@@ -28,8 +28,8 @@ async def small() -> AsyncIterator[Small]:
     assert made.stops == []
 
 
-def run_of(transactions: Sequence[Transaction]) -> list[Wanted]:
-    return [Wanted(each.id, DUE, "http://g") for each in transactions]
+def run_of(transactions: Sequence[Transaction]) -> list[AttemptRequest]:
+    return [AttemptRequest(each.id, DUE, "http://g") for each in transactions]
 
 
 async def copy_out_of_reach(small: Small, monkeypatch: pytest.MonkeyPatch) -> Transaction:

@@ -28,7 +28,7 @@ from txbroker.door.protocols import Appended
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition import partition_api as answers
 from txbroker.proxy.partition.history import search, tell_verdict
-from txbroker.testing.memory import Partition
+from txbroker.testing.memory import MemoryPartition
 
 START_MS = 1_700_000_000_000
 POLICY = CheckPolicy(after_s=0.0, interval_s=0.01, attempts_max=5, timeout_s=0.0)
@@ -41,7 +41,7 @@ class CountingLog:
     batch_bytes_max = 1 << 20
 
     def __init__(self) -> None:
-        self.partition = Partition()
+        self.partition = MemoryPartition()
         self.read_records = 0
 
     async def append(self, records: Sequence[Record]) -> Appended:

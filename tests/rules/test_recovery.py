@@ -43,7 +43,7 @@ from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.applier import Applier
 from txbroker.proxy.partition.owner import Owner
 from txbroker.proxy.partition.recovery import Recovered, claim_first, recover
-from txbroker.testing.memory import Outcome
+from txbroker.testing.memory import LostReply
 
 STEPS = 80
 LONG = bool(os.environ.get("TXBROKER_TEST_LONG"))
@@ -162,7 +162,7 @@ class Work:
         if self.random.random() < 0.5:
             self.world.partition.writes.append(raising(TurnLost()))
         else:
-            outcome = self.random.choice([Outcome.DONE, Outcome.NOT_DONE])
+            outcome = self.random.choice([LostReply.DONE, LostReply.NOT_DONE])
             self.world.kafka.lose_answer_of_next_commit(outcome)
 
     async def shrink(self) -> None:

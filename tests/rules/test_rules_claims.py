@@ -45,7 +45,7 @@ from txbroker.kafka.protocol.batch import batch_body, encode_batch
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.testing.door import MemoryPartitionDoor
-from txbroker.testing.memory import Outcome
+from txbroker.testing.memory import LostReply
 
 _NUMBERS = itertools.count()
 
@@ -339,9 +339,9 @@ async def test_an_owner_in_doubt_claims_again_and_goes_on(world: World, error: E
     assert world.stops == []
 
 
-@pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.NOT_DONE])
+@pytest.mark.parametrize("outcome", [LostReply.DONE, LostReply.NOT_DONE])
 async def test_a_turn_of_unknown_outcome_is_promoted_exactly_once(
-    world: World, outcome: Outcome
+    world: World, outcome: LostReply
 ) -> None:
     owner = await world.owner()
     world.kafka.lose_answer_of_next_commit(outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from txbroker.sdk.limits import Room
+from txbroker.sdk.limits import InFlightLimit
 
 
 async def rounds() -> None:
@@ -16,7 +16,7 @@ async def rounds() -> None:
 async def test_callers_who_give_up_together_have_given_up_and_leave_no_trace() -> None:
     """Cancelled in one round, who had the room passed those by who waited; these then failed with
     a ValueError, and a decision that was made was not sent."""
-    room = Room(calls_max=1, bytes_max=100)
+    room = InFlightLimit(calls_max=1, bytes_max=100)
 
     async def call() -> None:
         if not room.enter(10):
@@ -39,7 +39,7 @@ async def test_callers_who_give_up_together_have_given_up_and_leave_no_trace() -
 
 
 async def test_who_is_given_room_and_gives_up_at_once_passes_it_on() -> None:
-    room = Room(calls_max=1, bytes_max=100)
+    room = InFlightLimit(calls_max=1, bytes_max=100)
     assert room.enter(10)
     assert not room.enter(10)
     gone, next_one = (asyncio.create_task(room.wait(10)) for _ in range(2))
@@ -54,7 +54,7 @@ async def test_who_is_given_room_and_gives_up_at_once_passes_it_on() -> None:
 
 
 async def test_who_comes_later_waits_behind_a_call_that_does_not_fit() -> None:
-    room = Room(calls_max=5, bytes_max=100)
+    room = InFlightLimit(calls_max=5, bytes_max=100)
     assert room.enter(60)
     large, small = (asyncio.create_task(room.wait(size)) for size in (70, 10))
     await rounds()

@@ -16,7 +16,7 @@ from txbroker.core.records import Decision, Message, State
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.http import transactions
 from txbroker.proxy.process import Proxy, run_proxy
-from txbroker.testing.memory import Outcome
+from txbroker.testing.memory import LostReply
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ async def has_cause(service: Service, id: str, code: str) -> bool:
 # --- answers that never come -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outcome", Outcome)
+@pytest.mark.parametrize("outcome", LostReply)
 async def test_a_commit_without_an_answer_is_promoted_once(
-    service: Service, outcome: Outcome
+    service: Service, outcome: LostReply
 ) -> None:
     topic, kafka = await service.topic(), memory(service).kafka
     ids = [await service.prepare(Message(topic, b"%d" % n, b"%d" % n)) for n in range(12)]
@@ -123,8 +123,10 @@ async def test_a_commit_without_an_answer_is_promoted_once(
     )
 
 
-@pytest.mark.parametrize("outcome", Outcome)
-async def test_a_prepare_without_an_answer_is_repeated(service: Service, outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", LostReply)
+async def test_a_prepare_without_an_answer_is_repeated(
+    service: Service, outcome: LostReply
+) -> None:
     topic = await service.topic()
     message = Message(topic, b"k", b"v")
     memory(service).kafka.lose_answer_of_next_append(outcome)
@@ -132,14 +134,14 @@ async def test_a_prepare_without_an_answer_is_repeated(service: Service, outcome
         await service.send(message)
     id = error.value.details["id"]
     status, answer = await service.send(message, id=id)
-    assert (status, answer["id"]) == (201 if outcome is Outcome.NOT_DONE else 200, id)
+    assert (status, answer["id"]) == (201 if outcome is LostReply.NOT_DONE else 200, id)
     await service.commit(id)
     assert await service.values(topic) == [b"v"]
 
 
-@pytest.mark.parametrize("outcome", Outcome)
+@pytest.mark.parametrize("outcome", LostReply)
 async def test_a_decision_without_an_answer_is_never_an_ack(
-    service: Service, outcome: Outcome
+    service: Service, outcome: LostReply
 ) -> None:
     topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"))
@@ -150,8 +152,8 @@ async def test_a_decision_without_an_answer_is_never_an_ack(
     assert await service.values(topic) == [b"v"]
 
 
-@pytest.mark.parametrize("outcome", Outcome)
-async def test_kafka_gone_for_a_while(service: Service, outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", LostReply)
+async def test_kafka_gone_for_a_while(service: Service, outcome: LostReply) -> None:
     topic, kafka = await service.topic(), memory(service).kafka
     ids = [await service.prepare(Message(topic, b"%d" % n, b"%d" % n)) for n in range(20)]
     await service.commit(ids[0])

@@ -29,8 +29,8 @@ from txbroker.errors import (
     OwnerUnavailable,
     RequestError,
 )
-from txbroker.sdk.limits import RETRY_SHARE_OF_WINDOW, Limits, Room
-from txbroker.sdk.local import LocalBook
+from txbroker.sdk.limits import RETRY_SHARE_OF_WINDOW, InFlightLimit, Limits
+from txbroker.sdk.local import LocalTransactions
 from txbroker.sdk.messages import size_of
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import Asked, Session, SessionLost
@@ -173,14 +173,14 @@ class Calls:
         number: returns the number of a new call.
     """
 
-    def __init__(self, router: Router, book: LocalBook, limits: Limits) -> None:
+    def __init__(self, router: Router, book: LocalTransactions, limits: Limits) -> None:
         self._router = router
         self._book = book
         self._limits = limits
         self.number = itertools.count(1).__next__
         # Two rooms: decisions make room for prepares, so they must not queue up behind them.
-        self._prepares = Room(limits.in_flight_max, limits.in_flight_bytes_max)
-        self._decisions = Room(limits.in_flight_max, limits.in_flight_bytes_max)
+        self._prepares = InFlightLimit(limits.in_flight_max, limits.in_flight_bytes_max)
+        self._decisions = InFlightLimit(limits.in_flight_max, limits.in_flight_bytes_max)
         self._background: set[asyncio.Task[None]] = set()
 
     # --- prepare -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from txbroker.core.records import Decision
 from txbroker.core.trace_context import context_of
 from txbroker.errors import TooLarge, TxbrokerError
 from txbroker.sdk.limits import Limits
-from txbroker.sdk.local import LocalBook
+from txbroker.sdk.local import LocalTransactions
 from txbroker.sdk.messages import checked_replacement
 from txbroker.sdk.session import Session
 from txbroker.sdk.types import Answer, CheckFunction, CheckRequest, Commit, NotYet
@@ -27,7 +27,7 @@ DETAIL_LENGTH_MAX = 200
 """Of what an answer says in words; it is kept in the transaction's timeline."""
 
 
-class CheckDesk:
+class CheckAnswerer:
     """Answers the checks of one producer.
 
     What this process knows by itself is answered at once; else the check function is asked, at
@@ -35,7 +35,9 @@ class CheckDesk:
     gets the same answer.
     """
 
-    def __init__(self, function: CheckFunction | None, book: LocalBook, limits: Limits) -> None:
+    def __init__(
+        self, function: CheckFunction | None, book: LocalTransactions, limits: Limits
+    ) -> None:
         self._function = function
         self._suspends = function is not None and is_coroutine_function(function)
         self._book = book

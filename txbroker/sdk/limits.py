@@ -65,7 +65,7 @@ class Limits:
         return whole * random.uniform(0.5, 1.0)
 
 
-class Room:
+class InFlightLimit:
     """A bound on calls in flight and on their bytes; who does not fit waits, first come first.
 
     One call larger than all the bytes is let in alone, so that nothing waits for ever.

@@ -10,7 +10,7 @@ REMEMBERED_MAX = 10_000
 check finds the truth without them, so this bound costs at most a question to the database."""
 
 
-class LocalBook:
+class LocalTransactions:
     """The answers that need no question: a block still runs, or has decided a moment ago."""
 
     def __init__(self, running_again_s: float) -> None:

@@ -20,9 +20,9 @@ from txbroker.core.records import Decision, Message
 from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, TlsFiles
 from txbroker.sdk.calls import Calls, Draft
-from txbroker.sdk.checks import CheckDesk, is_coroutine_function
+from txbroker.sdk.checks import CheckAnswerer, is_coroutine_function
 from txbroker.sdk.limits import Limits
-from txbroker.sdk.local import LocalBook
+from txbroker.sdk.local import LocalTransactions
 from txbroker.sdk.messages import checked, checked_seconds, checked_text
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import Session, open_session
@@ -100,8 +100,8 @@ class TransactionalProducer:
             TlsFiles(_path(ca_file), _path(client_cert_file), _path(client_key_file))
         )
         self._limits = (limits or Limits()).validate()
-        self._book = LocalBook(self._limits.running_again_s)
-        self._desk = CheckDesk(check, self._book, self._limits)
+        self._book = LocalTransactions(self._limits.running_again_s)
+        self._desk = CheckAnswerer(check, self._book, self._limits)
         self._router = Router(self._urls, self._open_session, self._limits)
         self._calls = Calls(self._router, self._book, self._limits)
         self._http: aiohttp.ClientSession | None = None

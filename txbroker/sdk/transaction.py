@@ -13,7 +13,7 @@ from txbroker.core.records import Decision, Message, State
 from txbroker.core.trace_context import carried_over, context_of, with_context
 from txbroker.errors import AlreadyDecided, BadRequest, BodyLost, Overloaded, OwnerUnavailable
 from txbroker.sdk.calls import Calls, Draft
-from txbroker.sdk.local import LocalBook
+from txbroker.sdk.local import LocalTransactions
 from txbroker.sdk.messages import checked_replacement
 from txbroker.sdk.types import Answer, Commit, Outcome, Rollback, Wait
 
@@ -31,7 +31,11 @@ class Transaction:
     """
 
     def __init__(
-        self, transaction_id: str, prepared: tuple[Message, ...], calls: Calls, book: LocalBook
+        self,
+        transaction_id: str,
+        prepared: tuple[Message, ...],
+        calls: Calls,
+        book: LocalTransactions,
     ) -> None:
         self.id = transaction_id
         self._prepared = prepared
@@ -174,7 +178,7 @@ class Transaction:
 class TransactionBlock:
     """`async with producer.transaction(…) as tx`: prepares on entry, decides on leaving."""
 
-    def __init__(self, draft: Draft, calls: Calls, book: LocalBook) -> None:
+    def __init__(self, draft: Draft, calls: Calls, book: LocalTransactions) -> None:
         self.draft = draft
         self._calls = calls
         self._book = book

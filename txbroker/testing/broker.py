@@ -15,7 +15,7 @@ from txbroker.core.records import Message, Record, State
 from txbroker.errors import TxbrokerError
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.testing.door import MemoryDoor
-from txbroker.testing.memory import MESSAGE_BYTES_MAX, MemoryKafka, Outcome
+from txbroker.testing.memory import MESSAGE_BYTES_MAX, LostReply, MemoryKafka
 
 SETTLED_TIMEOUT_S = 10.0
 """How long a test waits by default for what should take milliseconds."""
@@ -200,7 +200,7 @@ class InMemoryBroker:
     def kafka_down(self, *, stored: bool = False) -> None:
         """Let Kafka answer nothing any more. `stored`: what is written is stored all the same,
         only the answer is lost."""
-        outcome = Outcome.DONE if stored else Outcome.NOT_DONE
+        outcome = LostReply.DONE if stored else LostReply.NOT_DONE
         self._do(lambda: self._kafka.go_down(outcome))
 
     def kafka_up(self) -> None:

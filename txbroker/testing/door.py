@@ -43,10 +43,10 @@ from txbroker.door.protocols import (
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.members import MemoryMembership
 from txbroker.testing.memory import (
+    KafkaTransaction,
     MemoryKafka,
-    Partition,
-    Refused,
-    Transaction,
+    MemoryPartition,
+    RecordRefused,
 )
 from txbroker.testing.stores import MemoryAuditFeed, MemoryGroupStore
 from txbroker.testing.targets import MemoryTargets
@@ -208,7 +208,7 @@ class MemoryLog:
         self._number = number
 
     @property
-    def _partition(self) -> Partition:
+    def _partition(self) -> MemoryPartition:
         return self._kafka.partition(self._topic, self._number)
 
     async def append(self, records: Sequence[Record]) -> Appended:
@@ -469,7 +469,7 @@ class _Writer:
         self._before = begin(self._commit(transaction, self._before))
         return MemoryTurn(self._kafka, written, self._before)
 
-    def _write_all(self, turn: Turn, transaction: Transaction) -> "_Written":
+    def _write_all(self, turn: Turn, transaction: KafkaTransaction) -> "_Written":
         """Write everything, one batch to each partition; return where it is."""
         batches: dict[tuple[str, int], list[Record]] = {}
         places = []
@@ -482,7 +482,7 @@ class _Writer:
             batches[parked] = list(turn.parked)
         batches[checkpoint] = [encode_progress(turn.progress)]
         base: dict[tuple[str, int], int] = {}
-        last: dict[tuple[str, int], tuple[Partition, int]] = {}
+        last: dict[tuple[str, int], tuple[MemoryPartition, int]] = {}
         with _translated():
             for where, records in batches.items():
                 base[where] = self._kafka.write(*where, records, transaction)
@@ -491,7 +491,9 @@ class _Writer:
         first = base.get(parked, 0)
         return _Written(offsets, range(first, first + len(turn.parked)), last)
 
-    async def _commit(self, transaction: Transaction, before: asyncio.Task[None] | None) -> None:
+    async def _commit(
+        self, transaction: KafkaTransaction, before: asyncio.Task[None] | None
+    ) -> None:
         with self._breaking():
             if before is not None:
                 await outcome(before)
@@ -529,7 +531,7 @@ class _Written(NamedTuple):
 
     offsets: Sequence[int]
     parked: Sequence[int]
-    last: dict[tuple[str, int], tuple[Partition, int]]
+    last: dict[tuple[str, int], tuple[MemoryPartition, int]]
 
 
 class MemoryTurn:
@@ -581,7 +583,7 @@ def _translated() -> Iterator[None]:
     """Turn what the broker says into what an owner acts on."""
     try:
         yield
-    except Refused as error:
+    except RecordRefused as error:
         raise TurnRefused(error.cause) from None
     except KafkaUnavailable as error:
         raise TurnLost(str(error)) from None

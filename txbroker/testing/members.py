@@ -1,6 +1,6 @@
 """A group of proxies in memory: who owns which half partition, and at which URL.
 
-No session times out by itself: a test says so with `Coordinator.silence` and `forget`, and
+No session times out by itself: a test says so with `MemoryCoordinator.silence` and `forget`, and
 `let_back` lets the member in again.
 """
 
@@ -21,7 +21,7 @@ OUT_OF_TOUCH = "no answer of the group's coordinator within the session timeout"
 FORGOTTEN = "the group's coordinator does not know us any more"
 
 
-class Place:
+class MemberSlot:
     """A member's place in the group.
 
     Args:
@@ -66,15 +66,15 @@ class Place:
             self._lost(why)
 
 
-class Coordinator:
+class MemoryCoordinator:
     """Shares partitions among members, each keeping what it has as far as that is fair."""
 
     def __init__(self) -> None:
-        self._members: dict[str, Place] = {}
-        self._out: dict[str, list[Place]] = {}
+        self._members: dict[str, MemberSlot] = {}
+        self._out: dict[str, list[MemberSlot]] = {}
         self._partitions = 0
 
-    def join(self, place: Place, partitions: int) -> None:
+    def join(self, place: MemberSlot, partitions: int) -> None:
         """Let a member in. Another one with its name loses its place to it, and gets it back when
         this one has gone."""
         self._partitions = partitions
@@ -85,7 +85,7 @@ class Coordinator:
             self._put_out(before, replaced_by(place.name, place.url))
         self._share()
 
-    def owned(self, place: Place | None) -> frozenset[int]:
+    def owned(self, place: MemberSlot | None) -> frozenset[int]:
         """Return what the member at this place owns, nothing if it is not in touch."""
         if place is None or place.silent or self._members.get(place.name) is not place:
             return frozenset()
@@ -110,13 +110,13 @@ class Coordinator:
         self._members[name] = place
         self._share()
 
-    def fall_silent(self, place: Place) -> None:
+    def fall_silent(self, place: MemberSlot) -> None:
         """The member at this place ends without leaving: it keeps what it owns until somebody
         with its name joins, or `forget`."""
         place.silent = place.closed = True
         self._drop(place)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: MemberSlot) -> None:
         """Give what the member at this place owns to the others."""
         place.silent = place.closed = True
         self._drop(place)
@@ -127,13 +127,13 @@ class Coordinator:
                 self._members[place.name] = waiting.pop()
             self._share()
 
-    def _put_out(self, place: Place, why: str) -> None:
+    def _put_out(self, place: MemberSlot, why: str) -> None:
         place.owned = frozenset()
         if not place.closed:
             self._out.setdefault(place.name, []).append(place)
         place.lose(why)
 
-    def _drop(self, place: Place) -> None:
+    def _drop(self, place: MemberSlot) -> None:
         waiting = self._out.get(place.name, [])
         if place in waiting:
             waiting.remove(place)
@@ -165,7 +165,7 @@ class MemoryMembership(Membership):
     """
 
     def __init__(
-        self, coordinator: Coordinator, name: str, reach: Callable[[], Awaitable[None]]
+        self, coordinator: MemoryCoordinator, name: str, reach: Callable[[], Awaitable[None]]
     ) -> None:
         self.record_version = RECORD_VERSION
         """The newest record version that we understand, as the others are told."""
@@ -173,7 +173,7 @@ class MemoryMembership(Membership):
         self._name = name
         self._reach = reach
         self._partitions = 0
-        self._place: Place | None = None
+        self._place: MemberSlot | None = None
 
     def expect(self, partitions: int) -> None:
         """Say how many partitions there are to share."""
@@ -195,7 +195,7 @@ class MemoryMembership(Membership):
         """
         await self._reach()
         self.close()
-        self._place = Place(
+        self._place = MemberSlot(
             self._name, url, self.record_version, assigned, lost, peer_url, admin_url
         )
         self._coordinator.join(self._place, self._partitions)

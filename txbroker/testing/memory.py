@@ -27,7 +27,7 @@ from txbroker.door.protocols import (
     TargetFacts,
 )
 from txbroker.errors import KafkaUnavailable
-from txbroker.testing.members import Coordinator
+from txbroker.testing.members import MemoryCoordinator
 
 MESSAGE_BYTES_MAX = 1_048_588
 """Kafka's own default of `max.message.bytes`."""
@@ -46,7 +46,7 @@ def wall_clock_ms() -> int:
     return round(time.time() * 1000)
 
 
-class Clock:
+class AdjustableClock:
     """A clock that runs with this machine's and can be put forward.
 
     Args:
@@ -66,14 +66,14 @@ class Clock:
         self._ahead_ms += round(seconds * 1000)
 
 
-class Outcome(Enum):
+class LostReply(Enum):
     """What became of a call that was never answered."""
 
     DONE = "done"
     NOT_DONE = "not done"
 
 
-class Transaction:
+class KafkaTransaction:
     """A Kafka transaction: its records are visible once it is committed.
 
     Args:
@@ -86,12 +86,12 @@ class Transaction:
         self.committed = False
 
 
-_ENDED = Transaction()
+_ENDED = KafkaTransaction()
 """Of what was never a record: nobody sees it, and it is in nobody's way."""
 _ENDED.open = False
 
 
-class Refused(Exception):
+class RecordRefused(Exception):
     """A partition does not take a record."""
 
     def __init__(self, cause: Cause) -> None:
@@ -99,13 +99,13 @@ class Refused(Exception):
         self.cause = cause
 
 
-class Partition:
+class MemoryPartition:
     """The records of one partition."""
 
     def __init__(self) -> None:
         self.begin = 0
-        self._entries: list[tuple[Record, Transaction | None]] = []
-        self._open: dict[Transaction, int] = {}
+        self._entries: list[tuple[Record, KafkaTransaction | None]] = []
+        self._open: dict[KafkaTransaction, int] = {}
         self._followers: list[Callable[[Record], None]] = []
 
     @property
@@ -121,7 +121,7 @@ class Partition:
         return min(self._open.values(), default=self.end)
 
     def append(
-        self, records: Sequence[Record], now_ms: int, transaction: Transaction | None = None
+        self, records: Sequence[Record], now_ms: int, transaction: KafkaTransaction | None = None
     ) -> int:
         """Store records and return the first one's offset. Without a timestamp of their own
         they get `now_ms`."""
@@ -141,7 +141,7 @@ class Partition:
         record = Record(None, None, timestamp_ms=now_ms, offset=self.end)
         self._entries.append((record, _ENDED))
 
-    def hold(self, transaction: Transaction) -> None:
+    def hold(self, transaction: KafkaTransaction) -> None:
         """Keep the last stable offset where the log ends now, for as long as it is open."""
         self._open.setdefault(transaction, self.end)
 
@@ -187,10 +187,10 @@ class Partition:
         del self._entries[max(0, offset - self.begin) :]
 
 
-class Topic(Struct):
+class MemoryTopic(Struct):
     """A topic and its settings."""
 
-    partitions: list[Partition]
+    partitions: list[MemoryPartition]
     message_bytes_max: int = MESSAGE_BYTES_MAX
     log_append_time: bool = False
     leaderless: frozenset[int] = frozenset()
@@ -207,17 +207,19 @@ class MemoryKafka:
         default_partitions: of topics that are created without a number.
     """
 
-    def __init__(self, clock: Clock | None = None, *, default_partitions: int = 1) -> None:
-        self.clock = clock or Clock()
-        self.topics: dict[str, Topic] = {}
+    def __init__(
+        self, clock: AdjustableClock | None = None, *, default_partitions: int = 1
+    ) -> None:
+        self.clock = clock or AdjustableClock()
+        self.topics: dict[str, MemoryTopic] = {}
         self._ids = itertools.count(1)
-        self._members: dict[str, Coordinator] = {}
-        self._transactions: dict[str, tuple[object, list[Transaction]]] = {}
+        self._members: dict[str, MemoryCoordinator] = {}
+        self._transactions: dict[str, tuple[object, list[KafkaTransaction]]] = {}
         self._producers: dict[str, int] = {}
         self._default_partitions = default_partitions
-        self._down: Outcome | None = None
-        self._lost_append: Outcome | None = None
-        self._lost_commit: Outcome | None = None
+        self._down: LostReply | None = None
+        self._lost_append: LostReply | None = None
+        self._lost_commit: LostReply | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self.untold: set[tuple[str, int]] = set()
         """Partitions that were never told of the end of a turn that an earlier claim began."""
@@ -240,8 +242,8 @@ class MemoryKafka:
         if not valid_name(name):
             raise ValueError(f"{name!r} is no name for a topic")
         count = self._default_partitions if partitions is None else partitions
-        made = [Partition() for _ in range(count)]
-        topic = Topic(made, message_bytes_max, log_append_time, id=next(self._ids))
+        made = [MemoryPartition() for _ in range(count)]
+        topic = MemoryTopic(made, message_bytes_max, log_append_time, id=next(self._ids))
         self.topics.setdefault(name, topic)
 
     def delete_topic(self, name: str) -> None:
@@ -261,13 +263,13 @@ class MemoryKafka:
         """
         old = self.topics[name]
         count = len(old.partitions) if partitions is None else partitions
-        new = [Partition() for _ in range(count)]
+        new = [MemoryPartition() for _ in range(count)]
         self.topics[name] = structs.replace(old, partitions=new, id=next(self._ids))
 
     def add_partitions(self, name: str, total: int) -> None:
         """Give a topic more partitions, `total` in all."""
         have = self.topics[name].partitions
-        have.extend(Partition() for _ in range(total - len(have)))
+        have.extend(MemoryPartition() for _ in range(total - len(have)))
 
     def set_log_append_time(self, name: str, *, log_append_time: bool) -> None:
         """Change a topic's `message.timestamp.type`; records that it has keep their times."""
@@ -306,7 +308,7 @@ class MemoryKafka:
 
     # --- trouble -----------------------------------------------------------------------------
 
-    def go_down(self, unanswered: Outcome = Outcome.NOT_DONE) -> None:
+    def go_down(self, unanswered: LostReply = LostReply.NOT_DONE) -> None:
         """Answer nothing any more; `unanswered` says what becomes of appends and commits."""
         self._down = unanswered
 
@@ -314,18 +316,18 @@ class MemoryKafka:
         """Answer again."""
         self._down = None
 
-    def lose_answer_of_next_append(self, outcome: Outcome) -> None:
+    def lose_answer_of_next_append(self, outcome: LostReply) -> None:
         """Leave the next append to a half or operation topic unanswered."""
         self._lost_append = outcome
 
-    def lose_answer_of_next_commit(self, outcome: Outcome) -> None:
+    def lose_answer_of_next_commit(self, outcome: LostReply) -> None:
         """Leave the next commit of a turn unanswered."""
         self._lost_commit = outcome
 
     def hang(self, name: str, partition: int = 0) -> Callable[[], None]:
         """Leave a transaction open on a partition: `read_committed` readers see nothing that is
         written from now on, until the returned function is called."""
-        transaction = Transaction()
+        transaction = KafkaTransaction()
         self.partition(name, partition).hold(transaction)
         return lambda: self.end(transaction, committed=False)
 
@@ -350,7 +352,7 @@ class MemoryKafka:
         if self._down is not None:
             raise KafkaUnavailable("the in-memory Kafka is down")
 
-    def partition(self, name: str, number: int) -> Partition:
+    def partition(self, name: str, number: int) -> MemoryPartition:
         """Return a partition.
 
         Raises:
@@ -375,9 +377,9 @@ class MemoryKafka:
             len(topic.partitions), topic.message_bytes_max, topic.log_append_time, topic.leaderless
         )
 
-    def coordinator(self, group: str) -> Coordinator:
+    def coordinator(self, group: str) -> MemoryCoordinator:
         """Return who shares partitions among the members of a group."""
-        return self._members.setdefault(group, Coordinator())
+        return self._members.setdefault(group, MemoryCoordinator())
 
     def fence(self, transactional_id: str, holder: object) -> None:
         """Make `holder` the only one who may use an id: what another left open is aborted."""
@@ -395,11 +397,11 @@ class MemoryKafka:
             raise KafkaUnavailable(f"the in-memory Kafka has forgotten {transactional_id}")
         return self._transactions[transactional_id][0] is holder
 
-    def begin(self, transactional_id: str) -> Transaction:
+    def begin(self, transactional_id: str) -> KafkaTransaction:
         """Begin a transaction, for who holds the id."""
         running = self._transactions[transactional_id][1]
         running[:] = [each for each in running if each.open]
-        running.append(Transaction(self._producer(transactional_id)))
+        running.append(KafkaTransaction(self._producer(transactional_id)))
         return running[-1]
 
     def _producer(self, transactional_id: str) -> int:
@@ -425,7 +427,7 @@ class MemoryKafka:
             )
         lost = self._down or self._lost_append
         self._lost_append = None
-        if lost is Outcome.NOT_DONE:
+        if lost is LostReply.NOT_DONE:
             raise AppendUnknown("the in-memory Kafka did not answer, and stored nothing")
         now_ms = self.clock.now_ms()
         # Topics of txbroker's own: the broker's time counts, whatever the record says.
@@ -436,18 +438,18 @@ class MemoryKafka:
         return Appended(base, now_ms)
 
     def write(
-        self, name: str, number: int, records: Sequence[Record], transaction: Transaction
+        self, name: str, number: int, records: Sequence[Record], transaction: KafkaTransaction
     ) -> int:
         """Write records of a transaction and return the first one's offset.
 
         Raises:
-            Refused: the topic does not take them.
+            RecordRefused: the topic does not take them.
             KafkaUnavailable: the partition has no leader.
         """
         topic = self.topics.get(name)
         refused = self._refusal(topic, name, number, records)
         if refused is not None:
-            raise Refused(refused)
+            raise RecordRefused(refused)
         assert topic is not None
         if number in topic.leaderless:
             raise KafkaUnavailable(f"{name}-{number} has no leader")
@@ -456,7 +458,7 @@ class MemoryKafka:
         return topic.partitions[number].append(records, self.clock.now_ms(), transaction)
 
     def _refusal(
-        self, topic: Topic | None, name: str, number: int, records: Sequence[Record]
+        self, topic: MemoryTopic | None, name: str, number: int, records: Sequence[Record]
     ) -> Cause | None:
         if topic is None or number >= len(topic.partitions):
             sentence = f"{name}-{number} does not exist: create it"
@@ -481,12 +483,12 @@ class MemoryKafka:
     ) -> None:
         """Write a whole transaction, as another client does; its end takes an offset."""
         found = self.partition(name, partition)
-        transaction, now_ms = Transaction(next(self._ids)), self.clock.now_ms()
+        transaction, now_ms = KafkaTransaction(next(self._ids)), self.clock.now_ms()
         found.append(records, now_ms, transaction)
         self.end(transaction, committed=committed)
         found.mark(now_ms)
 
-    def commit(self, transaction: Transaction) -> None:
+    def commit(self, transaction: KafkaTransaction) -> None:
         """End a transaction so that it becomes visible.
 
         Raises:
@@ -494,12 +496,12 @@ class MemoryKafka:
         """
         lost = self._down or self._lost_commit
         self._lost_commit = None
-        if lost is not Outcome.NOT_DONE:
+        if lost is not LostReply.NOT_DONE:
             self.end(transaction, committed=True)
         if lost is not None:
             raise KafkaUnavailable("the in-memory Kafka did not answer to a commit")
 
-    def end(self, transaction: Transaction, *, committed: bool) -> None:
+    def end(self, transaction: KafkaTransaction, *, committed: bool) -> None:
         """End a transaction one way or the other; the first end counts."""
         if transaction.open:
             transaction.open = False

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from txbroker.core.records import Record
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Log
 from txbroker.errors import KafkaUnavailable
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.picker import Picker
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
@@ -66,9 +66,9 @@ class KafkaLog(Log):
                 if producer is None:
                     producer = Producer(self._client, self._lane, shared=self._shared)
                     await producer.start(patience)
-                hit(self._sending)
+                failpoint(self._sending)
                 stored = (await producer.produce({self._at: body}, patience))[self._at]
-                hit(self._stored)
+                failpoint(self._stored)
             except BatchRefused as error:
                 if error.code not in SEQUENCE_LOST:
                     raise AppendRefused(str(error)) from None

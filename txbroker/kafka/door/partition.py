@@ -22,7 +22,7 @@ from txbroker.door.protocols import (
     TurnRefused,
 )
 from txbroker.errors import KafkaUnavailable
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.picker import Picker
 from txbroker.kafka.client.producer import (
@@ -163,13 +163,13 @@ class KafkaPartitionDoor(PartitionDoor):
             KafkaUnavailable: Kafka does not answer.
         """
         await self._retire()
-        hit("claim.beginning")
+        failpoint("claim.beginning")
         patience = Patience(self._settings.claim_timeout_s, _PAUSE_S, _PAUSE_MAX_S)
         producers = (self._producer("a"), self._producer("b"))
         try:
             for producer in producers:
                 await producer.start(patience)
-                hit("claim.fenced")
+                failpoint("claim.fenced")
             ended = Ended(self._client, f"{self._lane}ended", producers)
             await self._all_ended(ended, patience)
             stored = await self._write_claim(producers[0], claim, patience)
@@ -178,9 +178,9 @@ class KafkaPartitionDoor(PartitionDoor):
         except (BatchRefused, BatchUnknown) as error:
             raise KafkaUnavailable(f"the claim of partition {self.partition}: {error}") from None
         await self._seen(stored.base_offset)
-        hit("claim.seen")
+        failpoint("claim.seen")
         claimed = await self._read_progress(claim)
-        hit("claim.read")
+        failpoint("claim.read")
         self._ended = ended
         self._writer = TwinWriter(
             self._client, self.partition, producers, self._bytes_max, ended, self._stable
@@ -206,9 +206,9 @@ class KafkaPartitionDoor(PartitionDoor):
         body = batch_body([encode_claim(claim)])
         await producer.add([self._checkpoint_at], patience)
         stored = await producer.produce({self._checkpoint_at: body}, patience)
-        hit("claim.produced")
+        failpoint("claim.produced")
         await producer.end(commit=True, patience=patience)
-        hit("claim.committed")
+        failpoint("claim.committed")
         return stored[self._checkpoint_at]
 
     async def _seen(self, offset: int) -> None:

@@ -19,7 +19,7 @@ from txbroker.core.records import Record
 from txbroker.door.commits import again, begin, outcome
 from txbroker.door.protocols import Fenced, Turn, TurnLost, TurnRefused
 from txbroker.errors import KafkaUnavailable
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.producer import Producer, ProducerFenced, Stored
 from txbroker.kafka.door.open_transactions import Ended, Unseen
@@ -146,7 +146,7 @@ class TwinWriter:
         offsets: dict[Partition, list[int]] = {partition: [] for partition in runs}
         with translated():
             await producer.add(list(runs), self._patience(_ADD_TIMEOUT_S))
-            hit("turn.begun")
+            failpoint("turn.begun")
             for number in range(max(map(len, runs.values()))):
                 # A request takes one batch of a partition, so the second follows the first.
                 batches = {p: parts[number] for p, parts in runs.items() if number < len(parts)}
@@ -155,7 +155,7 @@ class TwinWriter:
                 stored = await producer.produce(batches, patience)
                 for partition, where in stored.items():
                     offsets[partition].extend(_offsets(where, batches[partition].count))
-            hit("turn.produced")
+            failpoint("turn.produced")
         return offsets
 
     def _runs(self, turn: Turn) -> tuple[_Runs, list[tuple[Partition, int]]]:
@@ -187,9 +187,9 @@ class TwinWriter:
                 await outcome(before)
             with translated():
                 patience = self._patience(self._settings.transaction_timeout_s)
-                hit("turn.ending")
+                failpoint("turn.ending")
                 await producer.end(commit=True, patience=patience)
-                hit("turn.ended")
+                failpoint("turn.ended")
         except (Fenced, TurnLost, TurnRefused) as error:
             self._break(error)
             if before is not None and before.done() and _failed(before):

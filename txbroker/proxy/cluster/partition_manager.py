@@ -17,7 +17,7 @@ from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.telling import sentence, telling, where_raised
 from txbroker.door.protocols import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.checkback import Runner
@@ -360,7 +360,7 @@ class Ownership:
     # --- opening -----------------------------------------------------------------------------
 
     def _begin(self, partition: int) -> None:
-        hit("handover.assigned")
+        failpoint("handover.assigned")
         holding = self._held[partition] = Holding()
         holding.opening = asyncio.create_task(self._open(partition, holding))
 
@@ -443,7 +443,7 @@ class Ownership:
 
     def _drop(self, partition: int, *, leaving: bool = False) -> None:
         """A partition is another proxy's now, or with `leaving` the next one's that comes."""
-        hit("handover.dropped")
+        failpoint("handover.dropped")
         holding = self._held.pop(partition)
         if holding.opening is not None:
             self._until_done(holding.opening)

@@ -15,7 +15,14 @@ from typing import NamedTuple, Protocol
 from msgspec import Struct
 
 from txbroker import tracing
-from txbroker.checkers.base import Answered, CheckCall, Told, Unreached, Wanted, shortened
+from txbroker.checkers.base import (
+    Answered,
+    AttemptRequest,
+    AttemptResult,
+    CheckCall,
+    Unreached,
+    shortened,
+)
 from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import MarkerRow, headers_bytes
 from txbroker.core.index import Crowd, Schedule, due_ms
@@ -40,7 +47,7 @@ from txbroker.errors import (
     TooLarge,
     TxbrokerError,
 )
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.appender import Appender, Applied
 from txbroker.proxy.partition.body_cache import Bodies
@@ -264,7 +271,7 @@ class CheckBack:
             log.warning("park failed", id=transaction.id, why=str(error))
             outcome = Outcome(Effect.VOID)
         if outcome.effect is Effect.APPLIED:
-            hit("park.stored")
+            failpoint("park.stored")
             log.warning("parked", id=transaction.id, group=transaction.half.group)
         else:
             self._set((transaction.id,), self._clock.now_ms() + AGAIN_MS)
@@ -313,7 +320,9 @@ class CheckBack:
         transaction = self._ledger.transactions.get(id)
         return transaction is not None and transaction.has_bodies
 
-    async def attempt(self, checks: Sequence[Wanted]) -> list[CheckCall | TxbrokerError | None]:
+    async def attempt(
+        self, checks: Sequence[AttemptRequest]
+    ) -> list[CheckCall | TxbrokerError | None]:
         """Write the markers of next attempts; None where there is nothing to ask any more.
 
         A transaction whose messages are gone is not asked about: without a value a message is a
@@ -417,7 +426,7 @@ class CheckBack:
             made.append(id)
             found[attempt.place] = _question(transaction, attempt.reason, numbers[1])
         if made:
-            hit("check.stored")
+            failpoint("check.stored")
             # Answers may still be on their way when the next attempts would be due.
             self._set(made, self._clock.now_ms() + HANDED_OUT_MS)
 
@@ -432,11 +441,11 @@ class CheckBack:
         transaction = self._ledger.transactions.get(id)
         return transaction is not None and transaction.state is State.PENDING
 
-    async def answered(self, run: Sequence[Told]) -> None:
+    async def answered(self, run: Sequence[AttemptResult]) -> None:
         """Take what came of attempts."""
         touched: list[Transaction] = []
-        decisions: list[tuple[Told, DecideRequest]] = []
-        markers: list[tuple[Told, MarkerRow]] = []
+        decisions: list[tuple[AttemptResult, DecideRequest]] = []
+        markers: list[tuple[AttemptResult, MarkerRow]] = []
         try:
             for told in run:
                 transaction = self._ledger.get(told.call.id)
@@ -464,7 +473,9 @@ class CheckBack:
             # What is decided is off the schedule since its marker was applied.
             self.changed([each for each in touched if each.state is State.PENDING])
 
-    async def _take(self, transaction: Transaction, told: Told) -> DecideRequest | MarkerRow | None:
+    async def _take(
+        self, transaction: Transaction, told: AttemptResult
+    ) -> DecideRequest | MarkerRow | None:
         """Return what an answer comes to: a decision, a marker that gives its attempt back, or
         nothing."""
         call, endpoint, result = told.call, told.endpoint, told.result
@@ -514,7 +525,7 @@ class CheckBack:
         return ""
 
 
-def _see_taken(told: Told, answer: Answer | Applied) -> None:
+def _see_taken(told: AttemptResult, answer: Answer | Applied) -> None:
     """Tell of an answer that came to nothing."""
     if isinstance(answer, RequestError):
         # Decided otherwise meanwhile, or not written: then the next attempt asks again.

@@ -43,7 +43,7 @@ from txbroker.core.records import Claim, State
 from txbroker.core.segment import SEGMENT_BYTES
 from txbroker.door.protocols import Claimed, Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.rates import Tally
@@ -192,7 +192,7 @@ class Owner:
             self.checks,
             self._promoter,
         )
-        hit("recover.done")
+        failpoint("recover.done")
         loops = (
             self._half.run,
             self._op.run,
@@ -227,7 +227,7 @@ class Owner:
             last_snapshot: write one where anything has come since the newest one, if nobody else
                 can own the partition yet: it may take longer than retention until anybody does.
         """
-        hit("handover.closing")
+        failpoint("handover.closing")
         self._closed = True
         self._snapshots.abandon()
         self.checks.close()
@@ -239,7 +239,7 @@ class Owner:
             await self._snapshots.last()
         self._context.visible.close()
         await self._door.close()
-        hit("handover.closed")
+        failpoint("handover.closed")
 
     def suspend(self) -> None:
         """Nobody knows whose the partition is: write nothing, and keep everything.
@@ -249,7 +249,7 @@ class Owner:
         """
         if self._context.gate.is_set():
             self._context.gate.clear()
-            hit("handover.suspended")
+            failpoint("handover.suspended")
             self._half.turn_away()
             self._op.turn_away()
             self._snapshots.abandon()
@@ -419,11 +419,11 @@ class Claims:
         while True:
             try:
                 await self._check_ours()
-                hit("reclaim.asked")
+                failpoint("reclaim.asked")
                 # Whoever is out of touch would fence the rightful owner.
                 await self._context.gate.wait()
                 claimed = await self._door.claim(self._new())
-                hit("reclaim.claimed")
+                failpoint("reclaim.claimed")
                 # Another owner may have come and gone: what it appended and promoted is done by
                 # this progress, and would be promoted again if it were read later.
                 await self._op.catch_up()
@@ -445,7 +445,7 @@ class Claims:
         done = context.ledger.reconcile(claimed.progress, kept.whole, unseen)
         kept.check(done)
         context.claim.reclaims += 1
-        hit("reclaim.done")
+        failpoint("reclaim.done")
         log.info("claimed again", partition=context.partition, committed_meanwhile=len(done))
         if done:
             context.promoted(done)

@@ -36,7 +36,7 @@ from txbroker.errors import (
     RequestError,
     WrongGroup,
 )
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 from txbroker.proxy.partition.appender import Appender, Applied, Lane
 from txbroker.proxy.partition.body_cache import lost_cause
 from txbroker.proxy.partition.context import PartitionContext
@@ -186,7 +186,7 @@ class PartitionApi:
 
         self._preparing.add(share, left)
         try:
-            hit("prepare.received")
+            failpoint("prepare.received")
             outcomes = await self._half.append(rows, Lane.CALLS, known)
         finally:
             self._preparing.add(share, -left)
@@ -206,7 +206,7 @@ class PartitionApi:
         if stored:
             self._context.tally.prepared += len(stored)
             self._events.prepared(stored)
-            hit("prepare.applied")
+            failpoint("prepare.applied")
 
     def _not_stored(self, half: Half, outcome: Applied) -> Answer:
         """Return the answer to a prepare that was not the first one of its id."""
@@ -373,7 +373,7 @@ class PartitionApi:
                 except RequestError as error:
                     answers[number] = error
             return
-        hit("decide.received")
+        failpoint("decide.received")
         rows = [
             self._context.marker(
                 transaction,
@@ -397,7 +397,7 @@ class PartitionApi:
         if decided:
             self._context.tally.decided += len(decided)
             self._events.decided(decided)
-            hit("decide.applied")
+            failpoint("decide.applied")
 
     def _not_marked(
         self, transaction: Transaction, request: DecideRequest, outcome: Applied

@@ -39,7 +39,7 @@ from txbroker.door.protocols import (
     TurnRefused,
 )
 from txbroker.errors import KafkaUnavailable
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.tracing import TracedTurn, traced_turn, turn_ended
 from txbroker.proxy.partition.appender import Appender
@@ -295,7 +295,7 @@ class Promoter:
             # Kept from here on: whatever settles it meanwhile must remove the copy.
             transaction.kept = True
         kept_as = [(transaction, transaction.state) for transaction in flight.keep]
-        hit("turn.planned")
+        failpoint("turn.planned")
         try:
             turn = self._encode(flight)
             await self._context.gate.wait()
@@ -478,7 +478,7 @@ class Promoter:
             flight.ended.set()
             flight.under_way.over()
         ledger.op_committed = max(ledger.op_committed, flight.progress.op)
-        hit("turn.committed")
+        failpoint("turn.committed")
         self._open.discard(flight)
         self._failing_since_s = None
         promoted = _ids(plan.promote)
@@ -494,7 +494,7 @@ class Promoter:
             self._context.refused([transaction for transaction, _ in plan.refuse])
         _note_copies(flight, handle)
         await self._visible(plan, handle)
-        hit("turn.visible")
+        failpoint("turn.visible")
         ledger.promote_run(plan.promote, handle.offsets, self._context.clock.now_ms())
         self._in_flight.difference_update(promoted)
         self._unseen.difference_update(promoted)

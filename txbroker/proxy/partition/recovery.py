@@ -14,7 +14,7 @@ from txbroker.core.snapshot import Closing, Whole, find_whole, load
 from txbroker.door.own_topics import foreign_why
 from txbroker.door.protocols import Claimed, Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
-from txbroker.failpoints import hit
+from txbroker.failpoints import failpoint
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.clock import Pace
 from txbroker.proxy.partition.parked_copies import Copies, batches, read_copies, with_messages
@@ -98,7 +98,7 @@ async def recover(
     copies = await read_copies(door, found.skips)
     applier.copied(copies)
     await _check_parked(door, progress)
-    hit("recover.copies")
+    failpoint("recover.copies")
     # The operation topic's end first: every marker below it has its half below half's end, or
     # had none when it was written.
     op_start, op_end = await door.op.bounds()
@@ -121,7 +121,7 @@ async def recover(
             raise
         # Nobody has changed anything: what is kept now is judged anew.
         raise KafkaUnavailable(f"retention deleted what was being read: {error}") from None
-    hit("recover.replayed")
+    failpoint("recover.replayed")
     copies.check(ledger.reconcile(progress, copies.whole))
     greatest = wholes[0] if wholes else None
     return Recovered(found.timestamp_ms, found.snapshots, greatest, position, half_start)
