@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "needs_tool(name): calls a program that `make tools` installs"
     )
+    config.addinivalue_line("markers", "rule(number, …): covers rules of docs/reference/rules.md")
     config.addinivalue_line("markers", "needs_root: does what only root may")
     config.addinivalue_line("markers", "long: takes minutes; `make test-long` runs it")
 

@@ -74,6 +74,7 @@ def test_what_is_there_no_more_is_not_chosen_again(clock: Clock) -> None:
     assert [choice.choose(["a", "b", "c"]) for _ in range(TIMES - 1)] == [second] * (TIMES - 1)
 
 
+@pytest.mark.rule("topics")
 def test_messages_without_a_key_go_together_and_where_there_is_a_leader(clock: Clock) -> None:
     placing = Placing()
     facts = {topic: TargetFacts(6, 1 << 20, log_append_time=False) for topic in "tu"}

@@ -215,6 +215,7 @@ async def test_answers_outside_the_contract_are_unclear(
     assert SECRET not in result.detail
 
 
+@pytest.mark.rule(22)
 @pytest.mark.parametrize("status", [429, 502, 503])
 async def test_not_handled_by_contract(
     serve: Serve, checks: HttpChecks, call: CheckCall, status: int

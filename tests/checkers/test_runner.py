@@ -48,6 +48,7 @@ async def test_the_preferred_instance_is_passed_on(
     assert endpoints == ["session pod-7 asked"]
 
 
+@pytest.mark.rule(21)
 async def test_no_call_without_an_accepted_marker(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
@@ -60,6 +61,7 @@ async def test_no_call_without_an_accepted_marker(
     assert world.open_channels == 0
 
 
+@pytest.mark.rule(21)
 async def test_no_call_behind_a_decision(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
@@ -85,6 +87,7 @@ async def test_no_marker_for_what_was_decided_while_it_was_queued(
     assert "marker a-3" not in world.log
 
 
+@pytest.mark.rule(21)
 async def test_nothing_is_awaited_between_the_test_and_the_question(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
@@ -269,6 +272,7 @@ async def test_a_full_queue_leaves_the_rest_to_the_schedule(
     await runner.close()
 
 
+@pytest.mark.rule(22)
 async def test_an_unreachable_group_rests_and_spends_no_attempt(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
@@ -315,6 +319,7 @@ async def test_jitter_makes_a_rest_up_to_twice_as_long(
     await runner.close()
 
 
+@pytest.mark.rule(22)
 async def test_a_woken_group_is_tried_at_once(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
@@ -367,6 +372,7 @@ async def test_not_handled_gives_the_attempt_back_and_tries_again(
     assert world.outcomes == [("a", "returned"), ("a", "commit")]
 
 
+@pytest.mark.rule(24)
 async def test_any_instance_may_answer_where_one_does_not_take_the_question(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
@@ -422,6 +428,7 @@ async def test_a_group_rests_when_nobody_of_it_is_left(
     assert "ask a-1.1 of pod-1" in world.log[-2]
 
 
+@pytest.mark.rule(24)
 async def test_nobody_else_is_asked_behind_a_decision_or_what_is_unclear(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:

@@ -214,6 +214,7 @@ def test_a_draining_session_is_not_asked(sessions: SessionRegistry) -> None:
     assert sessions.acquire("orders", "") is None
 
 
+@pytest.mark.rule(24)
 def test_without_a_check_function_only_the_one_that_prepared_is_asked(
     sessions: SessionRegistry,
 ) -> None:

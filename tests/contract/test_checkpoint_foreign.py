@@ -71,6 +71,7 @@ def checkpoint(world: Any, door: Door) -> Checkpoint:
     return Checkpoint(world, door)
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("committed", [None, True])
 async def test_what_others_write_under_our_keys_is_set_aside(
     checkpoint: Checkpoint, committed: bool | None
@@ -89,6 +90,7 @@ async def test_what_others_write_under_our_keys_is_set_aside(
     assert (again.progress and again.progress.op) == 8
 
 
+@pytest.mark.rule(10)
 async def test_a_copy_of_our_progress_outside_a_transaction_is_set_aside(
     checkpoint: Checkpoint,
 ) -> None:
@@ -106,6 +108,7 @@ async def test_a_copy_of_our_progress_outside_a_transaction_is_set_aside(
     assert {each.why for each in found.set_aside} == {OUTSIDE}
 
 
+@pytest.mark.rule(10)
 async def test_a_topic_filled_from_a_copy_holds_no_progress_and_stops(
     checkpoint: Checkpoint,
 ) -> None:
@@ -117,6 +120,7 @@ async def test_a_topic_filled_from_a_copy_holds_no_progress_and_stops(
     assert (await checkpoint.claim()).progress is None
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("turn_op", [0, 5])
 def test_a_snapshot_tells_whether_there_was_progress(turn_op: int) -> None:
     """A tombstone of another client and compaction have left nothing under the key."""
@@ -142,6 +146,7 @@ def test_a_snapshot_tells_whether_there_was_progress(turn_op: int) -> None:
     assert scan.claimed(mine).progress is None
 
 
+@pytest.mark.rule(27)
 async def test_a_tombstone_takes_a_decision_back(checkpoint: Checkpoint) -> None:
     await checkpoint.promoted(7)
     (stored,) = await checkpoint.foreign(NEWER, committed=True)
@@ -153,6 +158,7 @@ async def test_a_tombstone_takes_a_decision_back(checkpoint: Checkpoint) -> None
         await checkpoint.claim()
 
 
+@pytest.mark.rule(28)
 @pytest.mark.parametrize("committed", [None, True])
 async def test_a_tombstone_removes_no_snapshot(
     checkpoint: Checkpoint, committed: bool | None
@@ -168,11 +174,13 @@ async def test_a_tombstone_removes_no_snapshot(
     assert found.foreign == SLOTS
 
 
+@pytest.mark.rule(10)
 async def test_noise_before_anything_of_ours_hides_no_progress(checkpoint: Checkpoint) -> None:
     await checkpoint.foreign(*JUNK)
     assert (await checkpoint.claim()).progress is None
 
 
+@pytest.mark.rule(10, 27)
 @pytest.mark.parametrize("committed", [None, True])
 async def test_where_compaction_may_have_taken_our_progress_the_partition_stops(
     checkpoint: Checkpoint, committed: bool | None
@@ -193,6 +201,7 @@ async def test_where_compaction_may_have_taken_our_progress_the_partition_stops(
     ]
 
 
+@pytest.mark.rule(27)
 async def test_what_a_newer_version_may_have_written_stops_until_it_is_passed_over(
     checkpoint: Checkpoint,
 ) -> None:

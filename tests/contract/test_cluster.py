@@ -165,6 +165,7 @@ async def test_a_check_and_a_revival_go_through(two: Proxies, topic: str) -> Non
 # --- contrary decisions ----------------------------------------------------------------------
 
 
+@pytest.mark.rule(1)
 async def test_contrary_decisions_through_both_agree_with_the_log(two: Proxies, topic: str) -> None:
     one, other = [service.proxy.cluster for service in two.running.values()]
     gate = asyncio.Semaphore(256)

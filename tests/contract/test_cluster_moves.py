@@ -85,6 +85,7 @@ async def promoting(service: Service, topic: str, key: bytes) -> AsyncIterator[l
         await work
 
 
+@pytest.mark.rule(26)
 async def test_what_stays_is_neither_claimed_nor_paused(proxies: Proxies) -> None:
     one, _ = await proxies.add("one", "two")
     topic = await one.topic()
@@ -206,6 +207,7 @@ def coordinator_of(proxies: Proxies) -> MemoryCoordinator:
     return proxies.world.kafka.coordinator("test")
 
 
+@pytest.mark.rule(1)
 async def test_an_owner_out_of_reach_is_never_an_ack(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     topic = await one.topic()
@@ -244,6 +246,7 @@ async def test_an_owner_out_of_reach_is_never_an_ack(in_memory: Proxies) -> None
     assert len(await one.visible(topic)) == len(ids)
 
 
+@pytest.mark.rule(26)
 async def test_touch_that_is_lost_suspends_and_costs_no_claim(in_memory: Proxies) -> None:
     one, two = await in_memory.add("one", "two")
     topic = await one.topic()
@@ -265,6 +268,7 @@ async def test_touch_that_is_lost_suspends_and_costs_no_claim(in_memory: Proxies
     assert (await two.commit(id))["state"] == "promoted"
 
 
+@pytest.mark.rule(26)
 async def test_a_zombie_gets_nothing_visible(in_memory: Proxies) -> None:
     one, two = await in_memory.add("one", "two")
     topic = await one.topic()
@@ -296,6 +300,7 @@ async def test_a_zombie_gets_nothing_visible(in_memory: Proxies) -> None:
     assert await two.visible(topic) == []
 
 
+@pytest.mark.rule(16)
 async def test_a_stuck_proxy_lets_another_one_try(
     in_memory: Proxies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +322,7 @@ async def test_a_stuck_proxy_lets_another_one_try(
         await one.commit(await in_memory.prepare_in(number, topic, two))
 
 
+@pytest.mark.rule(16)
 async def test_a_proxy_that_is_alone_leaves_to_nobody(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     ownership = one.proxy.broker._ownership
@@ -359,6 +365,7 @@ async def test_a_proxy_that_does_not_know_kafkas_clock_asks_the_owner(
     assert all(request.id is not None for request in asked)
 
 
+@pytest.mark.rule(1)
 async def test_what_was_not_sent_may_go_to_another_owner(in_memory: Proxies) -> None:
     in_memory.partitions = 2
     await in_memory.add("one")
@@ -375,6 +382,7 @@ async def test_what_was_not_sent_may_go_to_another_owner(in_memory: Proxies) -> 
     await in_memory.settled()
 
 
+@pytest.mark.rule(1)
 async def test_what_was_sent_to_an_owner_goes_to_no_other(in_memory: Proxies) -> None:
     async def take_and_go(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -448,6 +456,7 @@ async def test_a_session_is_found_again_after_a_takeover(proxies: Proxies) -> No
     assert shown["attempts"] <= shown["attempts_max"]
 
 
+@pytest.mark.rule(22)
 async def test_a_holder_that_goes_between_call_and_answer_costs_one_attempt(
     proxies: Proxies,
 ) -> None:

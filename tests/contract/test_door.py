@@ -97,6 +97,7 @@ async def test_records_that_are_gone_are_never_skipped(world: Any, door: Door) -
     assert [r.key for r in await read(log, 2, 4)] == [b"2", b"3"]
 
 
+@pytest.mark.rule(2)
 @pytest.mark.parametrize("noise", [1, 700])
 async def test_offsets_of_foreign_transactions_are_told(world: Any, door: Door, noise: int) -> None:
     log, topic = door.partition(0).half, world.name("half")
@@ -149,6 +150,7 @@ async def test_a_log_that_ends_too_early_is_truncated(door: Door, start: int) ->
         await read(log, start, 3)
 
 
+@pytest.mark.rule(18)
 async def test_a_batch_that_is_too_large_is_refused_and_the_log_goes_on(door: Door) -> None:
     log = door.partition(0).half
     await log.append([Record(b"before", b"")])
@@ -161,6 +163,7 @@ async def test_a_batch_that_is_too_large_is_refused_and_the_log_goes_on(door: Do
 # --- claims and turns ------------------------------------------------------------------------
 
 
+@pytest.mark.rule(10)
 async def test_a_claim_finds_the_newest_progress(door: Door) -> None:
     partition = door.partition(0)
     mine = new_claim()
@@ -204,6 +207,7 @@ async def test_turns_written_one_behind_another_keep_their_order(world: Any, doo
     assert (await partition.claim(new_claim())).progress == progress(mine.claim, 19)
 
 
+@pytest.mark.rule(13)
 async def test_a_turn_larger_than_a_batch_is_still_one_turn(world: Any, door: Door) -> None:
     topic = await world.create_topic("target", max_message_bytes="2000")
     assert isinstance(await door.targets.examine(topic), TargetFacts)
@@ -221,6 +225,7 @@ async def test_nothing_is_written_before_a_claim(door: Door) -> None:
         await door.partition(0).write(turn(new_claim(), 1))
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("turns_before", [0, 1, 2])
 async def test_a_later_claim_fences_both_producers_of_the_earlier(
     world: Any, turns_before: int
@@ -245,6 +250,7 @@ async def test_a_later_claim_fences_both_producers_of_the_earlier(
     assert (await later.claim(new_claim())).progress == progress(second.claim, 1)
 
 
+@pytest.mark.rule(8)
 async def test_of_claims_at_once_at_most_one_owner_can_write(world: Any) -> None:
     doors = [(await world.door(name)).partition(0) for name in ("one", "two", "three")]
 
@@ -270,6 +276,7 @@ async def test_of_claims_at_once_at_most_one_owner_can_write(world: Any) -> None
             assert found.progress == progress(winners[0], 7)
 
 
+@pytest.mark.rule(10)
 async def test_whether_a_partition_was_ever_claimed(world: Any, door: Door) -> None:
     one, other = door.partition(0), door.partition(1)
     assert not await one.claimed_before()
@@ -279,6 +286,7 @@ async def test_whether_a_partition_was_ever_claimed(world: Any, door: Door) -> N
     assert not await other.claimed_before()
 
 
+@pytest.mark.rule(18, "topics")
 async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Door) -> None:
     good = await world.create_topic("good")
     small = await world.create_topic("small", max_message_bytes="1000")
@@ -319,6 +327,7 @@ async def test_what_a_turn_parks_is_read_back(door: Door) -> None:
     assert bare(await parked(partition)) == bare(records)
 
 
+@pytest.mark.rule(10)
 async def test_whether_anything_was_ever_parked(door: Door) -> None:
     partition, mine = door.partition(3), new_claim()
     await partition.claim(mine)

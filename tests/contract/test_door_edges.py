@@ -216,6 +216,7 @@ async def test_a_version_is_written_as_it_is_given(world: Any, door: Door) -> No
 # --- hanging transactions, forgotten ids, old doors ------------------------------------------
 
 
+@pytest.mark.rule(9)
 async def test_a_hanging_transaction_hides_the_progress(world: Any) -> None:
     door = await world.door(claim_timeout_s=0.3)
     partition = door.partition(0)
@@ -262,6 +263,7 @@ async def test_own_topics_are_well_as_they_were_made(world: Any) -> None:
         assert await door.check_topics() == []
 
 
+@pytest.mark.rule("topics")
 async def test_more_half_partitions_are_noticed_and_refused_at_start(world: Any) -> None:
     door = await world.door()
     for topic in ("half", "op", "checkpoint", "parked"):
@@ -297,6 +299,7 @@ async def test_an_own_topic_that_was_deleted_is_noticed(world: Any, door: Door) 
     assert problem.startswith(f"missing: {world.name('parked')}")
 
 
+@pytest.mark.rule("topics")
 async def test_an_own_topic_that_was_made_anew_is_noticed(world: Any, door: Door) -> None:
     await world.recreate_topic(world.name("op"))
     (problem,) = await door.check_topics()

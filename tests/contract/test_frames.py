@@ -136,6 +136,7 @@ PREPARES: dict[str, Callable[[wire.Prepare, wire.Prepare], Any]] = {
 }
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize("code", PREPARES)
 async def test_one_bad_prepare_of_a_frame_spoils_no_other(service: Service, code: str) -> None:
     topic, group = await known_topic(service, max_message_bytes="50000"), unique("group")
@@ -153,6 +154,7 @@ async def test_one_bad_prepare_of_a_frame_spoils_no_other(service: Service, code
     await see_once_each(lambda: service.visible(topic), good)
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize(
     "code",
     [
@@ -254,6 +256,7 @@ async def test_mixed_frames_of_any_size_come_to_what_their_operations_do(service
 # --- runs that are cut ---------------------------------------------------------------------------
 
 
+@pytest.mark.rule(29)
 async def test_a_frame_cut_by_a_disconnect_is_sent_again(service: Service) -> None:
     topic, group = await known_topic(service), unique("group")
     ids = ids_of([0, 1])
@@ -275,6 +278,7 @@ async def test_a_frame_cut_by_a_disconnect_is_sent_again(service: Service) -> No
     assert sorted(seen, key=bytes) == sorted(id.encode() for id in ids)
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize(
     "bounds",
     [{"pending_max": 100, "pending_group_max": 100}, {"pending_group_max": 100}],
@@ -307,6 +311,7 @@ async def test_a_frame_is_overloaded_partway_exactly_where_the_bound_is(
 # --- partitions that moved -----------------------------------------------------------------------
 
 
+@pytest.mark.rule(29)
 async def test_of_a_frame_each_proxy_does_what_is_its_own(two: Proxies) -> None:
     one, other = two.running.values()
     topic, group, ids = await known_topic(one), unique("group"), ids_of(range(two.partitions))
@@ -325,6 +330,7 @@ async def test_of_a_frame_each_proxy_does_what_is_its_own(two: Proxies) -> None:
         await see_once_each(lambda: one.visible(topic), ids)
 
 
+@pytest.mark.rule(29)
 async def test_what_moved_is_refused_and_the_others_of_the_frame_are_not(
     in_memory: Proxies,
 ) -> None:
@@ -350,6 +356,7 @@ async def test_what_moved_is_refused_and_the_others_of_the_frame_are_not(
         await see_once_each(lambda: one.visible(topic), ids)
 
 
+@pytest.mark.rule(29)
 async def test_a_frame_to_an_owner_that_was_fenced_is_done_by_the_next_one(
     in_memory: Proxies,
 ) -> None:
@@ -378,6 +385,7 @@ async def test_a_frame_to_an_owner_that_was_fenced_is_done_by_the_next_one(
     await in_memory.settled()
 
 
+@pytest.mark.rule(29)
 async def test_while_kafka_is_gone_a_frame_is_answered_and_can_be_sent_again(
     in_memory: Proxies,
 ) -> None:
@@ -399,6 +407,7 @@ async def test_while_kafka_is_gone_a_frame_is_answered_and_can_be_sent_again(
         await see_once_each(lambda: one.visible(topic), ids)
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize("answered", [True, False])
 async def test_a_topic_that_kafka_is_asked_about_holds_up_and_fails_no_other(
     in_memory: Proxies, monkeypatch: pytest.MonkeyPatch, answered: bool

@@ -89,6 +89,7 @@ async def test_one_member_owns_all(world: Any) -> None:
     assert [await one.still_ours(p) for p in range(4)] == [True] * 4
 
 
+@pytest.mark.rule(26)
 async def test_a_second_member_takes_half_and_both_know_the_urls(world: Any) -> None:
     one, two = await started(world, "one", 1), await started(world, "two", 2)
     await settled(one, two)
@@ -124,6 +125,7 @@ async def test_members_without_a_partition_know_everybody(world: Any) -> None:
     assert all(not member.heard.losses for member in members)
 
 
+@pytest.mark.rule(26)
 async def test_who_leaves_hands_over_at_once_and_can_join_again(world: Any) -> None:
     one, two = await started(world, "one", 1), await started(world, "two", 2)
     await settled(one, two)
@@ -153,6 +155,7 @@ async def test_who_falls_silent_is_replaced_within_the_session(world: Any) -> No
     assert one.heard.losses == []
 
 
+@pytest.mark.rule(26)
 async def test_kept_partitions_are_neither_lost_nor_moved(world: Any) -> None:
     """While members come and go, nobody is ever told less than what he keeps."""
     one = await started(world, "one", 1)
@@ -216,6 +219,7 @@ async def test_a_restarted_member_has_its_partitions_at_once(world: Any) -> None
         assert back.mine == member.mine
 
 
+@pytest.mark.rule(26)
 @pytest.mark.parametrize("restarted", ["one", "two"])
 async def test_a_member_that_comes_back_at_another_url_is_known_there(
     world: Any, restarted: str
@@ -248,6 +252,7 @@ async def test_of_two_processes_with_one_instance_id_the_first_is_out_until_the_
     assert second.heard.losses == other.heard.losses == []
 
 
+@pytest.mark.rule(27)
 async def test_the_lowest_record_version_counts(world: Any) -> None:
     newer = await started(world, "newer", 1, record_version=7)
     assert newer.heard.now.record_version == 7

@@ -68,6 +68,7 @@ async def test_a_check_can_bring_final_content(service: Service) -> None:
     assert (record.value, record.headers[1:]) == (b"final", (("a", b"b"),))
 
 
+@pytest.mark.rule(20)
 async def test_final_content_that_no_target_takes_decides_nothing(service: Service) -> None:
     topic = await service.topic(max_message_bytes="2000")
     draft = {"topic": topic, "key": "k"}

@@ -19,6 +19,7 @@ NOISE = (
 )
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("committed", [True, False, None])
 async def test_noise_before_the_first_claim_of_all_stops_nobody(
     world: Any, desk: Desk, committed: bool | None

@@ -27,6 +27,7 @@ async def goes_through(service: Service, topic: str, count: int = 6) -> None:
     ]
 
 
+@pytest.mark.rule(2)
 @pytest.mark.parametrize("committed", [True, False, None])
 @pytest.mark.parametrize("name", ["half", "op"])
 async def test_records_of_other_clients_leave_no_gap(
@@ -54,6 +55,7 @@ async def test_records_of_other_clients_leave_no_gap(
     assert (await service.values(topic))[-1] == b"pending"
 
 
+@pytest.mark.rule(27)
 async def test_a_partition_that_stopped_goes_on_once_a_record_is_passed_over(
     service: Service,
 ) -> None:

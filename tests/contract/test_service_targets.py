@@ -23,6 +23,7 @@ async def without_topic(service: Service) -> tuple[str, str]:
     return id, topic
 
 
+@pytest.mark.rule(17)
 async def test_a_topic_that_is_gone_refuses_while_the_rest_flows(service: Service) -> None:
     topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"))
@@ -100,6 +101,7 @@ async def test_our_own_topics_and_kafkas_are_no_targets(service: Service, own: s
     assert await service.values(topic) == [b"next"]
 
 
+@pytest.mark.rule(17)
 @pytest.mark.parametrize("name", ["half", "op", "checkpoint", "parked", "groups", "audit.drift"])
 async def test_topics_of_another_installation_are_no_targets(service: Service, name: str) -> None:
     world, topic = service.world, await service.topic()
@@ -112,6 +114,7 @@ async def test_topics_of_another_installation_are_no_targets(service: Service, n
     assert await service.values(topic) == [b"next"]
 
 
+@pytest.mark.rule(17)
 async def test_a_topic_that_is_only_called_like_ours_is_a_target(service: Service) -> None:
     world = service.world
     lookalike = unique("like")
@@ -150,6 +153,7 @@ async def test_a_single_record_makes_no_installation_of_a_namespace(
     assert (await service.commit(id))["state"] == "promoted"
 
 
+@pytest.mark.rule(17)
 @pytest.mark.parametrize("evidence", ["groups", "checkpoint"])
 async def test_what_became_an_installations_topic_is_refused_when_it_is_promoted(
     service: Service, evidence: str

@@ -62,6 +62,7 @@ def begun(ledger: Ledger) -> Iterator[Record]:
 # --- bounds ----------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(11)
 def test_no_chunk_is_larger_than_it_may_be() -> None:
     logs, _ = prepared(300)
     # Long lives: sixteen attempts each, whose answers fill a page.
@@ -123,6 +124,7 @@ def test_waiting_markers_may_be_larger_than_a_chunk() -> None:
 # --- what comes in between -------------------------------------------------------------------
 
 
+@pytest.mark.rule(11)
 def test_what_turns_do_in_between_is_not_in_it() -> None:
     logs, ledger = prepared(200)
     for number in range(150):
@@ -142,6 +144,7 @@ def test_what_turns_do_in_between_is_not_in_it() -> None:
     assert list(found.ready) == order
 
 
+@pytest.mark.rule(11)
 def test_what_a_claim_in_between_finds_is_not_in_it() -> None:
     logs, ledger = prepared(3)
     copies = [
@@ -186,6 +189,7 @@ def test_messages_may_come_and_go_meanwhile() -> None:
     assert found.body_bytes == 0
 
 
+@pytest.mark.rule(11)
 def test_what_is_forgotten_while_it_is_taken_is_in_it() -> None:
     logs, _ = prepared(20, dedup=True)
     for number in range(10):

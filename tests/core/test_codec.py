@@ -147,6 +147,7 @@ def test_a_policy_keeps_every_digit(policy: CheckPolicy) -> None:
     assert decode_half(encode_half(half_with(policy=policy))[0]).policy == policy
 
 
+@pytest.mark.rule("topics")
 def test_a_users_headers_like_ours_stay_the_users() -> None:
     theirs = (("txb-ts", b"1"), ("txb-order", None), ("txb-ts", b"\xff"), ("txb-v", b"9"))
     half = half_with(messages=(Message("t", partition=0, headers=theirs),))
@@ -156,6 +157,7 @@ def test_a_users_headers_like_ours_stay_the_users() -> None:
     assert part.order_key is None
 
 
+@pytest.mark.rule("topics")
 def test_promoted_headers_start_with_ours() -> None:
     message = Message("t", headers=(("txb-id", b"theirs"), ("a", None), ("a", b"2")))
     assert promoted_headers(ID, 0, 1, message) == (("txb-id", ID.encode()), *message.headers)
@@ -165,6 +167,7 @@ def test_promoted_headers_start_with_ours() -> None:
     )
 
 
+@pytest.mark.rule("topics")
 def test_promoted_headers_say_whose_they_are_unless_the_prefix_is_the_default() -> None:
     message = Message("t", headers=(("txb-installation", b"theirs"), ("a", None)))
     assert installation_headers(Settings.model_fields["topic_prefix"].default) == ()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -72,6 +73,7 @@ def test_a_turn_takes_what_is_ready_in_the_order_of_the_decisions() -> None:
     assert (plan.op, plan.deferred, plan.refuse, plan.full) == (3, {}, [], False)
 
 
+@pytest.mark.rule(17)
 def test_a_deferred_one_holds_back_its_order_key_transitively() -> None:
     ledger = committed(
         simple(1, "ill"),
@@ -129,6 +131,7 @@ def test_a_full_list_of_deferred_ones_stops_promotion() -> None:
     assert plan.empty
 
 
+@pytest.mark.rule(10, 17)
 def test_progress_does_not_go_back_when_deferred_ones_come_in_pieces() -> None:
     ledger = committed(simple(1, "ill"), simple(2, "ill"), simple(3, "ill"), simple(4, "t"))
     first = plan_of(ledger, sick(ill=PASSING))
@@ -417,6 +420,7 @@ def test_one_order_key_is_visible_in_decision_order(drawn: tuple[World, set[str]
             assert [id for id in seen if id not in refused] == decided
 
 
+@pytest.mark.rule(11)
 @fuzz
 @given(worlds())
 def test_replay_and_reconcile_equal_the_continuous_run(drawn: tuple[World, set[str]]) -> None:

@@ -113,6 +113,7 @@ def test_what_progress_defers_is_still_to_be_done() -> None:
     assert ledger.op_progress == 1
 
 
+@pytest.mark.rule(28)
 def test_progress_accounts_for_what_is_settled_kept_or_in_the_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -47,6 +47,7 @@ def orders(draw: st.DrawFn, logs: Logs) -> list[bool]:
     )
 
 
+@pytest.mark.rule(5)
 @fuzz
 @given(histories(), st.data())
 def test_every_interleaving_comes_to_the_same(logs: Logs, data: st.DataObject) -> None:
@@ -82,6 +83,7 @@ def test_forgetting_changes_nothing_that_is_not_settled(logs: Logs, data: st.Dat
     }
 
 
+@pytest.mark.rule(11)
 @fuzz
 @given(histories(), st.data())
 def test_a_prefix_stays_as_it_was_read(logs: Logs, data: st.DataObject) -> None:
@@ -108,6 +110,7 @@ def test_a_marker_waits_for_its_half_message() -> None:
     assert transaction.decided_at_ms == START_MS + 5
 
 
+@pytest.mark.rule(2)
 def test_a_record_out_of_line_is_a_gap() -> None:
     logs = Logs()
     for number in range(2):
@@ -124,6 +127,7 @@ def test_a_record_out_of_line_is_a_gap() -> None:
     assert (ledger.half_position, ledger.op_position) == (1, 0)
 
 
+@pytest.mark.rule(2)
 @pytest.mark.parametrize(("position", "fits"), [(0, False), (1, True), (3, True), (4, False)])
 def test_offsets_that_hold_no_record_are_no_gap(position: int, fits: bool) -> None:
     ledger = new_ledger()
@@ -151,6 +155,7 @@ def test_offsets_behind_the_last_record_are_gone_past(position: int, to: int | N
     assert (ledger.half_position, ledger.op_position) == ((position if to is None else to),) * 2
 
 
+@pytest.mark.rule(2)
 def test_a_half_message_with_foreign_offsets_in_between_is_none() -> None:
     logs = Logs()
     logs.prepare(half_of(id_of(1), message("a"), message("b")), START_MS)
@@ -176,6 +181,7 @@ def test_progress_never_points_into_a_batch() -> None:
         assert (ledger.op_position, ledger.op_whole) == (applied, whole)
 
 
+@pytest.mark.rule(5)
 def test_waiting_markers_are_forgotten_by_halfs_log_clock_only() -> None:
     logs, ledger = Logs(), new_ledger()
     count = WAITING_SWEEP_MIN + 1

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,6 +163,7 @@ def _snapshot(ledger: Ledger) -> list[Record]:
     return list(Capture(ledger, "one", 0, RECORD_VERSION).records())
 
 
+@pytest.mark.rule(29)
 @settings(max_examples=150, deadline=None)
 @given(_steps)
 def test_a_run_comes_to_what_its_records_come_to(
@@ -365,6 +367,7 @@ def _turn(random: Random, *ledgers: Ledger) -> None:
         ledger.promote_run([ledger.transactions[id] for id in ready[1:]])
 
 
+@pytest.mark.rule(29)
 def test_runs_that_fit_come_to_what_their_records_come_to() -> None:
     reached: Counter[tuple[str, str]] = Counter()
     for seed in range(PROGRAMS):

@@ -287,6 +287,7 @@ FACTS: dict[str, Callable[[Transaction], float | None]] = {
 }
 
 
+@pytest.mark.rule(21, 22)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str) -> None:
     play = Play()

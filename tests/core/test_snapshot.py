@@ -135,6 +135,7 @@ def compare(found: Ledger, expected: Ledger, clock_ms: int) -> None:
                 assert (holder and holder.id) == (other and other.id)
 
 
+@pytest.mark.rule(11)
 @fuzz
 @given(histories(), st.integers(0, 2**32))
 def test_a_snapshot_and_the_rest_are_a_replay(logs: Logs, seed: int) -> None:
@@ -205,6 +206,7 @@ def test_without_one_of_its_records_it_does_not_count(missing: int) -> None:
     assert find_whole(records[:missing] + records[missing + 1 :]) == []
 
 
+@pytest.mark.rule(11)
 @pytest.mark.parametrize("number", range(4))
 def test_with_a_damaged_record_it_does_not_count(number: int) -> None:
     records = capture(many())
@@ -256,6 +258,7 @@ def test_what_the_slot_held_before_is_removed() -> None:
     assert find_whole(left)[0].closing.snapshot == "two"
 
 
+@pytest.mark.rule(11)
 def test_each_segment_of_settled_ones_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 4)
     logs = Logs()
@@ -290,6 +293,7 @@ def settled_ledger(count: int) -> Ledger:
         return replayed(logs)
 
 
+@pytest.mark.rule(11)
 @pytest.mark.parametrize("number", range(3))
 def test_without_a_segment_or_with_a_damaged_one_it_does_not_count(number: int) -> None:
     records = capture(settled_ledger(12))
@@ -335,6 +339,7 @@ def test_an_empty_ledger_is_a_snapshot_too() -> None:
     assert not ledger.transactions
 
 
+@pytest.mark.rule(11)
 def test_a_snapshot_in_the_middle_of_a_batch_begins_before_it() -> None:
     logs = Logs()
     logs.prepare(half_of(id_of(1)), START_MS)

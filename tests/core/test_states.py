@@ -38,6 +38,7 @@ def test_nothing_leaves_a_settled_state_and_nothing_else_is_final() -> None:
     assert {state for state, steps in TRANSITIONS.items() if not steps} == SETTLED
 
 
+@pytest.mark.rule(4)
 def test_only_undecided_ones_can_be_decided() -> None:
     decidable = {s for s, steps in TRANSITIONS.items() if {Step.COMMIT, Step.ROLLBACK} & set(steps)}
     assert decidable == UNDECIDED

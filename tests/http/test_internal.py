@@ -345,6 +345,7 @@ ODD_ANSWERS = {
 }
 
 
+@pytest.mark.rule(1)
 @pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS.keys())
 async def test_what_is_no_answer_is_never_an_ack(peer: Peers, answer: bytes) -> None:
     async with server(saying(answer)) as url:

@@ -141,6 +141,7 @@ async def test_an_answer_comes_back_whole(
     assert (check.reason, check.messages) == (CheckReason.DUE, FINAL)
 
 
+@pytest.mark.rule(21)
 async def test_the_question_is_handed_over_before_anything_is_awaited(
     api: Api, elsewhere: PeerSessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ async def test_the_question_is_handed_over_before_anything_is_awaited(
 # --- certainly not asked ---------------------------------------------------------------------
 
 
+@pytest.mark.rule(22)
 async def test_a_session_that_ended_meanwhile_was_not_asked(
     api: Api, elsewhere: PeerSessions
 ) -> None:
@@ -210,6 +212,7 @@ async def test_leases_are_bounded() -> None:
     leases.close()
 
 
+@pytest.mark.rule(22)
 async def test_a_lost_lease_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
     Asked(api.sessions, "pod-1")
     channel = await in_hand(api, elsewhere)
@@ -261,6 +264,7 @@ async def test_no_answer_in_time_is_unclear(api: Api, elsewhere: PeerSessions) -
     session.leave()
 
 
+@pytest.mark.rule(22)
 async def test_a_proxy_that_dies_under_the_question_makes_it_unclear() -> None:
     known = PeerSessions(PeerIdentity(lambda: ME))
     async with running_api() as api:

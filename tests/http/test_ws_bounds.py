@@ -131,6 +131,7 @@ async def test_with_every_byte_taken_by_stuck_prepares_decisions_and_checks_go_o
         assert b'overloaded_total{operation="decide"}' not in text
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize("bound", ["session_in_flight_bytes_max", "in_flight_bytes_max"])
 @pytest.mark.parametrize("together", [256, 1])
 async def test_what_does_not_fit_of_a_frame_keeps_out_none_behind_it(

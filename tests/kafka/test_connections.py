@@ -93,6 +93,7 @@ async def test_brokers_that_did_not_answer_are_asked_last() -> None:
     assert {await client.ask_any(request, "test") for _ in range(50)} == {2, 3}
 
 
+@pytest.mark.rule(17)
 async def test_no_question_about_topics_makes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where brokers make topics of themselves, a mistyped target would be there at once."""
     asked: list[Request[Any]] = []

@@ -156,6 +156,7 @@ def ended(leaders: Leaders) -> Ended:
     return Ended(cast(Client, leaders), "ended", producers)
 
 
+@pytest.mark.rule(17)
 async def test_where_a_turn_of_ours_is_open_nothing_may_be_written(
     leaders: Leaders, ended: Ended
 ) -> None:
@@ -185,6 +186,7 @@ async def test_a_transaction_of_somebody_else_is_nothing_to_wait_for(
     assert await ended.prove([T]) == []
 
 
+@pytest.mark.rule(17)
 async def test_without_the_right_to_ask_readers_must_have_come_past_the_end(
     leaders: Leaders, ended: Ended
 ) -> None:
@@ -240,6 +242,7 @@ async def test_many_partitions_are_asked_about_in_pieces_and_a_silent_leader_onc
     assert len(leaders.patience) == 1
 
 
+@pytest.mark.rule(17)
 @pytest.mark.parametrize("how", ["silent", "no leader", "moved", "left out"])
 async def test_no_answer_proves_nothing_and_is_asked_for_again(
     leaders: Leaders, ended: Ended, how: str
@@ -263,6 +266,7 @@ async def test_no_answer_proves_nothing_and_is_asked_for_again(
     assert await ended.prove([T]) == []
 
 
+@pytest.mark.rule(17)
 async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Leaders) -> None:
     client = cast(Client, leaders)
     one, other = (Producer(client, side, side) for side in "ab")
@@ -282,6 +286,7 @@ async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Lea
     assert leaders.taken == [("t", 0, 1), ("t", 0, 2)]
 
 
+@pytest.mark.rule(17)
 async def test_where_another_broker_leads_than_was_asked_nothing_is_put_in(
     leaders: Leaders,
 ) -> None:
@@ -309,6 +314,7 @@ def unseen(leaders: Leaders, ended: Ended) -> Unseen:
     return Unseen(ended._producers[1], ended, StableEnds(cast(Client, leaders)))
 
 
+@pytest.mark.rule(14)
 async def test_what_was_seen_is_not_asked_about(leaders: Leaders, unseen: Unseen) -> None:
     leaders.silent |= {1, 2}
     unseen.wrote({T: 9, U: 3})
@@ -328,6 +334,7 @@ async def test_where_readers_come_past_no_leader_is_asked(leaders: Leaders, unse
     assert leaders.asked == []
 
 
+@pytest.mark.rule(14)
 async def test_what_was_never_ended_gets_no_other_turn(leaders: Leaders, unseen: Unseen) -> None:
     unseen.wrote({T: 8, U: 8})
     leaders.open[T] = {OURS: 7}
@@ -352,6 +359,7 @@ async def test_an_end_that_takes_its_time_is_waited_for(leaders: Leaders, unseen
         await waiting
 
 
+@pytest.mark.rule(14)
 async def test_others_that_hold_readers_back_hold_no_turn_back(
     leaders: Leaders, ended: Ended, unseen: Unseen
 ) -> None:
@@ -367,6 +375,7 @@ async def test_others_that_hold_readers_back_hold_no_turn_back(
     assert ended._producers[1].told_by == {T: 1}
 
 
+@pytest.mark.rule(14)
 @pytest.mark.parametrize("known", [-1, EPOCH - 1], ids=["nothing", "an earlier turn"])
 async def test_a_leader_that_does_not_know_the_turn_is_not_believed(
     leaders: Leaders, unseen: Unseen, known: int

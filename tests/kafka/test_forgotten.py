@@ -54,6 +54,7 @@ def turn(name: str, op: int, *promoted: Target) -> Turn:
     return Turn(promoted, (), Progress(LOG_VERSION, name, op, op))
 
 
+@pytest.mark.rule(13)
 async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
     world: KafkaWorld, onlooker: Client
 ) -> None:

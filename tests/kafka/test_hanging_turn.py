@@ -73,6 +73,7 @@ async def leave_open(world: KafkaWorld, at: Partition, records: Sequence[Record]
         await client.close()
 
 
+@pytest.mark.rule(17)
 async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> None:
     topic = await world.create_topic("target")
     door = await world.door("one", transactions=1)
@@ -93,6 +94,7 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> No
     assert [record.key for record in await world.visible(topic)] == [b"lost", b"next"]
 
 
+@pytest.mark.rule(8)
 async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaWorld) -> None:
     door = await world.door("one")
     checkpoint = world.name("checkpoint")

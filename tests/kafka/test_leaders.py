@@ -127,6 +127,7 @@ async def test_one_that_hangs_is_not_waited_for() -> None:
     assert await brokers.confirm() == 2
 
 
+@pytest.mark.rule(3)
 async def test_a_minority_is_not_believed() -> None:
     brokers = three(1)
     brokers.silent = {2, 3}
@@ -215,6 +216,7 @@ async def test_what_a_deposed_leader_lacks_is_read_from_the_next() -> None:
     assert brokers.remembered == {T: 2}
 
 
+@pytest.mark.rule(3)
 async def test_a_sure_end_is_that_of_the_leader_and_another_may_be_older() -> None:
     brokers = three(cut_off=1)
     brokers.ends = {1: 10, 2: 12, 3: 12}
@@ -225,6 +227,7 @@ async def test_a_sure_end_is_that_of_the_leader_and_another_may_be_older() -> No
     assert await reader.end() == 12
 
 
+@pytest.mark.rule(3)
 async def test_the_bounds_of_a_log_are_sure() -> None:
     brokers = three(cut_off=1)
     brokers.ends = {1: 10, 2: 12, 3: 12}

@@ -124,6 +124,7 @@ async def test_under_an_old_leader_we_join_once_and_know_ourselves(world: KafkaW
     assert joins == ["b", "b"], "a new generation would tell nobody anything"
 
 
+@pytest.mark.rule(26)
 async def test_a_leader_that_never_tells_of_us_is_asked_once(world: KafkaWorld) -> None:
     joins: list[int] = []
 
@@ -145,6 +146,7 @@ async def test_a_leader_that_never_tells_of_us_is_asked_once(world: KafkaWorld) 
 # --- touch lost, and found again -----------------------------------------------------------------
 
 
+@pytest.mark.rule(16)
 async def test_between_the_two_steps_of_a_join_a_question_waits(world: KafkaWorld) -> None:
     """Kafka knows the new generation then, and calls ours an illegal one."""
     may_sync, halfway = asyncio.Event(), asyncio.Event()
@@ -171,6 +173,7 @@ async def test_between_the_two_steps_of_a_join_a_question_waits(world: KafkaWorl
     assert heard.losses == []
 
 
+@pytest.mark.rule(16)
 async def test_a_question_does_not_wait_for_ever(world: KafkaWorld) -> None:
     halfway = asyncio.Event()
 
@@ -195,6 +198,7 @@ async def test_a_question_does_not_wait_for_ever(world: KafkaWorld) -> None:
     await asyncio.gather(joining, return_exceptions=True)
 
 
+@pytest.mark.rule(26)
 async def test_a_member_that_kafka_has_forgotten_says_so_and_joins_anew(world: KafkaWorld) -> None:
     heard, other = Heard(), Heard()
     door = await joined(world, "a", FIRST_URL, heard)
@@ -212,6 +216,7 @@ async def test_a_member_that_kafka_has_forgotten_says_so_and_joins_anew(world: K
     assert len(heard.losses) == 1
 
 
+@pytest.mark.rule(26)
 async def test_a_member_out_of_touch_for_a_session_says_so_once(world: KafkaWorld) -> None:
     reachable = asyncio.Event()
     reachable.set()
@@ -248,6 +253,7 @@ async def test_a_member_out_of_touch_for_a_session_says_so_once(world: KafkaWorl
     assert other.losses == []
 
 
+@pytest.mark.rule(26)
 async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaWorld) -> None:
     first, second = Heard(), Heard()
     door = await joined(world, "same", FIRST_URL, first)

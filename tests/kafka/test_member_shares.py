@@ -36,6 +36,7 @@ owned = st.dictionaries(names, own, max_size=6)
 # --- shares --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(26)
 @given(st.integers(1, 20), owned)
 def test_shares_are_whole_even_and_sticky(
     partitions: int, owned: dict[str, frozenset[int]]
@@ -72,6 +73,7 @@ def test_of_a_member_that_goes_only_its_own_move(
     assert all(before[name] <= after[name] for name in after)
 
 
+@pytest.mark.rule(26)
 @given(st.dictionaries(names, st.builds(Held, own, st.integers(-1, 5)), max_size=5))
 def test_what_several_say_they_own_is_the_one_s_who_got_it_last(held: dict[str, Held]) -> None:
     settled = settle(held)
@@ -128,6 +130,7 @@ def test_no_bytes_break_the_reader(data: bytes) -> None:
     assert decode_told(data) is None
 
 
+@pytest.mark.rule(26)
 def test_one_who_claims_all_in_a_generation_to_come_takes_nothing_from_the_others() -> None:
     honest = {"a": Said("ua", 2, [(0, 2)], 4), "b": Said("ub", 2, [(2, 2)], 4)}
     greedy = Said("uc", 2, [(0, 4)], 10**9)
@@ -138,6 +141,7 @@ def test_one_who_claims_all_in_a_generation_to_come_takes_nothing_from_the_other
     assert shares["b"] <= {2, 3}
 
 
+@pytest.mark.rule(27)
 def test_all_are_told_who_owns_what() -> None:
     said = {"a": Said("ua", 3, [(0, 4)], 1), "b": Said("ub", 2), "c": Said()}
     told, shares = make_told(4, 2, said, Last())
@@ -172,6 +176,7 @@ def test_it_is_outdated_what_others_know_otherwise_of_us() -> None:
     assert not is_outdated(None, Me("a", "ua", 3)), "an old leader tells nobody in any generation"
 
 
+@pytest.mark.rule(26)
 def test_one_restarted_in_a_rebalance_keeps_what_the_leader_gave_it() -> None:
     said = {name: Said(f"u{name}", 2) for name in "abcd"}
     # Not what they would get if nobody had anything.

@@ -38,6 +38,7 @@ def claim(name: str) -> Claim:
 # --- connections -----------------------------------------------------------------------------
 
 
+@pytest.mark.rule(8)
 async def test_an_old_door_closes_its_own_connections_only(world: KafkaWorld) -> None:
     opened = Opened()
     door = await world.door("one", opened)

@@ -39,6 +39,7 @@ records = st.lists(
 )
 
 
+@pytest.mark.rule(2)
 def test_offsets_that_came_in_no_batch_are_a_hole_and_not_skipped() -> None:
     batch = encode_batch(batch_body([Record(b"k", b"v")] * 2), producer_id=1, epoch=0, sequence=0)
     data = b"".join(offset.to_bytes(8, "big") + batch[8:] for offset in (3, 5, 9))

@@ -39,6 +39,7 @@ MARKER = encode_marker(Marker(NEWER, MarkerKind.COMMIT, ID))
 )
 
 
+@pytest.mark.rule(27)
 async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
     door = await world.door()
     repair = door.repair()

@@ -193,6 +193,7 @@ async def test_a_partition_is_never_in_one_request_twice(
 # --- who gives up --------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(1)
 async def test_what_is_given_up_before_it_left_never_leaves(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
@@ -277,6 +278,7 @@ async def test_what_failed_is_gone_with_its_bytes(
 # --- trouble -------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(1)
 async def test_a_broken_connection_is_no_answer_for_all_that_it_carried(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
@@ -363,6 +365,7 @@ async def test_what_was_not_sent_holds_nobody_back(brokers: Brokers, shared: Sha
     assert [(await each).code for each in both] == [0, 0]
 
 
+@pytest.mark.rule(1)
 async def test_no_word_about_a_partition_is_no_answer_for_it_alone(
     brokers: Brokers, shared: SharedWrites
 ) -> None:

@@ -71,6 +71,7 @@ def test_the_plan_names_what_is_missing_what_differs_and_what_it_cannot_change()
     assert all(OP in remark for remark in made.remarks)
 
 
+@pytest.mark.rule("topics")
 @pytest.mark.parametrize(
     ("topic", "configs", "said"),
     [
@@ -158,6 +159,7 @@ def test_missing_topics_are_refused_by_name() -> None:
     assert PARKED in sentence
 
 
+@pytest.mark.rule("topics")
 def test_markers_outlive_half_messages() -> None:
     assert op_retention_ms(1000, 100) > 1100
     assert op_retention_ms(-1, 100) == -1

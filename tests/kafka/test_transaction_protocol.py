@@ -187,6 +187,7 @@ async def test_without_an_answer_no_version_is_guessed() -> None:
     assert not made.started
 
 
+@pytest.mark.rule(15)
 @pytest.mark.parametrize(
     ("leaders", "adds"),
     [({"a": 1, "b": 1}, 0), ({"a": 1, "b": 2}, 1), ({"a": 1}, 1)],
@@ -202,6 +203,7 @@ async def test_one_request_puts_partitions_of_several_brokers_in(
     assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
 
 
+@pytest.mark.rule(15)
 async def test_right_behind_an_end_the_coordinator_is_asked_beforehand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,6 +266,7 @@ async def test_only_the_second_version_asks_again_without_an_answer(features: by
     assert brokers.asked.count("EndRequest") == 2
 
 
+@pytest.mark.rule(15)
 @pytest.mark.parametrize(("epoch", "renewals"), [(EPOCH_MAX - 4, 0), (EPOCH_MAX - 3, 3)])
 async def test_no_transaction_is_opened_in_the_last_epochs(epoch: int, renewals: int) -> None:
     brokers = Brokers()
@@ -290,6 +293,7 @@ def test_a_producer_that_must_not_go_on_leads_to_a_claim(code: int) -> None:
         raise BatchRefused(("a", 0), code, None)
 
 
+@pytest.mark.rule(15)
 @second_protocol
 async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
     world: KafkaWorld, client: Client
@@ -329,6 +333,7 @@ async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
 # --- the second version ----------------------------------------------------------------------
 
 
+@pytest.mark.rule(15)
 @second_protocol
 async def test_every_end_raises_the_epoch_and_sequences_begin_anew(
     world: KafkaWorld, client: Client
@@ -363,6 +368,7 @@ def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return bool(request.param)
 
 
+@pytest.mark.rule(15)
 @second_protocol
 @pytest.mark.parametrize(
     ("fate", "changes"),
@@ -437,6 +443,7 @@ async def test_an_unanswered_add_is_sent_again(
     assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
 
 
+@pytest.mark.rule(15)
 @second_protocol
 async def test_a_commit_that_is_never_answered_is_lost(
     world: KafkaWorld, make_relay: MakeRelay
@@ -459,6 +466,7 @@ async def test_a_commit_that_is_never_answered_is_lost(
     assert await keys(world, topic) == [b"second-1"]
 
 
+@pytest.mark.rule(15)
 @second_protocol
 async def test_a_write_that_arrives_after_its_turn_was_aborted_is_refused(
     world: KafkaWorld, make_relay: MakeRelay

@@ -22,6 +22,7 @@ FIRST = {"transactions": 1}
 """The first version of the transaction protocol, also where brokers take the second."""
 
 
+@pytest.mark.rule(15)
 @pytest.mark.parametrize(
     ("fate", "changes"),
     [(Fate.HOLD_AND_RESET, FIRST), (Fate.HOLD, {"request_timeout_s": 0.4, **FIRST})],
@@ -55,6 +56,7 @@ async def test_an_unanswered_commit_is_lost_and_its_ghost_ends_no_later_turn(
     assert await keys(world, topic) == [b"second-1"]
 
 
+@pytest.mark.rule(15)
 async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
     world: KafkaWorld, make_relay: MakeRelay
 ) -> None:
@@ -70,6 +72,7 @@ async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
     assert await keys(world, topic) == [b"first-1"]
 
 
+@pytest.mark.rule(14)
 async def test_a_turn_behind_one_with_unknown_outcome_is_aborted(
     world: KafkaWorld, make_relay: MakeRelay
 ) -> None:
@@ -90,6 +93,7 @@ async def test_a_turn_behind_one_with_unknown_outcome_is_aborted(
     assert await keys(world, topic) == []
 
 
+@pytest.mark.rule(14)
 async def test_a_turn_behind_a_fenced_one_is_never_committed(
     world: KafkaWorld, make_relay: MakeRelay
 ) -> None:
@@ -111,6 +115,7 @@ async def test_a_turn_behind_a_fenced_one_is_never_committed(
     assert await keys(world, topic) == [b"other-1"]
 
 
+@pytest.mark.rule(15)
 @pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
 async def test_an_unanswered_begin_is_lost(
     world: KafkaWorld, make_relay: MakeRelay, fate: Fate
@@ -171,6 +176,7 @@ async def test_a_write_that_is_given_up_breaks_the_writer(
     assert await keys(world, topic) == [b"second-1"]
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("held", [1, 2])
 async def test_a_claim_that_is_overtaken_fails_and_leaves_one_owner(
     world: KafkaWorld, make_relay: MakeRelay, held: int

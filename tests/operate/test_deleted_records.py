@@ -42,6 +42,7 @@ async def test_what_was_deleted_before_anything_was_written_down_stops_the_parti
     assert ["truncated: the half topic begins at offset 1" in one for one in problems] == [True]
 
 
+@pytest.mark.rule(28)
 @pytest.mark.parametrize("noticed", [False, True])
 async def test_acknowledged_prepares_are_accounted_for_after_a_kill(
     service: Service, monkeypatch: pytest.MonkeyPatch, noticed: bool
@@ -74,6 +75,7 @@ async def test_acknowledged_prepares_are_accounted_for_after_a_kill(
     assert await service.values(topic) == [b"last", *[b"%d" % n for n in range(10)]]
 
 
+@pytest.mark.rule(28)
 async def test_what_is_deleted_after_a_clean_stop_is_reported_lost(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ async def test_what_is_deleted_after_a_clean_stop_is_reported_lost(
     assert await service.metric("lost_undecided_total") == 1
 
 
+@pytest.mark.rule(28)
 async def test_a_lost_transaction_is_told_with_its_reason(service: Service) -> None:
     topic = await service.topic()
     message = Message(topic, None, b"v")

@@ -109,7 +109,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 @cache
-def _defined() -> dict[str, list[str]]:
+def defined() -> dict[str, list[str]]:
     """Return the files of the package that define each name."""
     found: dict[str, list[str]] = {}
     for folder in PACKAGE:
@@ -128,7 +128,7 @@ def file_of(where: str) -> tuple[str, str]:
     """
     module, _, name = where.rpartition(": ")
     ending = f"/{module.replace('.', '/')}.py" if module else ".py"
-    files = [file for file in _defined().get(name, ()) if file.endswith(ending)]
+    files = [file for file in defined().get(name, ()) if file.endswith(ending)]
     if len(files) != 1:
         raise ValueError(f"{where}: defined in {files or 'no module'}")
     return files[0], name

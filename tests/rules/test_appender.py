@@ -7,6 +7,7 @@ import gc
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 
+import pytest
 from msgspec import structs
 
 from tests.rules.rules_world import START_MS, Gate, World, commit, marker, settled, until
@@ -69,6 +70,7 @@ async def test_a_failed_append_leaves_nothing_for_the_garbage_collector(world: W
     assert left <= 2  # each of the two logs has its last batch at hand
 
 
+@pytest.mark.rule(1)
 async def test_a_storm_of_checks_does_not_hold_back_decisions(world: World) -> None:
     owner = await world.owner()
     first, id = await world.prepared(owner), await world.prepared(owner)
@@ -91,6 +93,7 @@ async def test_a_storm_of_checks_does_not_hold_back_decisions(world: World) -> N
     await asyncio.gather(going, *storm, return_exceptions=True)
 
 
+@pytest.mark.rule(1)
 async def test_a_flood_of_decisions_does_not_hold_back_checks(world: World) -> None:
     owner = await world.owner(pending_max=10_000, pending_group_max=10_000)
     ids = list(await asyncio.gather(*[world.prepared(owner) for _ in range(3000)]))
@@ -107,6 +110,7 @@ async def test_a_flood_of_decisions_does_not_hold_back_checks(world: World) -> N
     await asyncio.gather(*flood)
 
 
+@pytest.mark.rule(1)
 async def test_who_gives_up_leaves_nothing_behind(world: World) -> None:
     owner = await world.owner()
     ids = [await world.prepared(owner) for _ in range(4)]
@@ -207,6 +211,7 @@ class Reader:
         self.position = offsets.stop
 
 
+@pytest.mark.rule(2)
 async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
     log = Told()
     own = appender.Appender(context(), log, Reader())  # type: ignore[arg-type]
@@ -222,6 +227,7 @@ async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
     running.cancel()
 
 
+@pytest.mark.rule(2)
 async def test_an_append_behind_a_gap_has_told_nothing() -> None:
     log, reader = Told(), Reader()
     own = appender.Appender(context(), log, reader)  # type: ignore[arg-type]

@@ -83,6 +83,7 @@ async def test_what_was_evicted_is_promoted_as_it_came(small: Small) -> None:
     assert small.ledger.body_bytes == 0
 
 
+@pytest.mark.rule(17)
 async def test_messages_are_read_before_the_turn_is_begun(small: Small) -> None:
     first, second = await small.prepare(), await small.prepare()
     small.door.half.gate = asyncio.Event()
@@ -100,6 +101,7 @@ async def test_messages_are_read_before_the_turn_is_begun(small: Small) -> None:
     assert small.visible() == [first.id, second.id]
 
 
+@pytest.mark.rule(10)
 async def test_a_half_that_is_applied_while_messages_are_read_is_not_below_progress(
     small: Small,
 ) -> None:
@@ -191,6 +193,7 @@ async def test_a_silent_log_holds_promotion_back_and_loses_nothing(small: Small)
     assert small.visible() == [transaction.id]
 
 
+@pytest.mark.rule(10)
 async def test_another_record_in_its_place_stops_the_partition(small: Small) -> None:
     transaction = await small.prepare()
     other = Half(transaction.id, "g", (message("other"),))
@@ -204,6 +207,7 @@ async def test_another_record_in_its_place_stops_the_partition(small: Small) -> 
     small.stops.clear()
 
 
+@pytest.mark.rule(10)
 async def test_somebody_elses_record_in_its_place_stops_the_partition(small: Small) -> None:
     transaction = await small.prepare(message("same"))
     stranger = Half("0" * 26, "g", (message("same"),))
@@ -220,6 +224,7 @@ async def test_somebody_elses_record_in_its_place_stops_the_partition(small: Sma
 # --- copies --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(25)
 async def test_a_copy_takes_the_place_of_a_half_message_that_retention_took(small: Small) -> None:
     made = [await small.prepare(message(str(n)), message(f"{n}b", at=1)) for n in range(5)]
     for each in made:
@@ -317,6 +322,7 @@ async def test_a_refused_one_whose_half_is_gone_comes_from_its_copy(small: Small
 # --- gone ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(17)
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_lost_messages_spoil_no_turn_and_are_told(small: Small, when: str) -> None:
     made = [await small.prepare() for _ in range(4)]
@@ -393,6 +399,7 @@ async def test_a_record_that_says_lost_is_never_promoted_as_tombstones(small: Sm
         assert not small.bodies.there(again)
 
 
+@pytest.mark.rule(25)
 async def test_a_copy_that_cannot_be_made_is_dropped_and_told(small: Small) -> None:
     lost, whole = await small.prepare(), await small.prepare()
     small.delete_half(1)
@@ -417,6 +424,7 @@ async def test_a_copy_that_cannot_be_made_is_dropped_and_told(small: Small) -> N
 # --- checks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(21)
 async def test_a_question_is_asked_with_its_messages(small: Small) -> None:
     transaction = await small.prepare(message("a"), policy=NOW)
     assert not transaction.has_bodies
@@ -463,6 +471,7 @@ async def test_no_attempt_is_used_while_messages_cannot_be_read(small: Small) ->
     assert await attempt(small.checks, transaction.id, DUE) is not None
 
 
+@pytest.mark.rule(21)
 async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small: Small) -> None:
     lost, whole = await small.prepare(policy=NOW), await small.prepare(policy=NOW)
     small.delete_half(1)
@@ -566,6 +575,7 @@ async def test_what_is_written_is_of_the_version_that_all_understand(small: Smal
     assert [value.split()[0] for _, value in versions if value] == [b"7"]
 
 
+@pytest.mark.rule(16)
 async def test_since_when_no_turn_has_come_through(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:

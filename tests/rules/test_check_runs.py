@@ -47,6 +47,7 @@ async def copy_out_of_reach(small: Small, monkeypatch: pytest.MonkeyPatch) -> Tr
     return transaction
 
 
+@pytest.mark.rule(21)
 @pytest.mark.parametrize("together", [True, False])
 async def test_messages_that_cannot_be_read_hold_up_no_other_check(
     small: Small, monkeypatch: pytest.MonkeyPatch, together: bool
@@ -132,6 +133,7 @@ async def test_parking_waits_for_an_answer_that_may_take_minutes(world: World) -
     await until(lambda: owner.ledger.transactions[id].state is State.PARKED)
 
 
+@pytest.mark.rule(22)
 async def test_nothing_is_parked_before_the_whole_of_its_run_is_asked(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

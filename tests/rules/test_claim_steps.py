@@ -99,6 +99,7 @@ def watched_door(found_open: Mapping[Partition, int]) -> WatchedDoor:
     return door
 
 
+@pytest.mark.rule(8, 9)
 async def test_a_claim_reads_when_its_own_record_is_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -122,6 +123,7 @@ async def test_a_claim_reads_when_its_own_record_is_visible(
     ]
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("topic", ["txbroker.checkpoint", "txbroker.parked"])
 async def test_a_claim_writes_nothing_where_an_earlier_turn_is_open(topic: str) -> None:
     door = watched_door({(topic, 0): 17})

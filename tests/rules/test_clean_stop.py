@@ -18,6 +18,7 @@ LOGS = ["half", "op"]
 # --- a clean stop ----------------------------------------------------------------------------
 
 
+@pytest.mark.rule(28)
 @pytest.mark.parametrize("last", ["rollback", "check"])
 async def test_a_clean_stop_accounts_for_all_that_has_come(
     world: World, monkeypatch: pytest.MonkeyPatch, last: str
@@ -83,6 +84,7 @@ async def test_who_does_not_know_whose_the_partition_is_writes_no_last_snapshot(
 # --- offsets that hold no record, at the end of a log ----------------------------------------
 
 
+@pytest.mark.rule(28)
 @pytest.mark.parametrize("topic", LOGS)
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("replayed", [True, False])
@@ -117,6 +119,7 @@ async def test_offsets_without_a_record_at_the_end_are_accounted_for(
 # --- two first owners -----------------------------------------------------------------------
 
 
+@pytest.mark.rule(10)
 async def test_two_first_owners_at_once_are_no_lost_checkpoint(world: World) -> None:
     """The other one may claim and write after the first look at the checkpoint topic."""
     one, two = world.make(), world.make()

@@ -36,6 +36,7 @@ LOGS = ["half", "op"]
 # --- deleted ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(25)
 async def test_deleted_half_messages_that_are_in_memory_are_copied_out(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("saved"))
@@ -61,6 +62,7 @@ async def test_what_is_to_be_copied_out_stays_in_memory_until_it_is(world: World
     assert not known(owner, id).lost
 
 
+@pytest.mark.rule(25)
 async def test_deleted_half_messages_that_are_nowhere_are_lost_and_told(world: World) -> None:
     owner = await world.owner()
     lost = [await world.prepared(owner) for _ in range(3)]
@@ -85,6 +87,7 @@ async def test_what_a_snapshot_knows_and_the_log_has_lost_is_told(world: World) 
     assert known(again, id).lost
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("days", [1, 20])
 async def test_deleted_markers_stop_the_partition_unless_they_were_old(
     world: World, days: int
@@ -105,6 +108,7 @@ async def test_deleted_markers_stop_the_partition_unless_they_were_old(
         await until(lambda: world.visible()[3:] == [id])
 
 
+@pytest.mark.rule(10)
 async def test_half_messages_that_nobody_read_and_somebody_deleted_stop_it(world: World) -> None:
     owner = await world.owner()
     await world.committed(owner)
@@ -117,6 +121,7 @@ async def test_half_messages_that_nobody_read_and_somebody_deleted_stop_it(world
         await world.owner()
 
 
+@pytest.mark.rule(25)
 async def test_retention_may_pass_a_snapshot(world: World) -> None:
     """A quiet partition writes none for longer than half messages are kept."""
     owner = await world.owner()
@@ -137,6 +142,7 @@ async def test_retention_may_pass_a_snapshot(world: World) -> None:
     await until(lambda: world.visible() == ["old", "late"])
 
 
+@pytest.mark.rule(25)
 async def test_a_copy_that_was_left_over_does_not_come_back_to_life(world: World) -> None:
     """The snapshot knows better: it was rolled back before, and forgotten since."""
     owner = await world.owner()
@@ -155,6 +161,7 @@ async def test_a_copy_that_was_left_over_does_not_come_back_to_life(world: World
     await until(lambda: world.parked()[-1] == (f"{id}/0".encode(), False))
 
 
+@pytest.mark.rule(25)
 async def test_what_was_copied_out_after_its_commit_is_promoted_by_the_next_owner(
     world: World,
 ) -> None:
@@ -189,6 +196,7 @@ async def test_what_was_copied_out_after_its_commit_is_promoted_by_the_next_owne
     await until(lambda: world.visible() == ["1", "2", "3"])
 
 
+@pytest.mark.rule(25)
 async def test_what_is_decided_before_its_copy_is_written_is_copied_all_the_same(
     world: World,
 ) -> None:
@@ -218,6 +226,7 @@ async def test_what_is_decided_before_its_copy_is_written_is_copied_all_the_same
     assert world.told.losses == []
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
 async def test_retention_that_deletes_while_an_owner_recovers_stops_nothing(
     world: World, topic: str
@@ -247,6 +256,7 @@ async def test_retention_that_deletes_while_an_owner_recovers_stops_nothing(
 # --- truncated and recreated -------------------------------------------------------------------
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
 async def test_a_snapshot_beyond_the_end_stops_the_partition(world: World, topic: str) -> None:
     owner = await world.owner()
@@ -264,6 +274,7 @@ async def test_a_snapshot_beyond_the_end_stops_the_partition(world: World, topic
         await world.owner()
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
 async def test_a_snapshot_of_another_log_stops_the_partition(world: World, topic: str) -> None:
     owner = await world.owner()
@@ -279,6 +290,7 @@ async def test_a_snapshot_of_another_log_stops_the_partition(world: World, topic
         await world.owner()
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("more", [0, 1, 3])
 @pytest.mark.parametrize("topic", LOGS)
 async def test_a_log_that_is_made_anew_under_its_owner_stops_it(
@@ -326,6 +338,7 @@ async def test_a_claim_that_hangs_is_shown_until_it_does_not(world: World) -> No
 # --- suspended ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(26)
 async def test_suspended_it_writes_nothing_and_resumed_it_goes_on_without_a_claim(
     world: World,
 ) -> None:
@@ -376,6 +389,7 @@ async def test_a_call_that_was_reading_when_touch_was_lost_does_not_wait_for_it(
     assert known(owner, half.id).state is State.PENDING
 
 
+@pytest.mark.rule(26)
 async def test_an_owner_that_slept_through_a_takeover_is_fenced_when_it_resumes(
     world: World,
 ) -> None:
@@ -424,6 +438,7 @@ async def test_what_another_owner_promoted_meanwhile_is_not_promoted_again(
 # --- newer, full -------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(27)
 async def test_a_newer_copy_is_kept_and_stops_the_partition(world: World) -> None:
     await (await world.owner()).close()
     (record,) = encode_kept(Kept(world.half(), 0, 0, State.PARKED))
@@ -434,6 +449,7 @@ async def test_a_newer_copy_is_kept_and_stops_the_partition(world: World) -> Non
     assert len(world.kafka.visible("txbroker.parked")) == 1
 
 
+@pytest.mark.rule(27)
 async def test_a_newer_half_message_stops_a_takeover(world: World) -> None:
     await (await world.owner()).close()
     (record,) = encode_half(world.half())

@@ -52,6 +52,7 @@ async def write(world: World, log: str, *records: Record, inside: bool) -> None:
         await world.kafka.append(f"txbroker.{log}", 0, records)
 
 
+@pytest.mark.rule(10)
 async def test_a_copy_of_our_progress_promotes_nothing_again(world: World) -> None:
     owner = await world.owner()
     first = await world.committed(owner)
@@ -68,6 +69,7 @@ async def test_a_copy_of_our_progress_promotes_nothing_again(world: World) -> No
     assert world.told.foreigners == ["checkpoint"]
 
 
+@pytest.mark.rule(10)
 async def test_progress_that_is_gone_stops_a_partition_whose_snapshot_tells_of_it(
     world: World,
 ) -> None:
@@ -86,6 +88,7 @@ async def test_progress_that_is_gone_stops_a_partition_whose_snapshot_tells_of_i
     assert second not in world.visible()
 
 
+@pytest.mark.rule(10)
 async def test_a_snapshot_tells_of_no_progress_that_is_not_committed(world: World) -> None:
     """Or the partition would stop once compaction has removed an older claim."""
     begun = asyncio.Event()
@@ -106,6 +109,7 @@ async def test_a_snapshot_tells_of_no_progress_that_is_not_committed(world: Worl
     await until(lambda: world.visible() == [first])
 
 
+@pytest.mark.rule(27)
 @pytest.mark.parametrize("running", [True, False])
 @pytest.mark.parametrize(
     ("log", "inside", "partition"),
@@ -135,6 +139,7 @@ async def test_what_no_version_of_ours_writes_stops_nothing(
     assert not world.stops
 
 
+@pytest.mark.rule(27)
 @pytest.mark.parametrize("log", ["half", "op"])
 @pytest.mark.parametrize(
     ("inside", "partition", "stops"), [(False, 0, True), (True, 0, False), (False, 1, False)]
@@ -151,6 +156,7 @@ async def test_before_the_first_claim_what_no_version_of_ours_writes_stops_nothi
         await until(lambda: world.visible() == [first])
 
 
+@pytest.mark.rule(27)
 async def test_a_newer_marker_under_another_key_stops_nothing(world: World) -> None:
     owner = await world.owner()
     world.zombie_op(Record(b"x", b'{"v": %d}' % NEWER))
@@ -159,6 +165,7 @@ async def test_a_newer_marker_under_another_key_stops_nothing(world: World) -> N
     assert (world.told.foreigners, world.stops) == (["op"], [])
 
 
+@pytest.mark.rule(27)
 @pytest.mark.parametrize("inside", [True, False])
 async def test_a_tombstone_behind_a_newer_copy_takes_it_away(world: World, inside: bool) -> None:
     await (await world.owner()).close()
@@ -171,6 +178,7 @@ async def test_a_tombstone_behind_a_newer_copy_takes_it_away(world: World, insid
     await until(lambda: world.visible() == [first])
 
 
+@pytest.mark.rule(27)
 async def test_a_newer_copy_is_passed_over_by_decision(world: World) -> None:
     await (await world.owner()).close()
     await write(world, "parked", newer(world, "parked", 0), inside=True)
@@ -180,6 +188,7 @@ async def test_a_newer_copy_is_passed_over_by_decision(world: World) -> None:
     await until(lambda: world.visible() == [first])
 
 
+@pytest.mark.rule(10)
 async def test_a_tombstone_of_another_client_takes_no_copy_of_ours(world: World) -> None:
     await (await world.owner()).close()
     half = world.half(Message("t", b"k", b"v", partition=0))

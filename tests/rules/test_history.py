@@ -197,6 +197,7 @@ async def test_clocks_that_were_put_back_hide_nothing(whose: str, back_ms: int) 
     await all_found(past, 41)
 
 
+@pytest.mark.rule(3)
 @pytest.mark.parametrize("step_ms", [WINDOW_MS // 4, 2 * WINDOW_MS, HOUR_MS])
 async def test_where_little_is_prepared_later_ones_do_not_mislead(step_ms: int) -> None:
     past = Past()

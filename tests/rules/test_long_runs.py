@@ -89,6 +89,7 @@ def kinds(answers: Sequence[Answer]) -> list[str]:
 # --- what a broker does not take ----------------------------------------------------------------
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize("bad", [{0}, {255}, {100}, {3, 4, 200}, {*range(0, 256, 5)}])
 async def test_a_refused_run_is_split_down_to_what_the_broker_does_not_take(
     world: World, bad: set[int]
@@ -118,6 +119,7 @@ async def test_a_refused_run_is_split_down_to_what_the_broker_does_not_take(
     assert stored(world, "op") == [taken[0], *taken[3:]]
 
 
+@pytest.mark.rule(29)
 async def test_what_fits_no_batch_keeps_none_of_its_run_out(world: World) -> None:
     owner, run = await world.owner(), halves(world, FRAME)
     large = "x" * owner._half._log.batch_bytes_max
@@ -136,6 +138,7 @@ async def test_what_fits_no_batch_keeps_none_of_its_run_out(world: World) -> Non
 # --- back-pressure ------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize(
     ("settings", "queue_bytes_max", "accepted"),
     [
@@ -170,6 +173,7 @@ async def test_a_run_is_refused_exactly_as_many_as_one_by_one(
         assert told[0].count("pending") == accepted
 
 
+@pytest.mark.rule(29)
 async def test_what_is_stored_of_a_long_run_counts_once(world: World) -> None:
     owner = await world.owner(pending_max=1500, pending_group_max=1500)
     gate = Gate()
@@ -188,6 +192,7 @@ async def test_what_is_stored_of_a_long_run_counts_once(world: World) -> None:
 # --- several batches, and what comes between ----------------------------------------------------
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize("middle", [as_it_is, without_offset, without_time])
 async def test_a_run_of_several_batches_is_stored_once_in_order(
     world: World, middle: Append
@@ -221,6 +226,7 @@ async def test_a_run_of_several_batches_is_stored_once_in_order(
     assert stored(world, "op") == ids
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize("middle", [stored_unanswered, lost_unanswered])
 async def test_what_was_not_answered_of_a_run_is_repeated_without_harm(
     world: World, middle: Append
@@ -247,6 +253,7 @@ async def test_what_was_not_answered_of_a_run_is_repeated_without_harm(
     assert set(kinds(contrary)) == {"already_decided"}
 
 
+@pytest.mark.rule(29)
 async def test_who_gives_a_run_up_leaves_what_was_not_on_its_way(world: World) -> None:
     owner = await world.owner(**ROOM)
     gate, run = Gate(), halves(world, LONG)
@@ -263,6 +270,7 @@ async def test_who_gives_a_run_up_leaves_what_was_not_on_its_way(world: World) -
     assert [queue.size for queue in owner._half._queues.values()] == [0, 0]
 
 
+@pytest.mark.rule(29)
 async def test_a_run_is_cut_where_its_owner_is_suspended(world: World) -> None:
     owner = await world.owner(**ROOM)
     gate, run = Gate(), halves(world, LONG)
@@ -288,6 +296,7 @@ async def test_a_run_is_cut_where_its_owner_is_suspended(world: World) -> None:
 # --- runs that share a batch --------------------------------------------------------------------
 
 
+@pytest.mark.rule(29)
 @pytest.mark.parametrize("append", [as_it_is, without_offset, without_time, refusing(["nobody"])])
 async def test_of_runs_in_one_batch_each_operation_has_its_own_answer(
     world: World, append: Append

@@ -28,6 +28,7 @@ async def at_work(world: World) -> tuple[Broker, ScriptedDoor, Owner]:
     return broker, door, broker._ownership.open()[0]
 
 
+@pytest.mark.rule(16)
 @pytest.mark.parametrize("error", [ConfigurationError("the group is full"), RuntimeError("odd")])
 async def test_a_proxy_that_left_joins_again_whatever_kept_it_out(
     world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -46,6 +47,7 @@ async def test_a_proxy_that_left_joins_again_whatever_kept_it_out(
     await until(lambda: broker.readiness().ready)
 
 
+@pytest.mark.rule(16)
 async def test_time_out_of_touch_does_not_make_a_claim_stuck(world: World) -> None:
     async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
         await gate.wait()
@@ -91,6 +93,7 @@ async def test_who_gives_up_leaving_does_not_leave_owners_half_closed(
         await closed.wait()
 
 
+@pytest.mark.rule(26)
 async def test_what_another_owner_took_while_out_of_touch_is_counted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +110,7 @@ async def test_what_another_owner_took_while_out_of_touch_is_counted(
     assert fenced == ["fenced"]
 
 
+@pytest.mark.rule(26)
 async def test_who_slept_for_a_session_answers_no_question_from_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +129,7 @@ async def test_who_slept_for_a_session_answers_no_question_from_memory(
     assert known(owner, id).state == "pending"
 
 
+@pytest.mark.rule(26)
 async def test_what_has_no_key_goes_to_a_partition_that_is_not_suspended(world: World) -> None:
     door = ScriptedDoor(world.kafka, topic_prefix="x", half_partitions=2)
     broker = await world.broker(door)

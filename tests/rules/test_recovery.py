@@ -244,6 +244,7 @@ def _check_promoted(world: World, owner: Owner) -> None:
     assert not visible
 
 
+@pytest.mark.rule(10, 11)
 @pytest.mark.parametrize("seed", range(SEEDS))
 async def test_recovery_equals_a_replay_at_every_moment(world: World, seed: int) -> None:
     work = Work(world, seed)
@@ -256,6 +257,7 @@ async def test_recovery_equals_a_replay_at_every_moment(world: World, seed: int)
         assert seen[what], (what, seen)
 
 
+@pytest.mark.rule(11)
 @pytest.mark.parametrize("seed", range(100, 100 + SEEDS))
 async def test_recovery_equals_a_replay_wherever_the_checkpoint_topic_ends(
     world: World, seed: int

@@ -110,6 +110,7 @@ def silent(_: CheckCall) -> CheckResult:
 # --- 21 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(21)
 async def test_the_question_goes_out_behind_its_marker(world: World) -> None:
     owner, group, runner = await asking(world, lambda _: Answered(Decision.COMMIT))
     gate = Gate()
@@ -129,6 +130,7 @@ async def test_the_question_goes_out_behind_its_marker(world: World) -> None:
     await runner.close()
 
 
+@pytest.mark.rule(21)
 async def test_an_attempt_that_another_owner_made_first_is_not_asked(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
@@ -139,6 +141,7 @@ async def test_an_attempt_that_another_owner_made_first_is_not_asked(world: Worl
     assert len(known(owner, id).counted_ms) == 1
 
 
+@pytest.mark.rule(21)
 @pytest.mark.parametrize("kind", ["commit", "rollback"])
 async def test_an_attempt_behind_a_decision_is_not_asked(world: World, kind: str) -> None:
     owner = await world.owner()
@@ -148,6 +151,7 @@ async def test_an_attempt_behind_a_decision_is_not_asked(world: World, kind: str
     assert known(owner, id).attempts == ()
 
 
+@pytest.mark.rule(21)
 async def test_an_attempt_that_is_decided_in_its_own_batch_is_not_asked(world: World) -> None:
     owner = await world.owner()
     third, other = await world.prepared(owner), await world.prepared(owner)
@@ -172,6 +176,7 @@ async def test_an_attempt_that_is_decided_in_its_own_batch_is_not_asked(world: W
     assert world.partition.calls.count("op.append") == 2
 
 
+@pytest.mark.rule(21)
 async def test_an_attempt_before_its_time_is_neither_written_nor_asked(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -181,6 +186,7 @@ async def test_an_attempt_before_its_time_is_neither_written_nor_asked(world: Wo
     assert world.kinds() == ["commit"]
 
 
+@pytest.mark.rule(21)
 async def test_an_attempt_whose_marker_was_not_answered_is_not_asked(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
@@ -192,6 +198,7 @@ async def test_an_attempt_whose_marker_was_not_answered_is_not_asked(world: Worl
     assert call.number == 1
 
 
+@pytest.mark.rule(21)
 async def test_a_marker_tells_what_came_of_the_attempt_before(world: World) -> None:
     owner, group, runner = await asking(world, lambda call: Unclear(f"no answer {call.number}"))
     await world.prepared(owner, policy=QUICK)
@@ -204,6 +211,7 @@ async def test_a_marker_tells_what_came_of_the_attempt_before(world: World) -> N
 # --- 22 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(21, 22)
 async def test_who_was_not_reached_does_not_count_and_the_number_is_not_used_again(
     world: World,
 ) -> None:
@@ -219,6 +227,7 @@ async def test_who_was_not_reached_does_not_count_and_the_number_is_not_used_aga
     assert marks == [(kind, n) for n in (1, 2, 3) for kind in ("check", "returned")]
 
 
+@pytest.mark.rule(22)
 async def test_what_is_unclear_counts(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
@@ -231,6 +240,7 @@ async def test_what_is_unclear_counts(world: World) -> None:
     assert world.kinds() == ["check"]
 
 
+@pytest.mark.rule(22)
 async def test_it_is_parked_after_the_last_attempt_and_its_timeout(world: World) -> None:
     owner, group, runner = await asking(world, silent)
     id = await world.prepared(owner, policy=QUICK)
@@ -287,6 +297,7 @@ async def test_one_that_parks_while_an_older_copy_is_written_gets_one_that_says_
     assert [facts and facts.state for facts in copies] == ["pending", "parked"]
 
 
+@pytest.mark.rule(22)
 async def test_no_attempt_is_accepted_beyond_the_last(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=CheckPolicy(0.0, 0.0, 2, 60.0))
@@ -297,6 +308,7 @@ async def test_no_attempt_is_accepted_beyond_the_last(world: World) -> None:
     assert len(known(owner, id).counted_ms) == 2
 
 
+@pytest.mark.rule(22)
 async def test_a_parked_one_is_decided_by_hand_and_answers_in_flight_are_ignored(
     world: World,
 ) -> None:
@@ -312,6 +324,7 @@ async def test_a_parked_one_is_decided_by_hand_and_answers_in_flight_are_ignored
     await until(lambda: world.visible() == [id])
 
 
+@pytest.mark.rule(22)
 async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored(
     world: World,
 ) -> None:
@@ -333,6 +346,7 @@ async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored
     assert (new.round, new.number, new.attempt) == (2, 1, 1)
 
 
+@pytest.mark.rule(22)
 async def test_an_answer_behind_a_decision_is_ignored(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
@@ -348,6 +362,7 @@ async def test_an_answer_behind_a_decision_is_ignored(world: World) -> None:
 # --- 23 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(23)
 async def test_asked_for_it_comes_at_once_counts_and_keeps_a_second(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=THREE)
@@ -386,6 +401,7 @@ async def test_the_marker_of_a_check_tells_who_asked_for_it(world: World) -> Non
     ]
 
 
+@pytest.mark.rule(23)
 async def test_the_last_attempt_of_a_round_is_never_pulled_forward(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=2))
@@ -398,6 +414,7 @@ async def test_the_last_attempt_of_a_round_is_never_pulled_forward(world: World)
     assert len(known(owner, id).counted_ms) == 1
 
 
+@pytest.mark.rule(23)
 async def test_not_yet_costs_nothing_and_is_kept_to(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)

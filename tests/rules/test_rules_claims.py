@@ -52,6 +52,7 @@ _NUMBERS = itertools.count()
 # --- 8, 9 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(8)
 async def test_an_owner_claims_before_it_reads_and_writes_nothing_before(world: World) -> None:
     await (await world.owner()).close()
     await world.owner()
@@ -61,6 +62,7 @@ async def test_an_owner_claims_before_it_reads_and_writes_nothing_before(world: 
     assert "op.append" not in calls
 
 
+@pytest.mark.rule(8)
 async def test_a_lost_claim_is_tried_again_while_the_partition_is_ours(world: World) -> None:
     owner = world.make()
     world.partition.claims.extend([_fenced, _fenced])
@@ -70,6 +72,7 @@ async def test_a_lost_claim_is_tried_again_while_the_partition_is_ours(world: Wo
     await until(lambda: world.visible() == [id])
 
 
+@pytest.mark.rule(8)
 async def test_a_lost_claim_of_a_partition_that_moved_is_given_up(world: World) -> None:
     owner = world.make()
     world.still_ours = False
@@ -80,6 +83,7 @@ async def test_a_lost_claim_of_a_partition_that_moved_is_given_up(world: World) 
     assert world.partition.calls.count("claim") == 1
 
 
+@pytest.mark.rule(8)
 async def test_each_claim_has_a_name_of_its_own(world: World) -> None:
     for _ in range(2):
         await (await world.owner()).close()
@@ -88,6 +92,7 @@ async def test_each_claim_has_a_name_of_its_own(world: World) -> None:
     assert len({each.claim for each in claims}) == 2
 
 
+@pytest.mark.rule(9)
 async def test_a_hanging_claim_is_shown_and_tried_again(world: World) -> None:
     hangs = True
 
@@ -110,6 +115,7 @@ async def test_a_hanging_claim_is_shown_and_tried_again(world: World) -> None:
 # --- 10, 12 --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(10)
 async def test_every_turn_carries_the_progress(world: World) -> None:
     owner = await world.owner()
     for count in (1, 2, 3):
@@ -124,6 +130,7 @@ async def test_every_turn_carries_the_progress(world: World) -> None:
         assert progress.claim == world.markers()[-1].claim
 
 
+@pytest.mark.rule(11, 12)
 async def test_what_lies_below_progress_has_no_effect_again(world: World) -> None:
     owner = await world.owner()
     ids = [await world.committed(owner) for _ in range(3)]
@@ -138,6 +145,7 @@ async def test_what_lies_below_progress_has_no_effect_again(world: World) -> Non
     assert world.runner.due_now == []
 
 
+@pytest.mark.rule(12)
 async def test_what_was_committed_and_not_promoted_is_promoted_by_the_next_owner(
     world: World,
 ) -> None:
@@ -152,6 +160,7 @@ async def test_what_was_committed_and_not_promoted_is_promoted_by_the_next_owner
     assert world.visible() == [id]
 
 
+@pytest.mark.rule(10)
 async def test_a_marker_below_progress_whose_half_came_later_is_not_done(world: World) -> None:
     owner = await world.owner()
     late = world.half(message("late"))
@@ -167,6 +176,7 @@ async def test_a_marker_below_progress_whose_half_came_later_is_not_done(world: 
     assert world.visible() == [first, "late"]
 
 
+@pytest.mark.rule(12)
 async def test_attempts_count_over_a_restart(world: World) -> None:
     owner = await world.owner()
     half = world.half()
@@ -182,6 +192,7 @@ async def test_attempts_count_over_a_restart(world: World) -> None:
     assert known(again, half.id).number == 2
 
 
+@pytest.mark.rule(10)
 async def test_a_truncated_or_recreated_topic_stops_its_partition_and_no_other(
     world: World,
 ) -> None:
@@ -202,6 +213,7 @@ async def test_a_truncated_or_recreated_topic_stops_its_partition_and_no_other(
         await through(broker, world, 0)
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
 async def test_a_log_that_ends_before_progress_is_refused(world: World, topic: str) -> None:
     owner = await world.owner()
@@ -214,6 +226,7 @@ async def test_a_log_that_ends_before_progress_is_refused(world: World, topic: s
         await world.owner()
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
 async def test_a_recreated_log_that_has_grown_past_progress_is_refused(
     world: World, topic: str
@@ -233,6 +246,7 @@ async def test_a_recreated_log_that_has_grown_past_progress_is_refused(
         await world.owner()
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
 async def test_a_log_that_ends_before_the_last_record_that_was_read_is_refused(
     world: World, topic: str
@@ -249,6 +263,7 @@ async def test_a_log_that_ends_before_the_last_record_that_was_read_is_refused(
         await world.owner()
 
 
+@pytest.mark.rule(10)
 async def test_a_partition_that_was_truncated_while_it_is_owned_stops(world: World) -> None:
     owner = await world.owner()
     await world.prepared(owner)
@@ -259,6 +274,7 @@ async def test_a_partition_that_was_truncated_while_it_is_owned_stops(world: Wor
     assert isinstance(world.stops[0], LogTruncated)
 
 
+@pytest.mark.rule(10)
 async def test_refused_ones_and_their_cause_survive_a_restart(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("big" * 100))
@@ -276,6 +292,7 @@ async def test_refused_ones_and_their_cause_survive_a_restart(world: World) -> N
     assert world.visible() == []
 
 
+@pytest.mark.rule(10)
 async def test_a_damaged_copy_of_a_refused_one_stops_the_partition(world: World) -> None:
     """It would count as promoted: after a lost turn, and with the next owner."""
     owner = await world.owner()
@@ -295,6 +312,7 @@ async def test_a_damaged_copy_of_a_refused_one_stops_the_partition(world: World)
         await world.owner()
 
 
+@pytest.mark.rule(10)
 async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("big" * 100))
@@ -315,6 +333,7 @@ async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: 
 # --- 16 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(16)
 async def test_a_fenced_owner_whose_partition_moved_drops_it(world: World) -> None:
     owner = await world.owner()
     world.still_ours = False
@@ -327,6 +346,7 @@ async def test_a_fenced_owner_whose_partition_moved_drops_it(world: World) -> No
     assert known(owner, id).state is State.COMMITTED
 
 
+@pytest.mark.rule(16)
 @pytest.mark.parametrize("error", [Fenced(), TurnLost(), KafkaUnavailable()])
 async def test_an_owner_in_doubt_claims_again_and_goes_on(world: World, error: Exception) -> None:
     owner = await world.owner()
@@ -339,6 +359,7 @@ async def test_an_owner_in_doubt_claims_again_and_goes_on(world: World, error: E
     assert world.stops == []
 
 
+@pytest.mark.rule(16)
 @pytest.mark.parametrize("outcome", [LostReply.DONE, LostReply.NOT_DONE])
 async def test_a_turn_of_unknown_outcome_is_promoted_exactly_once(
     world: World, outcome: LostReply
@@ -354,6 +375,7 @@ async def test_a_turn_of_unknown_outcome_is_promoted_exactly_once(
     assert world.partition.calls.count("claim") == 2
 
 
+@pytest.mark.rule(16)
 async def test_a_fresh_heartbeat_comes_before_the_claim(world: World) -> None:
     owner = await world.owner()
     asked: list[int] = []
@@ -369,6 +391,7 @@ async def test_a_fresh_heartbeat_comes_before_the_claim(world: World) -> None:
     assert asked == [1]
 
 
+@pytest.mark.rule(3)
 async def test_a_zombies_answer_is_right_and_its_turns_are_not_seen(world: World) -> None:
     zombie = await world.owner()
     id = await world.prepared(zombie)
@@ -387,6 +410,7 @@ async def test_a_zombies_answer_is_right_and_its_turns_are_not_seen(world: World
 # --- 26 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(26)
 async def test_assignments_are_taken_at_once_and_recovery_runs_beside(world: World) -> None:
     async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
         await opened.wait()
@@ -430,6 +454,7 @@ async def test_assigned_again_while_a_fenced_one_still_closes_it_is_opened_anew(
     await until(lambda: broker.readiness().partitions[0] == "owned")
 
 
+@pytest.mark.rule(26)
 async def test_a_call_to_an_owner_that_has_closed_fails_at_once(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -453,6 +478,7 @@ def newer_marker(world: World, id: str, kind: str = "commit") -> Record:
     return structs.replace(record, value=record.value.replace(b'"commit"', f'"{kind}"'.encode()))
 
 
+@pytest.mark.rule(27)
 @pytest.mark.parametrize("kind", ["commit", "annul"])
 async def test_a_newer_marker_stops_the_partition_and_no_other(world: World, kind: str) -> None:
     broker = await broker_on(world, 2)
@@ -470,6 +496,7 @@ async def test_a_newer_marker_stops_the_partition_and_no_other(world: World, kin
     await until(lambda: again.readiness().partitions[0].startswith("newer"))
 
 
+@pytest.mark.rule(27)
 async def test_a_newer_half_message_stops_the_partition_whoever_reads_it(world: World) -> None:
     owner = await world.owner()
     owner._tasks[4].cancel()  # the watch, so that the call below is the first to read it
@@ -487,6 +514,7 @@ async def test_a_newer_half_message_stops_the_partition_whoever_reads_it(world: 
     assert isinstance(world.stops[0], InvariantBroken)
 
 
+@pytest.mark.rule(27)
 async def test_a_newer_marker_in_a_gap_stops_before_our_own_is_answered(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -501,6 +529,7 @@ async def test_a_newer_marker_in_a_gap_stops_before_our_own_is_answered(world: W
 # --- section 6 -----------------------------------------------------------------------------------
 
 
+@pytest.mark.rule("topics")
 def test_a_record_without_the_brokers_append_time_stops_the_partition() -> None:
     data = encode_batch(batch_body([Record(b"k", b"v", (), 5)]), producer_id=1, epoch=0, sequence=0)
     answer = (0, 0, 1, 1, [], data)

@@ -38,6 +38,7 @@ WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
 # --- 6 -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(6)
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
 async def test_the_wall_clock_plays_no_part(
     world: World, monkeypatch: pytest.MonkeyPatch, wall_s: float
@@ -57,6 +58,7 @@ async def test_the_wall_clock_plays_no_part(
     assert abs(again.now_ms() - world.clock.now_ms()) < 1000
 
 
+@pytest.mark.rule(6)
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
 async def test_ids_are_made_by_the_brokers_clock(
     world: World, monkeypatch: pytest.MonkeyPatch, wall_s: float
@@ -71,6 +73,7 @@ async def test_ids_are_made_by_the_brokers_clock(
     assert world.visible() == ["v"]
 
 
+@pytest.mark.rule(6)
 async def test_now_is_the_claims_append_time_and_runs_with_the_monotonic_clock(
     world: World,
 ) -> None:
@@ -81,6 +84,7 @@ async def test_now_is_the_claims_append_time_and_runs_with_the_monotonic_clock(
     assert 100_000 <= owner.now_ms() - stamp_ms < 101_000
 
 
+@pytest.mark.rule(6)
 async def test_now_is_never_behind_what_was_appended(world: World) -> None:
     owner = await world.owner()
     world.clock.advance(77.0)
@@ -88,6 +92,7 @@ async def test_now_is_never_behind_what_was_appended(world: World) -> None:
     assert owner.now_ms() >= known(owner, id).prepared_at_ms
 
 
+@pytest.mark.rule(6)
 def test_now_never_runs_ahead_of_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monotonic_s = 0.0
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: monotonic_s))
@@ -101,6 +106,7 @@ def test_now_never_runs_ahead_of_what_it_was_told(monkeypatch: pytest.MonkeyPatc
     assert now.now_ms() == 1006
 
 
+@pytest.mark.rule(6)
 async def test_a_restart_knows_the_time_from_its_claim_not_from_old_records(world: World) -> None:
     owner = await world.owner()
     await world.prepared(owner)
@@ -110,6 +116,7 @@ async def test_a_restart_knows_the_time_from_its_claim_not_from_old_records(worl
     assert abs(again.now_ms() - world.clock.now_ms()) < 1000
 
 
+@pytest.mark.rule(6)
 async def test_ids_are_forgotten_by_the_log_clock_only(world: World) -> None:
     world.settled_share = 0 * ROW_BYTES
     owner = await world.owner()
@@ -130,6 +137,7 @@ async def test_ids_are_forgotten_by_the_log_clock_only(world: World) -> None:
 # --- 7 -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(7)
 async def test_an_id_too_far_from_now_is_refused_before_it_is_written(world: World) -> None:
     owner = await world.owner()
     for away_ms in (-WINDOW_MS - 1000, WINDOW_MS + 1000):
@@ -139,6 +147,7 @@ async def test_an_id_too_far_from_now_is_refused_before_it_is_written(world: Wor
     assert world.kafka.visible("txbroker.half") == []
 
 
+@pytest.mark.rule(7)
 async def test_a_half_message_that_is_appended_too_late_is_void(world: World) -> None:
     owner = await world.owner()
     half, gate = world.half(), Gate()
@@ -155,6 +164,7 @@ async def test_a_half_message_that_is_appended_too_late_is_void(world: World) ->
     assert (await world.owner()).ledger.get(half.id) is None
 
 
+@pytest.mark.rule(7)
 async def test_records_that_do_not_read_are_set_aside(world: World) -> None:
     owner = await world.owner()
     for topic in ("txbroker.half", "txbroker.op"):
@@ -168,6 +178,7 @@ async def test_records_that_do_not_read_are_set_aside(world: World) -> None:
     assert known(await world.owner(), id).state is State.PROMOTED
 
 
+@pytest.mark.rule(7)
 @pytest.mark.parametrize(
     ("decide", "state"), [(commit, State.PROMOTED), (roll_back, State.ROLLED_BACK)]
 )
@@ -202,6 +213,7 @@ async def test_a_retried_prepare_is_answered_without_a_look_at_its_targets(
     assert (again.id, again.created, looks) == (first.id, False, [])
 
 
+@pytest.mark.rule(7)
 async def test_of_two_prepares_with_one_key_at_once_one_counts(world: World) -> None:
     owner = await world.owner()
     halves = [world.half(message("same"), dedup_key="d") for _ in range(2)]
@@ -213,6 +225,7 @@ async def test_of_two_prepares_with_one_key_at_once_one_counts(world: World) -> 
     assert list((await world.owner()).ledger.transactions) == [halves[0].id]
 
 
+@pytest.mark.rule(7)
 async def test_a_key_stands_while_its_transaction_is_unsettled_however_old(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("same"), dedup_key="d")
@@ -224,6 +237,7 @@ async def test_a_key_stands_while_its_transaction_is_unsettled_however_old(world
     assert standing_of(owner, PrepareRequest(GROUP, (message("same"),), None, "d")) is None
 
 
+@pytest.mark.rule(7)
 async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("one"), dedup_key="d")
@@ -237,6 +251,7 @@ async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -
     assert known(owner, id).messages == (message("one"),)
 
 
+@pytest.mark.rule(7)
 async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -> None:
     world.settled_share = 5 * ROW_BYTES
     owner = await world.owner()
@@ -247,6 +262,7 @@ async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -
     assert [known(owner, id).state for id in ids] == [State.PROMOTED] * 20
 
 
+@pytest.mark.rule(7)
 async def test_prepares_wait_while_the_settled_window_is_full(world: World) -> None:
     world.settled_share = 2 * ROW_BYTES
     owner = await world.owner()

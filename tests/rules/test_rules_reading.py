@@ -40,6 +40,7 @@ from txbroker.proxy.partition import owner as owner_module
 # --- 1 -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(1)
 @pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])
 async def test_a_prepare_without_an_answer_is_no_ack_and_can_be_sent_again(
     world: World, fate: object
@@ -55,6 +56,7 @@ async def test_a_prepare_without_an_answer_is_no_ack_and_can_be_sent_again(
     assert [transaction.id for transaction in owner.ledger] == [half.id]
 
 
+@pytest.mark.rule(1)
 @pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])
 async def test_a_decision_without_an_answer_is_no_ack_and_can_be_sent_again(
     world: World, fate: object
@@ -71,6 +73,7 @@ async def test_a_decision_without_an_answer_is_no_ack_and_can_be_sent_again(
 # --- 2 -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(2, 3)
 async def test_a_gap_is_fetched_and_applied_before_our_own_marker(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -84,6 +87,7 @@ async def test_a_gap_is_fetched_and_applied_before_our_own_marker(world: World) 
     assert (known(owner, id).state, known(owner, id).op_offset) == (State.ROLLED_BACK, 0)
 
 
+@pytest.mark.rule(2)
 async def test_a_gap_in_half_is_fetched_and_applied_first(world: World) -> None:
     owner = await world.owner()
     half = world.half(message("mine"), dedup_key="d")
@@ -94,6 +98,7 @@ async def test_a_gap_in_half_is_fetched_and_applied_first(world: World) -> None:
     assert known(owner, half.id).offset == 1
 
 
+@pytest.mark.rule(2)
 async def test_without_an_offset_the_log_is_read_back(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -106,6 +111,7 @@ async def test_without_an_offset_the_log_is_read_back(world: World) -> None:
     assert known(owner, half.id).offset == 1
 
 
+@pytest.mark.rule(2)
 async def test_without_an_offset_ours_is_not_taken_for_what_stood_before_it(world: World) -> None:
     owner = await world.owner()
     half = world.half(message("mine"), dedup_key="d")
@@ -120,6 +126,7 @@ async def test_without_an_offset_ours_is_not_taken_for_what_stood_before_it(worl
     assert [known(owner, each.id).offset for each in (theirs, half)] == [0, 1]
 
 
+@pytest.mark.rule(2)
 async def test_without_an_append_time_the_log_is_read_back(world: World) -> None:
     owner = await world.owner()
     world.partition.half.script.append(without_time)
@@ -131,6 +138,7 @@ async def test_without_an_append_time_the_log_is_read_back(world: World) -> None
     assert transaction.decided_at_ms == world.kafka.visible("txbroker.op")[0].timestamp_ms
 
 
+@pytest.mark.rule(2)
 async def test_what_is_contiguous_is_not_read_back(world: World) -> None:
     owner = await world.owner()
     calls = world.partition.calls
@@ -140,6 +148,7 @@ async def test_what_is_contiguous_is_not_read_back(world: World) -> None:
     assert calls.count("half.read") + calls.count("op.read") == before
 
 
+@pytest.mark.rule(2)
 async def test_an_idle_owner_sees_what_others_wrote(world: World) -> None:
     await world.owner()
     half = world.half(message("theirs"))
@@ -149,6 +158,7 @@ async def test_an_idle_owner_sees_what_others_wrote(world: World) -> None:
     assert world.visible() == ["theirs"]
 
 
+@pytest.mark.rule(2)
 def test_an_idle_owner_looks_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert owner_module.IDLE_S <= 1.0
 
@@ -156,6 +166,7 @@ def test_an_idle_owner_looks_every_second(monkeypatch: pytest.MonkeyPatch) -> No
 # --- 3 -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(3)
 async def test_a_decision_is_answered_when_the_ledger_has_applied_its_marker(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -171,6 +182,7 @@ async def test_a_decision_is_answered_when_the_ledger_has_applied_its_marker(wor
     assert known(owner, id).op_offset == 0
 
 
+@pytest.mark.rule(3)
 async def test_a_decision_is_not_answered_before_the_gap_is_read(world: World) -> None:
     owner = await world.owner(half_retention_ms=1 << 60)
     id = await world.prepared(owner)
@@ -185,6 +197,7 @@ async def test_a_decision_is_not_answered_before_the_gap_is_read(world: World) -
     assert (await deciding).decision == "commit"
 
 
+@pytest.mark.rule(3)
 async def test_standing_decisions_come_from_the_ledger_and_write_nothing(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -198,6 +211,7 @@ async def test_standing_decisions_come_from_the_ledger_and_write_nothing(world: 
     assert world.kinds() == ["commit"]
 
 
+@pytest.mark.rule(3)
 async def test_not_found_only_after_half_was_read_to_an_end_asked_for_now(world: World) -> None:
     owner = await world.owner()
     await owner.close()
@@ -211,6 +225,7 @@ async def test_not_found_only_after_half_was_read_to_an_end_asked_for_now(world:
     assert calls.count("half.bounds") == before + 1
 
 
+@pytest.mark.rule(3)
 async def test_not_found_waits_for_the_end_of_half(world: World) -> None:
     owner = await world.owner()
     log = world.partition.half
@@ -224,6 +239,7 @@ async def test_not_found_waits_for_the_end_of_half(world: World) -> None:
     assert (await deciding).decision == "commit"
 
 
+@pytest.mark.rule(3)
 async def test_not_found_is_not_said_while_kafka_is_silent(world: World) -> None:
     owner = await world.owner()
     world.kafka.go_down()
@@ -235,6 +251,7 @@ async def test_not_found_is_not_said_while_kafka_is_silent(world: World) -> None
 # --- 4 -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(4)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -258,6 +275,7 @@ async def test_an_illegal_marker_has_no_effect_and_is_counted(
     assert structs.asdict(known(owner, id)) == before
 
 
+@pytest.mark.rule(4)
 async def test_the_second_marker_loses_and_the_conflict_is_counted(world: World) -> None:
     owner = await world.owner()
     id = await world.committed(owner)
@@ -267,6 +285,7 @@ async def test_the_second_marker_loses_and_the_conflict_is_counted(world: World)
     assert known(owner, id).decision == "commit"
 
 
+@pytest.mark.rule(4)
 async def test_of_two_contrary_decisions_at_once_the_first_marker_wins(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -278,6 +297,7 @@ async def test_of_two_contrary_decisions_at_once_the_first_marker_wins(world: Wo
     assert world.kinds() == ["rollback", "commit"]
 
 
+@pytest.mark.rule(4)
 async def test_the_owner_checks_before_it_appends(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -291,6 +311,7 @@ async def test_the_owner_checks_before_it_appends(world: World) -> None:
 # --- 5 -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(5)
 async def test_a_marker_before_its_half_waits_for_it(world: World) -> None:
     owner = await world.owner()
     half = world.half(message("late"))
@@ -301,6 +322,7 @@ async def test_a_marker_before_its_half_waits_for_it(world: World) -> None:
     await until(lambda: world.visible() == ["late"])
 
 
+@pytest.mark.rule(5)
 async def test_what_is_decided_later_waits_for_a_half_that_is_not_read_yet(world: World) -> None:
     owner = await world.owner()
     later = await world.prepared(owner, message("later"), order_key="k")
@@ -318,6 +340,7 @@ async def test_what_is_decided_later_waits_for_a_half_that_is_not_read_yet(world
     assert world.visible() == ["earlier", "later"]
 
 
+@pytest.mark.rule(5)
 async def test_a_commit_of_nothing_holds_nobody_up(world: World) -> None:
     owner = await world.owner()
     world.zombie_mark(MarkerKind.COMMIT, world.half().id, group=GROUP)
@@ -327,6 +350,7 @@ async def test_a_commit_of_nothing_holds_nobody_up(world: World) -> None:
     assert world.told.effects() == [Effect.WAITING]
 
 
+@pytest.mark.rule(5)
 async def test_a_waiting_marker_is_kept_by_halfs_log_clock(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +368,7 @@ async def test_a_waiting_marker_is_kept_by_halfs_log_clock(
     await until(lambda: world.visible() == ["late"])
 
 
+@pytest.mark.rule(5, 12)
 async def test_a_takeover_asks_for_the_end_of_op_before_that_of_half(world: World) -> None:
     await (await world.owner()).close()
     await world.owner()
@@ -351,6 +376,7 @@ async def test_a_takeover_asks_for_the_end_of_op_before_that_of_half(world: Worl
     assert asked[:2] == ["op.bounds", "half.bounds"]
 
 
+@pytest.mark.rule(7)
 async def test_other_content_under_a_known_id_is_a_conflict_also_in_a_gap(world: World) -> None:
     owner = await world.owner()
     mine, theirs = world.half(message("mine")), message("theirs")

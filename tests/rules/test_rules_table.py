@@ -1,76 +1,66 @@
-"""The table of rules names what is there, and every mutant can be made."""
+"""Every rule has its place on the page, code, tests and a mutant."""
 
 from __future__ import annotations
 
 import ast
 import re
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterator
 
-import pytest
+from tests.rules.mutants import ROOT, defined, definitions, mutants
 
-from tests.rules.mutants import ROOT, Mutant, mutants
-
-PAGE = ROOT / "docs/reference/rules.md"
-RULES = [*map(str, range(1, 30)), "topics"]
-CELL = re.compile(r"`([^`]+)`")
-MUTANTS = mutants()
+RULES = [*map(str, range(1, 30)), "Topics"]
+PAGE = (ROOT / "docs/reference/rules.md").read_text()
+SECTIONS = dict(re.findall(r"^## (\w+)\.? ?[^\n]*\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 
 
-@cache
-def names(path: Path) -> frozenset[str]:
-    """Return what a file defines: functions, classes, `Class.method` and constants."""
-    found = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef):
-            found.add(node.name)
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-                    found.add(f"{node.name}.{inner.name}")
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
-    return frozenset(found)
+def marked(node: ast.stmt) -> Iterator[str]:
+    """Yield the rules in the marks of a test."""
+    for mark in getattr(node, "decorator_list", ()):
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.rule":
+            yield from (str(ast.literal_eval(each)).capitalize() for each in mark.args)
 
 
-def rows() -> dict[str, tuple[list[str], list[str]]]:
-    """Return code and tests of each rule as the page names them."""
+def rules_of_tests() -> dict[str, set[str]]:
+    """Return the rules of each marked test, by its file and name."""
     found = {}
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("| ") and "---" not in line and not line.startswith("| rule"):
-            rule, _, code, tests = (cell.strip() for cell in line.strip("|").split(" | "))
-            found[rule] = (CELL.findall(code), CELL.findall(tests))
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        source = path.read_text()
+        if "pytest.mark.rule(" in source:
+            for name, node in definitions(source).items():
+                if rules := set(marked(node)):
+                    found[f"{path.relative_to(ROOT)}::{name}"] = rules
     return found
 
 
-ROWS = rows()
+MARKED = rules_of_tests()
 
 
-def test_every_rule_has_a_line() -> None:
-    assert list(ROWS) == RULES
-    assert all(code and tests for code, tests in ROWS.values())
+def test_page_has_every_rule_with_code_and_a_marked_test() -> None:
+    assert list(SECTIONS) == RULES
+    for rule, section in SECTIONS.items():
+        code, test = re.findall(r"^Code: (.*?) *\nTest: `(.*)`$", section, re.M)[0]
+        for name in re.findall(r"`([^`]+)`", code):
+            assert name in defined(), (rule, name)
+        assert rule in MARKED[test], (rule, test)
 
 
-@pytest.mark.parametrize("rule", ROWS)
-def test_the_code_and_tests_of_a_rule_are_there(rule: str) -> None:
-    code, tests = ROWS[rule]
-    for entry in code:
-        path, _, name = entry.partition(": ")
-        assert not name or name in names(ROOT / path), entry
-    for entry in tests:
-        path, _, name = entry.partition("::")
-        assert name in names(ROOT / "tests" / path), entry
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: f"{each.rule}: {each.what}")
-def test_a_mutant_can_be_made_and_names_its_test(mutant: Mutant) -> None:
-    for source in mutant.sources(ROOT).values():
-        ast.parse(source)
-    path, _, name = mutant.test.partition("::")
-    assert name.partition("[")[0] in names(ROOT / path)
-    named = f"{path.removeprefix('tests/')}::{name.partition('[')[0]}"
-    assert any(named in tests for _, tests in ROWS.values()), f"{named} is not on the page"
+def test_every_mutant_can_be_made_and_its_test_is_marked() -> None:
+    faults = []
+    for mutant in mutants():
+        name = f"{mutant.rule}: {mutant.what}"
+        try:
+            for source in mutant.sources(ROOT).values():
+                ast.parse(source)
+        except ValueError as error:
+            faults.append(f"{name}: {error}")
+        rules = MARKED.get(mutant.test.partition("[")[0], set())
+        faults += [
+            f"{name}: {mutant.test} is not marked with rule {rule}"
+            for rule in mutant.rule.split(", ")
+            if rule.capitalize() not in rules
+        ]
+    assert faults == []
 
 
 def test_every_rule_has_a_mutant() -> None:
-    taken_out = {rule for mutant in MUTANTS for rule in mutant.rule.split(", ")}
-    assert taken_out >= set(RULES)
+    assert {rule.capitalize() for m in mutants() for rule in m.rule.split(", ")} >= set(RULES)

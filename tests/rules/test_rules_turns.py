@@ -48,6 +48,7 @@ HOUR_MS = 3_600_000
 # --- 13 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(13)
 def test_transactional_ids_are_of_the_installation_and_times_are_short() -> None:
     settings = KafkaSettings(
         bootstrap_servers=("127.0.0.1:1",), instance_id="one", half_topic="shop.half"
@@ -60,6 +61,7 @@ def test_transactional_ids_are_of_the_installation_and_times_are_short() -> None
     assert settings.request_timeout_s <= 5.0
 
 
+@pytest.mark.rule(13)
 async def test_a_transaction_is_in_one_turn_whole(world: World) -> None:
     owner = await world.owner(turns=TurnLimits(transactions_max=1, bytes_max=1))
     ids = [
@@ -72,6 +74,7 @@ async def test_a_transaction_is_in_one_turn_whole(world: World) -> None:
     assert [turn.progress.op for turn in turns] == [1, 2, 3]
 
 
+@pytest.mark.rule(13)
 async def test_a_turn_is_seen_whole_or_not_at_all(world: World) -> None:
     owner = await world.owner()
     world.partition.writes.append(raising(TurnLost()))
@@ -103,6 +106,7 @@ async def _batch(world: World, owner: object) -> tuple[str, str]:
 # --- 14 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(14)
 async def test_a_turn_is_written_after_the_writes_of_the_one_before(world: World) -> None:
     twins = Twins()
     twins.a.produce_now.clear()
@@ -116,6 +120,7 @@ async def test_a_turn_is_written_after_the_writes_of_the_one_before(world: World
     await twins.writer.close()
 
 
+@pytest.mark.rule(14)
 async def test_a_turn_ends_after_the_commit_of_the_one_before(world: World) -> None:
     twins = Twins()
     twins.a.end_now.clear()
@@ -130,6 +135,7 @@ async def test_a_turn_ends_after_the_commit_of_the_one_before(world: World) -> N
     await twins.writer.close()
 
 
+@pytest.mark.rule(14)
 @pytest.mark.parametrize(
     ("error", "raised"),
     [(ProducerFenced(), Fenced), (KafkaUnavailable("no answer"), TurnLost)],
@@ -151,6 +157,7 @@ async def test_a_turn_behind_one_that_failed_is_never_committed(
     await twins.writer.close()
 
 
+@pytest.mark.rule(14)
 async def test_a_turn_behind_one_that_is_aborted_is_never_committed(world: World) -> None:
     twins = Twins()
     twins.a.end_now.clear()
@@ -166,6 +173,7 @@ async def test_a_turn_behind_one_that_is_aborted_is_never_committed(world: World
     await twins.writer.close()
 
 
+@pytest.mark.rule(14)
 @pytest.mark.parametrize("at", [("t", 0), ("txbroker.checkpoint", 0)])
 async def test_a_turn_is_not_begun_where_what_its_producer_wrote_before_is_open(
     world: World, at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
@@ -188,6 +196,7 @@ async def test_a_turn_is_not_begun_where_what_its_producer_wrote_before_is_open(
     await twins.writer.close()
 
 
+@pytest.mark.rule(14)
 async def test_what_readers_have_come_past_is_not_asked_about(world: World) -> None:
     twins = Twins()
     twins.stable = 1
@@ -207,6 +216,7 @@ async def test_what_readers_have_come_past_is_not_asked_about(world: World) -> N
 # --- 17 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(17)
 async def test_targets_are_examined_before_a_turn_begins(world: World) -> None:
     owner = await world.owner()
     gone = await world.prepared(owner, message("gone"), message("with it", topic="u"))
@@ -230,6 +240,7 @@ async def test_targets_are_examined_before_a_turn_begins(world: World) -> None:
     ]
 
 
+@pytest.mark.rule(17)
 async def test_without_a_leader_it_is_deferred_with_all_that_must_stay_behind_it(
     world: World,
 ) -> None:
@@ -253,6 +264,7 @@ async def test_without_a_leader_it_is_deferred_with_all_that_must_stay_behind_it
     assert world.visible("t", 1) == ["4", "5", "2", "3"]
 
 
+@pytest.mark.rule(17)
 async def test_deferred_ones_below_progress_are_promoted_by_the_next_owner_once(
     world: World,
 ) -> None:
@@ -272,6 +284,7 @@ async def test_deferred_ones_below_progress_are_promoted_by_the_next_owner_once(
     assert world.visible() == [waits, last]
 
 
+@pytest.mark.rule(17)
 async def test_a_full_list_stops_promotion_and_prepares_are_overloaded(world: World) -> None:
     owner = await world.owner(turns=TurnLimits(deferred_max=2))
     world.kafka.set_leaderless("t", 0)
@@ -294,6 +307,7 @@ async def test_a_full_list_stops_promotion_and_prepares_are_overloaded(world: Wo
 # --- 18 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(18)
 @pytest.mark.parametrize("place", [0, 3, 7])
 async def test_a_poison_message_is_isolated_and_alone_refused(world: World, place: int) -> None:
     owner = await world.owner()
@@ -319,6 +333,7 @@ async def test_a_poison_message_is_isolated_and_alone_refused(world: World, plac
     assert (f"{ids[place]}/0".encode(), True) in world.parked()
 
 
+@pytest.mark.rule(18)
 async def test_one_poison_among_refused_ones_does_not_hold_back_the_others(world: World) -> None:
     owner = await world.owner()
     late = world.clock.now_ms() + 2 * HOUR_MS
@@ -338,6 +353,7 @@ async def test_one_poison_among_refused_ones_does_not_hold_back_the_others(world
     assert known(owner, poison).state is State.REFUSED
 
 
+@pytest.mark.rule(18)
 async def test_a_refused_batch_is_split_per_transaction(world: World) -> None:
     owner = await world.owner()
     gate = asyncio.Event()
@@ -369,6 +385,7 @@ async def test_a_refused_batch_is_split_per_transaction(world: World) -> None:
     world.partition.half.script.clear()
 
 
+@pytest.mark.rule(18)
 async def test_what_fits_no_batch_is_refused_before_it_is_sent(world: World) -> None:
     owner = await world.owner()
     log = world.partition.half
@@ -380,6 +397,7 @@ async def test_what_fits_no_batch_is_refused_before_it_is_sent(world: World) -> 
 # --- 19 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(19)
 @pytest.mark.parametrize("step", ["committed", "visible"])
 async def test_promoted_is_said_when_consumers_can_see_it(world: World, step: str) -> None:
     owner = await world.owner()
@@ -398,6 +416,7 @@ async def test_promoted_is_said_when_consumers_can_see_it(world: World, step: st
     assert world.told.promotions == [id]
 
 
+@pytest.mark.rule(19)
 async def test_what_is_committed_and_not_seen_is_waited_for_and_never_written_again(
     world: World,
 ) -> None:
@@ -426,6 +445,7 @@ async def test_what_is_committed_and_not_seen_is_waited_for_and_never_written_ag
 # --- 20 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(20)
 async def test_promoted_records_carry_the_users_timestamp_or_the_markers(world: World) -> None:
     owner = await world.owner()
     mine = Message("t", b"k", b"mine", partition=0, timestamp_ms=123)
@@ -438,6 +458,7 @@ async def test_promoted_records_carry_the_users_timestamp_or_the_markers(world: 
     assert known(owner, first).prepared_at_ms < stamps[1]
 
 
+@pytest.mark.rule(20)
 async def test_the_time_of_the_decision_outlives_half_message_and_marker(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("x" * 500))
@@ -456,6 +477,7 @@ async def test_the_time_of_the_decision_outlives_half_message_and_marker(world: 
     assert [record.timestamp_ms for record in world.kafka.visible("t")] == [decided_at_ms]
 
 
+@pytest.mark.rule(20)
 def test_a_timestamp_over_an_hour_ahead_is_refused() -> None:
     now_ms = 10 * DAY_MS
     check_timestamps([Message("t", timestamp_ms=now_ms + TIMESTAMP_AHEAD_MAX_MS)], now_ms)
@@ -468,6 +490,7 @@ def test_a_timestamp_over_an_hour_ahead_is_refused() -> None:
 RETENTION_MS = 100_000
 
 
+@pytest.mark.rule(25)
 async def test_at_half_of_retention_a_pending_body_is_copied_and_stays_pending(
     world: World,
 ) -> None:
@@ -485,6 +508,7 @@ async def test_at_half_of_retention_a_pending_body_is_copied_and_stays_pending(
     assert not known(owner, young).kept
 
 
+@pytest.mark.rule(25)
 async def test_a_pending_one_outlives_its_half_message(world: World) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
     id = await world.prepared(owner, message("kept"), message("kept too", topic="u"))
@@ -506,6 +530,7 @@ async def test_a_pending_one_outlives_its_half_message(world: World) -> None:
     assert (world.visible("t"), world.visible("u")) == (["kept"], ["kept too"])
 
 
+@pytest.mark.rule(25)
 async def test_a_deferred_one_is_copied_too_and_outlives_its_half_message(world: World) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
     world.kafka.set_leaderless("t", 0)
@@ -521,6 +546,7 @@ async def test_a_deferred_one_is_copied_too_and_outlives_its_half_message(world:
     assert world.visible() == ["kept"]
 
 
+@pytest.mark.rule(25)
 async def test_a_copy_is_removed_when_its_transaction_is_rolled_back(world: World) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
     id = await world.prepared(owner)
@@ -531,6 +557,7 @@ async def test_a_copy_is_removed_when_its_transaction_is_rolled_back(world: Worl
     assert world.visible() == []
 
 
+@pytest.mark.rule(25)
 async def test_a_copy_of_a_lost_turn_is_written_again(world: World) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
     id = await world.prepared(owner)
@@ -540,6 +567,7 @@ async def test_a_copy_of_a_lost_turn_is_written_again(world: World) -> None:
     assert world.partition.calls.count("claim") == 2
 
 
+@pytest.mark.rule(25)
 async def test_a_copy_that_a_refused_turn_took_along_is_written_again(world: World) -> None:
     owner = await world.owner()
     held = Held(committed=False)

@@ -85,6 +85,7 @@ async def test_what_was_replayed_counts_after_a_restart(world: World) -> None:
     await until(lambda: world.told.snapshots == [10])
 
 
+@pytest.mark.rule(11)
 async def test_the_greatest_whole_one_is_never_overwritten(world: World) -> None:
     """Also after restarts, and with any number of failures in between."""
     slots = []
@@ -117,6 +118,7 @@ async def test_one_that_kafka_does_not_take_is_tried_again_later(world: World) -
     assert {known(await world.owner(), id).state for id in ids} == {State.PENDING}
 
 
+@pytest.mark.rule(11)
 async def test_one_is_abandoned_when_turns_are_lost(world: World) -> None:
     owner = await world.owner()
     id = (await some(world, owner, 5))[0]
@@ -157,6 +159,7 @@ async def test_closing_leaves_the_ledger_unwatched(world: World) -> None:
     assert world.told.snapshots == []
 
 
+@pytest.mark.rule(11)
 async def test_the_work_goes_on_while_one_is_stored(world: World) -> None:
     owner = await world.owner()
     ids = await some(world, owner, 4)
@@ -182,6 +185,7 @@ async def test_the_work_goes_on_while_one_is_stored(world: World) -> None:
     assert world.visible() == [late, ids[0]]
 
 
+@pytest.mark.rule(11)
 async def test_a_damaged_one_costs_a_longer_replay_and_no_more(world: World) -> None:
     owner = await world.owner()
     ids = await some(world, owner, 5)
@@ -200,6 +204,7 @@ async def settled(world: World, owner: Owner, count: int) -> None:
         await roll_back(owner, id)
 
 
+@pytest.mark.rule(11)
 async def test_segments_go_when_no_whole_snapshot_holds_them(world: World) -> None:
     """Neither before: the snapshot before the greatest one counts if that is damaged."""
     world.settled_share = 1 * ROW_BYTES

@@ -233,6 +233,7 @@ async def test_a_target_whose_leader_is_silent_holds_back_only_its_own(world: Wo
     await until(lambda: known(owner, stuck).state is State.PROMOTED, 2)
 
 
+@pytest.mark.rule(17)
 async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: World) -> None:
     owner = await world.owner()
     world.kafka.untold.add(("u", 0))
@@ -256,6 +257,7 @@ async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: Wor
     assert world.visible("u") == ["stuck"]
 
 
+@pytest.mark.rule(17)
 async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

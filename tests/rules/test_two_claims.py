@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import pytest
+
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
 from txbroker.door.protocols import Fenced, PartitionDoor, Target, Turn, TurnLost
 from txbroker.testing.door import MemoryDoor
@@ -113,6 +115,7 @@ async def run(schedules: Schedules) -> tuple[list[str | None], list[bool], int]:
     return [each.result for each in both], writers, seen
 
 
+@pytest.mark.rule(8)
 async def test_every_order_of_two_claims_leaves_one_owner_and_one_message() -> None:
     schedules = Schedules()
     outcomes = set()

@@ -53,6 +53,7 @@ def written(world: World, owner: Owner) -> tuple[int, int] | None:
     return closing.half, closing.progress
 
 
+@pytest.mark.rule(11)
 async def test_the_first_records_are_worth_a_snapshot(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +71,7 @@ async def test_the_first_records_are_worth_a_snapshot(
     assert known(again, id).lost
 
 
+@pytest.mark.rule(10)
 async def test_the_first_progress_is_worth_a_snapshot(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +103,7 @@ async def test_without_records_there_is_nothing_to_write_down(world: World) -> N
 # --- nobody has written anything down --------------------------------------------------------
 
 
+@pytest.mark.rule(10)
 @pytest.mark.usefixtures("_no_snapshots")
 @pytest.mark.parametrize("days", [0, 30])
 async def test_half_messages_of_which_nothing_tells_stop_the_partition(
@@ -129,6 +132,7 @@ async def test_markers_of_which_nothing_tells_stop_the_partition(world: World) -
         await world.owner()
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("days", [1, 20])
 async def test_markers_behind_a_snapshot_that_knew_none_stop_the_partition(
     world: World, days: int
@@ -148,6 +152,7 @@ async def test_markers_behind_a_snapshot_that_knew_none_stop_the_partition(
         await world.owner()
 
 
+@pytest.mark.rule(28)
 async def test_what_was_rolled_back_before_a_kill_is_accounted_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +175,7 @@ async def test_what_was_rolled_back_before_a_kill_is_accounted_for(
     await until(lambda: world.visible() == [late])
 
 
+@pytest.mark.rule(28)
 async def test_an_old_snapshot_is_renewed_before_retention_passes_it(world: World) -> None:
     """Also where so many are open that it is not for so little, otherwise."""
     owner = await world.owner(snapshot_records_min=1)
@@ -192,6 +198,7 @@ def _unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_module, "EDGES_S", 600.0)
 
 
+@pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize("days", [0, 20])
 async def test_a_turn_does_not_account_for_what_it_passes(world: World, days: int) -> None:
@@ -213,6 +220,7 @@ async def test_a_turn_does_not_account_for_what_it_passes(world: World, days: in
             await world.owner()
 
 
+@pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize(("windows", "stops"), [(0, True), (1.5, True), (2.1, False)])
 async def test_what_was_settled_is_remembered_for_the_dedup_window(
@@ -239,6 +247,7 @@ async def test_what_was_settled_is_remembered_for_the_dedup_window(
         assert world.told.losses == []
 
 
+@pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize(("before", "stops"), [(2, False), (3, True)])
 async def test_what_is_gone_is_no_newer_than_the_first_record_that_is_kept(
@@ -263,6 +272,7 @@ async def test_what_is_gone_is_no_newer_than_the_first_record_that_is_kept(
         assert world.told.losses == []
 
 
+@pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 async def test_a_half_message_is_accounted_for_by_its_copy(world: World) -> None:
     owner = await world.owner()
@@ -282,6 +292,7 @@ async def test_a_half_message_is_accounted_for_by_its_copy(world: World) -> None
         await world.owner()
 
 
+@pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 async def test_a_copy_accounts_for_nothing_before_it(world: World) -> None:
     owner = await world.owner()
@@ -296,6 +307,7 @@ async def test_a_copy_accounts_for_nothing_before_it(world: World) -> None:
         await world.owner()
 
 
+@pytest.mark.rule(28)
 async def test_what_was_deleted_is_written_down_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +332,7 @@ async def test_what_was_deleted_is_written_down_at_once(
     assert world.told.losses == []
 
 
+@pytest.mark.rule(28)
 async def test_what_is_lost_is_written_down_at_once_and_counted_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +367,7 @@ async def lost(world: World, owner: Owner, *messages: Message, **fields: object)
     return half
 
 
+@pytest.mark.rule(28)
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
     world: World, restarted: bool
@@ -382,6 +396,7 @@ async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
     await until(lambda: known(owner, first.id).state == "promoted")
 
 
+@pytest.mark.rule(28)
 async def test_a_committed_one_that_was_not_promoted_is_refused_over_restarts(world: World) -> None:
     world.kafka.set_leaderless("t", 0)
     owner = await world.owner()
@@ -403,6 +418,7 @@ async def test_a_committed_one_that_was_not_promoted_is_refused_over_restarts(wo
     assert world.told.losses == [1]
 
 
+@pytest.mark.rule(28)
 async def test_what_is_deleted_while_an_owner_recovers_is_judged_anew(world: World) -> None:
     owner = await world.owner()
     assert await world.prepared(owner)
@@ -427,6 +443,7 @@ async def test_what_is_deleted_while_an_owner_recovers_is_judged_anew(world: Wor
         await world.owner()
 
 
+@pytest.mark.rule(28)
 async def test_who_brings_records_back_finds_nothing_lost(world: World) -> None:
     owner = await world.owner()
     stored = partition(world, "half")
@@ -443,6 +460,7 @@ async def test_who_brings_records_back_finds_nothing_lost(world: World) -> None:
     assert world.told.losses == [1]
 
 
+@pytest.mark.rule(28)
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
 async def test_what_an_older_proxy_let_retention_pass_stops_nothing(world: World) -> None:
     """It renewed no snapshot by age, and its progress did not say what it accounts for."""
@@ -472,6 +490,7 @@ async def older(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     await owner.close()
 
 
+@pytest.mark.rule(28)
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
 async def test_behind_an_older_proxy_s_snapshot_a_new_one_accounts_for_what_it_takes(
     world: World, monkeypatch: pytest.MonkeyPatch
@@ -497,6 +516,7 @@ async def test_an_older_proxy_s_snapshot_is_replaced_at_once(
     assert again._snapshots.due
 
 
+@pytest.mark.rule(10)
 async def test_either_log_tells_how_new_the_last_reading_is(world: World) -> None:
     """The last half message that was read is old, the last marker is not."""
     owner = await world.owner()
@@ -516,6 +536,7 @@ async def test_either_log_tells_how_new_the_last_reading_is(world: World) -> Non
 # --- a checkpoint topic made anew ------------------------------------------------------------
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
 async def test_a_checkpoint_topic_made_anew_stops_the_partition(world: World, topic: str) -> None:
     """Without the progress all that was promoted would be promoted again."""
@@ -546,6 +567,7 @@ async def refused(world: World, owner: Owner) -> str:
     return id
 
 
+@pytest.mark.rule(10)
 async def test_a_parked_topic_made_anew_stops_a_partition_that_has_refused(world: World) -> None:
     """Only its copy says that it was not promoted."""
     owner = await world.owner()
@@ -561,6 +583,7 @@ async def test_a_parked_topic_made_anew_stops_a_partition_that_has_refused(world
             await world.owner()
 
 
+@pytest.mark.rule(10)
 async def test_a_parked_topic_that_had_no_refused_ones_may_be_made_anew(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("old"))
@@ -573,6 +596,7 @@ async def test_a_parked_topic_that_had_no_refused_ones_may_be_made_anew(world: W
     await until(lambda: world.visible() == ["old"])
 
 
+@pytest.mark.rule(10)
 async def test_a_lost_turn_has_set_nothing_aside(world: World) -> None:
     """Or the next owner would miss a copy that there never was."""
     owner = await world.owner()

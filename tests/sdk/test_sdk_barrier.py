@@ -54,6 +54,7 @@ def test_committed_before_the_check(barrier: SqliteBarrier, path: Path) -> None:
     assert orders(path) == [ID]
 
 
+@pytest.mark.rule(24)
 def test_checked_before_the_local_transaction(barrier: SqliteBarrier, path: Path) -> None:
     question = CheckRequest(ID, "g", 1, 15, CheckReason.DUE, 0.0, ())
     assert barrier.check(question) is Decision.ROLLBACK
@@ -212,6 +213,7 @@ def _local_process(path: Path, ids: list[str], meet: Callable[[], object]) -> No
             continue
 
 
+@pytest.mark.rule(24)
 def test_in_processes_one_of_them_wins(barrier: SqliteBarrier, path: Path) -> None:
     ids = [f"{n:026}" for n in range(60)]
     context = multiprocessing.get_context("spawn")

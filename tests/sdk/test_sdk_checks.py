@@ -130,6 +130,7 @@ async def test_a_failure_is_logged_once(proxy: FakeProxy, caplog: pytest.LogCapt
     assert record.exc_info is None, "a trace would be seen on a terminal"
 
 
+@pytest.mark.rule(24)
 async def test_a_running_block_is_not_yet_without_asking(
     cluster: FakeCluster, proxy: FakeProxy
 ) -> None:

@@ -82,6 +82,7 @@ def test_headers_of_an_installation_with_its_own_prefix_are_taken_off_too() -> N
         assert [each.headers for each in broker.messages("mails")] == [()]
 
 
+@pytest.mark.rule("topics")
 def test_what_is_accepted_fits_with_the_header_of_its_installation() -> None:
     """What a target takes is known at the prepare: it is refused there, or promoted."""
     with InMemoryBroker(topic_prefix="p" * 200) as broker:
