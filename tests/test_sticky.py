@@ -10,7 +10,7 @@ from txbroker.batching import SECONDS, TIMES, Sticky
 from txbroker.core.records import Message
 from txbroker.core.routing import murmur2
 from txbroker.door.protocols import TargetFacts
-from txbroker.proxy.partition.targets import Placing
+from txbroker.proxy.partition.targets import TargetPartitioner
 
 
 class Clock:
@@ -76,7 +76,7 @@ def test_what_is_there_no_more_is_not_chosen_again(clock: Clock) -> None:
 
 @pytest.mark.rule("topics")
 def test_messages_without_a_key_go_together_and_where_there_is_a_leader(clock: Clock) -> None:
-    placing = Placing()
+    placing = TargetPartitioner()
     facts = {topic: TargetFacts(6, 1 << 20, log_append_time=False) for topic in "tu"}
 
     def placed(message: Message) -> int | None:

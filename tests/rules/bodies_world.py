@@ -38,10 +38,15 @@ from txbroker.errors import KafkaUnavailable, RequestError
 from txbroker.proxy.observe.rates import Tally
 from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
-from txbroker.proxy.partition.body_cache import Bodies
+from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.checkback import CheckBack
-from txbroker.proxy.partition.clock import TurnPace
-from txbroker.proxy.partition.context import CurrentClaim, OwnerSettings, PartitionContext, Visible
+from txbroker.proxy.partition.clock import TxnLimiter
+from txbroker.proxy.partition.context import (
+    CurrentClaim,
+    OwnerSettings,
+    PartitionContext,
+    VisibilityWaiters,
+)
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
@@ -229,9 +234,9 @@ class Small:
         self.op = Appender(context, self.door.op, OpReplica(applier))
         applier.followers.append(self)
         snapshots = SnapshotWriter(context, self.door)
-        self.bodies = Bodies(context, self.door, lambda: self.share, snapshots)
+        self.bodies = BodyCache(context, self.door, lambda: self.share, snapshots)
         self.promoter = Promoter(
-            context, self.door, self.whole.targets, self.bodies, self.half, self, TurnPace()
+            context, self.door, self.whole.targets, self.bodies, self.half, self, TxnLimiter()
         )
         self.checks = CheckBack(
             context,
@@ -259,7 +264,7 @@ class Small:
             CurrentClaim("c"),
             gate,
             Tally(),
-            Visible(),
+            VisibilityWaiters(),
             lambda: 1 << 30,
         )
 

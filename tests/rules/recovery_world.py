@@ -9,7 +9,7 @@ from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Progress, Record
 from txbroker.core.transaction import Transaction
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.memory import MemoryPartition
 
 OWN = ("half", "op", "checkpoint", "parked")
@@ -81,12 +81,12 @@ def records(world: World, name: str) -> list[Record]:
     return world.kafka.visible(f"txbroker.{name}")
 
 
-async def snapshot(owner: Owner) -> bool:
+async def snapshot(owner: PartitionOwner) -> bool:
     """Write a snapshot now."""
     return await owner._snapshots.write()
 
 
-def forget_bodies(owner: Owner) -> None:
+def forget_bodies(owner: PartitionOwner) -> None:
     """Evict all messages."""
     for transaction in list(owner.ledger.transactions.values()):
         owner.ledger.evict(transaction)

@@ -47,9 +47,9 @@ from txbroker.errors import RequestError, TxbrokerError
 from txbroker.principals import NO_PRINCIPALS
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.partition.checkback import CheckBack
-from txbroker.proxy.partition.clock import TurnPace
+from txbroker.proxy.partition.clock import TxnLimiter
 from txbroker.proxy.partition.context import OwnerSettings
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import AdjustableClock, MemoryKafka
 
@@ -268,7 +268,7 @@ class World:
         self.settled_share = 1 << 30
         self.version = RECORD_VERSION
         self.stops: list[Exception] = []
-        self._owners: list[Owner] = []
+        self._owners: list[PartitionOwner] = []
         self._brokers: list[tuple[Broker, ScriptedDoor]] = []
         self.principals = NO_PRINCIPALS
 
@@ -286,7 +286,7 @@ class World:
         for owner in self._owners:
             await owner.close()
 
-    def make(self, **settings: object) -> Owner:
+    def make(self, **settings: object) -> PartitionOwner:
         """Return an owner that is not open yet, on a door of its own."""
         given = OwnerSettings(
             dedup_window_ms=WINDOW_MS,
@@ -299,7 +299,7 @@ class World:
         async def still_ours() -> bool:
             return self.still_ours
 
-        owner = Owner(
+        owner = PartitionOwner(
             self.door.partition(0),
             self.door.targets,
             self.runner,
@@ -312,13 +312,13 @@ class World:
             settled_share=lambda: self.settled_share,
             segment_version=min(SEGMENT_VERSION, self.version),
             record_version=lambda: self.version,
-            pace=TurnPace(),
+            pace=TxnLimiter(),
             principals=lambda: self.principals,
         )
         self._owners.append(owner)
         return owner
 
-    async def owner(self, **settings: object) -> Owner:
+    async def owner(self, **settings: object) -> PartitionOwner:
         """Return an owner at work."""
         owner = self.make(**settings)
         await owner.open()
@@ -354,13 +354,13 @@ class World:
         plain = Half(id, GROUP, messages or (message(id),))
         return structs.replace(plain, **fields)
 
-    async def prepared(self, owner: Owner, *messages: Message, **fields: object) -> str:
+    async def prepared(self, owner: PartitionOwner, *messages: Message, **fields: object) -> str:
         """Prepare a transaction and return its id."""
         half = self.half(*messages, **fields)
         await prepare(owner, half)
         return half.id
 
-    async def committed(self, owner: Owner, *messages: Message, **fields: object) -> str:
+    async def committed(self, owner: PartitionOwner, *messages: Message, **fields: object) -> str:
         """Prepare and commit a transaction and return its id."""
         id = await self.prepared(owner, *messages, **fields)
         await commit(owner, id)
@@ -419,7 +419,7 @@ def marker(kind: MarkerKind | str, id: str, **fields: object) -> Marker:
     return structs.replace(Marker(RECORD_VERSION, MarkerKind(kind), id), **fields)
 
 
-async def prepare(owner: Owner, half: Half, instance: str = "") -> Standing:
+async def prepare(owner: PartitionOwner, half: Half, instance: str = "") -> Standing:
     """Store one half message."""
     [answer] = await owner.api.prepare(((half, places(half.messages)),), instance)
     if isinstance(answer, RequestError):
@@ -427,7 +427,7 @@ async def prepare(owner: Owner, half: Half, instance: str = "") -> Standing:
     return answer
 
 
-def standing_of(owner: Owner, request: PrepareRequest) -> Standing | None:
+def standing_of(owner: PartitionOwner, request: PrepareRequest) -> Standing | None:
     """Return the standing of a prepare that was stored before, None for a new one."""
     answer = owner.api.standing_prepares((request,)).get(0)
     if isinstance(answer, RequestError):
@@ -435,12 +435,12 @@ def standing_of(owner: Owner, request: PrepareRequest) -> Standing | None:
     return answer
 
 
-async def commit(owner: Owner, id: str, **fields: object) -> Standing:
+async def commit(owner: PartitionOwner, id: str, **fields: object) -> Standing:
     """Commit."""
     return await decide(owner, structs.replace(DecideRequest(id, Decision.COMMIT), **fields))
 
 
-async def decide(owner: Owner, request: DecideRequest) -> Standing:
+async def decide(owner: PartitionOwner, request: DecideRequest) -> Standing:
     """Write one deciding marker."""
     [answer] = await owner.api.decide((request,))
     if request.wait:
@@ -450,12 +450,12 @@ async def decide(owner: Owner, request: DecideRequest) -> Standing:
     return answer
 
 
-async def roll_back(owner: Owner, id: str, **fields: object) -> Standing:
+async def roll_back(owner: PartitionOwner, id: str, **fields: object) -> Standing:
     """Roll back."""
     return await decide(owner, structs.replace(DecideRequest(id, Decision.ROLLBACK), **fields))
 
 
-def known(owner: Owner, id: str) -> Transaction:
+def known(owner: PartitionOwner, id: str) -> Transaction:
     """Return what an owner's ledger knows of a transaction that must be there."""
     transaction = owner.ledger.get(id)
     assert transaction is not None

@@ -19,7 +19,7 @@ from txbroker.door.protocols import Appended, Log
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.partition import appender
 from txbroker.proxy.partition.context import PartitionContext
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 
 STORM = 100_000
 ID = make_id(0, START_MS, 1)
@@ -30,7 +30,7 @@ def check(id: str) -> MarkerRow:
     return marker_row(marker(MarkerKind.CHECK, id, round=1, number=1, reason="due"))
 
 
-async def held_up(world: World, owner: Owner) -> tuple[Gate, list[Sequence[Record]]]:
+async def held_up(world: World, owner: PartitionOwner) -> tuple[Gate, list[Sequence[Record]]]:
     """Let one batch be on its way, and see what is in those behind it."""
     gate, batches = Gate(), []
 

@@ -27,7 +27,7 @@ from txbroker.core.transaction import places
 from txbroker.door.protocols import Appended, AppendRefused, Log
 from txbroker.errors import RequestError, TooLarge
 from txbroker.proxy.partition import appender
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 
 FRAME = 256
 LONG = 2 * appender.BATCH_RECORDS_MAX + 300
@@ -60,18 +60,18 @@ def halves(world: World, count: int) -> list[Half]:
     return [world.half() for _ in range(count)]
 
 
-async def prepare(owner: Owner, run: Sequence[Half]) -> list[Answer]:
+async def prepare(owner: PartitionOwner, run: Sequence[Half]) -> list[Answer]:
     """Prepare as one run."""
     return await owner.api.prepare([(half, places(half.messages)) for half in run])
 
 
-async def one_by_one(owner: Owner, run: Sequence[Half]) -> list[Answer]:
+async def one_by_one(owner: PartitionOwner, run: Sequence[Half]) -> list[Answer]:
     """Prepare as so many runs of one, all at once."""
     found = await asyncio.gather(*[prepare(owner, [half]) for half in run])
     return [answer for [answer] in found]
 
 
-async def decide(owner: Owner, ids: Sequence[str], decision: Decision) -> list[Answer]:
+async def decide(owner: PartitionOwner, ids: Sequence[str], decision: Decision) -> list[Answer]:
     """Decide as one run."""
     return await owner.api.decide([DecideRequest(id, decision) for id in ids])
 

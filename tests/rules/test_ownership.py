@@ -13,14 +13,14 @@ from txbroker.core.routing import parse_id
 from txbroker.door.protocols import Assignment, Claimed
 from txbroker.errors import ConfigurationError, OwnerUnavailable
 from txbroker.proxy.cluster.broker import Broker
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.door import MemoryPartitionDoor
 
 MINE = Assignment(frozenset({0}), ("http://127.0.0.1:1",), ("http://127.0.0.1:1",), 1)
 THEIRS = Assignment(frozenset(), ("http://other",), ("http://other",), 1)
 
 
-async def at_work(world: World) -> tuple[Broker, ScriptedDoor, Owner]:
+async def at_work(world: World) -> tuple[Broker, ScriptedDoor, PartitionOwner]:
     """A broker that owns the only partition."""
     door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
     broker = await world.broker(door)

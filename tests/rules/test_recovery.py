@@ -41,7 +41,7 @@ from txbroker.door.protocols import TurnLost
 from txbroker.errors import RequestError
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.applier import Applier
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.proxy.partition.recovery import Recovered, claim_first, recover
 from txbroker.testing.memory import LostReply
 
@@ -220,12 +220,12 @@ async def check_moment(journal: Journal, count: int, logs_to: int | None) -> Cou
     return seen
 
 
-async def _drained(owner: Owner) -> None:
+async def _drained(owner: PartitionOwner) -> None:
     ledger = owner.ledger
     await until(lambda: not ledger.ready and not ledger.refused and not ledger.to_keep)
 
 
-def _check_promoted(world: World, owner: Owner) -> None:
+def _check_promoted(world: World, owner: PartitionOwner) -> None:
     """Each message of each committed transaction is visible once, and nothing else is."""
     visible = Counter(
         (dict(record.headers)["txb-id"] or b"").decode()

@@ -47,7 +47,7 @@ from txbroker.core.records import (
 from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
 from txbroker.door.protocols import Turn, TurnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.door import MemoryPartitionDoor
 
 DUE, ASKED = CheckReason.DUE, CheckReason.ASKED
@@ -67,7 +67,7 @@ class Group:
         self.numbers_at_call: list[int] = []
         self._world = world
         self._answer = answer
-        self.owner: Owner | None = None
+        self.owner: PartitionOwner | None = None
 
     async def acquire(self, group: str, prefer: str, avoid: Collection[str] = ()) -> Channel:
         """Return itself as the channel."""
@@ -94,7 +94,7 @@ class Group:
 
 async def asking(
     world: World, answer: Callable[[CheckCall], CheckResult]
-) -> tuple[Owner, Group, CheckRunner]:
+) -> tuple[PartitionOwner, Group, CheckRunner]:
     """Return an owner whose checks go out to a group that answers so."""
     group = Group(world, answer)
     runner = CheckRunner(group, group, jitter=lambda: 0.0)

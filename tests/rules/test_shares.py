@@ -10,7 +10,7 @@ from txbroker.core.promotion import TurnLimits
 from txbroker.core.segment import SEGMENT_BYTES
 from txbroker.errors import Overloaded
 from txbroker.principals import Directory, Patterns, Principal, Role
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 
 
 def directory(*names: str) -> Directory:
@@ -18,7 +18,7 @@ def directory(*names: str) -> Directory:
     return Directory(Principal(name, Role.PRODUCER, Patterns((f"{name}*",))) for name in names)
 
 
-async def refused(world: World, owner: Owner, group: str) -> str:
+async def refused(world: World, owner: PartitionOwner, group: str) -> str:
     with pytest.raises(Overloaded) as caught:
         await prepare(owner, world.half(group=group))
     assert caught.value.details["group"] == group

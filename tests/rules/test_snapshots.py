@@ -18,7 +18,7 @@ from txbroker.core.snapshot import Whole, find_whole, segment_key, segments_in
 from txbroker.door.protocols import TurnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.partition import snapshots
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.door import MemoryPartitionDoor
 
 
@@ -45,7 +45,7 @@ async def refused(door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
     raise KafkaUnavailable("not now")
 
 
-async def some(world: World, owner: Owner, count: int) -> list[str]:
+async def some(world: World, owner: PartitionOwner, count: int) -> list[str]:
     """Prepare so many."""
     return [await world.prepared(owner) for _ in range(count)]
 
@@ -198,7 +198,7 @@ async def test_a_damaged_one_costs_a_longer_replay_and_no_more(world: World) -> 
     assert list(again.ledger.transactions) == ids
 
 
-async def settled(world: World, owner: Owner, count: int) -> None:
+async def settled(world: World, owner: PartitionOwner, count: int) -> None:
     """Prepare and roll back so many."""
     for id in await some(world, owner, count):
         await roll_back(owner, id)

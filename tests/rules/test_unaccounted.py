@@ -28,7 +28,7 @@ from txbroker.errors import BodyLost, KafkaUnavailable
 from txbroker.proxy.cluster.views import view
 from txbroker.proxy.partition import owner as owner_module
 from txbroker.proxy.partition import snapshots as snapshots_module
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 from txbroker.testing.door import MemoryPartitionDoor
 
@@ -44,7 +44,7 @@ def _no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the first snapshot ----------------------------------------------------------------------
 
 
-def written(world: World, owner: Owner) -> tuple[int, int] | None:
+def written(world: World, owner: PartitionOwner) -> tuple[int, int] | None:
     """Return the half position and the progress that the newest snapshot tells of, once no other
     one is due."""
     if owner._snapshots.due:
@@ -357,7 +357,7 @@ async def test_what_is_lost_is_written_down_at_once_and_counted_once(
     assert sum(world.told.losses) == 2
 
 
-async def lost(world: World, owner: Owner, *messages: Message, **fields: object) -> Half:
+async def lost(world: World, owner: PartitionOwner, *messages: Message, **fields: object) -> Half:
     """Prepare a transaction, and delete all half messages that are there by then."""
     half = world.half(*messages, **fields)
     await prepare(owner, half)
@@ -558,7 +558,7 @@ async def test_a_checkpoint_topic_made_anew_stops_the_partition(world: World, to
 # --- a parked topic made anew ----------------------------------------------------------------
 
 
-async def refused(world: World, owner: Owner) -> str:
+async def refused(world: World, owner: PartitionOwner) -> str:
     """Commit a transaction that its target does not take."""
     id = await world.prepared(owner, message("big" * 100))
     world.kafka.set_message_bytes_max("t", 100)

@@ -27,7 +27,7 @@ from txbroker.core.routing import parse_id
 from txbroker.core.transaction import Transaction
 from txbroker.errors import TooOld
 from txbroker.proxy.partition.body_cache import BODY_LOST
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 
 QUIET_S = 150.0
 """How long everything may take to come to rest once all is healed, virtual seconds."""
@@ -301,7 +301,7 @@ class World:
         nobodys = set(range(self.shape.partitions)) - owned
         return left + [f"half partition {number} has no owner" for number in sorted(nobodys)]
 
-    def _unrest_of(self, owner: Owner) -> Iterator[str]:
+    def _unrest_of(self, owner: PartitionOwner) -> Iterator[str]:
         """Yield what an owner has still to do, or to read."""
         ledger, logs = owner.ledger, self.cluster.logs
         for topic, position in (("half", ledger.half_position), ("op", ledger.op_position)):

@@ -52,9 +52,14 @@ from txbroker.proxy.observe.tracing import deciding
 from txbroker.proxy.partition.checkback import Runner, placed_like
 from txbroker.proxy.partition.clock import LogTime
 from txbroker.proxy.partition.context import PartitionEvents
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.proxy.partition.partition_api import check_group, standing
-from txbroker.proxy.partition.targets import FreeTargets, Placing, examine_all, examine_final
+from txbroker.proxy.partition.targets import (
+    PermittedTargets,
+    TargetPartitioner,
+    examine_all,
+    examine_final,
+)
 
 LAST_CALLS_S = 5.0
 """How long calls under way may take when the proxy stops, seconds. Kafka's answer to an append
@@ -124,12 +129,14 @@ class Broker:
         self._door = door
         self._settings = settings
         self._beside = headers_bytes(installation_headers(settings.topic_prefix))
-        self._placing = Placing(self._beside)
+        self._placing = TargetPartitioner(self._beside)
         self._keyless: Sticky[int] = Sticky()
         self._groups = groups
         self._around = around
         self._clock = LogTime(round(time.time() * 1000))
-        self._targets = FreeTargets(door.targets, settings.own_topics, settings.reserved_topics)
+        self._targets = PermittedTargets(
+            door.targets, settings.own_topics, settings.reserved_topics
+        )
         self._ownership = Ownership(
             door, self._targets, settings, runner, events, principals=principals
         )
@@ -241,7 +248,7 @@ class Broker:
             return Readiness(False, found.partitions, (*found.problems, "going away"))
         return found
 
-    def _owner_of(self, id: str) -> Owner:
+    def _owner_of(self, id: str) -> PartitionOwner:
         return self._ownership.owner(partition_of(id, self._door.partitions), id)
 
     # --- runs ------------------------------------------------------------------------------
@@ -251,7 +258,7 @@ class Broker:
         prepares for each set of topics that Kafka is asked about."""
         prepares: dict[tuple[int, frozenset[str]], tuple[list[int], list[PrepareRequest]]] = {}
         decides: dict[int, tuple[list[int], list[DecideRequest]]] = {}
-        owners: dict[int, Owner] = {}
+        owners: dict[int, PartitionOwner] = {}
         examined: dict[str, bool] = {}
         runs: list[Run] = []
         partitions, traced = self._door.partitions, tracing.active
@@ -309,7 +316,9 @@ class Broker:
         owner = self._ownership.owner(self._home(request), request.id)
         return _only(await self._prepare(owner, (request,)))
 
-    async def _prepare(self, owner: Owner, requests: Sequence[PrepareRequest]) -> Sequence[Answer]:
+    async def _prepare(
+        self, owner: PartitionOwner, requests: Sequence[PrepareRequest]
+    ) -> Sequence[Answer]:
         """Store half messages of one group in one half partition."""
         answers: list[Answer | None] = [None] * len(requests)
         halves: list[tuple[Half, tuple[Place, ...]]] = []
@@ -430,7 +439,9 @@ class Broker:
         with deciding(request, owner.ledger.transactions.get(request.id)):
             return _only(await self._decide(owner, (request,)))
 
-    async def _decide(self, owner: Owner, requests: Sequence[DecideRequest]) -> Sequence[Answer]:
+    async def _decide(
+        self, owner: PartitionOwner, requests: Sequence[DecideRequest]
+    ) -> Sequence[Answer]:
         """Write deciding markers of one half partition.
 
         One that replaces messages, or waits until they are visible, is alone in its run.
@@ -453,7 +464,7 @@ class Broker:
             return answers
 
     async def _replacing(
-        self, owner: Owner, transaction: Transaction, messages: Sequence[Message]
+        self, owner: PartitionOwner, transaction: Transaction, messages: Sequence[Message]
     ) -> tuple[Message, ...]:
         """Return final messages, placed like the prepared ones.
 
@@ -554,14 +565,14 @@ class Broker:
             self._ownership.own_admin_url,
         )
 
-    def unsettled(self) -> Iterator[tuple[Owner, Transaction]]:
+    def unsettled(self) -> Iterator[tuple[PartitionOwner, Transaction]]:
         """Yield every transaction that is not settled, with its owner."""
         for owner in self._ownership.open().values():
             for transaction in owner.ledger:
                 if transaction.state not in SETTLED:
                     yield owner, transaction
 
-    def ledgers(self) -> Sequence[Owner]:
+    def ledgers(self) -> Sequence[PartitionOwner]:
         """Return the owners of what is this proxy's and caught up, for the gauges.
 
         Suspended ones are left out: they may be another proxy's by now, which shows them itself.

@@ -21,9 +21,9 @@ from txbroker.failpoints import failpoint
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.checkback import Runner
-from txbroker.proxy.partition.clock import TurnPace
+from txbroker.proxy.partition.clock import TxnLimiter
 from txbroker.proxy.partition.context import OwnerSettings, PartitionEvents
-from txbroker.proxy.partition.owner import Owner
+from txbroker.proxy.partition.owner import PartitionOwner
 
 REOPEN_S = 1.0
 """A partition that could not be opened is tried again after this, seconds."""
@@ -48,10 +48,10 @@ class Holding:
     """A half partition that is this proxy's, from when it was assigned until it is dropped."""
 
     def __init__(self) -> None:
-        self.owner: Owner | None = None
+        self.owner: PartitionOwner | None = None
         """Once it is caught up, until it is dropped or cannot go on."""
         self.opening: asyncio.Task[None] | None = None
-        self.candidate: Owner | None = None
+        self.candidate: PartitionOwner | None = None
         """The one that is being opened."""
         self.since = time.monotonic()
         """When opening began, or went on after the group was out of touch."""
@@ -79,7 +79,7 @@ class Holding:
         """True while it stands still and nothing of ours will change that."""
         return self.opening is None and self.owner is None and self.state in STOPPED
 
-    def owners(self) -> list[Owner]:
+    def owners(self) -> list[PartitionOwner]:
         """Return the one that works or is being opened, if any."""
         return [owner for owner in (self.owner, self.candidate) if owner is not None]
 
@@ -129,7 +129,7 @@ class Ownership:
         self._runner = runner
         self._events = events
         self._principals = principals
-        self._pace = TurnPace()
+        self._pace = TxnLimiter()
         self._rejoin_s = rejoin_s
         self._held: dict[int, Holding] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -199,7 +199,7 @@ class Ownership:
 
     # --- where -------------------------------------------------------------------------------
 
-    def open(self) -> Mapping[int, Owner]:
+    def open(self) -> Mapping[int, PartitionOwner]:
         """Return the owners that are caught up, suspended ones included, by half partition."""
         return {
             number: holding.owner
@@ -207,7 +207,7 @@ class Ownership:
             if holding.owner is not None
         }
 
-    def owner(self, partition: int, id: str | None = None) -> Owner:
+    def owner(self, partition: int, id: str | None = None) -> PartitionOwner:
         """Return the owner of a half partition.
 
         Raises:
@@ -408,9 +408,9 @@ class Ownership:
         )
         self._tell()
 
-    def _make_owner(self, partition: int, holding: Holding) -> Owner:
+    def _make_owner(self, partition: int, holding: Holding) -> PartitionOwner:
         settings = self._settings
-        owner = Owner(
+        owner = PartitionOwner(
             self._door.partition(partition),
             self._targets,
             self._runner,
@@ -452,7 +452,7 @@ class Ownership:
             closing = self._hand_over(partition, holding.owner, leaving)
             self._until_done(asyncio.create_task(closing))
 
-    async def _hand_over(self, partition: int, owner: Owner, leaving: bool) -> None:
+    async def _hand_over(self, partition: int, owner: PartitionOwner, leaving: bool) -> None:
         await owner.close(last_snapshot=leaving)
         log.info("handed over", partition=partition)
 
@@ -477,7 +477,7 @@ class Ownership:
             self._tell()
 
     def _owner_stopped(
-        self, partition: int, holding: Holding, owner: Owner, error: Exception
+        self, partition: int, holding: Holding, owner: PartitionOwner, error: Exception
     ) -> None:
         """An owner cannot go on: give the partition up, or begin anew where that can help."""
         if self._held.get(partition) is not holding or holding.owner is not owner:

@@ -33,7 +33,7 @@ from txbroker.errors import (
 from txbroker.proxy.partition.context import PartitionContext
 
 QUEUE_BYTES_MAX = 64 * 1024 * 1024
-"""What may wait in one lane for the next batches before callers are told to come again."""
+"""What may wait at one priority for the next batches before callers are told to come again."""
 BATCH_RECORDS_MAX = 1000
 """Records in one batch: applying them takes about ten milliseconds, in which nobody else runs."""
 
@@ -43,7 +43,7 @@ Known: TypeAlias = Callable[[int], None]
 """Told of how many more rows of a run it is known what became: long runs take several batches."""
 
 
-class Lane(Enum):
+class Priority(Enum):
     """Who waits for a place in the next batch. Lanes that wait get equal shares of it."""
 
     CALLS = "calls"
@@ -100,7 +100,7 @@ class _Part(NamedTuple):
 
 
 class _Queue:
-    """What waits in one lane, in order."""
+    """What waits at one priority, in order."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -180,8 +180,8 @@ class Appender:
         self._replica = replica
         self._events = context.events
         self._gate = context.gate
-        self._queues = {lane: _Queue() for lane in Lane}
-        self._first = Lane.CALLS
+        self._queues = {priority: _Queue() for priority in Priority}
+        self._first = Priority.CALLS
         self._wake = asyncio.Event()
         self._ended = False
         # Held from sending a batch until it is applied, and while reading what others wrote.
@@ -192,7 +192,10 @@ class Appender:
         """When an append was sent that told where the log ends, on the event loop's clock."""
 
     async def append(
-        self, rows: Sequence[Row], lane: Lane = Lane.SCHEDULE, known: Known = lambda _: None
+        self,
+        rows: Sequence[Row],
+        priority: Priority = Priority.SCHEDULE,
+        known: Known = lambda _: None,
     ) -> list[Applied]:
         """Append the rows of a run, each whole, and return what became of each.
 
@@ -205,7 +208,7 @@ class Appender:
             did not answer and it may or may not be stored.
         """
         found: list[Applied | None] = [None] * len(rows)
-        queue = self._queues[lane]
+        queue = self._queues[priority]
         room = QUEUE_BYTES_MAX - queue.size
         bytes_max = self._log.batch_bytes_max - BATCH_OVERHEAD_BYTES
         size, turned_away = 0, False
@@ -213,7 +216,7 @@ class Appender:
             size += row.size
             turned_away = turned_away or row.size > bytes_max
         if self._ended or turned_away or size > room:
-            return await self._append_some(rows, lane, known, found, room)
+            return await self._append_some(rows, priority, known, found, room)
         over = asyncio.get_running_loop().create_future()
         entry = _Entry(rows, found, over, known, left=len(rows))
         queue.add(entry, size)
@@ -240,7 +243,7 @@ class Appender:
     async def _append_some(
         self,
         rows: Sequence[Row],
-        lane: Lane,
+        priority: Priority,
         known: Known,
         found: list[Applied | None],
         room: int,
@@ -264,7 +267,7 @@ class Appender:
                 kept.append(number)
         known(len(rows) - len(kept))
         if kept:
-            appended = await self.append([rows[number] for number in kept], lane, known)
+            appended = await self.append([rows[number] for number in kept], priority, known)
             for number, each in zip(kept, appended, strict=True):
                 found[number] = each
         return [each for each in found if each is not None]
@@ -327,14 +330,14 @@ class Appender:
         return [part for queue in self._queues.values() for part in queue.clear()]
 
     def _take(self) -> list[_Part]:
-        """Take as many rows as fit one batch, as many from either lane where both wait.
+        """Take as many rows as fit one batch, as many from each priority where both wait.
 
         None where those that waited have given up meanwhile.
         """
         size = self._log.batch_bytes_max - BATCH_OVERHEAD_BYTES
         count = BATCH_RECORDS_MAX
         first = self._queues[self._first]
-        self._first = Lane.SCHEDULE if self._first is Lane.CALLS else Lane.CALLS
+        self._first = Priority.SCHEDULE if self._first is Priority.CALLS else Priority.CALLS
         second = self._queues[self._first]
         if not (first and second):
             return (first or second).take(size, count, one=True)[0]

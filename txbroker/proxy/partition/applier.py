@@ -17,7 +17,7 @@ from txbroker.door.protocols import Claimed, SetAside
 from txbroker.errors import NewerRecord
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.context import PartitionEvents
-from txbroker.proxy.partition.parked_copies import Copies
+from txbroker.proxy.partition.parked_copies import ParkedCopies
 
 log = get_logger(__name__)
 
@@ -51,7 +51,7 @@ class Applier:
         self.skips = found.skips
         self._set_aside("checkpoint", found.foreign, found.set_aside)
 
-    def copied(self, copies: Copies) -> None:
+    def copied(self, copies: ParkedCopies) -> None:
         """Count and show what others wrote into the parked topic."""
         self._set_aside("parked", copies.foreign, copies.set_aside)
 

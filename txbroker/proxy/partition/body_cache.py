@@ -1,4 +1,4 @@
-"""Bodies: kept in memory up to a budget, and read again by offset where they are not.
+"""BodyCache: kept in memory up to a budget, and read again by offset where they are not.
 
 Undecided transactions can be many, and nobody looks at their messages until a decision, a check or
 an operator comes. So of the older ones only what planning needs stays in memory, and the messages
@@ -68,7 +68,7 @@ class _CopiesUnavailable(KafkaUnavailable):
     """Copies do not answer; what the batch needs besides was read."""
 
 
-class Bodies:
+class BodyCache:
     """The messages of one half partition's transactions: which are in memory, and how they return.
 
     Args:

@@ -50,7 +50,7 @@ from txbroker.errors import (
 from txbroker.failpoints import failpoint
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.appender import Appender, Applied
-from txbroker.proxy.partition.body_cache import Bodies
+from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.targets import examine_final
 
@@ -119,7 +119,7 @@ class CheckBack:
         context: PartitionContext,
         op: Appender,
         runner: Runner,
-        bodies: Bodies,
+        bodies: BodyCache,
         targets: Targets,
         decider: Decider,
     ) -> None:

@@ -66,7 +66,7 @@ LOOK_EVERY = 32
 """Steps between two looks at the clock; each takes microseconds."""
 
 
-class Pace:
+class Yielder:
     """Gives way to everybody else after each few milliseconds of work."""
 
     def __init__(self) -> None:
@@ -93,28 +93,28 @@ WAIT_MAX_S = 0.02
 """A turn waits no longer than this for one that takes longer, seconds."""
 
 
-class UnderWay:
-    """A turn that was begun; `over` says once that it is known how it ended."""
+class Slot:
+    """A turn that was begun; `release` says once that it is known how it ended."""
 
-    def __init__(self, pace: "TurnPace", wait_max_s: float) -> None:
-        self._pace: TurnPace | None = pace
+    def __init__(self, limiter: "TxnLimiter", wait_max_s: float) -> None:
+        self._limiter: TxnLimiter | None = limiter
         self._timer = asyncio.get_running_loop().call_later(wait_max_s, self._slow)
 
-    def over(self) -> None:
+    def release(self) -> None:
         """Let another one begin; nothing happens if this was said before."""
-        pace, self._pace = self._pace, None
-        if pace is not None:
+        limiter, self._limiter = self._limiter, None
+        if limiter is not None:
             self._timer.cancel()
-            pace._over()
+            limiter._over()
 
     def _slow(self) -> None:
-        pace = self._pace
-        self.over()
-        if pace is not None:
-            pace._call_all()
+        limiter = self._limiter
+        self.release()
+        if limiter is not None:
+            limiter._call_all()
 
 
-class TurnPace:
+class TxnLimiter:
     """Lets turns of all half partitions of a proxy begin.
 
     Args:
@@ -129,7 +129,7 @@ class TurnPace:
         self._under_way = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def begin(self) -> UnderWay:
+    async def begin(self) -> Slot:
         """Wait until it is worth while to begin a turn, in the order of those that ask."""
         if self._under_way < self._at_once:
             self._under_way += 1
@@ -142,7 +142,7 @@ class TurnPace:
                 if not called.cancelled():
                     self._over()
                 raise
-        return UnderWay(self, self._wait_max_s)
+        return Slot(self, self._wait_max_s)
 
     def _over(self) -> None:
         self._under_way -= 1

@@ -109,7 +109,7 @@ class PartitionEvents(Protocol):
         ...
 
 
-class Visible:
+class VisibilityWaiters:
     """Who waits until a transaction is visible, by its id."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class PartitionContext(Struct, frozen=True):
     claim: CurrentClaim
     gate: asyncio.Event
     tally: Tally
-    visible: Visible
+    visible: VisibilityWaiters
     settled_share: Callable[[], int]
 
     def marker(

@@ -1,11 +1,11 @@
 """The owner of one half partition: it alone writes, diffs, checks and promotes it.
 
-`Owner` makes the parts, begins and ends them. Who calls whom (each arrow is a call, or a read):
+`PartitionOwner` makes the parts, starts and stops them. An arrow is a call or a read:
 
     Broker                                      CheckRunner
       │ prepare, decide, revive                   │ attempt,  ▲
       ▼                                           ▼ answered  │ due
-    PartitionApi ◀────────── decide ─────────── CheckBack ────┘   ───▶ Bodies
+    PartitionApi ◀────────── decide ─────────── CheckBack ────┘   ───▶ BodyCache
       │    └──────────────┐       ┌───────────────┘
       ▼                   ▼       ▼
     Appender (half)     Appender (op)           runs of rows in, outcomes out
@@ -13,20 +13,20 @@
     HalfReplica ▶ Ledger ◀ OpReplica            `apply_run`, or what others wrote
       └─────────┬─────────┘
                 ▼ what has changed
-              Applier ───▶ followers: Bodies, LogClockFollower, CheckBack, Promoter
+              Applier ───▶ followers: BodyCache, LogClockFollower, CheckBack, Promoter
 
     PartitionApi ──▶ Promoter               is there room, try a refused one again
-    Promoter ──▶ TurnPace, Ledger, Bodies   what a turn waits for, holds, and has to read
+    Promoter ──▶ TxnLimiter, Ledger, BodyCache   what a turn waits for, holds, and has to read
              ──▶ Claims, Appender (half)    after a lost turn; behind a commit without its half
     Claims ──▶ both appenders, Ledger, SnapshotWriter
-    Edges ──▶ Bodies, Promoter, SnapshotWriter      `Owner._watch` calls it, and both appenders
-    Bodies ──▶ SnapshotWriter               bodies are lost: the next owner must know
+    RetentionGuard ──▶ BodyCache, Promoter, SnapshotWriter    called by `PartitionOwner._watch`
+    BodyCache ──▶ SnapshotWriter               bodies are lost: the next owner must know
     SnapshotWriter ──▶ Ledger               a capture, chunk by chunk
 
 Each part but replicas and Applier gets one `PartitionContext`: ledger, settings, events, clocks,
 claim, gate. Whatever writes to Kafka (appenders, Promoter, Claims, SnapshotWriter) asks the gate
 first, which is closed while the owner is suspended. Until the logs are replayed (`recover`),
-`Bodies` is the only follower.
+`BodyCache` is the only follower.
 """
 
 import asyncio
@@ -49,21 +49,21 @@ from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.rates import Tally
 from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
-from txbroker.proxy.partition.body_cache import Bodies
+from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.checkback import CheckBack, Runner
-from txbroker.proxy.partition.clock import LogClockFollower, LogTime, Pace, TurnPace
+from txbroker.proxy.partition.clock import LogClockFollower, LogTime, TxnLimiter, Yielder
 from txbroker.proxy.partition.context import (
     CurrentClaim,
     OwnerSettings,
     PartitionContext,
     PartitionEvents,
-    Visible,
+    VisibilityWaiters,
 )
 from txbroker.proxy.partition.parked_copies import read_copies
 from txbroker.proxy.partition.partition_api import PartitionApi
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.recovery import Recovered, claim_first, recover
-from txbroker.proxy.partition.retention import Edges
+from txbroker.proxy.partition.retention import RetentionGuard
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 
 IDLE_S = 1.0
@@ -77,7 +77,7 @@ CLAIM_PAUSE_MAX_S = 2.0
 log = get_logger(__name__)
 
 
-class Owner:
+class PartitionOwner:
     """One half partition, from its claim until it moves away.
 
     Args:
@@ -119,7 +119,7 @@ class Owner:
         settled_share: Callable[[], int],
         segment_version: int,
         record_version: Callable[[], int],
-        pace: TurnPace,
+        pace: TxnLimiter,
         principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self.partition = door.partition
@@ -146,7 +146,7 @@ class Owner:
             CurrentClaim(),
             asyncio.Event(),
             self.tally,
-            Visible(),
+            VisibilityWaiters(),
             settled_share,
         )
         context.gate.set()
@@ -161,11 +161,13 @@ class Owner:
         self._claims = Claims(
             context, self._door, identity, still_ours, (self._half, self._op), self._snapshots
         )
-        self.bodies = Bodies(context, self._door, bodies_share, self._snapshots)
+        self.bodies = BodyCache(context, self._door, bodies_share, self._snapshots)
         self._promoter = Promoter(
             context, self._door, targets, self.bodies, self._half, self._claims, pace
         )
-        self._edges = Edges(context, self._door, self.bodies, self._promoter, self._snapshots)
+        self._edges = RetentionGuard(
+            context, self._door, self.bodies, self._promoter, self._snapshots
+        )
         logs = self._door.half, self._door.op
         self.api = PartitionApi(context, self._half, self._op, logs, self._promoter)
         self.checks = CheckBack(context, self._op, runner, self.bodies, targets, self.api)
@@ -215,7 +217,7 @@ class Owner:
         id_clock.at_least(self.ledger.half_clock_ms)
         self._snapshots.found(found.greatest, found.snapshots, found.position)
         await self._edges.deleted_before(found.half_start)
-        pace = Pace()
+        pace = Yielder()
         for transaction in list(self.ledger.transactions.values()):
             self.checks.touch(transaction)
             await pace.step()

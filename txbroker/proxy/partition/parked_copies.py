@@ -1,4 +1,4 @@
-"""Copies in the parked topic: read as a takeover needs them, without their messages."""
+"""ParkedCopies in the parked topic: read as a takeover needs them, without their messages."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,13 +17,13 @@ from txbroker.core.transaction import Transaction, bare
 from txbroker.door.own_topics import ParkedScan
 from txbroker.door.protocols import PartitionDoor, SetAside
 from txbroker.errors import InvariantBroken, KafkaUnavailable, NewerRecord
-from txbroker.proxy.partition.clock import Pace
+from txbroker.proxy.partition.clock import Yielder
 
 PICKED_MAX = 200
-"""Copies whose messages are in memory at the same time while they are taken back."""
+"""ParkedCopies whose messages are in memory at the same time while they are taken back."""
 
 
-class Copies(Struct, frozen=True):
+class ParkedCopies(Struct, frozen=True):
     """What the parked topic holds.
 
     Attributes:
@@ -53,7 +53,7 @@ class Copies(Struct, frozen=True):
             )
 
 
-async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> Copies:
+async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> ParkedCopies:
     """Read the parked topic from its start: it is compacted, so its size is that of what is kept.
 
     Args:
@@ -64,7 +64,7 @@ async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> Copies:
         NewerRecord: a newer version wrote the newest record of a copy.
         KafkaUnavailable: Kafka does not answer.
     """
-    pace = Pace()
+    pace = Yielder()
     scan = ParkedScan(door.partition, skips)
     parts: dict[str, dict[int, tuple[int, KeptPart]]] = {}
     async for records in door.parked():
@@ -95,7 +95,7 @@ async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> Copies:
         else:
             whole.append(kept)
         await pace.step()
-    return Copies(whole, frozenset(torn), scan.foreign, tuple(scan.set_aside))
+    return ParkedCopies(whole, frozenset(torn), scan.foreign, tuple(scan.set_aside))
 
 
 async def with_messages(door: PartitionDoor, copies: Sequence[Kept]) -> list[Kept]:

@@ -37,7 +37,7 @@ from txbroker.errors import (
     WrongGroup,
 )
 from txbroker.failpoints import failpoint
-from txbroker.proxy.partition.appender import Appender, Applied, Lane
+from txbroker.proxy.partition.appender import Appender, Applied, Priority
 from txbroker.proxy.partition.body_cache import lost_cause
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.history import search, tell_verdict
@@ -187,7 +187,7 @@ class PartitionApi:
         self._preparing.add(share, left)
         try:
             failpoint("prepare.received")
-            outcomes = await self._half.append(rows, Lane.CALLS, known)
+            outcomes = await self._half.append(rows, Priority.CALLS, known)
         finally:
             self._preparing.add(share, -left)
         if any(isinstance(outcome, Outcome) for outcome in outcomes):
@@ -386,7 +386,7 @@ class PartitionApi:
             )
             for _, request, transaction in found
         ]
-        outcomes = await self._op.append(rows, Lane.CALLS)
+        outcomes = await self._op.append(rows, Priority.CALLS)
         decided: list[Transaction] = []
         for (number, request, transaction), outcome in zip(found, outcomes, strict=True):
             if isinstance(outcome, Outcome) and outcome.effect is Effect.APPLIED:

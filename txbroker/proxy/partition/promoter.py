@@ -43,8 +43,8 @@ from txbroker.failpoints import failpoint
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.tracing import TracedTurn, traced_turn, turn_ended
 from txbroker.proxy.partition.appender import Appender
-from txbroker.proxy.partition.body_cache import BODY_LOST, Bodies, lost_cause
-from txbroker.proxy.partition.clock import TurnPace, UnderWay
+from txbroker.proxy.partition.body_cache import BODY_LOST, BodyCache, lost_cause
+from txbroker.proxy.partition.clock import Slot, TxnLimiter
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.targets import Trouble, note_invisible, takes
 
@@ -80,7 +80,7 @@ class _Flight(Struct, eq=False):
     release: list[Transaction]
     since_s: float
     """When it was begun, by the monotonic clock."""
-    under_way: UnderWay
+    slot: Slot
     copies: list[tuple[Transaction, int]] = field(default_factory=list)
     """With whose copies the turn's parked records begin, in this order, each of how many."""
     traced: TracedTurn | None = None
@@ -116,10 +116,10 @@ class Promoter:
         context: PartitionContext,
         door: PartitionDoor,
         targets: Targets,
-        bodies: Bodies,
+        bodies: BodyCache,
         half: Appender,
         claimer: Claimer,
-        pace: TurnPace,
+        pace: TxnLimiter,
     ) -> None:
         settings = context.settings
         self._context = context
@@ -221,14 +221,14 @@ class Promoter:
             raise self._failure
         if self._lost:
             await self._recover()
-        under_way = await self._pace.begin()
+        slot = await self._pace.begin()
         try:
-            return await self._plan_and_write(under_way)
+            return await self._plan_and_write(slot)
         finally:
-            if not any(flight.under_way is under_way for flight in self._flights):
-                under_way.over()
+            if not any(flight.slot is slot for flight in self._flights):
+                slot.release()
 
-    async def _plan_and_write(self, under_way: UnderWay) -> bool:
+    async def _plan_and_write(self, slot: Slot) -> bool:
         plan = await self._plan()
         if self._ledger.commits_waited != self._half_read_for:
             # Planned without what was decided earlier, and may be of the same order key.
@@ -242,7 +242,7 @@ class Promoter:
                 self._failing_since_s = None
             return False
         began_s = time.monotonic()
-        flight = _Flight(plan, self._progress(plan), keep, release, began_s, under_way)
+        flight = _Flight(plan, self._progress(plan), keep, release, began_s, slot)
         self._open.add(flight)
         with self._bodies.hold(flight.whole()):
             written = await self._load(flight) and await self._write(flight)
@@ -458,7 +458,7 @@ class Promoter:
 
     def _finished(self, flight: _Flight, task: asyncio.Task[None]) -> None:
         self._finishing.discard(task)
-        flight.under_way.over()  # one that was given up before it began has not said so
+        flight.slot.release()  # one that was given up before it began has not said so
         if not task.cancelled() and task.exception() is not None:
             # What must not happen did: its transactions would wait for ever, and nobody knew.
             self._failure = task.exception()
@@ -476,7 +476,7 @@ class Promoter:
         finally:
             self._flights.discard(flight)
             flight.ended.set()
-            flight.under_way.over()
+            flight.slot.release()
         ledger.op_committed = max(ledger.op_committed, flight.progress.op)
         failpoint("turn.committed")
         self._open.discard(flight)

@@ -16,8 +16,8 @@ from txbroker.door.protocols import Claimed, Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
-from txbroker.proxy.partition.clock import Pace
-from txbroker.proxy.partition.parked_copies import Copies, batches, read_copies, with_messages
+from txbroker.proxy.partition.clock import Yielder
+from txbroker.proxy.partition.parked_copies import ParkedCopies, batches, read_copies, with_messages
 
 
 class Recovered(Struct, frozen=True):
@@ -216,7 +216,9 @@ async def _check_same(
     await _compare(door.half, "half", logs.half, _half_known(progress, wholes), kept_since_ms)
 
 
-async def _catch_up(logs: _Logs, applier: Applier, copies: Copies, whole: Whole | None) -> int:
+async def _catch_up(
+    logs: _Logs, applier: Applier, copies: ParkedCopies, whole: Whole | None
+) -> int:
     """Bring an empty ledger to the end of both logs; return the sum of the offsets from which on
     they were replayed."""
     ledger, door = applier.ledger, logs.door
@@ -335,7 +337,7 @@ async def _check_accounted(
     )
 
 
-def _covered(known_to: int, copies: Copies) -> int:
+def _covered(known_to: int, copies: ParkedCopies) -> int:
     """Return how far copies tell of all half messages from an offset on."""
     for copy in sorted(copies.whole, key=lambda copy: copy.half_offset):
         if copy.half_offset <= known_to:
@@ -368,7 +370,7 @@ async def _begin(
     if whole is None:
         ledger.start_at(half_start, op_start)
         return half_start, op_start
-    pace = Pace()
+    pace = Yielder()
     for _ in load(whole, ledger):
         await pace.piece()
     # Half's retention may have passed the snapshot meanwhile: of what lay between, whatever is
@@ -381,7 +383,7 @@ async def _begin(
 async def _find_again(ledger: Ledger, half_start: int) -> None:
     """Somebody may have brought back what was lost: then it can be asked about and committed. What
     is committed was refused for it, and is revived by hand."""
-    pace = Pace()
+    pace = Yielder()
     for transaction in ledger.transactions.values():
         if transaction.lost and transaction.state in UNDECIDED:
             transaction.lost = transaction.offset < half_start
@@ -397,7 +399,7 @@ async def _restore(
     was left over, and would come back to life.
     """
     gone = [copy for copy in copies if known_to <= copy.half_offset < start]
-    pace = Pace()
+    pace = Yielder()
     for batch in batches([copy for copy in gone if copy.half.id not in ledger.transactions]):
         for copy in await with_messages(door, batch):
             ledger.restore(copy)
@@ -442,7 +444,7 @@ async def _replay(
     half_replica, op_replica = HalfReplica(applier), OpReplica(applier)
     await half.move()
     await op.move()
-    pace = Pace()
+    pace = Yielder()
     while half.record is not None or op.record is not None:
         if op.record is None or (
             half.record is not None and half.record.timestamp_ms <= op.record.timestamp_ms

@@ -6,8 +6,8 @@ from txbroker.core.records import Anchor
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Log, LogTruncated, PartitionDoor
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.partition.body_cache import BATCH_MAX, Bodies
-from txbroker.proxy.partition.clock import Pace
+from txbroker.proxy.partition.body_cache import BATCH_MAX, BodyCache
+from txbroker.proxy.partition.clock import Yielder
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
@@ -15,7 +15,7 @@ from txbroker.proxy.partition.snapshots import SnapshotWriter
 log = get_logger(__name__)
 
 
-class Edges:
+class RetentionGuard:
     """Looks after what is not settled while its half messages may vanish.
 
     Args:
@@ -30,7 +30,7 @@ class Edges:
         self,
         context: PartitionContext,
         door: PartitionDoor,
-        bodies: Bodies,
+        bodies: BodyCache,
         promoter: Promoter,
         snapshots: SnapshotWriter,
     ) -> None:
@@ -52,7 +52,7 @@ class Edges:
 
     async def keep_old(self) -> None:
         """At half of half's retention the bodies of what is not settled are copied out."""
-        ledger, pace = self._ledger, Pace()
+        ledger, pace = self._ledger, Yielder()
         if self._reclaims != self._context.claim.reclaims:
             # Turns were lost: what they were to copy may have to be copied again.
             self._reclaims = self._context.claim.reclaims
@@ -68,7 +68,7 @@ class Edges:
                 "half retention near, bodies copied", partition=ledger.partition, count=copied
             )
 
-    async def _keep_older_than(self, before_ms: int, pace: Pace) -> int:
+    async def _keep_older_than(self, before_ms: int, pace: Yielder) -> int:
         """Have everything copied that was prepared before; return how many were not yet."""
         ledger, copied = self._ledger, 0
         while found := ledger.in_order(self._old_to, BATCH_MAX):
@@ -115,7 +115,7 @@ class Edges:
         """
         self._let_go()
         self._snapshots.deleted_before(half_start)
-        pace = Pace()
+        pace = Yielder()
         while found := self._ledger.in_order(self._deleted_to, BATCH_MAX):
             below = [each for each in found if each.offset < half_start]
             bare = [each for each in below if not each.kept and not each.lost]

@@ -29,7 +29,7 @@ _TOPICS_MAX = 10_000
 """Topics of which it is remembered where the last message without a key went."""
 
 
-class FreeTargets(Targets):
+class PermittedTargets(Targets):
     """A `Targets` that knows by their names alone which topics are no targets, when a
     transaction is prepared and when it is promoted.
 
@@ -129,7 +129,7 @@ async def examine_all(
     return found
 
 
-class Placing:
+class TargetPartitioner:
     """Chooses the target partitions of messages that come without one: by their keys as Kafka's
     Java client does; without a key any that has a leader, the same one for a while, and for all
     of one transaction that go to a topic.
