@@ -1,0 +1,200 @@
+"""The public surface is that of `surface.txt`: what others call, configure, read or store.
+
+A difference is a change for users: name it in CHANGELOG.md with what they have to do, then renew
+the file with `make docs`.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import json
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from txbroker.cli.reference import commands
+from txbroker.config.settings import Settings
+from txbroker.contract import frames
+from txbroker.contract.signing import sign
+from txbroker.core import encoding, records
+from txbroker.errors import request_errors
+from txbroker.proxy.http.api import operations
+from txbroker.proxy.http.openapi import describe
+from txbroker.proxy.observe.metrics import Metrics
+
+SURFACE = Path(__file__).with_name("surface.txt")
+MODULES = ("sdk", "errors", "testing.broker", "testing.plugin")
+ID = "7ZZZ0000000000000000000000"
+
+
+def lines() -> Iterator[str]:
+    """Yield the surface, a fact a line."""
+    for part in (command_line, settings, http, errors, metrics, python, stored, framed):
+        yield from (f"{part.__name__}: {line}" for line in part())
+
+
+def command_line() -> Iterator[str]:
+    """Yield the options and arguments of each command."""
+    for command, context in commands():
+        yield context.command_path
+        for one in command.params:
+            kind = one.type.to_info_dict()
+            shape = kind.get("choices") or kind["name"]
+            default = one.default if isinstance(one.default, str | int | float) else None
+            more = [name for name in ("multiple", "required", "is_flag") if getattr(one, name, 0)]
+            names = "/".join((*one.opts, *one.secondary_opts))
+            if isinstance(one, click.Argument):
+                names = one.human_readable_name
+            yield f"{context.command_path} {names} {shape} default={default!r} {' '.join(more)}"
+
+
+def settings() -> Iterator[str]:
+    """Yield each setting with its type and default."""
+    for name, field in sorted(Settings.model_fields.items()):
+        yield _bare(f"{name}: {field.annotation} = {field.default!r}")
+
+
+def http() -> Iterator[str]:
+    """Yield each operation with the schemas of what it takes and answers."""
+    page = describe(operations())
+    schemas = page["components"]["schemas"]
+    for path, methods in sorted(page["paths"].items()):
+        for method, operation in sorted(methods.items()):
+            described = _without_words(operation, schemas)
+            yield f"{method.upper()} {path} {json.dumps(described, sort_keys=True)}"
+
+
+def _without_words(value: Any, schemas: dict[str, Any]) -> Any:
+    """Return a schema with its references resolved and nothing that is written for people."""
+    if isinstance(value, list):
+        return [_without_words(each, schemas) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "$ref" in value:
+        return _without_words(schemas[value["$ref"].rpartition("/")[2]], schemas)
+    return {
+        name: sorted(re.findall(r"`(\w+)`: ", each))
+        if name == "description"
+        else _without_words(each, schemas)
+        for name, each in value.items()
+        if name not in ("summary", "title") and not (name == "description" and "`" not in each)
+    }
+
+
+def errors() -> Iterator[str]:
+    """Yield the code, status and retryability of each error of a call."""
+    for error in request_errors().values():
+        yield f"{error.code} {error.status} retryable={error.retryable}"
+
+
+def metrics() -> Iterator[str]:
+    """Yield each metric with its type and labels."""
+    for one in Metrics().described():
+        yield f"{one.name} {one.kind} {','.join(one.labels)}"
+
+
+def python() -> Iterator[str]:
+    """Yield the signatures of the public modules, with the fields of their values."""
+    for module in MODULES:
+        loaded = importlib.import_module(f"txbroker.{module}")
+        own = [
+            name
+            for name, value in vars(loaded).items()
+            if not name.startswith("_") and getattr(value, "__module__", "") == loaded.__name__
+        ]
+        for name in sorted(getattr(loaded, "__all__", own)):
+            for line in _described(getattr(loaded, name)):
+                yield _bare(f"{module}.{name}{line}")
+
+
+def _described(value: Any) -> Iterator[str]:
+    if isinstance(value, type) and issubclass(value, enum.Enum):
+        yield f" = {[member.value for member in value]}"
+    elif isinstance(value, type):
+        yield _signature(value)
+        for name, member in sorted(vars(value).items()):
+            if name.startswith("_"):
+                continue
+            if isinstance(member, classmethod | staticmethod):
+                member = member.__func__
+            if isinstance(member, types.FunctionType):
+                yield f".{name}{_signature(member)}"
+            elif isinstance(member, property | types.MemberDescriptorType):
+                yield f".{name}"
+    elif callable(value):
+        yield _signature(value)
+    else:
+        yield f" = {value!r}"
+
+
+def _signature(value: Any) -> str:
+    try:
+        return str(inspect.signature(value))
+    except ValueError:
+        return "(…)"
+
+
+def _bare(text: str) -> str:
+    """Return a text without modules of names, quotes of annotations and addresses of objects."""
+    return re.sub(r"(?:\b[a-z_]\w*\.)+(?=[A-Z])|'| at 0x\w+", "", text)
+
+
+def stored() -> Iterator[str]:
+    """Yield records as they are stored, in hexadecimal."""
+    plain = records.Message("orders", None, None, (), 0)
+    full = records.Message("pay", b"k", b"v", (("h", b"1"), ("n", None)), 3, 1_700_000_000_000)
+    policy = records.CheckPolicy(5.0, 7.5, 3, 2.0)
+    half = records.Half(ID, "shop", (plain, full), "order-1", "dedup-1", policy)
+    yield from _shown("half", encoding.encode_half(half))
+    yield from _shown("half alone", encoding.encode_half(records.Half(ID, "g", (plain,))))
+    yield from _shown("contents", encoding.encode_contents(half, (full, plain)))
+    for kind in records.MarkerKind:
+        yield from _shown(kind, [encoding.encode_marker(records.Marker(1, kind, ID))])
+    values = (1, records.MarkerKind.CHECK, ID, 7, records.Source.CHECK, "g", "by", "why", 2, 3)
+    marker = records.Marker(*values, "claim", "endpoint", "previous", 1.5, 2)
+    yield from _shown("marker", [encoding.encode_marker(marker)])
+    yield from _shown("claim", [encoding.encode_claim(records.Claim(1, "c", "owner", "url"))])
+    anchors = records.Anchor(5, 6), records.Anchor(7, 8)
+    checkpoint = records.Progress(1, "c", 9, 8, *anchors, ("d",), "s", True, 4)
+    yield from _shown("checkpoint", [encoding.encode_progress(checkpoint)])
+    cause = records.Cause("refused", "too large", "pay", 3, True)
+    kept = records.Kept(half, 11, 12, records.State.REFUSED, cause, 13)
+    yield from _shown("kept", encoding.encode_kept(kept))
+    yield from _shown("tombstones", encoding.kept_tombstones(ID, 2))
+    yield f"signature {sign(b'secret', 'id', 1, b'body')}"
+
+
+def _shown(name: str, made: Any) -> Iterator[str]:
+    for record in made:
+        key = record.key and record.key.hex()
+        value = record.value and record.value.hex()
+        yield f"{name} key={key} value={value} headers={[*record.headers]}"
+
+
+def framed() -> Iterator[str]:
+    """Yield each operation of a session with its fields in order, and a frame as bytes."""
+    for union in (frames.FromProducer, frames.FromProxy):
+        for kind in union.__args__:
+            fields = msgspec.structs.fields(kind)
+            shown = ", ".join(
+                each.name if each.required else f"{each.name}={each.default!r}" for each in fields
+            )
+            yield _bare(f"{kind.__struct_config__.tag}({shown})")
+    message = records.Message("orders", b"k", b"v", (("h", b"1"),))
+    yield f"frame {frames.encode_frame([frames.Prepare(1, ID, (message,))]).hex()}"
+
+
+def test_public_surface_is_unchanged() -> None:
+    assert [*lines()] == SURFACE.read_text().splitlines()
+
+
+if __name__ == "__main__":
+    sys.stdout.write("".join(f"{line}\n" for line in lines()))
