@@ -19,7 +19,7 @@ from typing import Any
 from aiokafka.protocol.api import Request
 
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Target, Turn, TurnHandle
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, Target
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.client.admin import Admin, NewTopic
@@ -86,13 +86,13 @@ class Side:
         self.answers_s.clear()
         self._turns = 0
 
-    async def _write(self) -> TurnHandle:
+    async def _write(self) -> PromotionTxnHandle:
         self._turns += 1
         promoted = tuple(
             Target(topic, 0, Record(b"key", bytes(1000), (), 1)) for topic in self.targets
         )
         progress = Progress(LOG_VERSION, "c", self._turns, self._turns)
-        return await self.partition.write(Turn(promoted, (), progress))
+        return await self.partition.write(PromotionTxn(promoted, (), progress))
 
     async def round(self, turns: int, pause_s: float) -> None:
         """Write turns one after the other, with pauses, then as many of which two overlap."""

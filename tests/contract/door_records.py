@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import PartitionDoor, Target, Turn
+from txbroker.door.protocols import PartitionDoor, PromotionTxn, Target
 
 _CLAIMS = itertools.count()
 
@@ -22,9 +22,9 @@ def progress(claim: str, op: int) -> Progress:
     return Progress(LOG_VERSION, claim, op, op)
 
 
-def turn(claim: Claim, op: int, *promoted: Target, parked: tuple[Record, ...] = ()) -> Turn:
+def turn(claim: Claim, op: int, *promoted: Target, parked: tuple[Record, ...] = ()) -> PromotionTxn:
     """A turn up to `op`."""
-    return Turn(promoted, parked, progress(claim.claim, op))
+    return PromotionTxn(promoted, parked, progress(claim.claim, op))
 
 
 def bare(records: Sequence[Record]) -> list[tuple[bytes | None, bytes | None, tuple[Any, ...]]]:
@@ -32,6 +32,6 @@ def bare(records: Sequence[Record]) -> list[tuple[bytes | None, bytes | None, tu
     return [(record.key, record.value, record.headers) for record in records]
 
 
-async def commit(door: PartitionDoor, written: Turn) -> None:
+async def commit(door: PartitionDoor, written: PromotionTxn) -> None:
     """Write a turn and wait for its commit."""
     await (await door.write(written)).committed()

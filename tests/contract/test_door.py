@@ -17,10 +17,10 @@ from txbroker.door.protocols import (
     Log,
     LogTruncated,
     PartitionDoor,
+    PromotionTxnLost,
+    PromotionTxnRefused,
     Target,
     TargetFacts,
-    TurnLost,
-    TurnRefused,
 )
 from txbroker.errors import KafkaUnavailable
 
@@ -221,7 +221,7 @@ async def test_a_turn_larger_than_a_batch_is_still_one_turn(world: Any, door: Do
 
 
 async def test_nothing_is_written_before_a_claim(door: Door) -> None:
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await door.partition(0).write(turn(new_claim(), 1))
 
 
@@ -270,7 +270,9 @@ async def test_of_claims_at_once_at_most_one_owner_can_write(world: Any) -> None
         winners = [result for result in results if isinstance(result, str)]
         losers = [result for result in results if not isinstance(result, str)]
         assert len(winners) <= 1
-        assert all(isinstance(error, Fenced | TurnLost | KafkaUnavailable) for error in losers)
+        assert all(
+            isinstance(error, Fenced | PromotionTxnLost | KafkaUnavailable) for error in losers
+        )
         if winners:
             found = await doors[0].claim(new_claim())
             assert found.progress == progress(winners[0], 7)
@@ -293,7 +295,7 @@ async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Doo
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
     await commit(partition, turn(mine, 1, Target(good, 0, Record(b"before", b"", (), now_ms()))))
-    with pytest.raises(TurnRefused) as refused:
+    with pytest.raises(PromotionTxnRefused) as refused:
         await partition.write(
             turn(
                 mine,
@@ -305,7 +307,7 @@ async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Doo
         )
     cause = refused.value.cause
     assert (cause.code, cause.topic, cause.partition) == ("too_large", small, 0)
-    with pytest.raises(TurnRefused):
+    with pytest.raises(PromotionTxnRefused):
         await partition.write(turn(mine, 3))
     again = new_claim()
     assert (await partition.claim(again)).progress == progress(mine.claim, 1)
@@ -342,7 +344,7 @@ async def test_a_closed_partition_writes_no_more(door: Door) -> None:
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
     await partition.close()
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await partition.write(turn(mine, 1))
     await partition.close()
 

@@ -22,10 +22,10 @@ from txbroker.door.protocols import (
     Hanging,
     Log,
     PartitionDoor,
+    PromotionTxn,
+    PromotionTxnLost,
+    PromotionTxnRefused,
     Target,
-    Turn,
-    TurnLost,
-    TurnRefused,
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord
 
@@ -102,7 +102,7 @@ async def test_what_an_aborted_turn_parked_is_not_picked(world: Any, door: Door)
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
     large = Target(small, 0, Record(b"large", bytes(2000), (), now_ms()))
-    with pytest.raises(TurnRefused):
+    with pytest.raises(PromotionTxnRefused):
         await partition.write(turn(mine, 1, large, parked=(Record(b"id/0", b"lost"),)))
     again = new_claim()
     await partition.claim(again)
@@ -188,7 +188,7 @@ async def test_progress_of_a_newer_version_is_said_to_be_newer(door: Door) -> No
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
     newer = structs.replace(progress(mine.claim, 1), v=RECORD_VERSION + 1)
-    await commit(partition, Turn((), (), newer))
+    await commit(partition, PromotionTxn((), (), newer))
     with pytest.raises(NewerRecord, match="checkpoint-0 at offset"):
         await partition.claim(new_claim())
 
@@ -208,7 +208,7 @@ async def test_a_version_is_written_as_it_is_given(world: Any, door: Door) -> No
     mine = structs.replace(new_claim(), v=0)
     await partition.claim(mine)
     newer = structs.replace(progress(mine.claim, 1), v=RECORD_VERSION + 1)
-    await (await partition.write(Turn((), (), newer))).visible()
+    await (await partition.write(PromotionTxn((), (), newer))).visible()
     written = await world.visible(world.name("checkpoint"))
     assert [msgspec.json.decode(record.value)["v"] for record in written] == [0, newer.v]
 
@@ -224,7 +224,7 @@ async def test_a_hanging_transaction_hides_the_progress(world: Any) -> None:
     release = await world.hang(world.name("checkpoint"), 0)
     with pytest.raises(Hanging):
         await partition.claim(new_claim())
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await partition.write(turn(new_claim(), 1))
     await release()
     mine = new_claim()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.kit.kafka import KafkaWorld
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Target, Turn, TurnHandle
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, Target
 from txbroker.kafka.door.partition import KafkaPartitionDoor
 
 FENCED_CODES = (47, 90)
@@ -15,10 +15,12 @@ def claim(name: str) -> Claim:
     return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
-async def write(partition: KafkaPartitionDoor, name: str, op: int, topic: str) -> TurnHandle:
+async def write(
+    partition: KafkaPartitionDoor, name: str, op: int, topic: str
+) -> PromotionTxnHandle:
     """Write the turn of a claim up to `op`, which holds one message."""
     target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
-    return await partition.write(Turn((target,), (), Progress(LOG_VERSION, name, op, op)))
+    return await partition.write(PromotionTxn((target,), (), Progress(LOG_VERSION, name, op, op)))
 
 
 async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:

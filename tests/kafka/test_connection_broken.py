@@ -17,12 +17,12 @@ from aiokafka.protocol.metadata import MetadataRequest
 from tests.kit.kafka import KafkaWorld
 from txbroker.kafka.client.client import Client, Unanswered
 from txbroker.kafka.client.connection import LoggedInConnection, open_connection
-from txbroker.kafka.protocol.packed import EndTxnRequest, Over
+from txbroker.kafka.protocol.packed import EndTxnResponse, EndTxnV0
 
 Asked = tuple[int, int]
 """Kind and correlation id of a request."""
 VERSIONS, METADATA, END, HANDSHAKE = 18, 3, 26, 17
-REQUEST = EndTxnRequest("id", 7, 0, True)
+REQUEST = EndTxnV0("id", 7, 0, True)
 
 
 class Broker:
@@ -113,7 +113,7 @@ async def test_a_version_that_a_broker_does_not_speak_is_no_broken_connection() 
         connection._versions = {END: (0, 5)}
         answer = connection.send(REQUEST)
         broker.writer.write(over(await broker.number(), 3))
-        assert await answer == Over(3)
+        assert await answer == EndTxnResponse(3)
 
 
 async def test_answers_arrive_in_pieces_or_together() -> None:
@@ -129,9 +129,13 @@ async def test_answers_arrive_in_pieces_or_together() -> None:
             await connection_turn(connection)
             assert not any(each.done() for each in futures(connection))
             broker.writer.write(second)
-            assert await answers[0] == Over(0)
+            assert await answers[0] == EndTxnResponse(0)
             broker.writer.write(rest)
-            assert await asyncio.gather(*answers[1:]) == [Over(1), Over(2), Over(3)]
+            assert await asyncio.gather(*answers[1:]) == [
+                EndTxnResponse(1),
+                EndTxnResponse(2),
+                EndTxnResponse(3),
+            ]
 
     await _on_both_loops(in_pieces)
 
@@ -182,7 +186,7 @@ async def test_behind_an_answer_that_does_not_read_nothing_counts(
             await second
         assert not connection.connected()
         if answer(number).startswith(over(number)):
-            assert await first == Over(0)
+            assert await first == EndTxnResponse(0)
         else:
             with pytest.raises(KafkaConnectionError):
                 await first
@@ -213,7 +217,7 @@ async def test_an_answer_that_does_not_come_in_time_is_told() -> None:
         assert connection.connected()
         again = connection.send(REQUEST)
         broker.writer.write(over(number) + over(await broker.number(), 5))
-        assert await again == Over(5)
+        assert await again == EndTxnResponse(5)
 
 
 async def test_who_gave_up_hears_nothing_and_others_do() -> None:
@@ -221,7 +225,7 @@ async def test_who_gave_up_hears_nothing_and_others_do() -> None:
         gone, here = (asyncio.ensure_future(connection.send(REQUEST)) for _ in range(2))
         gone.cancel()
         broker.writer.write(over(await broker.number()) + over(await broker.number(), 5))
-        assert await here == Over(5)
+        assert await here == EndTxnResponse(5)
         assert gone.cancelled()
 
 

@@ -11,16 +11,16 @@ import pytest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.core.records import Record
-from txbroker.door.protocols import TurnLost
+from txbroker.door.protocols import PromotionTxnLost
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.client.leaders import LeadersRequest
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.open_transactions import HANGING, Ended, Unseen
+from txbroker.kafka.door.open_transactions import HANGING, OpenTransactionGuard, UnconfirmedWrites
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.codes import Code
-from txbroker.kafka.protocol.packed import OffsetRequest, ProduceRequest
+from txbroker.kafka.protocol.packed import ListOffsetsV3, ProduceV7
 from txbroker.kafka.protocol.schemas import ProducersRequest
 from txbroker.kafka.protocol.transactions import Partition
 
@@ -96,9 +96,9 @@ class Leaders:
         if node in self.silent:
             self.patience.append(timeout_s)
             raise Unanswered(f"broker {node} did not answer")
-        if isinstance(request, OffsetRequest):
+        if isinstance(request, ListOffsetsV3):
             return self._ends(request)
-        if isinstance(request, ProduceRequest):
+        if isinstance(request, ProduceV7):
             return self._take(node, request)
         if isinstance(request, AddPartitionsToTxnRequest):
             self.taken += [(topic, n, -1) for topic, ns in request._topics for n in ns]
@@ -151,85 +151,91 @@ def leaders() -> Leaders:
 
 
 @pytest.fixture
-def ended(leaders: Leaders) -> Ended:
+def ended(leaders: Leaders) -> OpenTransactionGuard:
     producers = [cast(Producer, SimpleNamespace(id=id, epoch=EPOCH)) for id in (OURS - 1, OURS)]
-    return Ended(cast(Client, leaders), "ended", producers)
+    return OpenTransactionGuard(cast(Client, leaders), "ended", producers)
 
 
 @pytest.mark.rule(17)
 async def test_where_a_turn_of_ours_is_open_nothing_may_be_written(
-    leaders: Leaders, ended: Ended
+    leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     leaders.open[T] = {STRANGER: 2, OURS: 4}
-    (cause,) = await ended.prove([T, U])
+    (cause,) = await ended.verify_no_open_txn([T, U])
     assert (cause.code, cause.topic, cause.partition, cause.passing) == (HANGING, "t", 0, True)
     assert "t-0" in cause.message
     assert "offset 4" in cause.message
-    assert ended.unproved([T, U, T]) == [T]
+    assert ended.unverified([T, U, T]) == [T]
     del leaders.open[T][OURS]
-    assert await ended.prove([T]) == []
-    assert ended.unproved([T, U]) == []
+    assert await ended.verify_no_open_txn([T]) == []
+    assert ended.unverified([T, U]) == []
 
 
-async def test_what_is_proved_is_not_asked_about_again(leaders: Leaders, ended: Ended) -> None:
-    await ended.prove([T, U])
+async def test_what_is_proved_is_not_asked_about_again(
+    leaders: Leaders, ended: OpenTransactionGuard
+) -> None:
+    await ended.verify_no_open_txn([T, U])
     # Open now is a turn of this very claim.
     leaders.open[T] = {OURS: 10}
-    assert await ended.prove([T, U]) == []
+    assert await ended.verify_no_open_txn([T, U]) == []
     assert leaders.asked == [T, U]
 
 
 async def test_a_transaction_of_somebody_else_is_nothing_to_wait_for(
-    leaders: Leaders, ended: Ended
+    leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     leaders.open[T] = {STRANGER: 0}
-    assert await ended.prove([T]) == []
+    assert await ended.verify_no_open_txn([T]) == []
 
 
 @pytest.mark.rule(17)
 async def test_without_the_right_to_ask_readers_must_have_come_past_the_end(
-    leaders: Leaders, ended: Ended
+    leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     leaders.codes[T] = Code.TOPIC_AUTHORIZATION_FAILED
     leaders.open[T] = {OURS: 4}
-    (cause,) = await ended.prove([T])
+    (cause,) = await ended.verify_no_open_txn([T])
     assert (cause.code, cause.passing) == ("not_known", True)
     # A busy topic has always some transaction open, but later ones.
     leaders.ends[T] = 30
     leaders.open[T] = {STRANGER: 9}
-    assert [cause.code for cause in await ended.prove([T])] == ["not_known"]
+    assert [cause.code for cause in await ended.verify_no_open_txn([T])] == ["not_known"]
     leaders.open[T] = {STRANGER: 10}
-    assert await ended.prove([T]) == []
+    assert await ended.verify_no_open_txn([T]) == []
     # Only that broker may take the first batch.
     leaders.leaders[T] = 2
-    assert ended.unproved([T]) == [T]
+    assert ended.unverified([T]) == [T]
 
 
 async def test_a_topic_that_was_made_anew_is_not_waited_for_to_its_old_end(
-    leaders: Leaders, ended: Ended
+    leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     leaders.codes[T] = Code.TOPIC_AUTHORIZATION_FAILED
     leaders.open[T] = {STRANGER: 4}
-    assert [cause.code for cause in await ended.prove([T])] == ["not_known"]
+    assert [cause.code for cause in await ended.verify_no_open_txn([T])] == ["not_known"]
     leaders.ends[T] = 3
     leaders.open.clear()
-    assert await ended.prove([T]) == []
+    assert await ended.verify_no_open_txn([T]) == []
 
 
-async def test_a_kafka_that_cannot_be_asked_is_named(leaders: Leaders, ended: Ended) -> None:
+async def test_a_kafka_that_cannot_be_asked_is_named(
+    leaders: Leaders, ended: OpenTransactionGuard
+) -> None:
     leaders.refuses = KafkaRefused(Code.UNSUPPORTED_VERSION)
-    (cause,) = await ended.prove([T])
+    (cause,) = await ended.verify_no_open_txn([T])
     assert cause.code == "no_answer"
     assert "DescribeProducers" in cause.message
 
 
 async def test_many_partitions_are_asked_about_in_pieces_and_a_silent_leader_once(
-    leaders: Leaders, ended: Ended
+    leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     many = [("t", number) for number in range(20)]
     leaders.leaders |= dict.fromkeys(many, 1)
     leaders.open[many[15]] = {OURS: 3}
-    assert [(cause.code, cause.partition) for cause in await ended.prove(many)] == [(HANGING, 15)]
+    assert [(cause.code, cause.partition) for cause in await ended.verify_no_open_txn(many)] == [
+        (HANGING, 15)
+    ]
     assert leaders.asked == many
     assert leaders.requests == [8, 8, 4]
     # It waits for a plan, so that it must not wait for long.
@@ -238,14 +244,14 @@ async def test_many_partitions_are_asked_about_in_pieces_and_a_silent_leader_onc
     leaders.leaders |= dict.fromkeys(again, 1)
     leaders.silent.add(1)
     leaders.patience.clear()
-    assert [cause.code for cause in await ended.prove(again)] == ["no_answer"] * 20
+    assert [cause.code for cause in await ended.verify_no_open_txn(again)] == ["no_answer"] * 20
     assert len(leaders.patience) == 1
 
 
 @pytest.mark.rule(17)
 @pytest.mark.parametrize("how", ["silent", "no leader", "moved", "left out"])
 async def test_no_answer_proves_nothing_and_is_asked_for_again(
-    leaders: Leaders, ended: Ended, how: str
+    leaders: Leaders, ended: OpenTransactionGuard, how: str
 ) -> None:
     if how == "silent":
         leaders.silent.add(1)
@@ -255,23 +261,23 @@ async def test_no_answer_proves_nothing_and_is_asked_for_again(
         leaders.codes[T] = Code.NOT_LEADER
     else:
         leaders.left_out.add(T)
-    (cause,) = await ended.prove([T, U])
+    (cause,) = await ended.verify_no_open_txn([T, U])
     assert (cause.code, cause.topic, cause.passing) == ("no_answer", "t", True)
-    assert ended.unproved([T, U]) == [T]
+    assert ended.unverified([T, U]) == [T]
     assert leaders.forgotten == ([T] if how in ("silent", "moved") else [])
     leaders.silent.clear()
     leaders.codes.clear()
     leaders.left_out.clear()
     leaders.leaders[T] = 1
-    assert await ended.prove([T]) == []
+    assert await ended.verify_no_open_txn([T]) == []
 
 
 @pytest.mark.rule(17)
 async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Leaders) -> None:
     client = cast(Client, leaders)
     one, other = (Producer(client, side, side) for side in "ab")
-    ended = Ended(client, "ended", [one, other])
-    assert await ended.prove([T]) == []
+    ended = OpenTransactionGuard(client, "ended", [one, other])
+    assert await ended.verify_no_open_txn([T]) == []
     batch, patience = {T: batch_body([Record(b"k", b"")])}, Patience(1.0, 0.01)
     # It had been deposed long ago, and did not know.
     leaders.leaders[T] = 2
@@ -292,16 +298,16 @@ async def test_where_another_broker_leads_than_was_asked_nothing_is_put_in(
 ) -> None:
     client = cast(Client, leaders)
     producer = Producer(client, "a", "a")
-    ended = Ended(client, "ended", [producer])
-    assert await ended.prove([T, U]) == []
+    ended = OpenTransactionGuard(client, "ended", [producer])
+    assert await ended.verify_no_open_txn([T, U]) == []
     # What aborts the transaction then reaches the one that leads in truth.
     leaders.leaders[T] = 2
     with pytest.raises(NotSent, match="t-0 is led by another broker"):
         await producer.add([U, T], Patience(1.0, 0.01))
     assert leaders.taken == []
     # So it is found out before, where there is time to ask again.
-    assert ended.unproved([T, U]) == [T]
-    assert await ended.prove([T, U]) == []
+    assert ended.unverified([T, U]) == [T]
+    assert await ended.verify_no_open_txn([T, U]) == []
     await producer.add([U, T], Patience(1.0, 0.01))
     assert leaders.taken == [("u", 0, -1), ("t", 0, -1)]
 
@@ -310,12 +316,14 @@ async def test_where_another_broker_leads_than_was_asked_nothing_is_put_in(
 
 
 @pytest.fixture
-def unseen(leaders: Leaders, ended: Ended) -> Unseen:
-    return Unseen(ended._producers[1], ended, StableEnds(cast(Client, leaders)))
+def unseen(leaders: Leaders, ended: OpenTransactionGuard) -> UnconfirmedWrites:
+    return UnconfirmedWrites(ended._producers[1], ended, StableEnds(cast(Client, leaders)))
 
 
 @pytest.mark.rule(14)
-async def test_what_was_seen_is_not_asked_about(leaders: Leaders, unseen: Unseen) -> None:
+async def test_what_was_seen_is_not_asked_about(
+    leaders: Leaders, unseen: UnconfirmedWrites
+) -> None:
     leaders.silent |= {1, 2}
     unseen.wrote({T: 9, U: 3})
     unseen.wrote({U: 5})
@@ -323,11 +331,13 @@ async def test_what_was_seen_is_not_asked_about(leaders: Leaders, unseen: Unseen
     await unseen.over([T], Patience(0.0, 0.01))
     # The turn before that one was seen, and it was not.
     unseen.seen({U: 3})
-    with pytest.raises(TurnLost, match="u-0"):
+    with pytest.raises(PromotionTxnLost, match="u-0"):
         await unseen.over([T, U], Patience(0.0, 0.01))
 
 
-async def test_where_readers_come_past_no_leader_is_asked(leaders: Leaders, unseen: Unseen) -> None:
+async def test_where_readers_come_past_no_leader_is_asked(
+    leaders: Leaders, unseen: UnconfirmedWrites
+) -> None:
     unseen.wrote({T: 9})
     leaders.open[T] = {STRANGER: 10}
     await unseen.over([T], Patience(5.0, 0.01))
@@ -335,10 +345,12 @@ async def test_where_readers_come_past_no_leader_is_asked(leaders: Leaders, unse
 
 
 @pytest.mark.rule(14)
-async def test_what_was_never_ended_gets_no_other_turn(leaders: Leaders, unseen: Unseen) -> None:
+async def test_what_was_never_ended_gets_no_other_turn(
+    leaders: Leaders, unseen: UnconfirmedWrites
+) -> None:
     unseen.wrote({T: 8, U: 8})
     leaders.open[T] = {OURS: 7}
-    with pytest.raises(TurnLost, match="offset 7") as lost:
+    with pytest.raises(PromotionTxnLost, match="offset 7") as lost:
         await unseen.over([T, U], Patience(0.05, 0.01))
     assert lost.value.cause is not None
     assert (lost.value.cause.code, lost.value.cause.topic) == (HANGING, "t")
@@ -346,7 +358,9 @@ async def test_what_was_never_ended_gets_no_other_turn(leaders: Leaders, unseen:
     await unseen.over([U], Patience(0.0, 0.01))
 
 
-async def test_an_end_that_takes_its_time_is_waited_for(leaders: Leaders, unseen: Unseen) -> None:
+async def test_an_end_that_takes_its_time_is_waited_for(
+    leaders: Leaders, unseen: UnconfirmedWrites
+) -> None:
     unseen.wrote({T: 8})
     leaders.open[T] = {OURS: 7}
     waiting = asyncio.create_task(unseen.over([T], Patience(30.0, 0.01)))
@@ -361,7 +375,7 @@ async def test_an_end_that_takes_its_time_is_waited_for(leaders: Leaders, unseen
 
 @pytest.mark.rule(14)
 async def test_others_that_hold_readers_back_hold_no_turn_back(
-    leaders: Leaders, ended: Ended, unseen: Unseen
+    leaders: Leaders, ended: OpenTransactionGuard, unseen: UnconfirmedWrites
 ) -> None:
     unseen.wrote({T: 8})
     # The other producer of the claim may rightly have something open.
@@ -372,18 +386,18 @@ async def test_others_that_hold_readers_back_hold_no_turn_back(
     await unseen.over([T], Patience(30.0, 0.01))
     assert leaders.asked == [T]
     # If the leader that said so was deposed, its word is not enough.
-    assert ended._producers[1].told_by == {T: 1}
+    assert ended._producers[1].vouching_leader == {T: 1}
 
 
 @pytest.mark.rule(14)
 @pytest.mark.parametrize("known", [-1, EPOCH - 1], ids=["nothing", "an earlier turn"])
 async def test_a_leader_that_does_not_know_the_turn_is_not_believed(
-    leaders: Leaders, unseen: Unseen, known: int
+    leaders: Leaders, unseen: UnconfirmedWrites, known: int
 ) -> None:
     unseen.wrote({T: 8})
     leaders.open[T] = {STRANGER: 2}
     leaders.epochs[T] = known
-    with pytest.raises(TurnLost, match="t-0 does not say whether earlier turns have ended"):
+    with pytest.raises(PromotionTxnLost, match="t-0 does not say whether earlier turns have ended"):
         await unseen.over([T], Patience(0.05, 0.01))
     assert T in leaders.forgotten
     leaders.epochs[T] = EPOCH
@@ -391,7 +405,7 @@ async def test_a_leader_that_does_not_know_the_turn_is_not_believed(
 
 
 async def test_what_another_producer_id_has_written_is_ended_by_none_of_ours(
-    leaders: Leaders, ended: Ended, unseen: Unseen
+    leaders: Leaders, ended: OpenTransactionGuard, unseen: UnconfirmedWrites
 ) -> None:
     unseen.wrote({T: 8})
     leaders.open[T] = {OURS: 7}

@@ -15,7 +15,7 @@ from txbroker.door.own_topics import encode_layout
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.door import KafkaDoor
 from txbroker.kafka.protocol.fetched import Fetched
-from txbroker.kafka.protocol.packed import ProduceRequest
+from txbroker.kafka.protocol.packed import ProduceV7
 
 OWN = ("half", "op", "checkpoint", "parked", "groups", "audit")
 CODECS = ("gzip", "snappy", "lz4", "zstd")
@@ -26,7 +26,7 @@ async def produce(service: Service, topic: str, batch: bytes) -> None:
     assert isinstance(service.door, KafkaDoor)
     client = service.door._client
     leader = await client.leader(topic, 0)
-    request = ProduceRequest(None, -1, 10_000, [(topic, [(0, batch)])])
+    request = ProduceV7(None, -1, 10_000, [(topic, [(0, batch)])])
     answer = await client.ask(leader, request, "foreign", 30.0)
     ((_, ((_, code, *_),)),) = answer.topics
     assert code == 0

@@ -11,7 +11,7 @@ import pytest
 from tests.kafka.producer_states import producer_ids, transactional_ids
 from tests.kit.kafka import KafkaWorld, now_ms
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Target, Turn, TurnLost
+from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, Target
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client.client import Client, Patience
 
@@ -50,8 +50,8 @@ def claim(name: str) -> Claim:
     return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
-def turn(name: str, op: int, *promoted: Target) -> Turn:
-    return Turn(promoted, (), Progress(LOG_VERSION, name, op, op))
+def turn(name: str, op: int, *promoted: Target) -> PromotionTxn:
+    return PromotionTxn(promoted, (), Progress(LOG_VERSION, name, op, op))
 
 
 @pytest.mark.rule(13)
@@ -73,7 +73,7 @@ async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
     await until(forgotten)
     async with asyncio.timeout(BOUND_S):
         for _ in range(2):
-            with pytest.raises(TurnLost):
+            with pytest.raises(PromotionTxnLost):
                 await partition.write(turn("before", 3, Target(topic, 0, Record(b"lost", b""))))
         found = await partition.claim(claim("after"))
         assert found.progress == turn("before", 2).progress
@@ -100,7 +100,7 @@ async def test_a_later_owner_fences_an_earlier_one_whose_ids_were_forgotten(
     await later.claim(claim("later"))
     zombie = Target(topic, 0, Record(b"zombie", b"", (), now_ms()))
     for _ in range(2):
-        with pytest.raises(TurnLost):
+        with pytest.raises(PromotionTxnLost):
             await earlier.write(turn("earlier", 2, zombie))
     good = Target(topic, 0, Record(b"good", b"", (), now_ms()))
     await (await later.write(turn("later", 2, good))).visible()

@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Hanging, Target, Turn
+from txbroker.door.protocols import Hanging, PromotionTxn, Target
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.producer import BatchRefused, Producer
 from txbroker.kafka.protocol.batch import batch_body
@@ -80,15 +80,17 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> No
     await leave_open(world, (topic, 0), [Record(b"lost", b"")])
     partition = door.partition(0)
     await partition.claim(claim("next"))
-    assert partition.unproved([(topic, 0)]) == [(topic, 0)]
-    (cause,) = await partition.prove([(topic, 0)])
+    assert partition.unverified([(topic, 0)]) == [(topic, 0)]
+    (cause,) = await partition.verify_no_open_txn([(topic, 0)])
     assert (cause.code, cause.topic, cause.partition) == ("hanging", topic, 0)
     assert await world.visible(topic) == []
     async with KafkaExamination(world.settings("doctor")) as kafka:
         (found,) = await kafka.open_transactions([topic])
     assert (found.lost, found.first, found.state) == (True, 0, "CompleteCommit")
     # What it is kept off for: the end of the next turn ends what was left open, too.
-    turn = Turn((Target(topic, 0, Record(b"next", b"")),), (), Progress(LOG_VERSION, "next", 1, 1))
+    turn = PromotionTxn(
+        (Target(topic, 0, Record(b"next", b"")),), (), Progress(LOG_VERSION, "next", 1, 1)
+    )
     handle = await partition.write(turn)
     await handle.visible()
     assert [record.key for record in await world.visible(topic)] == [b"lost", b"next"]
@@ -110,9 +112,9 @@ async def test_after_a_claim_every_target_is_asked_about_once(world: KafkaWorld)
     topic = await world.create_topic("target")
     partition = (await world.door("one")).partition(0)
     await partition.claim(claim("first"))
-    assert partition.unproved([(topic, 0)]) == [(topic, 0)]
-    assert await partition.prove([(topic, 0)]) == []
-    assert partition.unproved([(topic, 0)]) == []
+    assert partition.unverified([(topic, 0)]) == [(topic, 0)]
+    assert await partition.verify_no_open_txn([(topic, 0)]) == []
+    assert partition.unverified([(topic, 0)]) == []
     await partition.claim(claim("second"))
-    assert partition.unproved([(topic, 0)]) == [(topic, 0)]
-    assert await partition.prove([(topic, 0)]) == []
+    assert partition.unverified([(topic, 0)]) == [(topic, 0)]
+    assert await partition.verify_no_open_txn([(topic, 0)]) == []

@@ -19,7 +19,7 @@ from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.codes import Code
-from txbroker.kafka.protocol.packed import OffsetRequest
+from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.transactions import Partition
 
 T, U = ("t", 0), ("u", 3)
@@ -59,7 +59,7 @@ class Brokers:
 
     async def ask(self, node: int, request: Any, lane: str, timeout_s: float | None = None) -> Any:
         """Answer as one broker."""
-        if isinstance(request, OffsetRequest):
+        if isinstance(request, ListOffsetsV3):
             return SimpleNamespace(topics=[("t", [(0, Code.NONE, -1, self.ends[node])])])
         if isinstance(request, FetchRequest):
             ((topic, ((number, offset, _),)),) = request._topics

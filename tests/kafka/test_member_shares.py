@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 from txbroker.core.assignor import Held, settle, share_out
 from txbroker.kafka.protocol.generation import (
-    Last,
-    Me,
-    Said,
-    Seat,
-    Told,
+    GroupAssignment,
+    GroupMember,
+    MemberMetadata,
+    PreviousAssignment,
+    SelfMetadata,
     assignment,
-    decode_said,
-    decode_told,
-    encode_said,
-    encode_told,
+    decode_assignment,
+    decode_metadata,
+    encode_assignment,
+    encode_metadata,
+    from_runs,
     is_outdated,
-    make_told,
-    numbers,
-    runs,
+    make_assignment,
+    to_runs,
 )
 
 ALL = frozenset(range(4))
@@ -89,25 +89,31 @@ def test_what_several_say_they_own_is_the_one_s_who_got_it_last(held: dict[str, 
 
 @given(own, st.integers(0, 25))
 def test_numbers_travel_as_runs(own: frozenset[int], below: int) -> None:
-    assert numbers(runs(own), below) == {number for number in own if number < below}
+    assert from_runs(to_runs(own), below) == {number for number in own if number < below}
 
 
 def test_a_run_without_end_is_cut() -> None:
-    assert numbers([(-(10**9), 10**18)], 3) == {0, 1, 2}
+    assert from_runs([(-(10**9), 10**18)], 3) == {0, 1, 2}
 
 
 def test_what_is_said_is_read_back() -> None:
-    said = Said(FIRST_URL, 3, [(0, 2), (5, 1)], 7, peer_url="http://peer", admin_url="http://admin")
-    assert decode_said(encode_said(said)) == said
+    said = MemberMetadata(
+        FIRST_URL, 3, [(0, 2), (5, 1)], 7, peer_url="http://peer", admin_url="http://admin"
+    )
+    assert decode_metadata(encode_metadata(said)) == said
 
 
 def test_another_build_may_say_more() -> None:
-    said = {**msgspec.to_builtins(Said(FIRST_URL, 3, [(0, 2)], 7)), "v": 9, "more": {"a": [1]}}
-    assert decode_said(msgspec.json.encode(said)) == Said(FIRST_URL, 3, [(0, 2)], 7)
+    said = {
+        **msgspec.to_builtins(MemberMetadata(FIRST_URL, 3, [(0, 2)], 7)),
+        "v": 9,
+        "more": {"a": [1]},
+    }
+    assert decode_metadata(msgspec.json.encode(said)) == MemberMetadata(FIRST_URL, 3, [(0, 2)], 7)
 
 
 def test_the_build_before_said_a_list() -> None:
-    assert decode_said(b"[3, 0, 1]") == Said("", 1, [(0, 2), (3, 1)])
+    assert decode_metadata(b"[3, 0, 1]") == MemberMetadata("", 1, [(0, 2), (3, 1)])
 
 
 NONSENSE = [
@@ -119,22 +125,22 @@ NONSENSE = [
 
 @pytest.mark.parametrize("data", NONSENSE, ids=lambda data: repr(data[:12]))
 def test_who_says_nonsense_owns_nothing(data: bytes) -> None:
-    assert decode_said(data) == Said()
-    assert decode_told(data) is None
+    assert decode_metadata(data) == MemberMetadata()
+    assert decode_assignment(data) is None
 
 
 @given(st.binary())
 def test_no_bytes_break_the_reader(data: bytes) -> None:
-    assert decode_said(data).record_version >= 1
-    assert numbers(decode_said(data).owned, 4) <= ALL
-    assert decode_told(data) is None
+    assert decode_metadata(data).record_version >= 1
+    assert from_runs(decode_metadata(data).owned, 4) <= ALL
+    assert decode_assignment(data) is None
 
 
 @pytest.mark.rule(26)
 def test_one_who_claims_all_in_a_generation_to_come_takes_nothing_from_the_others() -> None:
-    honest = {"a": Said("ua", 2, [(0, 2)], 4), "b": Said("ub", 2, [(2, 2)], 4)}
-    greedy = Said("uc", 2, [(0, 4)], 10**9)
-    _told, shares = make_told(4, 5, {**honest, "c": greedy}, Last())
+    honest = {"a": MemberMetadata("ua", 2, [(0, 2)], 4), "b": MemberMetadata("ub", 2, [(2, 2)], 4)}
+    greedy = MemberMetadata("uc", 2, [(0, 4)], 10**9)
+    _told, shares = make_assignment(4, 5, {**honest, "c": greedy}, PreviousAssignment())
     assert shares["c"] < ALL
     assert len(shares["c"]) == 1
     assert shares["a"] <= {0, 1}
@@ -143,11 +149,15 @@ def test_one_who_claims_all_in_a_generation_to_come_takes_nothing_from_the_other
 
 @pytest.mark.rule(27)
 def test_all_are_told_who_owns_what() -> None:
-    said = {"a": Said("ua", 3, [(0, 4)], 1), "b": Said("ub", 2), "c": Said()}
-    told, shares = make_told(4, 2, said, Last())
-    assert decode_told(encode_told(told)) == told
+    said = {
+        "a": MemberMetadata("ua", 3, [(0, 4)], 1),
+        "b": MemberMetadata("ub", 2),
+        "c": MemberMetadata(),
+    }
+    told, shares = make_assignment(4, 2, said, PreviousAssignment())
+    assert decode_assignment(encode_assignment(told)) == told
     assert told.record_version == 1
-    known = assignment(4, shares["b"], told, Me("b", "ub", 2))
+    known = assignment(4, shares["b"], told, SelfMetadata("b", "ub", 2))
     assert known.mine == shares["b"]
     assert [known.owners[p] for p in sorted(shares["a"])] == ["ua"] * len(shares["a"])
     assert [known.owners[p] for p in shares["b"]] == ["ub"] * len(shares["b"])
@@ -157,8 +167,10 @@ def test_all_are_told_who_owns_what() -> None:
 
 
 def test_about_ourselves_we_know_better_than_the_leader() -> None:
-    told = Told([Seat("a", "old", 3, [(0, 4)]), Seat("b", "ub", 3, [(1, 1)])], 3)
-    known = assignment(4, {0, 1, 99}, told, Me("a", "new", 2))
+    told = GroupAssignment(
+        [GroupMember("a", "old", 3, [(0, 4)]), GroupMember("b", "ub", 3, [(1, 1)])], 3
+    )
+    known = assignment(4, {0, 1, 99}, told, SelfMetadata("a", "new", 2))
     assert known.mine == {0, 1}
     assert known.owners == ("new", "new", "", "")
     assert known.proxies == ("new", "ub")
@@ -166,39 +178,45 @@ def test_about_ourselves_we_know_better_than_the_leader() -> None:
 
 
 def test_it_is_outdated_what_others_know_otherwise_of_us() -> None:
-    told = Told([Seat("a", "ua", 3, [])], 3)
-    assert not is_outdated(told, Me("a", "ua", 3))
-    assert is_outdated(told, Me("a", "ub", 3))
-    assert is_outdated(told, Me("a", "ua", 2))
-    assert is_outdated(told, Me("a", "ua", 3, peer_url="pa"))
-    assert is_outdated(told, Me("a", "ua", 3, admin_url="oa"))
-    assert is_outdated(told, Me("b", "ua", 3))
-    assert not is_outdated(None, Me("a", "ua", 3)), "an old leader tells nobody in any generation"
+    told = GroupAssignment([GroupMember("a", "ua", 3, [])], 3)
+    assert not is_outdated(told, SelfMetadata("a", "ua", 3))
+    assert is_outdated(told, SelfMetadata("a", "ub", 3))
+    assert is_outdated(told, SelfMetadata("a", "ua", 2))
+    assert is_outdated(told, SelfMetadata("a", "ua", 3, peer_url="pa"))
+    assert is_outdated(told, SelfMetadata("a", "ua", 3, admin_url="oa"))
+    assert is_outdated(told, SelfMetadata("b", "ua", 3))
+    assert not is_outdated(None, SelfMetadata("a", "ua", 3)), (
+        "an old leader tells nobody in any generation"
+    )
 
 
 @pytest.mark.rule(26)
 def test_one_restarted_in_a_rebalance_keeps_what_the_leader_gave_it() -> None:
-    said = {name: Said(f"u{name}", 2) for name in "abcd"}
+    said = {name: MemberMetadata(f"u{name}", 2) for name in "abcd"}
     # Not what they would get if nobody had anything.
-    had = {name: runs({6 - 2 * n, 7 - 2 * n}) for n, name in enumerate("abcd")}
-    begun = {name: Said(f"u{name}", 2, had[name], 2) for name in said}
-    told, shares = make_told(8, 3, begun, Last())
-    assert {name: runs(share) for name, share in shares.items()} == had
+    had = {name: to_runs({6 - 2 * n, 7 - 2 * n}) for n, name in enumerate("abcd")}
+    begun = {name: MemberMetadata(f"u{name}", 2, had[name], 2) for name in said}
+    told, shares = make_assignment(8, 3, begun, PreviousAssignment())
+    assert {name: to_runs(share) for name, share in shares.items()} == had
     for gone in "abcd":
         rest = {
-            name: Said(f"u{name}", 2, runs(shares[name]), 3) if name != gone else Said("new", 2)
+            name: MemberMetadata(f"u{name}", 2, to_runs(shares[name]), 3)
+            if name != gone
+            else MemberMetadata("new", 2)
             for name in said
         }
-        again, after = make_told(8, 4, rest, Last(3, told))
+        again, after = make_assignment(8, 4, rest, PreviousAssignment(3, told))
         assert after == shares
         assert {seat.name: seat.url for seat in again.members}[gone] == "new"
-    everybody, after = make_told(8, 4, said, Last(3, told))
+    everybody, after = make_assignment(8, 4, said, PreviousAssignment(3, told))
     assert after == shares
     assert everybody == told
 
 
 def test_what_a_member_got_since_the_leader_knew_counts() -> None:
-    told, _shares = make_told(2, 1, {"a": Said("ua", 2), "b": Said("ub", 2)}, Last())
+    told, _shares = make_assignment(
+        2, 1, {"a": MemberMetadata("ua", 2), "b": MemberMetadata("ub", 2)}, PreviousAssignment()
+    )
     assert [seat.owned for seat in told.members] == [[(0, 1)], [(1, 1)]]
-    said = {"a": Said("ua", 2), "b": Said("ub", 2, [(0, 1)], 6)}
-    assert make_told(2, 7, said, Last(1, told))[1] == {"a": {1}, "b": {0}}
+    said = {"a": MemberMetadata("ua", 2), "b": MemberMetadata("ub", 2, [(0, 1)], 6)}
+    assert make_assignment(2, 7, said, PreviousAssignment(1, told))[1] == {"a": {1}, "b": {0}}

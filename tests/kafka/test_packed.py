@@ -25,13 +25,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txbroker.kafka.protocol.packed import (
-    EndRequest,
-    EndTxnRequest,
-    OffsetRequest,
-    Over,
-    Packed,
-    ProduceRequest,
-    WriteRequest,
+    EndTxnResponse,
+    EndTxnV0,
+    EndTxnV5,
+    ListOffsetsV3,
+    PackedRequest,
+    ProduceV7,
+    ProduceV12,
 )
 from txbroker.kafka.protocol.schemas import _TAGS, _BeginResponse
 
@@ -136,7 +136,7 @@ def theirs(request: Request[Any] | RequestStruct, number: int) -> bytes:
     return len(frame).to_bytes(4, "big") + frame
 
 
-def ours(request: Packed, number: int) -> bytes:
+def ours(request: PackedRequest, number: int) -> bytes:
     return request.frame(VERSIONS, number, b"txbroker")
 
 
@@ -144,28 +144,28 @@ def ours(request: Packed, number: int) -> bytes:
 def test_writes_are_byte_for_byte_the_client_librarys(
     id: Any, acks: int, timeout_ms: int, topics: Any, number: int
 ) -> None:
-    plain = ProduceRequest(id, acks, timeout_ms, topics)
+    plain = ProduceV7(id, acks, timeout_ms, topics)
     assert ours(plain, number) == theirs(TheirProduce(id, acks, timeout_ms, topics), number)
     tagged = [(topic, [(n, data, {}) for n, data in parts], {}) for topic, parts in topics]
     struct_ = WriteStruct(id, acks, timeout_ms, tagged, {})
-    assert ours(WriteRequest(id, acks, timeout_ms, topics), number) == theirs(struct_, number)
+    assert ours(ProduceV12(id, acks, timeout_ms, topics), number) == theirs(struct_, number)
 
 
 @given(names, longs, shorts, st.booleans(), ints)
 def test_ends_are_byte_for_byte_the_client_librarys(
     id: str, producer: int, epoch: int, commit: bool, number: int
 ) -> None:
-    plain = EndTxnRequest(id, producer, epoch, commit)
+    plain = EndTxnV0(id, producer, epoch, commit)
     assert ours(plain, number) == theirs(TheirEnd(id, producer, epoch, commit), number)
     struct_ = EndStruct(id, producer, epoch, commit, {})
-    assert ours(EndRequest(id, producer, epoch, commit), number) == theirs(struct_, number)
+    assert ours(EndTxnV5(id, producer, epoch, commit), number) == theirs(struct_, number)
 
 
 @given(st.integers(0, 1), of_topics(st.tuples(ints, longs)), ints)
 def test_questions_about_offsets_are_byte_for_byte_the_client_librarys(
     isolation: int, topics: Any, number: int
 ) -> None:
-    assert ours(OffsetRequest(isolation, topics), number) == theirs(
+    assert ours(ListOffsetsV3(isolation, topics), number) == theirs(
         TheirOffsets(-1, isolation, topics), number
     )
 
@@ -185,7 +185,7 @@ told = st.tuples(ints, shorts, longs, longs, longs, errors, message, tags)
 def test_what_is_said_of_writes_is_read(topics: Any) -> None:
     (made,) = [each for each in TheirProduce._CLASSES if each.API_VERSION == 7]
     frame = PLAIN_HEADER + made.RESPONSE_TYPE(topics, 0).encode()
-    assert ProduceRequest(None, -1, 1, []).read(frame).topics == topics
+    assert ProduceV7(None, -1, 1, []).read(frame).topics == topics
 
 
 @given(
@@ -197,7 +197,7 @@ def test_what_is_said_of_writes_into_transactions_is_read(
     header: bytes, topics: Any, more: Any
 ) -> None:
     frame = header + WrittenAnswer(topics, 0, more).encode()
-    assert WriteRequest("id", -1, 1, []).read(frame).topics == [
+    assert ProduceV12("id", -1, 1, []).read(frame).topics == [
         (topic, [(*each[:4], each[6]) for each in parts]) for topic, parts, _ in topics
     ]
 
@@ -206,32 +206,34 @@ def test_what_is_said_of_writes_into_transactions_is_read(
 def test_what_is_said_of_ends_is_read(
     header: bytes, code: int, producer: int, epoch: int, more: Any
 ) -> None:
-    plain = EndTxnRequest("id", 1, 1, True)
+    plain = EndTxnV0("id", 1, 1, True)
     answer = TheirEnd._CLASSES[0].RESPONSE_TYPE(7, code)
-    assert plain.read(PLAIN_HEADER + answer.encode()) == Over(code)
+    assert plain.read(PLAIN_HEADER + answer.encode()) == EndTxnResponse(code)
     frame = header + OverAnswer(7, code, producer, epoch, more).encode()
-    assert EndRequest("id", 1, 1, True).read(frame) == Over(code, producer, epoch)
+    assert EndTxnV5("id", 1, 1, True).read(frame) == EndTxnResponse(code, producer, epoch)
 
 
 @given(of_topics(st.tuples(ints, shorts, longs, longs)))
 def test_what_is_said_of_offsets_is_read(topics: Any) -> None:
     (made,) = [each for each in TheirOffsets._CLASSES if each.API_VERSION == 3]
     frame = PLAIN_HEADER + made.RESPONSE_TYPE(7, topics).encode()
-    assert OffsetRequest(0, []).read(frame).topics == topics
+    assert ListOffsetsV3(0, []).read(frame).topics == topics
 
 
-REQUESTS: list[Packed] = [
-    ProduceRequest(None, -1, 1, []),
-    WriteRequest("id", -1, 1, []),
-    EndTxnRequest("id", 1, 1, True),
-    EndRequest("id", 1, 1, True),
-    OffsetRequest(0, []),
+REQUESTS: list[PackedRequest] = [
+    ProduceV7(None, -1, 1, []),
+    ProduceV12("id", -1, 1, []),
+    EndTxnV0("id", 1, 1, True),
+    EndTxnV5("id", 1, 1, True),
+    ListOffsetsV3(0, []),
 ]
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
 @given(st.binary(max_size=60))
-def test_no_bytes_are_taken_for_an_answer_that_they_are_not(request_: Packed, data: bytes) -> None:
+def test_no_bytes_are_taken_for_an_answer_that_they_are_not(
+    request_: PackedRequest, data: bytes
+) -> None:
     try:
         request_.read(data)
     except (ValueError, IndexError, struct.error):
@@ -241,7 +243,7 @@ def test_no_bytes_are_taken_for_an_answer_that_they_are_not(request_: Packed, da
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
-def test_a_request_goes_out_in_its_version_or_not_at_all(request_: Packed) -> None:
+def test_a_request_goes_out_in_its_version_or_not_at_all(request_: PackedRequest) -> None:
     key, version = request_.API_KEY, request_.API_VERSION
     for refused in ((version + 1, version + 2), (version - 2, version - 1)):
         with pytest.raises(NotImplementedError):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit.kafka import KafkaWorld
 from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Hanging, Turn
+from txbroker.door.protocols import Hanging, PromotionTxn
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.connection import open_connection
@@ -49,7 +49,7 @@ async def test_an_old_door_closes_its_own_connections_only(world: KafkaWorld) ->
         await partition.half.append([Record(b"k", b"")])
         await partition.half.pick([0])
         await partition.store([Record(b"snapshot/0/0", b"")])
-        turn = Turn((), (Record(b"id/0", b""),), Progress(LOG_VERSION, name, 1, 1))
+        turn = PromotionTxn((), (Record(b"id/0", b""),), Progress(LOG_VERSION, name, 1, 1))
         await (await partition.write(turn)).visible()
         return partition
 

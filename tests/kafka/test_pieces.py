@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from txbroker.core.encoding import PROGRESS_KEY, encode_claim
 from txbroker.core.records import LOG_VERSION, Claim, Record
 from txbroker.door.own_topics import CheckpointScan
-from txbroker.door.protocols import Fenced, TurnLost, TurnRefused
+from txbroker.door.protocols import Fenced, PromotionTxnLost, PromotionTxnRefused
 from txbroker.errors import InvariantBroken
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, ProducerFenced
 from txbroker.kafka.door.promotion_txn import translated
@@ -216,7 +216,7 @@ def test_errors_that_the_client_library_does_not_know_can_pass(number: int) -> N
     ],
 )
 def test_a_refused_batch_becomes_a_cause(code: int, cause: str, passing: bool) -> None:
-    with pytest.raises(TurnRefused) as raised, translated():
+    with pytest.raises(PromotionTxnRefused) as raised, translated():
         raise BatchRefused(("target", 3), code, None)
     found = raised.value.cause
     assert (found.code, found.topic, found.partition, found.passing) == (
@@ -237,7 +237,7 @@ def test_a_refused_batch_becomes_a_cause(code: int, cause: str, passing: bool) -
     ],
 )
 def test_a_producer_that_lost_its_place_is_no_fault_of_a_record(error: Exception) -> None:
-    with pytest.raises(TurnLost), translated():
+    with pytest.raises(PromotionTxnLost), translated():
         raise error
 
 

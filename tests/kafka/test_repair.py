@@ -26,7 +26,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.door.protocols import Turn
+from txbroker.door.protocols import PromotionTxn
 from txbroker.errors import ConfigurationError, NewerRecord
 
 NEWER = RECORD_VERSION + 1
@@ -48,7 +48,7 @@ async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
     claim = Claim(RECORD_VERSION, "mine", "one", "")
     await partition.claim(claim)
     progress = Progress(RECORD_VERSION, "mine", 3, 3)
-    await (await partition.write(Turn((), (), progress))).visible()
+    await (await partition.write(PromotionTxn((), (), progress))).visible()
     newer = encode_progress(structs.replace(progress, v=NEWER))
     await world.foreign(world.name("checkpoint"), 1, newer, committed=True)
     await world.foreign(world.name("checkpoint"), 2, newer, Record(b"progress", b"junk"))

@@ -19,7 +19,7 @@ from txbroker.kafka.client import shared_writes
 from txbroker.kafka.client.client import NotSent, Unanswered
 from txbroker.kafka.client.shared_writes import REQUEST_BYTES_MAX, SharedWrites
 from txbroker.kafka.door.log import KafkaLog
-from txbroker.kafka.protocol.transactions import ACKS_ALL, Answered, Partition
+from txbroker.kafka.protocol.transactions import ACKS_ALL, Partition, PartitionResult
 
 LONG_S = 60.0
 TOO_LARGE, NOT_LEADER, TIMED_OUT, OUT_OF_ORDER = 10, 6, 7, 45
@@ -40,14 +40,14 @@ async def shared(brokers: Brokers) -> AsyncIterator[SharedWrites]:
     await made.close()
 
 
-Writing = asyncio.Task[Answered]
+Writing = asyncio.Task[PartitionResult]
 
 
 def start(shared: SharedWrites, at: Partition, data: bytes = b"x", leader: int = 1) -> Writing:
     return asyncio.create_task(shared.write(leader, at, data, f"own/{at[0]}-{at[1]}"))
 
 
-async def heard(writing: Writing) -> Answered:
+async def heard(writing: Writing) -> PartitionResult:
     """Wait for what a writer hears; one that hears nothing fails its test."""
     return await asyncio.wait_for(writing, 5.0)
 
@@ -232,7 +232,7 @@ async def test_what_is_given_up_in_the_very_round_never_leaves(
     await again
 
 
-async def _done(brokers: Brokers, shared: SharedWrites, at: Partition) -> Answered:
+async def _done(brokers: Brokers, shared: SharedWrites, at: Partition) -> PartitionResult:
     writing = start(shared, at)
     await settle()
     brokers.sent[-1].store()
@@ -334,7 +334,9 @@ async def test_of_a_surprise_that_stops_partitions_one_hears(
     brokers.sent[0].answer.set_result(SimpleNamespace(topics=[("half",)]))
     with pytest.raises(ValueError, match="unpack") as raised:
         await first
-    assert "written" in [entry.name for entry in raised.traceback]  # where it came up
+    assert "parse_produce_response" in [
+        entry.name for entry in raised.traceback
+    ]  # where it came up
     with pytest.raises(Unanswered, match="several partitions"):
         await second
 

@@ -15,7 +15,7 @@ from tests.kafka.relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fat
 from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
 from tests.kit.kafka import KafkaWorld
 from txbroker.core.records import LOG_VERSION, Progress, Record
-from txbroker.door.protocols import Fenced, TurnLost
+from txbroker.door.protocols import Fenced, PromotionTxnLost
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.client.producer import BatchRefused, Producer, ProducerFenced
 from txbroker.kafka.client.settings import KafkaSettings
@@ -289,7 +289,7 @@ async def test_who_has_lost_the_transactional_id_does_not_renew_it() -> None:
 
 @pytest.mark.parametrize("code", [35, 48, 120])
 def test_a_producer_that_must_not_go_on_leads_to_a_claim(code: int) -> None:
-    with pytest.raises(TurnLost), translated():
+    with pytest.raises(PromotionTxnLost), translated():
         raise BatchRefused(("a", 0), code, None)
 
 
@@ -456,7 +456,7 @@ async def test_a_commit_that_is_never_answered_is_lost(
     relay.decide = hold_ends
     handle = await write(partition, "first", 1, topic)
     await relay.caught(2)
-    with pytest.raises((TurnLost, Fenced)):
+    with pytest.raises((PromotionTxnLost, Fenced)):
         await handle.committed()
     relay.decide = fates(-1)
     assert (await partition.claim(claim("second"))).progress is None
@@ -476,7 +476,7 @@ async def test_a_write_that_arrives_after_its_turn_was_aborted_is_refused(
     partition = (await world.door("one", relay.open, request_timeout_s=0.4)).partition(0)
     await partition.claim(claim("first"))
     relay.decide = lambda key: Fate.HOLD if key == PRODUCE else Fate.PASS
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await write(partition, "first", 1, topic)
     relay.decide = fates(-1)
     assert (await partition.claim(claim("second"))).progress is None

@@ -12,7 +12,7 @@ from tests.kafka.relay import ADD_PARTITIONS, END_TXN, INIT_PRODUCER_ID, PRODUCE
 from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
 from tests.kit.kafka import KafkaWorld
 from txbroker.core.records import LOG_VERSION, Progress, Record
-from txbroker.door.protocols import AppendUnknown, Fenced, TurnLost
+from txbroker.door.protocols import AppendUnknown, Fenced, PromotionTxnLost
 
 MakeRelay = Callable[..., Relay]
 # Zero, or "concurrent transactions": a commit is visible a moment before its coordinator has
@@ -38,9 +38,9 @@ async def test_an_unanswered_commit_is_lost_and_its_ghost_ends_no_later_turn(
     relay.decide = fates(END_TXN, fate)
     handle = await write(partition, "first", 1, topic)
     ghost = await relay.caught()
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await handle.committed()
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await write(partition, "first", 2, topic)
     # The next turn on the ghost's own transactional id is written, and not yet ended.
     second = make_relay(fates(-1))
@@ -66,7 +66,7 @@ async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
     await partition.claim(claim("first"))
     relay.decide = fates(END_TXN, Fate.LOSE_ANSWER)
     handle = await write(partition, "first", 1, topic)
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await handle.committed()
     assert (await partition.claim(claim("second"))).progress == Progress(LOG_VERSION, "first", 1, 1)
     assert await keys(world, topic) == [b"first-1"]
@@ -86,7 +86,7 @@ async def test_a_turn_behind_one_with_unknown_outcome_is_aborted(
     second = await write(partition, "first", 2, topic)
     ghost.reset()
     for handle in (first, second):
-        with pytest.raises(TurnLost):
+        with pytest.raises(PromotionTxnLost):
             await handle.committed()
     assert (await partition.claim(claim("second"))).progress is None
     assert await ghost.release() in FENCED_CODES
@@ -109,7 +109,7 @@ async def test_a_turn_behind_a_fenced_one_is_never_committed(
     assert (await other.claim(claim("other"))).progress is None
     await ghost.release()
     for handle in (first, second):
-        with pytest.raises((Fenced, TurnLost)):
+        with pytest.raises((Fenced, PromotionTxnLost)):
             await handle.committed()
     await (await write(other, "other", 1, topic)).visible()
     assert await keys(world, topic) == [b"other-1"]
@@ -125,7 +125,7 @@ async def test_an_unanswered_begin_is_lost(
     partition = (await world.door("one", relay.open, **FIRST)).partition(0)
     await partition.claim(claim("first"))
     relay.decide = fates(ADD_PARTITIONS, fate)
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await write(partition, "first", 1, topic)
     assert (await partition.claim(claim("second"))).progress is None
     await (await write(partition, "second", 1, topic)).visible()
@@ -169,7 +169,7 @@ async def test_a_write_that_is_given_up_breaks_the_writer(
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await write(partition, "first", 2, topic)
     assert (await partition.claim(claim("second"))).progress is None
     await (await write(partition, "second", 1, topic)).visible()
@@ -202,7 +202,7 @@ async def test_a_claim_that_is_overtaken_fails_and_leaves_one_owner(
         return
     with pytest.raises(Fenced):
         await claiming
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await write(slow, "slow", 2, topic)
     with pytest.raises(Fenced):
         await (await write(fast, "fast", 2, topic)).committed()

@@ -33,7 +33,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import make_id
 from txbroker.core.transaction import Transaction, fingerprint, places
-from txbroker.door.protocols import Appended, Claimed, Log, Turn, TurnHandle
+from txbroker.door.protocols import Appended, Claimed, Log, PromotionTxn, PromotionTxnHandle
 from txbroker.errors import KafkaUnavailable, RequestError
 from txbroker.proxy.observe.rates import Tally
 from txbroker.proxy.partition.appender import Appender
@@ -108,7 +108,7 @@ class WatchedPartition:
         self.calls: list[str] = []
         self.half = WatchedLog(inner.half, "half", self.calls)
         self.op = WatchedLog(inner.op, "op", self.calls)
-        self.turns: list[Turn] = []
+        self.turns: list[PromotionTxn] = []
         self.picked_parked: list[list[int]] = []
         self.hide_parked_offsets = False
 
@@ -140,15 +140,15 @@ class WatchedPartition:
         self.picked_parked.append(list(offsets))
         return await self.inner.pick_parked(offsets)
 
-    def unproved(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         """Answer."""
-        return self.inner.unproved(places)
+        return self.inner.unverified(places)
 
-    async def prove(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+    async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         """Answer."""
-        return await self.inner.prove(places)
+        return await self.inner.verify_no_open_txn(places)
 
-    async def write(self, turn: Turn) -> TurnHandle:
+    async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
         """Write."""
         self.calls.append("write")
         self.turns.append(turn)

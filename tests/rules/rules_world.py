@@ -42,7 +42,14 @@ from txbroker.core.routing import make_id
 from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction, places
-from txbroker.door.protocols import Appended, AppendUnknown, Claimed, Log, Turn, TurnHandle
+from txbroker.door.protocols import (
+    Appended,
+    AppendUnknown,
+    Claimed,
+    Log,
+    PromotionTxn,
+    PromotionTxnHandle,
+)
 from txbroker.errors import RequestError, TxbrokerError
 from txbroker.principals import NO_PRINCIPALS
 from txbroker.proxy.cluster.broker import Broker
@@ -63,7 +70,7 @@ GROUP = "g"
 _NUMBERS = itertools.count(1)
 
 Append = Callable[[Log, Sequence[Record]], Awaitable[Appended]]
-Write = Callable[[MemoryPartitionDoor, Turn], Awaitable[TurnHandle]]
+Write = Callable[[MemoryPartitionDoor, PromotionTxn], Awaitable[PromotionTxnHandle]]
 Claims = Callable[[MemoryPartitionDoor, Claim], Awaitable[Claimed]]
 Store = Callable[[MemoryPartitionDoor, Sequence[Record]], Awaitable[None]]
 
@@ -129,7 +136,7 @@ class ScriptedPartition:
         self.calls: list[str] = []
         self.half = ScriptedLog(inner.half, "half", self.calls)
         self.op = ScriptedLog(inner.op, "op", self.calls)
-        self.turns: list[Turn] = []
+        self.turns: list[PromotionTxn] = []
         self.writes: deque[Write] = deque()
         self.claims: deque[Claims] = deque()
         self.stores: deque[Store] = deque()
@@ -171,15 +178,15 @@ class ScriptedPartition:
             return await self.stores.popleft()(self.inner, records)
         return await self.inner.store(records)
 
-    def unproved(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         """Answer as it is."""
-        return self.inner.unproved(places)
+        return self.inner.unverified(places)
 
-    async def prove(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+    async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         """Answer as it is."""
-        return await self.inner.prove(places)
+        return await self.inner.verify_no_open_txn(places)
 
-    async def write(self, turn: Turn) -> TurnHandle:
+    async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
         """Write as the script says, else as it is."""
         self.turns.append(turn)
         if self.writes:
@@ -537,9 +544,9 @@ class Held:
             self.at_visible.open()
         self.offsets: Sequence[int] = ()
         self.parked_offsets: Sequence[int] = ()
-        self._inner: TurnHandle | None = None
+        self._inner: PromotionTxnHandle | None = None
 
-    async def write(self, door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def write(self, door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         """Write, and hand out this as the turn."""
         self._inner = await door.write(turn)
         self.offsets = self._inner.offsets
@@ -562,7 +569,7 @@ class Held:
 def raising(error: Exception) -> Write:
     """Return a write that fails without having written anything."""
 
-    async def write(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def write(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         raise error
 
     return write

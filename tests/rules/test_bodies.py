@@ -15,7 +15,7 @@ from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, State
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import LogTruncated, TurnLost
+from txbroker.door.protocols import LogTruncated, PromotionTxnLost
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.cluster.views import view
 from txbroker.proxy.partition import body_cache as bodies_module
@@ -588,7 +588,7 @@ async def test_since_when_no_turn_has_come_through(
         tried.append(turn)
         now_s[0] += 10.0
         if len(tried) <= 3:
-            raise TurnLost("nobody answers")
+            raise PromotionTxnLost("nobody answers")
         return await write(turn)  # type: ignore[arg-type]
 
     monkeypatch.setattr(small.door.inner, "write", failing)

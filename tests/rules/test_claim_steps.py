@@ -130,4 +130,4 @@ async def test_a_claim_writes_nothing_where_an_earlier_turn_is_open(topic: str) 
     with pytest.raises(Hanging, match=rf"{topic}-0 .* offset 17"):
         await door.claim(Claim(1, "c", "one", ""))
     assert "claim record" not in door.steps
-    assert door.unproved([("t", 0)]) == [("t", 0)]
+    assert door.unverified([("t", 0)]) == [("t", 0)]

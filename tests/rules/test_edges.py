@@ -25,7 +25,14 @@ from txbroker.contract.service import PartitionState
 from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Claim, Kept, MarkerKind, Record, Source, State
-from txbroker.door.protocols import Claimed, Hanging, LogTruncated, Turn, TurnHandle, TurnLost
+from txbroker.door.protocols import (
+    Claimed,
+    Hanging,
+    LogTruncated,
+    PromotionTxn,
+    PromotionTxnHandle,
+    PromotionTxnLost,
+)
 from txbroker.errors import KafkaUnavailable, NewerRecord, Overloaded, OwnerUnavailable
 from txbroker.proxy.partition import owner as owner_module
 from txbroker.testing.door import MemoryPartitionDoor
@@ -52,7 +59,7 @@ async def test_deleted_half_messages_that_are_in_memory_are_copied_out(world: Wo
 async def test_what_is_to_be_copied_out_stays_in_memory_until_it_is(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("saved"))
-    world.partition.writes.append(raising(TurnLost()))
+    world.partition.writes.append(raising(PromotionTxnLost()))
     world.share = 0
     world.kafka.truncate("txbroker.half", before=1)
     await until(lambda: id in owner._edges._held)
@@ -168,12 +175,12 @@ async def test_what_was_copied_out_after_its_commit_is_promoted_by_the_next_owne
     """Its half message is gone, its marker lies above the progress of the turn that copied it."""
     begin, stuck = Gate(), Gate()
 
-    async def slowly(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def slowly(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         # The others are committed meanwhile, so the next turn takes only one of them.
         await begin.wait()
         return await door.write(turn)
 
-    async def never(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def never(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         await stuck.wait()
         raise AssertionError("nobody opens it")
 
@@ -204,7 +211,7 @@ async def test_what_is_decided_before_its_copy_is_written_is_copied_all_the_same
     owner = await world.owner()
     held = Gate()
 
-    async def slowly(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def slowly(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         await held.wait()
         return await door.write(turn)
 
@@ -325,7 +332,7 @@ async def test_a_claim_that_hangs_is_shown_until_it_does_not(world: World) -> No
         raise Hanging("nobody ends it")
 
     owner = await world.owner()
-    world.partition.writes.append(raising(TurnLost()))
+    world.partition.writes.append(raising(PromotionTxnLost()))
     world.partition.claims.extend([hanging] * 3)
     id = await world.committed(owner)
     await hangs.wait()

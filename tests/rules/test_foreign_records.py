@@ -25,7 +25,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.door.protocols import LogTruncated, Turn, TurnHandle
+from txbroker.door.protocols import LogTruncated, PromotionTxn, PromotionTxnHandle
 from txbroker.errors import InvariantBroken, NewerRecord
 from txbroker.proxy.partition.parked_copies import read_copies
 from txbroker.testing.door import MemoryPartitionDoor
@@ -93,7 +93,7 @@ async def test_a_snapshot_tells_of_no_progress_that_is_not_committed(world: Worl
     """Or the partition would stop once compaction has removed an older claim."""
     begun = asyncio.Event()
 
-    async def hangs(inner: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def hangs(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         begun.set()
         return await asyncio.Future()
 

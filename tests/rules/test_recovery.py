@@ -37,7 +37,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import TurnLost
+from txbroker.door.protocols import PromotionTxnLost
 from txbroker.errors import RequestError
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.applier import Applier
@@ -160,7 +160,7 @@ class Work:
     async def lose(self) -> None:
         """Lose a turn, before or after it took effect."""
         if self.random.random() < 0.5:
-            self.world.partition.writes.append(raising(TurnLost()))
+            self.world.partition.writes.append(raising(PromotionTxnLost()))
         else:
             outcome = self.random.choice([LostReply.DONE, LostReply.NOT_DONE])
             self.world.kafka.lose_answer_of_next_commit(outcome)

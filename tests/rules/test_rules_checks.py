@@ -45,7 +45,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
-from txbroker.door.protocols import Turn, TurnHandle
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.door import MemoryPartitionDoor
@@ -278,7 +278,7 @@ async def test_a_surprise_in_parking_stops_the_partition(
 async def test_one_that_parks_while_an_older_copy_is_written_gets_one_that_says_so(
     world: World,
 ) -> None:
-    async def slowly(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def slowly(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         handle = await door.write(turn)
         await written.wait()
         return handle

@@ -39,7 +39,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.door.protocols import Assignment, Claimed, Fenced, LogTruncated, TurnLost
+from txbroker.door.protocols import Assignment, Claimed, Fenced, LogTruncated, PromotionTxnLost
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.kafka.protocol.batch import batch_body, encode_batch
 from txbroker.kafka.protocol.fetched import Fetched
@@ -302,7 +302,7 @@ async def test_a_damaged_copy_of_a_refused_one_stops_the_partition(world: World)
     await until(lambda: known(owner, id).state is State.REFUSED)
     # Somebody deletes half of it.
     world.kafka.truncate("txbroker.parked", before=1)
-    world.partition.writes.append(raising(TurnLost()))
+    world.partition.writes.append(raising(PromotionTxnLost()))
     await world.committed(owner)
     await until(lambda: world.stops)
     assert isinstance(world.stops[0], InvariantBroken)
@@ -347,7 +347,7 @@ async def test_a_fenced_owner_whose_partition_moved_drops_it(world: World) -> No
 
 
 @pytest.mark.rule(16)
-@pytest.mark.parametrize("error", [Fenced(), TurnLost(), KafkaUnavailable()])
+@pytest.mark.parametrize("error", [Fenced(), PromotionTxnLost(), KafkaUnavailable()])
 async def test_an_owner_in_doubt_claims_again_and_goes_on(world: World, error: Exception) -> None:
     owner = await world.owner()
     world.partition.writes.append(raising(error))
@@ -385,7 +385,7 @@ async def test_a_fresh_heartbeat_comes_before_the_claim(world: World) -> None:
         return True
 
     owner._claims._still_ours = still_ours
-    world.partition.writes.append(raising(TurnLost()))
+    world.partition.writes.append(raising(PromotionTxnLost()))
     id = await world.committed(owner)
     await until(lambda: world.visible() == [id])
     assert asked == [1]

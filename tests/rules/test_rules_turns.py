@@ -29,9 +29,9 @@ from txbroker.door.protocols import (
     Fenced,
     Log,
     NotVisible,
-    Turn,
-    TurnHandle,
-    TurnLost,
+    PromotionTxn,
+    PromotionTxnHandle,
+    PromotionTxnLost,
 )
 from txbroker.errors import BadTarget, KafkaUnavailable, Overloaded, TooLarge
 from txbroker.kafka.client.client import Client
@@ -77,7 +77,7 @@ async def test_a_transaction_is_in_one_turn_whole(world: World) -> None:
 @pytest.mark.rule(13)
 async def test_a_turn_is_seen_whole_or_not_at_all(world: World) -> None:
     owner = await world.owner()
-    world.partition.writes.append(raising(TurnLost()))
+    world.partition.writes.append(raising(PromotionTxnLost()))
     id = await world.committed(owner, message("a"), message("b", topic="u"))
     await until(lambda: world.told.promotions == [id])
     assert (world.visible("t"), world.visible("u")) == (["a"], ["b"])
@@ -138,7 +138,7 @@ async def test_a_turn_ends_after_the_commit_of_the_one_before(world: World) -> N
 @pytest.mark.rule(14)
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [(ProducerFenced(), Fenced), (KafkaUnavailable("no answer"), TurnLost)],
+    [(ProducerFenced(), Fenced), (KafkaUnavailable("no answer"), PromotionTxnLost)],
 )
 async def test_a_turn_behind_one_that_failed_is_never_committed(
     world: World, error: Exception, raised: type[Exception]
@@ -163,10 +163,10 @@ async def test_a_turn_behind_one_that_is_aborted_is_never_committed(world: World
     twins.a.end_now.clear()
     await twins.write(1)
     twins.b.produce_error = KafkaUnavailable("no answer")
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await twins.write(2)
     twins.b.produce_error = None
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await twins.write(3)
     assert twins.log.count("a begins") == 1
     twins.a.end_now.set()
@@ -185,13 +185,13 @@ async def test_a_turn_is_not_begun_where_what_its_producer_wrote_before_is_open(
     await first.committed()
     # The other producer's records end with its own transactions.
     await twins.write(2)
-    with pytest.raises(TurnLost, match="was never told") as lost:
+    with pytest.raises(PromotionTxnLost, match="was never told") as lost:
         await twins.write(3)
     assert lost.value.cause == twins.open["a"][at]
     assert twins.log.count("a begins") == 1
     assert "a aborts" not in twins.log
     twins.open.clear()
-    with pytest.raises(TurnLost):
+    with pytest.raises(PromotionTxnLost):
         await twins.write(3)
     await twins.writer.close()
 
@@ -561,7 +561,7 @@ async def test_a_copy_is_removed_when_its_transaction_is_rolled_back(world: Worl
 async def test_a_copy_of_a_lost_turn_is_written_again(world: World) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
     id = await world.prepared(owner)
-    world.partition.writes.append(raising(TurnLost()))
+    world.partition.writes.append(raising(PromotionTxnLost()))
     world.advance(0.6 * RETENTION_MS / 1000)
     await until(lambda: world.parked() == [(f"{id}/0".encode(), True)])
     assert world.partition.calls.count("claim") == 2
@@ -572,14 +572,14 @@ async def test_a_copy_that_a_refused_turn_took_along_is_written_again(world: Wor
     owner = await world.owner()
     held = Held(committed=False)
 
-    async def fails(door: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def fails(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         handle = await held.write(door, turn)
         held.committed = _lost  # type: ignore[method-assign]
         return handle
 
     async def _lost() -> None:
         await held.at_commit.wait()
-        raise TurnLost
+        raise PromotionTxnLost
 
     id = await world.prepared(owner, message("x" * 500))
     world.kafka.set_message_bytes_max("t", 300)

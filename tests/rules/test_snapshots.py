@@ -15,7 +15,7 @@ from txbroker.core import snapshot as core_snapshot
 from txbroker.core.records import Record, State
 from txbroker.core.segment import ROW_BYTES
 from txbroker.core.snapshot import Whole, find_whole, segment_key, segments_in
-from txbroker.door.protocols import TurnLost
+from txbroker.door.protocols import PromotionTxnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.owner import PartitionOwner
@@ -131,7 +131,7 @@ async def test_one_is_abandoned_when_turns_are_lost(world: World) -> None:
     world.partition.stores.append(held)
     writing = asyncio.create_task(snapshot(owner))
     await gate.reached.wait()
-    world.partition.writes.append(raising(TurnLost()))
+    world.partition.writes.append(raising(PromotionTxnLost()))
     await commit(owner, id)
     await until(lambda: world.visible() == [id])
     gate.open()

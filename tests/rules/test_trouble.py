@@ -44,10 +44,10 @@ from txbroker.door.protocols import (
     Log,
     LogTruncated,
     NotVisible,
+    PromotionTxn,
+    PromotionTxnHandle,
+    PromotionTxnLost,
     TargetFacts,
-    Turn,
-    TurnHandle,
-    TurnLost,
 )
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.partition.targets import Trouble, note_invisible
@@ -191,8 +191,8 @@ async def test_a_turn_that_is_not_visible_yet_does_not_stop_the_partition(world:
     hanging = hold_back(world, "u")
     unseen = await world.committed(owner, message("unseen", "u", b"x"))
 
-    async def lost(_inner: MemoryPartitionDoor, _turn: Turn) -> TurnHandle:
-        raise TurnLost("silence")
+    async def lost(_inner: MemoryPartitionDoor, _turn: PromotionTxn) -> PromotionTxnHandle:
+        raise PromotionTxnLost("silence")
 
     await settled()
     world.partition.writes.append(lost)
@@ -217,11 +217,11 @@ async def test_a_target_whose_leader_is_silent_holds_back_only_its_own(world: Wo
     owner = await world.owner()
     silent = True
 
-    async def write(inner: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def write(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         world.partition.writes.append(write)
         if silent and any(target.topic == "u" for target in turn.promoted):
             cause = Cause("no_answer", "u-0 does not answer", "u", 0, passing=True)
-            raise TurnLost("u-0 does not answer", cause)
+            raise PromotionTxnLost("u-0 does not answer", cause)
         return await inner.write(turn)
 
     world.partition.writes.append(write)
@@ -262,7 +262,7 @@ async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await world.owner()
-    prove, take_due = world.partition.inner.prove, Trouble.take_due
+    prove, take_due = world.partition.inner.verify_no_open_txn, Trouble.take_due
     plans, asked = 0, []
 
     def planned(trouble: Trouble, in_flight: Collection[str]) -> list[Transaction]:
@@ -277,7 +277,7 @@ async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
         return await prove(places)
 
     monkeypatch.setattr(Trouble, "take_due", planned)
-    monkeypatch.setattr(world.partition, "prove", noted)
+    monkeypatch.setattr(world.partition, "verify_no_open_txn", noted)
     # By the time that there is an answer the pause is over.
     monkeypatch.setattr("txbroker.proxy.partition.targets.RETRY_FIRST_S", 0.0)
     world.kafka.untold.add(("u", 0))
@@ -306,9 +306,9 @@ async def test_waiting_for_promotion_ends_when_a_claim_finds_it_refused(world: W
     world.kafka.topics["t"].authorized = False
     id = await world.prepared(owner)
 
-    async def unheard(inner: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def unheard(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         await (await inner.write(turn)).committed()
-        raise TurnLost("the answer was lost")
+        raise PromotionTxnLost("the answer was lost")
 
     world.partition.writes.append(unheard)
     async with asyncio.timeout(2):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Fenced, PartitionDoor, Target, Turn, TurnLost
+from txbroker.door.protocols import Fenced, PartitionDoor, PromotionTxn, PromotionTxnLost, Target
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
 
@@ -41,10 +41,10 @@ class Stepped:
             self._waits_for._asyncio_future_blocking = False
 
 
-def turn(claim: str) -> Turn:
+def turn(claim: str) -> PromotionTxn:
     """Return the turn that promotes the only transaction there is."""
     target = Target("t", 0, Record(b"k", b"v"))
-    return Turn((target,), (), Progress(RECORD_VERSION, claim, 1, 1))
+    return PromotionTxn((target,), (), Progress(RECORD_VERSION, claim, 1, 1))
 
 
 async def own(door: PartitionDoor, name: str) -> str:
@@ -53,17 +53,17 @@ async def own(door: PartitionDoor, name: str) -> str:
         claimed = await door.claim(Claim(RECORD_VERSION, name, name, ""))
         if claimed.progress is None:
             await (await door.write(turn(name))).committed()
-    except (Fenced, TurnLost):
+    except (Fenced, PromotionTxnLost):
         return "lost"
     return "owner"
 
 
 async def can_write(door: PartitionDoor, name: str) -> bool:
     """Say whether an owner can still get something visible."""
-    empty = Turn((), (), Progress(RECORD_VERSION, name, 1, 1))
+    empty = PromotionTxn((), (), Progress(RECORD_VERSION, name, 1, 1))
     try:
         await (await door.write(empty)).committed()
-    except (Fenced, TurnLost):
+    except (Fenced, PromotionTxnLost):
         return False
     return True
 

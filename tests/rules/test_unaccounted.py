@@ -23,7 +23,7 @@ from txbroker.contract.service import PrepareRequest
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Half, Message, State
 from txbroker.core.snapshot import Capture, find_whole
-from txbroker.door.protocols import LogTruncated, Turn, TurnHandle, TurnLost
+from txbroker.door.protocols import LogTruncated, PromotionTxn, PromotionTxnHandle, PromotionTxnLost
 from txbroker.errors import BodyLost, KafkaUnavailable
 from txbroker.proxy.cluster.views import view
 from txbroker.proxy.partition import owner as owner_module
@@ -603,11 +603,11 @@ async def test_a_lost_turn_has_set_nothing_aside(world: World) -> None:
     id = await world.prepared(owner, message("big" * 100))
     world.kafka.set_message_bytes_max("t", 100)
 
-    async def lost(inner: MemoryPartitionDoor, turn: Turn) -> TurnHandle:
+    async def lost(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         # Meanwhile somebody mends the target.
         world.kafka.set_message_bytes_max("t", 1 << 20)
         world.door.targets.forget("t")
-        raise TurnLost
+        raise PromotionTxnLost
 
     world.partition.writes.append(lost)
     await commit(owner, id)

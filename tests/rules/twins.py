@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from txbroker.core.records import Cause, Progress, Record
-from txbroker.door.protocols import Target, Turn
+from txbroker.door.protocols import PromotionTxn, Target
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.producer import Producer, Stored
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.open_transactions import Ended
-from txbroker.kafka.door.pipelined_writer import TwinWriter
-from txbroker.kafka.door.promotion_txn import TurnWritten
+from txbroker.kafka.door.open_transactions import OpenTransactionGuard
+from txbroker.kafka.door.pipelined_writer import PipelinedTxnWriter
+from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body
 from txbroker.kafka.protocol.transactions import Partition
@@ -82,19 +82,19 @@ class Twins:
             settings=settings, leader=self._leader, known_leader=lambda *_: 1, ask=self._ask
         )
         ended = SimpleNamespace(left_open=self._left_open)
-        self.writer = TwinWriter(
+        self.writer = PipelinedTxnWriter(
             cast(Client, client),
             0,
             (cast(Producer, self.a), cast(Producer, self.b)),
             lambda _: 1000,
-            cast(Ended, ended),
+            cast(OpenTransactionGuard, ended),
             StableEnds(cast(Client, client)),
         )
 
-    async def write(self, number: int) -> TurnWritten:
+    async def write(self, number: int) -> KafkaPromotionTxn:
         """Write a turn."""
         promoted = (Target("t", 0, Record(b"k", b"v", (), 1)),)
-        return await self.writer.write(Turn(promoted, (), Progress(1, "c", number, number)))
+        return await self.writer.write(PromotionTxn(promoted, (), Progress(1, "c", number, number)))
 
     async def _leader(self, topic: str, partition: int) -> int:
         return 1

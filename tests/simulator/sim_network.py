@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from tests.simulator.sim_kafka import FIRST_PORT, Cluster
 from tests.simulator.sim_loop import PROCESS, Handle, Life, Process, SimLoop
-from txbroker.kafka.protocol.packed import OffsetRequest
+from txbroker.kafka.protocol.packed import ListOffsetsV3
 
 
 class Weather(Struct):
@@ -156,7 +156,7 @@ class Connection:
         if process.life is Life.DEAD and process.random.random() < 0.5:
             # It had not left the machine.
             return
-        if not isinstance(request, FetchRequest | OffsetRequest):
+        if not isinstance(request, FetchRequest | ListOffsetsV3):
             network.note(f"{process.name}: {_word(request)} is at broker {self._node}")
         if network.ghosts and _word(request) == "Produce":
             self._wake_ghost(request)

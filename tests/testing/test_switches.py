@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Target, Turn, TurnLost
+from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, Target
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
 
@@ -14,8 +14,8 @@ def claim(name: str) -> Claim:
     return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
 
 
-def turn(op: int, *promoted: Target) -> Turn:
-    return Turn(promoted, (), Progress(RECORD_VERSION, "mine", op, op))
+def turn(op: int, *promoted: Target) -> PromotionTxn:
+    return PromotionTxn(promoted, (), Progress(RECORD_VERSION, "mine", op, op))
 
 
 async def started(kafka: MemoryKafka) -> MemoryDoor:
@@ -32,7 +32,7 @@ async def test_a_turn_after_the_ids_were_forgotten_leads_to_a_claim() -> None:
     await (await partition.write(turn(1))).visible()
     kafka.forget_transactional_ids()
     for _ in range(2):
-        with pytest.raises(TurnLost):
+        with pytest.raises(PromotionTxnLost):
             await partition.write(turn(2, Target("target", 0, Record(b"lost", b""))))
     assert (await partition.claim(claim("again"))).progress == turn(1).progress
     await (await partition.write(turn(2, Target("target", 0, Record(b"seen", b""))))).visible()

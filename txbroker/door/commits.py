@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from txbroker.door.protocols import Fenced, TurnLost, TurnRefused
+from txbroker.door.protocols import Fenced, PromotionTxnLost, PromotionTxnRefused
 
 
 def begin(commit: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -22,20 +22,22 @@ async def outcome(commit: asyncio.Task[None]) -> None:
     """Wait for a commit. Several may wait, and one that gives up does not stop the commit.
 
     Raises:
-        Fenced, TurnLost
+        Fenced, PromotionTxnLost
     """
     try:
         await asyncio.shield(commit)
     except asyncio.CancelledError:
         if commit.cancelled():
-            raise TurnLost("the partition's door was closed") from None
+            raise PromotionTxnLost("the partition's door was closed") from None
         raise
 
 
-def again(error: Fenced | TurnLost | TurnRefused) -> Fenced | TurnLost | TurnRefused:
+def again(
+    error: Fenced | PromotionTxnLost | PromotionTxnRefused,
+) -> Fenced | PromotionTxnLost | PromotionTxnRefused:
     """Return an equal exception: one that is raised twice would collect tracebacks."""
-    if isinstance(error, TurnRefused):
-        return TurnRefused(error.cause)
+    if isinstance(error, PromotionTxnRefused):
+        return PromotionTxnRefused(error.cause)
     return type(error)(str(error))
 
 

@@ -30,7 +30,7 @@ class Fenced(TxbrokerError):
     """Another owner has claimed the partition since."""
 
 
-class TurnLost(TxbrokerError):
+class PromotionTxnLost(TxbrokerError):
     """A turn's outcome is unknown or its producers are unusable: only a new claim tells.
 
     `cause` names the target partition that did not answer, where it was one of those.
@@ -41,7 +41,7 @@ class TurnLost(TxbrokerError):
         self.cause = cause
 
 
-class TurnRefused(TxbrokerError):
+class PromotionTxnRefused(TxbrokerError):
     """The broker refused a record of the turn; nothing of the turn will become visible.
 
     The writer is unusable until the partition is claimed again.
@@ -138,7 +138,7 @@ class Target(NamedTuple):
     record: Record
 
 
-class Turn(Struct, frozen=True):
+class PromotionTxn(Struct, frozen=True):
     """What becomes visible together: promoted records, parked copies and progress."""
 
     promoted: tuple[Target, ...]
@@ -146,7 +146,7 @@ class Turn(Struct, frozen=True):
     progress: Progress
 
 
-class TurnHandle(Protocol):
+class PromotionTxnHandle(Protocol):
     """A turn whose writes the brokers have acknowledged."""
 
     offsets: Sequence[int]
@@ -158,7 +158,7 @@ class TurnHandle(Protocol):
         """Wait until the turn's commit is acknowledged.
 
         Raises:
-            Fenced, TurnLost: claim again; the claim's progress tells whether it was committed.
+            Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
         """
         ...
 
@@ -228,7 +228,8 @@ class PartitionDoor(Protocol):
     async def claim(self, claim: Claim) -> Claimed:
         """Fence every earlier owner, write the claim record, then read the progress.
 
-        Also the way back after `Fenced`, `TurnLost` and `TurnRefused`: it makes new producers.
+        Also recovers from `Fenced`, `PromotionTxnLost` and `PromotionTxnRefused`: it creates new
+        producers.
 
         Raises:
             Fenced: another owner claimed at the same time; try again after a random pause.
@@ -263,27 +264,29 @@ class PartitionDoor(Protocol):
         """Return records of this partition of the parked topic, as `Log.pick` does."""
         ...
 
-    def unproved(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-        """Return those target partitions of which it is not known since the claim that turns of
-        earlier claims have ended there: `prove` has to be asked before they are written."""
+    def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Return the target partitions that may still hold an open transaction of an earlier claim.
+
+        Call `verify_no_open_txn` before writing to them.
+        """
         ...
 
-    async def prove(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+    async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         """Find out whether turns of earlier claims have ended in target partitions, and return why
-        some must not be written now; the others are not `unproved` any more.
+        some must not be written now; the others are not `unverified` any more.
 
         A turn that never ended there would be ended together with the next one.
         """
         ...
 
-    async def write(self, turn: Turn) -> TurnHandle:
+    async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
         """Write one turn; return once its records are acknowledged and the next may be written.
 
         Its commit goes on by itself, behind the commit of the turn before it.
 
         Raises:
-            TurnRefused: a record was refused; the turn is aborted.
-            Fenced, TurnLost: claim again.
+            PromotionTxnRefused: a record was refused; the turn is aborted.
+            Fenced, PromotionTxnLost: claim again.
         """
         ...
 

@@ -34,11 +34,11 @@ from txbroker.door.protocols import (
     Membership,
     NotVisible,
     PartitionDoor,
+    PromotionTxn,
+    PromotionTxnHandle,
+    PromotionTxnLost,
+    PromotionTxnRefused,
     Targets,
-    Turn,
-    TurnHandle,
-    TurnLost,
-    TurnRefused,
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.members import MemoryMembership
@@ -401,29 +401,29 @@ class MemoryPartitionDoor:
             raise KafkaUnavailable(f"{self._parked}: an open transaction hides a record")
         return found.pick(offsets)
 
-    def unproved(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         """Return those target partitions where a turn of an earlier claim has not ended."""
         return [place for place in places if place in self._kafka.untold]
 
-    async def prove(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
+    async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         """Return why target partitions must not be written now."""
         return [
             Cause("hanging", f"{topic}-{number} has an open turn", topic, number, passing=True)
-            for topic, number in self.unproved(places)
+            for topic, number in self.unverified(places)
         ]
 
-    async def write(self, turn: Turn) -> TurnHandle:
+    async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
         """Write one turn; return once the next may be written.
 
         Raises:
-            TurnRefused: a record was refused; the turn is aborted.
-            Fenced, TurnLost: claim again.
+            PromotionTxnRefused: a record was refused; the turn is aborted.
+            Fenced, PromotionTxnLost: claim again.
         """
         if self._writer is None:
-            raise TurnLost(f"partition {self.partition} is not claimed")
+            raise PromotionTxnLost(f"partition {self.partition} is not claimed")
         try:
             return await self._writer.write(turn)
-        except TurnRefused as error:
+        except PromotionTxnRefused as error:
             self._refused(error.cause)
             raise
 
@@ -451,9 +451,9 @@ class _Writer:
         self._checkpoint, self._parked = own_topics
         self._partition = partition
         self._before: asyncio.Task[None] | None = None
-        self._broken: Fenced | TurnLost | TurnRefused | None = None
+        self._broken: Fenced | PromotionTxnLost | PromotionTxnRefused | None = None
 
-    async def write(self, turn: Turn) -> "MemoryTurn":
+    async def write(self, turn: PromotionTxn) -> "MemoryTurn":
         self._check()
         with self._breaking():
             with _translated():
@@ -463,13 +463,13 @@ class _Writer:
             transaction = self._kafka.begin(self._id)
             try:
                 written = self._write_all(turn, transaction)
-            except (TurnRefused, TurnLost):
+            except (PromotionTxnRefused, PromotionTxnLost):
                 self._kafka.end(transaction, committed=False)
                 raise
         self._before = begin(self._commit(transaction, self._before))
         return MemoryTurn(self._kafka, written, self._before)
 
-    def _write_all(self, turn: Turn, transaction: KafkaTransaction) -> "_Written":
+    def _write_all(self, turn: PromotionTxn, transaction: KafkaTransaction) -> "_Written":
         """Write everything, one batch to each partition; return where it is."""
         batches: dict[tuple[str, int], list[Record]] = {}
         places = []
@@ -504,7 +504,7 @@ class _Writer:
                 self._kafka.commit(transaction)
 
     async def close(self) -> None:
-        self._break(TurnLost("the partition's door was closed"))
+        self._break(PromotionTxnLost("the partition's door was closed"))
         if self._before is not None:
             self._before.cancel()
             await asyncio.gather(self._before, return_exceptions=True)
@@ -513,11 +513,11 @@ class _Writer:
     def _breaking(self) -> Iterator[None]:
         try:
             yield
-        except (Fenced, TurnLost, TurnRefused) as error:
+        except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
             self._break(error)
             raise
 
-    def _break(self, error: Fenced | TurnLost | TurnRefused) -> None:
+    def _break(self, error: Fenced | PromotionTxnLost | PromotionTxnRefused) -> None:
         if self._broken is None:
             self._broken = error
 
@@ -553,7 +553,7 @@ class MemoryTurn:
         """Wait until the turn's commit is acknowledged.
 
         Raises:
-            Fenced, TurnLost: claim again; the claim's progress tells whether it was committed.
+            Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
         """
         await outcome(self._commit)
 
@@ -561,7 +561,7 @@ class MemoryTurn:
         """Wait until every `read_committed` reader can see the turn.
 
         Raises:
-            Fenced, TurnLost: it is not committed, as far as is known.
+            Fenced, PromotionTxnLost: it is not committed, as far as is known.
             NotVisible: it is not within 60 s.
         """
         await self.committed()
@@ -584,6 +584,6 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except RecordRefused as error:
-        raise TurnRefused(error.cause) from None
+        raise PromotionTxnRefused(error.cause) from None
     except KafkaUnavailable as error:
-        raise TurnLost(str(error)) from None
+        raise PromotionTxnLost(str(error)) from None

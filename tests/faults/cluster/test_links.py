@@ -21,8 +21,8 @@ from tests.faults.cluster.links import (
     source_of,
     transactional_id,
 )
-from txbroker.kafka.protocol.packed import Packed
-from txbroker.kafka.protocol.transactions import FIRST, SECOND, First
+from txbroker.kafka.protocol.packed import PackedRequest
+from txbroker.kafka.protocol.transactions import TXN_V1, TXN_V2, TxnProtocolV1
 
 _FETCH, _ADD_PARTITIONS = 1, 24
 _SOON_S = 10.0
@@ -221,16 +221,16 @@ def test_a_broker_is_known_by_its_client_id(client: bytes, source: int) -> None:
     assert source_of(request(7, client=client)) == source
 
 
-@pytest.mark.parametrize("protocol", [FIRST, SECOND])
-def test_the_transactional_id_is_found_in_either_form_of_a_request(protocol: First) -> None:
+@pytest.mark.parametrize("protocol", [TXN_V1, TXN_V2])
+def test_the_transactional_id_is_found_in_either_form_of_a_request(protocol: TxnProtocolV1) -> None:
     whole = dict.fromkeys(range(99), (0, 99))
-    requests: list[Request[Any] | Packed] = [
+    requests: list[Request[Any] | PackedRequest] = [
         protocol.begin("mine", 1000),
         protocol.write("mine", 1000, [("topic", [(0, b"batch")])]),
         protocol.end("mine", 1, 0, commit=True),
     ]
     for each in requests:
-        if isinstance(each, Packed):
+        if isinstance(each, PackedRequest):
             frame = each.frame(whole, 1, b"client")
         else:
             made = each.prepare(whole)

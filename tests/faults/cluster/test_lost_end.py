@@ -15,7 +15,7 @@ from confluent_kafka.cimpl import NewTopic
 from tests.faults.cluster.three_nodes import START_S, ThreeNodes
 from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
 from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Target, Turn, TurnLost
+from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, Target
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.producer import Producer
@@ -80,14 +80,14 @@ async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
                 await partition.claim(claim("waits"))
         else:
             await partition.claim(claim("let through"))
-            (cause,) = await partition.prove([(topic, 0)])
+            (cause,) = await partition.verify_no_open_txn([(topic, 0)])
             assert cause.code == "no_answer"
 
         await nodes.nodes[NODE].launch()
         await nodes.nodes[NODE].ready()
         await leads(nodes, topic, NODE)
         await partition.claim(claim("next"))
-        causes = await partition.prove([(topic, 0)])
+        causes = await partition.verify_no_open_txn([(topic, 0)])
         assert [cause.code for cause in causes] == ["hanging"] * loses
         assert await world.visible(topic) == []
         # What it is kept off for: written all the same, both become visible.
@@ -120,7 +120,7 @@ async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
 
     try:
         await partition.claim(claim("first"))
-        assert await partition.prove([(topic, 0)]) == []
+        assert await partition.verify_no_open_txn([(topic, 0)]) == []
         monkeypatch.setattr(Producer, "end", held_back)
         first = await partition.write(turn(1, topic, b"first"))
         await nodes.nodes[NODE].stop()
@@ -133,12 +133,12 @@ async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
         await nodes.nodes[NODE].launch()
         await nodes.nodes[NODE].ready()
         await leads(nodes, topic, NODE)
-        with pytest.raises(TurnLost) as lost:
+        with pytest.raises(PromotionTxnLost) as lost:
             await partition.write(turn(5, topic, b"fifth"))
         assert lost.value.cause is not None
         assert (lost.value.cause.code, lost.value.cause.topic) == ("hanging", topic)
         await partition.claim(claim("second"))
-        (cause,) = await partition.prove([(topic, 0)])
+        (cause,) = await partition.verify_no_open_txn([(topic, 0)])
         assert cause.code == "hanging"
         # Nobody has taken it back: the next commit makes it visible.
         assert await world.visible(topic) == []
@@ -148,10 +148,10 @@ async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
         await world.close()
 
 
-def turn(number: int, topic: str = "", key: bytes = b"") -> Turn:
+def turn(number: int, topic: str = "", key: bytes = b"") -> PromotionTxn:
     """Return a turn, with a message for a topic or without."""
     promoted = (Target(topic, 0, Record(key, b"")),) if topic else ()
-    return Turn(promoted, (), Progress(RECORD_VERSION, "next", number, number))
+    return PromotionTxn(promoted, (), Progress(RECORD_VERSION, "next", number, number))
 
 
 def claim(name: str) -> Claim:

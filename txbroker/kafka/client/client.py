@@ -24,7 +24,7 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.connection import is_refusal, open_connection, why_not
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
-from txbroker.kafka.protocol.packed import Packed
+from txbroker.kafka.protocol.packed import PackedRequest
 
 _IDLE_MS = 9 * 60 * 1000  # a minute less than brokers allow, so that they never close first
 _GROUP, _TRANSACTION = 0, 1
@@ -63,7 +63,9 @@ class Connection(Protocol):
         """Whether the peer has not closed it."""
         ...
 
-    def send(self, request: Request[Any] | Packed, answer: Answer | None = None) -> Awaitable[Any]:
+    def send(
+        self, request: Request[Any] | PackedRequest, answer: Answer | None = None
+    ) -> Awaitable[Any]:
         """Send a request; the awaitable, or `answer` in its place, brings its answer."""
         ...
 
@@ -145,7 +147,7 @@ class Client:
     async def ask(
         self,
         node: int,
-        request: Request[Any] | Packed,
+        request: Request[Any] | PackedRequest,
         lane: str,
         timeout_s: float | None = None,
     ) -> Any:
@@ -170,7 +172,7 @@ class Client:
     def post(
         self,
         node: int,
-        request: Packed,
+        request: PackedRequest,
         lane: str,
         hear: Callable[[Any], None],
         fail: Callable[[Exception], None],
@@ -316,7 +318,7 @@ class Client:
             del self._connections[node, lane]
         connection.close(reason=CloseReason.CONNECTION_BROKEN)
 
-    def close_lanes(self, prefix: str) -> None:
+    def close_channels(self, prefix: str) -> None:
         """Close every connection of the lanes that begin with `prefix`."""
         for (node, lane), connection in list(self._connections.items()):
             if lane.startswith(prefix):

@@ -29,7 +29,7 @@ from aiokafka.protocol.admin import SaslAuthenticateRequest
 from aiokafka.protocol.api import Request
 
 from txbroker.kafka.client.oauth import NoToken
-from txbroker.kafka.protocol.packed import Packed
+from txbroker.kafka.protocol.packed import PackedRequest
 
 LOGIN_SHARE = 0.8
 """When so much of a login's life is over, an idle connection gives way to a new one. Brokers cut
@@ -124,7 +124,7 @@ class LoggedInConnection(AIOKafkaConnection):
         self._read_task.cancel()
         self._writer.transport.set_protocol(_Frames(self, self._closed_fut))
 
-    def send(self, request: Request[Any] | Packed, answer: Any = None) -> Awaitable[Any]:
+    def send(self, request: Request[Any] | PackedRequest, answer: Any = None) -> Awaitable[Any]:
         """Send a request; the awaitable brings its answer, or a TimeoutError; so does `answer`,
         which takes either as a future does, where it is given.
 
@@ -137,7 +137,7 @@ class LoggedInConnection(AIOKafkaConnection):
             raise KafkaConnectionError(f"No connection to broker at {self._host}:{self._port}")
         number: int = self._next_correlation_id()  # type: ignore[no-untyped-call]
         asked: Any
-        if isinstance(request, Packed):
+        if isinstance(request, PackedRequest):
             asked = request
             frame = request.frame(self._versions, number, self._client_id.encode())
         else:
@@ -171,7 +171,7 @@ class LoggedInConnection(AIOKafkaConnection):
         if found != number:
             raise CorrelationIdError(f"asked {number}, the answer is to {found}")
         if not answer.done():
-            if isinstance(asked, Packed):
+            if isinstance(asked, PackedRequest):
                 answer.set_result(asked.read(frame))
             else:
                 buffer = BytesIO(frame)

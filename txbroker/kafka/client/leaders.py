@@ -41,7 +41,7 @@ class LeadersRequest(RightsRequest):
         return request_struct_class(self._topics, False, False, False)
 
 
-class _Word(NamedTuple):
+class LeaderVote(NamedTuple):
     """What a broker says of a partition."""
 
     epoch: int
@@ -75,7 +75,7 @@ async def confirm_leaders(
     """
     if not partitions:
         return {}
-    asking = _Asking(client, partitions)
+    asking = LeaderQuorum(client, partitions)
     try:
         async with asyncio.timeout(_ALL_S):
             await asking.run()
@@ -86,7 +86,7 @@ async def confirm_leaders(
     return {partition: asking.found(partition) for partition in partitions}
 
 
-class _Asking:
+class LeaderQuorum:
     """One question to the replicas of some partitions, each broker asked once about all."""
 
     def __init__(self, client: Client, partitions: Collection[Partition]) -> None:
@@ -95,7 +95,7 @@ class _Asking:
         self._partitions = partitions
         self._request = LeadersRequest(sorted({topic for topic, _ in partitions}))
         self._newest = {
-            partition: _Word(-2, -1, replicas, Code.NONE)
+            partition: LeaderVote(-2, -1, replicas, Code.NONE)
             for partition in partitions
             if (replicas := client.known_replicas(*partition))
         }
@@ -143,7 +143,7 @@ class _Asking:
         self._client.remember_leader(*partition, word.leader, word.replicas)
         return word.leader if word.leader >= 0 else KafkaRefused(Code.LEADER_NOT_AVAILABLE)
 
-    def _is_sure(self, word: _Word) -> bool:
+    def _is_sure(self, word: LeaderVote) -> bool:
         return len(self._answered.intersection(word.replicas)) > len(word.replicas) // 2 or not (
             word.replicas
         )
@@ -158,14 +158,14 @@ class _Asking:
 
     def _take(self, answer: Any) -> None:
         """Keep the newest word of each partition."""
-        told: dict[Partition, _Word] = {}
+        told: dict[Partition, LeaderVote] = {}
         refused: dict[str, int] = {}
         for error, topic, _internal, partitions, *_ in answer.topics:
             refused[topic] = error
             for code, number, leader, epoch, replicas, *_ in partitions:
-                told[topic, number] = _Word(epoch, leader, tuple(replicas), error or code)
+                told[topic, number] = LeaderVote(epoch, leader, tuple(replicas), error or code)
         for partition in self._partitions:
-            word = told.get(partition, _Word(-1, -1, (), refused.get(partition[0], Code.NONE)))
+            word = told.get(partition, LeaderVote(-1, -1, (), refused.get(partition[0], Code.NONE)))
             newest = self._newest.get(partition)
             if newest is None or word.epoch > newest.epoch:
                 self._newest[partition] = word

@@ -17,17 +17,17 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, Patience, coordinator_moved
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
 from txbroker.kafka.protocol.generation import (
-    Last,
-    Me,
-    Said,
+    MemberMetadata,
+    PreviousAssignment,
+    SelfMetadata,
     assignment,
-    decode_said,
-    decode_told,
-    encode_said,
-    encode_told,
+    decode_assignment,
+    decode_metadata,
+    encode_assignment,
+    encode_metadata,
     is_outdated,
-    make_told,
-    runs,
+    make_assignment,
+    to_runs,
 )
 
 _PROTOCOL_TYPE = "consumer"
@@ -197,7 +197,7 @@ class Member:
         me: what it tells the others of itself.
     """
 
-    def __init__(self, client: Client, partitions: int, me: Me) -> None:
+    def __init__(self, client: Client, partitions: int, me: SelfMetadata) -> None:
         settings = client.settings
         self._client = client
         self._group = settings.group_id
@@ -210,7 +210,7 @@ class Member:
         self._join_timeout_s = settings.session_timeout_s + _ANSWER_ROOM_S
         self._member_id = _NO_MEMBER
         self._held = Held()
-        self._last = Last()
+        self._last = PreviousAssignment()
         self._asks = 0
 
     def forget(self) -> None:
@@ -255,24 +255,24 @@ class Member:
         return self._joined(answer.generation_id, sync.member_assignment)
 
     def _metadata(self) -> bytes:
-        said = Said(
+        said = MemberMetadata(
             self._me.url,
             self._me.record_version,
-            runs(self._held.partitions),
+            to_runs(self._held.partitions),
             self._held.generation,
             self._asks,
             peer_url=self._me.peer_url,
             admin_url=self._me.admin_url,
         )
-        encoded: bytes = ConsumerProtocol.METADATA(0, [self._topic], encode_said(said)).encode()
+        encoded: bytes = ConsumerProtocol.METADATA(0, [self._topic], encode_metadata(said)).encode()
         return encoded
 
     def _assign(
         self, generation: int, members: list[tuple[str, str, bytes]]
     ) -> list[tuple[str, bytes]]:
         said = {instance or member: _said(metadata) for member, instance, metadata in members}
-        told, shares = make_told(self._partitions, generation, said, self._last)
-        data = encode_told(told)
+        told, shares = make_assignment(self._partitions, generation, said, self._last)
+        data = encode_assignment(told)
         return [
             (
                 member,
@@ -287,7 +287,7 @@ class Member:
         told, mine, left_out = None, frozenset[int](), False
         try:
             found = ConsumerProtocol.ASSIGNMENT.decode(encoded)
-            told = decode_told(found.user_data)
+            told = decode_assignment(found.user_data)
             mine = frozenset(
                 number
                 for topic, numbers in found.assignment
@@ -297,7 +297,7 @@ class Member:
         except ValueError:  # nothing, or rubbish
             left_out = True
         known = assignment(self._partitions, mine, told, self._me)
-        self._held, self._last = Held(known.mine, generation), Last(generation, told)
+        self._held, self._last = Held(known.mine, generation), PreviousAssignment(generation, told)
         return Joined(generation, known, left_out or is_outdated(told, self._me))
 
     async def heartbeat(self, generation: int, lane: str) -> int:
@@ -337,7 +337,7 @@ class Member:
     async def leave(self) -> None:
         """Leave the group at once; without an answer the session's end does the same."""
         member, self._member_id = self._member_id, _NO_MEMBER
-        self._held, self._last = Held(), Last()
+        self._held, self._last = Held(), PreviousAssignment()
         if member == _NO_MEMBER:
             # By the instance id alone Kafka would put out whoever has it now.
             return
@@ -360,7 +360,7 @@ class Member:
 
     def let_go(self) -> None:
         """Stop waiting for a join: the broker answers nothing else on its connection meanwhile."""
-        self._client.close_lanes(_JOIN_LANE)
+        self._client.close_channels(_JOIN_LANE)
 
     async def _ask(self, request: Request[Any]) -> Any:
         try:
@@ -377,8 +377,8 @@ class Member:
         return answer
 
 
-def _said(metadata: bytes) -> Said:
+def _said(metadata: bytes) -> MemberMetadata:
     try:
-        return decode_said(ConsumerProtocol.METADATA.decode(metadata).user_data)
+        return decode_metadata(ConsumerProtocol.METADATA.decode(metadata).user_data)
     except ValueError:
-        return Said()
+        return MemberMetadata()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code
-from txbroker.kafka.protocol.packed import OffsetRequest
+from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.transactions import Partition
 
 _LATEST = -1
@@ -42,7 +42,7 @@ async def _ask(
     topics: dict[str, list[tuple[int, int]]] = {}
     for topic, number in partitions:
         topics.setdefault(topic, []).append((number, _LATEST))
-    request = OffsetRequest(isolation, list(topics.items()))
+    request = ListOffsetsV3(isolation, list(topics.items()))
     try:
         answer = await client.ask(leader, request, lane)
     except (NotSent, Unanswered):

@@ -25,14 +25,14 @@ from txbroker.kafka.client.client import (
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.protocol.batch import Body, encode_batch
 from txbroker.kafka.protocol.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
+from txbroker.kafka.protocol.schemas import FeaturesRequest
 from txbroker.kafka.protocol.transactions import (
-    FIRST,
-    NOBODY,
-    Answered,
-    Current,
+    NO_PRODUCER,
+    TXN_V1,
     Partition,
-    Question,
-    chosen,
+    PartitionResult,
+    ProducerIdentity,
+    negotiate,
 )
 
 _SEQUENCE_MASK = (1 << 31) - 1
@@ -108,14 +108,14 @@ class Producer:
         # Any, because the library's types do not know that Kafka takes null.
         self._id: Any = transactional_id
         self._shared = shared if transactional_id is None else None
-        self._protocol = FIRST
+        self._protocol = TXN_V1
         self._producer_id = -1
         self._epoch = -1
         self._sequences: dict[Partition, int] = {}
         self._added: set[Partition] = set()
         self._ended_s = float("-inf")
         self._seen_s = float("-inf")
-        self.told_by: dict[Partition, int] = {}
+        self.vouching_leader: dict[Partition, int] = {}
         """The broker that told of a partition what holds only if it takes the next batch there."""
 
     @property
@@ -147,13 +147,13 @@ class Producer:
             ProducerFenced: another producer began at the same time.
             KafkaUnavailable: no answer, or none that helps, until patience is over.
         """
-        await self._begin(patience, NOBODY)
+        await self._begin(patience, NO_PRODUCER)
 
-    async def _begin(self, patience: Patience, current: Current) -> None:
+    async def _begin(self, patience: Patience, current: ProducerIdentity) -> None:
         timeout_ms = round(self._settings.transaction_timeout_s * 1000)
         while True:
             try:
-                if current == NOBODY:
+                if current == NO_PRODUCER:
                     await self._choose()
                 request = self._protocol.begin(self._id, timeout_ms, current)
                 answer = await self._ask_coordinator(request)
@@ -174,16 +174,16 @@ class Producer:
 
     async def _choose(self) -> None:
         """Learn which version of the transaction protocol this Kafka takes now."""
-        if self._id is None or self._settings.transactions == FIRST.number:
+        if self._id is None or self._settings.transactions == TXN_V1.number:
             return
         try:
-            answer = await self._ask_coordinator(Question())
+            answer = await self._ask_coordinator(FeaturesRequest())
         except KafkaRefused as error:
             if error.code != Code.UNSUPPORTED_VERSION:
                 raise
-            self._protocol = FIRST  # so old that it has no features
+            self._protocol = TXN_V1  # so old that it has no features
         else:
-            self._protocol = chosen(answer)
+            self._protocol = negotiate(answer)
 
     async def _ask_coordinator(self, request: Any) -> Any:
         """Ask the transaction coordinator; without a transactional id, any broker."""
@@ -213,7 +213,7 @@ class Producer:
         Raises:
             BatchRefused: a batch was refused; others of the same call may have been stored.
             BatchUnknown: patience is over.
-            NotSent: another broker leads a partition than that in `told_by`.
+            NotSent: another broker leads a partition than that in `vouching_leader`.
             ProducerFenced
         """
         waiting = {partition: self._encode(partition, body) for partition, body in batches.items()}
@@ -227,7 +227,7 @@ class Producer:
                 if code in (Code.NONE, Code.DUPLICATE_SEQUENCE):
                     stored[partition] = where
                     del waiting[partition]
-                    self.told_by.pop(partition, None)
+                    self.vouching_leader.pop(partition, None)
                     continue
                 reason = message or describe(code)
                 if code in FENCED and self._id is not None:
@@ -237,7 +237,7 @@ class Producer:
                 elif code not in RETRIABLE or (
                     # Where partitions are put into the transaction beforehand, that says so.
                     code == Code.UNKNOWN_TOPIC_OR_PARTITION
-                    and not self._protocol.adds
+                    and not self._protocol.explicit_add_partitions
                     and patience.left_s < missing_until_s
                 ):
                     if partition in unsure:
@@ -273,7 +273,7 @@ class Producer:
             except KafkaUnavailable as error:
                 results.append(_Result(partition, Code.NETWORK_EXCEPTION, _NOWHERE, str(error)))
             else:
-                self._see_told_by(partition, leader)
+                self._check_vouching_leader(partition, leader)
                 by_leader.setdefault(leader, []).append(partition)
         requests = [
             (leader, {partition: batches[partition] for partition in part})
@@ -287,8 +287,8 @@ class Producer:
             results.extend(answers)
         return results
 
-    def _see_told_by(self, partition: Partition, leader: int) -> None:
-        if self.told_by.get(partition, leader) != leader:
+    def _check_vouching_leader(self, partition: Partition, leader: int) -> None:
+        if self.vouching_leader.get(partition, leader) != leader:
             raise NotSent(f"{partition[0]}-{partition[1]} is led by another broker now")
 
     async def _send_to(self, leader: int, batches: Mapping[Partition, bytes]) -> list[_Result]:
@@ -307,7 +307,9 @@ class Producer:
             results.append(_Result((each.topic, each.partition), each.code, where, each.message))
         return results
 
-    async def _write(self, leader: int, batches: Mapping[Partition, bytes]) -> Iterable[Answered]:
+    async def _write(
+        self, leader: int, batches: Mapping[Partition, bytes]
+    ) -> Iterable[PartitionResult]:
         if self._shared is not None and len(batches) == 1:
             ((partition, batch),) = batches.items()
             return [await self._shared.write(leader, partition, batch, self._lane)]
@@ -316,7 +318,9 @@ class Producer:
             topics.setdefault(topic, []).append((number, batch))
         timeout_ms = round(self._settings.request_timeout_s * 1000)
         request = self._protocol.write(self._id, timeout_ms, list(topics.items()))
-        return self._protocol.written(await self._client.ask(leader, request, self._lane))
+        return self._protocol.parse_produce_response(
+            await self._client.ask(leader, request, self._lane)
+        )
 
     # --- transactions ------------------------------------------------------------------------
 
@@ -330,18 +334,22 @@ class Producer:
 
         Raises:
             BatchRefused: a partition cannot be added.
-            NotSent: another broker leads a partition than that in `told_by`.
+            NotSent: another broker leads a partition than that in `vouching_leader`.
             ProducerFenced
             Unanswered: the coordinator's answer never came; this producer must not be used again.
                 Not under the second version: what is late names an epoch that is over.
             KafkaUnavailable: nothing was added.
         """
         # An abort of what is in the transaction reaches the true leader, whatever was written.
-        for partition in [each for each in partitions if each in self.told_by]:
-            self._see_told_by(partition, await self._client.leader(*partition))
-        while self._epoch >= self._protocol.renews_from:
+        for partition in [each for each in partitions if each in self.vouching_leader]:
+            self._check_vouching_leader(partition, await self._client.leader(*partition))
+        while self._epoch >= self._protocol.epoch_limit:
             await self._begin(patience, (self._producer_id, self._epoch))
-        if not self._protocol.adds and self._settled and await self._led_by_one(partitions):
+        if (
+            not self._protocol.explicit_add_partitions
+            and self._settled
+            and await self._led_by_one(partitions)
+        ):
             return
         new = [partition for partition in partitions if partition not in self._added]
         topics: dict[str, list[int]] = {}
@@ -393,7 +401,7 @@ class Producer:
         except NotSent:
             return Code.COORDINATOR_NOT_AVAILABLE, first
         except Unanswered:
-            if not self._protocol.asks_again:
+            if not self._protocol.retries_unanswered:
                 raise
             return Code.COORDINATOR_NOT_AVAILABLE, first
         except KafkaRefused as error:
@@ -426,7 +434,7 @@ class Producer:
             try:
                 answer = await self._ask_coordinator(request)
             except Unanswered:
-                if not self._protocol.asks_again or not await patience.pause():
+                if not self._protocol.retries_unanswered or not await patience.pause():
                     raise
                 continue
             except KafkaUnavailable as error:
@@ -443,7 +451,7 @@ class Producer:
             if answer.error_code not in RETRIABLE or not await patience.pause():
                 raise KafkaRefused(answer.error_code)
 
-    def _go_on(self, next_one: Current | None) -> None:
+    def _go_on(self, next_one: ProducerIdentity | None) -> None:
         """Take the producer id and epoch of the next transaction; sequences begin anew."""
         if next_one is not None:
             self._producer_id, self._epoch = next_one

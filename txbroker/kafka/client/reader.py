@@ -28,7 +28,7 @@ from txbroker.kafka.client.leaders import confirm_leader
 from txbroker.kafka.protocol.batch import Decode, decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code
 from txbroker.kafka.protocol.fetched import Fetched
-from txbroker.kafka.protocol.packed import OffsetRequest
+from txbroker.kafka.protocol.packed import ListOffsetsV3
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -87,7 +87,7 @@ class Reader:
         return await self._offset(_LATEST, _READ_COMMITTED)
 
     async def _offset(self, which: int, isolation: int, *, sure: bool = False) -> int:
-        request = OffsetRequest(isolation, [(self._topic, [(self._partition, which)])])
+        request = ListOffsetsV3(isolation, [(self._topic, [(self._partition, which)])])
         answer = await self._retry(request, sure=sure)
         return int(answer[-1])
 

@@ -21,8 +21,8 @@ from msgspec import Struct
 from txbroker.errors import TxbrokerError
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
 from txbroker.kafka.protocol.codes import Code
-from txbroker.kafka.protocol.packed import Written
-from txbroker.kafka.protocol.transactions import FIRST, Answered, Partition
+from txbroker.kafka.protocol.packed import ProduceResponse
+from txbroker.kafka.protocol.transactions import TXN_V1, Partition, PartitionResult
 
 AT_ONCE = 2
 """Requests under way to one broker from which on batches wait for company."""
@@ -41,7 +41,7 @@ class _Batch(Struct, eq=False):
 
     partition: Partition
     encoded: bytes
-    answer: asyncio.Future[Answered]
+    answer: asyncio.Future[PartitionResult]
 
 
 class _Request(Struct, eq=False):
@@ -90,7 +90,7 @@ class SharedWrites:
 
     async def write(
         self, leader: int, partition: Partition, encoded: bytes, own_lane: str
-    ) -> Answered:
+    ) -> PartitionResult:
         """Write one batch and return what the broker says of it.
 
         Whoever gives up takes the batch along, if it is not on its way yet.
@@ -140,7 +140,7 @@ class SharedWrites:
             broker.waiting.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _write(self, leader: int, batch: _Batch, own_lane: str) -> Answered:
+    async def _write(self, leader: int, batch: _Batch, own_lane: str) -> PartitionResult:
         """Write one batch: over a lane of its own, or "" with what others write."""
         broker = self._brokers.get(leader)
         if broker is None:
@@ -246,16 +246,18 @@ class SharedWrites:
             timeout_s = min(timeout_s, SLOW_S)
         self._client.post(
             request.node,
-            FIRST.write(None, round(timeout_s * 1000), list(topics.items())),
+            TXN_V1.write(None, round(timeout_s * 1000), list(topics.items())),
             request.lane,
             lambda answer: self._hear(request, answer),
             lambda error: self._fail(request, error),
         )
         self._under_way.add(request)
 
-    def _hear(self, request: _Request, answer: Written) -> None:
+    def _hear(self, request: _Request, answer: ProduceResponse) -> None:
         try:
-            told = {(each.topic, each.partition): each for each in FIRST.written(answer)}
+            told = {
+                (each.topic, each.partition): each for each in TXN_V1.parse_produce_response(answer)
+            }
         except Exception as error:
             self._fail(request, error)
             return
@@ -296,7 +298,7 @@ def _quiet(broker: _Broker) -> None:
         broker.alarm = None
 
 
-def _said(answers: Mapping[Partition, Answered], partition: Partition) -> Answered:
+def _said(answers: Mapping[Partition, PartitionResult], partition: Partition) -> PartitionResult:
     """Return what a broker says of a partition.
 
     Raises:
@@ -308,7 +310,7 @@ def _said(answers: Mapping[Partition, Answered], partition: Partition) -> Answer
     return said
 
 
-def _answer(batches: Collection[_Batch], answers: Mapping[Partition, Answered]) -> None:
+def _answer(batches: Collection[_Batch], answers: Mapping[Partition, PartitionResult]) -> None:
     for batch in batches:
         try:
             said = _said(answers, batch.partition)

@@ -23,7 +23,7 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.member import Holder, Joined, Member
 from txbroker.kafka.protocol.codes import Code, describe
-from txbroker.kafka.protocol.generation import Me
+from txbroker.kafka.protocol.generation import SelfMetadata
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -99,7 +99,7 @@ class KafkaMembership(Membership):
         self._why, self._replaced_by, self._asked, self._pause_s = "", None, False, _PAUSE_S
         self._heard_at = asyncio.get_running_loop().time()
         name = self._client.settings.instance_id
-        me = Me(name, url, self.record_version, peer_url, admin_url)
+        me = SelfMetadata(name, url, self.record_version, peer_url, admin_url)
         self._member = Member(self._client, self._partitions, me)
         first = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(self._member, first), name="txbroker membership")

@@ -9,8 +9,7 @@ partition before its leader has said that none of our producer ids has a transac
 Asked behind InitProducerId, the answer holds: every marker has been written by then or never will
 be, and whatever a fenced producer still sends is refused unless its transaction is open already.
 
-An end can also be lost between two turns of one claim: `Unseen` keeps where a producer has written
-what readers were not seen to have come past, until its leader has said that it ended there.
+An end marker can also get lost between two transactions of one claim: see `UnconfirmedWrites`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from txbroker.core.records import Cause
-from txbroker.door.protocols import TurnLost
+from txbroker.door.protocols import PromotionTxnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, Patience
 from txbroker.kafka.client.leaders import confirm_leaders
@@ -46,7 +45,7 @@ _SEEN_S, _SEEN_MAX_S = 0.02, 0.1
 again after twice the time."""
 
 
-class _Told(NamedTuple):
+class ProducerState(NamedTuple):
     """What a leader says of a partition: an error code, where a transaction of ours that is open
     begins, -1 where none is, who says so, -1 if nobody does, and the newest epoch in which one of
     ours has written there, -1 where it knows none."""
@@ -57,7 +56,7 @@ class _Told(NamedTuple):
     epoch: int = -1
 
 
-class Ended:
+class OpenTransactionGuard:
     """Where nothing that earlier producers with our ids have written is open.
 
     Args:
@@ -72,20 +71,20 @@ class Ended:
         self._producers = producers
         self._proved: set[Partition] = set()
         # Who answered may have been deposed and not know it: only it may take the first batch.
-        self._told_by: dict[Partition, int] = {}
+        self._vouching_leader: dict[Partition, int] = {}
         for producer in producers:
-            producer.told_by = self._told_by
+            producer.vouching_leader = self._vouching_leader
         # Where those ended that may not be asked about, when they were met first.
         self._ends: dict[Partition, int] = {}
 
-    def unproved(self, partitions: Iterable[Partition]) -> list[Partition]:
+    def unverified(self, partitions: Iterable[Partition]) -> list[Partition]:
         """Return those of which it is not known yet, or not of who leads them now."""
         return [each for each in dict.fromkeys(partitions) if not self._holds(each)]
 
     def _holds(self, partition: Partition) -> bool:
-        told_by = self._told_by.get(partition)
+        vouching_leader = self._vouching_leader.get(partition)
         return partition in self._proved and (
-            told_by is None or told_by == self._client.known_leader(*partition)
+            vouching_leader is None or vouching_leader == self._client.known_leader(*partition)
         )
 
     async def left_open(
@@ -104,16 +103,16 @@ class Ended:
                 said = said._replace(code=Code.NOT_LEADER)
                 self._client.forget_leader(*partition)
             if said.code == Code.NONE and said.first < 0:
-                self._told_by[partition] = said.leader
+                self._vouching_leader[partition] = said.leader
             else:
                 causes[partition] = _cause(partition, said)
         return causes
 
-    async def prove(self, partitions: Iterable[Partition]) -> list[Cause]:
+    async def verify_no_open_txn(self, partitions: Iterable[Partition]) -> list[Cause]:
         """Ask about partitions; return why some must not be written now. Each is asked about until
         it is proved once, as only our own writes come after that."""
         ours = {producer.id for producer in self._producers}
-        told = await self._told(self.unproved(partitions), ours)
+        told = await self._told(self.unverified(partitions), ours)
         forbidden = {
             each: said
             for each, said in told.items()
@@ -124,22 +123,22 @@ class Ended:
         for partition, said in told.items():
             if (said.code == Code.NONE and said.first < 0) or partition in stable:
                 self._proved.add(partition)
-                self._told_by[partition] = said.leader
+                self._vouching_leader[partition] = said.leader
             else:
                 causes.append(_cause(partition, said))
         return causes
 
     async def _told(
         self, partitions: Iterable[Partition], ours: Collection[int]
-    ) -> dict[Partition, _Told]:
-        told: dict[Partition, _Told] = {}
+    ) -> dict[Partition, ProducerState]:
+        told: dict[Partition, ProducerState] = {}
         by_leader: dict[int, list[Partition]] = {}
         # One that was deposed and does not know it would know nothing of later turns, either.
         for partition, leader in (await confirm_leaders(self._client, list(partitions))).items():
             if isinstance(leader, KafkaRefused):
-                told[partition] = _Told(leader.code)
+                told[partition] = ProducerState(leader.code)
             elif isinstance(leader, KafkaUnavailable):
-                told[partition] = _Told(Code.NETWORK_EXCEPTION)
+                told[partition] = ProducerState(Code.NETWORK_EXCEPTION)
             else:
                 by_leader.setdefault(leader, []).append(partition)
         for answer in await asyncio.gather(
@@ -150,14 +149,14 @@ class Ended:
 
     async def _ask_all(
         self, leader: int, partitions: Sequence[Partition], ours: Collection[int]
-    ) -> dict[Partition, _Told]:
-        told: dict[Partition, _Told] = {}
+    ) -> dict[Partition, ProducerState]:
+        told: dict[Partition, ProducerState] = {}
         silent = False
         for first in range(0, len(partitions), _TOGETHER):
             some = partitions[first : first + _TOGETHER]
             if silent:
                 # Each question would take as long again.
-                told.update(dict.fromkeys(some, _Told(Code.NETWORK_EXCEPTION)))
+                told.update(dict.fromkeys(some, ProducerState(Code.NETWORK_EXCEPTION)))
                 continue
             answer = await self._ask(leader, some, ours)
             silent = answer[some[0]].code == Code.NETWORK_EXCEPTION
@@ -166,22 +165,22 @@ class Ended:
 
     async def _ask(
         self, leader: int, partitions: Sequence[Partition], ours: Collection[int]
-    ) -> dict[Partition, _Told]:
+    ) -> dict[Partition, ProducerState]:
         topics: dict[str, list[int]] = {}
         for topic, number in partitions:
             topics.setdefault(topic, []).append(number)
         # What the leader leaves out, it has not denied.
-        told = dict.fromkeys(partitions, _Told(Code.UNKNOWN))
+        told = dict.fromkeys(partitions, ProducerState(Code.UNKNOWN))
         try:
             answer = await self._client.ask(
                 leader, ProducersRequest(topics), f"{self._lane}/told", _ANSWER_S
             )
         except KafkaRefused as error:
-            return dict.fromkeys(partitions, _Told(error.code))
+            return dict.fromkeys(partitions, ProducerState(error.code))
         except KafkaUnavailable:
             for partition in partitions:
                 self._client.forget_leader(*partition)
-            return dict.fromkeys(partitions, _Told(Code.NETWORK_EXCEPTION))
+            return dict.fromkeys(partitions, ProducerState(Code.NETWORK_EXCEPTION))
         for topic, parts, _ in answer.topics:
             for number, code, _message, producers, _ in parts:
                 if code in LEADER_MOVED:
@@ -189,10 +188,10 @@ class Ended:
                 known = [one for one in producers or () if one[0] in ours]
                 open_at = [one[5] for one in known if one[5] >= 0]
                 epoch = max((one[1] for one in known), default=-1)
-                told[topic, number] = _Told(code, min(open_at, default=-1), leader, epoch)
+                told[topic, number] = ProducerState(code, min(open_at, default=-1), leader, epoch)
         return told
 
-    async def _stable(self, told: Mapping[Partition, _Told]) -> set[Partition]:
+    async def _stable(self, told: Mapping[Partition, ProducerState]) -> set[Partition]:
         """Return those whose end, as it was when first asked for, readers have come past: nobody's
         transaction from before is open there that was replicated. It takes no right but Describe.
         """
@@ -221,7 +220,7 @@ class _Written(NamedTuple):
     epoch: int
 
 
-class Unseen:
+class UnconfirmedWrites:
     """Where one producer has written in this claim what readers were not seen to have come past:
     its end may have been lost there.
 
@@ -231,7 +230,7 @@ class Unseen:
         stable: waits for readers.
     """
 
-    def __init__(self, producer: Producer, ended: Ended, stable: StableEnds) -> None:
+    def __init__(self, producer: Producer, ended: OpenTransactionGuard, stable: StableEnds) -> None:
         self._producer = producer
         self._ended = ended
         self._stable = stable
@@ -257,7 +256,7 @@ class Unseen:
         becomes of that one would become of what is left open, too.
 
         Raises:
-            TurnLost: it is open still, or not known; a claim keeps off what is open.
+            PromotionTxnLost: it is open still, or not known; a claim keeps off what is open.
         """
         pause_s = _SEEN_S
         while last := {each: self._last[each] for each in partitions if each in self._last}:
@@ -272,11 +271,11 @@ class Unseen:
                 self._last.pop(partition, None)
             if causes and patience.left_s <= 0:
                 cause = next(iter(causes.values()))
-                raise TurnLost(cause.message, cause)
+                raise PromotionTxnLost(cause.message, cause)
             pause_s = min(pause_s * 2, _SEEN_MAX_S)
 
 
-def _cause(partition: Partition, said: _Told) -> Cause:
+def _cause(partition: Partition, said: ProducerState) -> Cause:
     topic, number = partition
     name = f"{topic}-{number}"
     if said.first >= 0:

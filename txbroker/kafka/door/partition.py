@@ -17,9 +17,9 @@ from txbroker.door.protocols import (
     Log,
     LogTruncated,
     PartitionDoor,
-    Turn,
-    TurnLost,
-    TurnRefused,
+    PromotionTxn,
+    PromotionTxnLost,
+    PromotionTxnRefused,
 )
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
@@ -35,9 +35,9 @@ from txbroker.kafka.client.producer import (
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.door.log import KafkaLog
-from txbroker.kafka.door.open_transactions import HANGING, Ended
-from txbroker.kafka.door.pipelined_writer import TwinWriter
-from txbroker.kafka.door.promotion_txn import TurnWritten
+from txbroker.kafka.door.open_transactions import HANGING, OpenTransactionGuard
+from txbroker.kafka.door.pipelined_writer import PipelinedTxnWriter
+from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.transactions import Partition
@@ -109,8 +109,8 @@ class KafkaPartitionDoor(PartitionDoor):
         self._snapshots = self._log(settings.checkpoint_topic, "snapshots")
         self._parked = self._parked_reader("parked")
         self._parked_picker = Picker(self._parked_reader)
-        self._writer: TwinWriter | None = None
-        self._ended: Ended | None = None
+        self._writer: PipelinedTxnWriter | None = None
+        self._ended: OpenTransactionGuard | None = None
 
     def _log(self, topic: str, name: str, shared: SharedWrites | None = None) -> KafkaLog:
         lane, bytes_max = self._lane + name, self._bytes_max(topic)
@@ -170,7 +170,7 @@ class KafkaPartitionDoor(PartitionDoor):
             for producer in producers:
                 await producer.start(patience)
                 failpoint("claim.fenced")
-            ended = Ended(self._client, f"{self._lane}ended", producers)
+            ended = OpenTransactionGuard(self._client, f"{self._lane}ended", producers)
             await self._all_ended(ended, patience)
             stored = await self._write_claim(producers[0], claim, patience)
         except ProducerFenced:
@@ -182,7 +182,7 @@ class KafkaPartitionDoor(PartitionDoor):
         claimed = await self._read_progress(claim)
         failpoint("claim.read")
         self._ended = ended
-        self._writer = TwinWriter(
+        self._writer = PipelinedTxnWriter(
             self._client, self.partition, producers, self._bytes_max, ended, self._stable
         )
         return claimed
@@ -191,11 +191,11 @@ class KafkaPartitionDoor(PartitionDoor):
         transactional_id = f"{self._settings.half_topic}-{self.partition}-{side}"
         return Producer(self._client, self._lane + side, transactional_id)
 
-    async def _all_ended(self, ended: Ended, patience: Patience) -> None:
+    async def _all_ended(self, ended: OpenTransactionGuard, patience: Patience) -> None:
         """See that our own topics hold no open turn of an earlier claim: the commit of the claim
         record would end it too, and the progress of a turn that was aborted would count."""
         own = [self._checkpoint_at, (self._settings.parked_topic, self.partition)]
-        while causes := await ended.prove(own):
+        while causes := await ended.verify_no_open_txn(own):
             for cause in causes:
                 if cause.code == HANGING:
                     raise Hanging(cause.message)
@@ -254,12 +254,12 @@ class KafkaPartitionDoor(PartitionDoor):
 
     # --- turns -------------------------------------------------------------------------------
 
-    def unproved(self, places: Collection[Partition]) -> Sequence[Partition]:
+    def unverified(self, places: Collection[Partition]) -> Sequence[Partition]:
         """Return those target partitions of which it is not known that earlier turns have ended
         there; all while the partition is not claimed."""
-        return list(places) if self._ended is None else self._ended.unproved(places)
+        return list(places) if self._ended is None else self._ended.unverified(places)
 
-    async def prove(self, places: Collection[Partition]) -> Sequence[Cause]:
+    async def verify_no_open_txn(self, places: Collection[Partition]) -> Sequence[Cause]:
         """Find out whether earlier turns have ended in target partitions; return why some must
         not be written now. Raises nothing: what is not answered is a cause that passes."""
         if self._ended is None:
@@ -267,20 +267,20 @@ class KafkaPartitionDoor(PartitionDoor):
                 Cause("no_answer", f"partition {self.partition} is not claimed", *place, True)
                 for place in places
             ]
-        return await self._ended.prove(places)
+        return await self._ended.verify_no_open_txn(places)
 
-    async def write(self, turn: Turn) -> TurnWritten:
+    async def write(self, turn: PromotionTxn) -> KafkaPromotionTxn:
         """Write one turn; return once its records are acknowledged and the next may be written.
 
         Raises:
-            TurnRefused: a record was refused; the turn is aborted.
-            Fenced, TurnLost: claim again.
+            PromotionTxnRefused: a record was refused; the turn is aborted.
+            Fenced, PromotionTxnLost: claim again.
         """
         if self._writer is None:
-            raise TurnLost(f"partition {self.partition} is not claimed")
+            raise PromotionTxnLost(f"partition {self.partition} is not claimed")
         try:
             return await self._writer.write(turn)
-        except TurnRefused as error:
+        except PromotionTxnRefused as error:
             self._refused(error.cause)
             raise
 
@@ -309,7 +309,7 @@ class KafkaPartitionDoor(PartitionDoor):
     async def close(self) -> None:
         """Let go of connections; never blocks on a broker that does not answer."""
         await self._retire()
-        self._client.close_lanes(self._lane)
+        self._client.close_channels(self._lane)
 
     async def _retire(self) -> None:
         writer, self._writer = self._writer, None

@@ -17,13 +17,13 @@ from typing import TypeAlias
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Record
 from txbroker.door.commits import again, begin, outcome
-from txbroker.door.protocols import Fenced, Turn, TurnLost, TurnRefused
+from txbroker.door.protocols import Fenced, PromotionTxn, PromotionTxnLost, PromotionTxnRefused
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.producer import Producer, ProducerFenced, Stored
-from txbroker.kafka.door.open_transactions import Ended, Unseen
-from txbroker.kafka.door.promotion_txn import TurnWritten, translated
+from txbroker.kafka.door.open_transactions import OpenTransactionGuard, UnconfirmedWrites
+from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn, translated
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body, batch_bodies
 from txbroker.kafka.protocol.transactions import Partition
@@ -39,7 +39,7 @@ _Runs: TypeAlias = dict[Partition, list[Body]]
 """A turn's records by partition, encoded as batches."""
 
 
-class TwinWriter:
+class PipelinedTxnWriter:
     """Writes the turns of one half partition, from one claim until something breaks."""
 
     def __init__(
@@ -48,13 +48,13 @@ class TwinWriter:
         partition: int,
         producers: tuple[Producer, Producer],
         bytes_max: Callable[[str], int],
-        ended: Ended,
+        ended: OpenTransactionGuard,
         stable: StableEnds,
     ) -> None:
         settings = client.settings
         self._ended = ended
         self._stable = stable
-        self._unseen = tuple(Unseen(producer, ended, stable) for producer in producers)
+        self._unseen = tuple(UnconfirmedWrites(producer, ended, stable) for producer in producers)
         self._settings = settings
         self._producers = producers
         self._bytes_max = bytes_max
@@ -62,15 +62,15 @@ class TwinWriter:
         self._parked = (settings.parked_topic, partition)
         self._turns = 0
         self._commits: list[asyncio.Task[None] | None] = [None, None]
-        self._broken: Fenced | TurnLost | TurnRefused | None = None
+        self._broken: Fenced | PromotionTxnLost | PromotionTxnRefused | None = None
         self._writing = False
 
-    async def write(self, turn: Turn) -> TurnWritten:
+    async def write(self, turn: PromotionTxn) -> KafkaPromotionTxn:
         """Write one turn; return once its records are acknowledged and the next may be written.
 
         Raises:
-            TurnRefused: a record was refused; the turn is aborted.
-            Fenced, TurnLost: claim again.
+            PromotionTxnRefused: a record was refused; the turn is aborted.
+            Fenced, PromotionTxnLost: claim again.
         """
         if self._writing:
             raise AssertionError("turns are written one at a time")
@@ -93,7 +93,7 @@ class TwinWriter:
         self._turns += 1
         commit = begin(self._commit(producer, self._commits[1 - side]))
         self._commits[side] = commit
-        return TurnWritten(
+        return KafkaPromotionTxn(
             self._stable,
             [offsets[partition][index] for partition, index in places],
             offsets.get(self._parked, ()),
@@ -105,7 +105,7 @@ class TwinWriter:
 
     async def close(self) -> None:
         """Give up what is still open; the next claim, or Kafka, aborts it."""
-        self._break(TurnLost("the partition's door was closed"))
+        self._break(PromotionTxnLost("the partition's door was closed"))
         commits = [commit for commit in self._commits if commit is not None]
         for commit in commits:
             commit.cancel()
@@ -113,16 +113,18 @@ class TwinWriter:
 
     # --- writing -----------------------------------------------------------------------------
 
-    async def _ended_before(self, unseen: Unseen, partitions: Collection[Partition]) -> None:
+    async def _ended_before(
+        self, unseen: UnconfirmedWrites, partitions: Collection[Partition]
+    ) -> None:
         """See that nothing is open that the end of this turn would end, too. Nothing is begun yet,
         so there is nothing to abort either."""
         try:
             await unseen.over(partitions, self._patience(_ADD_TIMEOUT_S))
             if self._parked in partitions:
                 # It was asked about at the claim, and has another leader by now perhaps.
-                for cause in await self._ended.prove([self._parked]):
-                    raise TurnLost(cause.message)
-        except TurnLost as error:
+                for cause in await self._ended.verify_no_open_txn([self._parked]):
+                    raise PromotionTxnLost(cause.message)
+        except PromotionTxnLost as error:
             self._break(error)
             raise
 
@@ -131,13 +133,13 @@ class TwinWriter:
             offsets = await self._write(producer, runs)
             # The commit of the turn before may have failed meanwhile.
             self._check()
-        except (Fenced, TurnLost, TurnRefused) as error:
+        except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
             self._break(error)
             await self._abort(producer, error)
             raise
         except BaseException:
             # Given up half-way: what was sent is unknown, and the next claim aborts it.
-            self._break(TurnLost("the write of a turn was given up"))
+            self._break(PromotionTxnLost("the write of a turn was given up"))
             raise
         return offsets
 
@@ -158,7 +160,7 @@ class TwinWriter:
             failpoint("turn.produced")
         return offsets
 
-    def _runs(self, turn: Turn) -> tuple[_Runs, list[tuple[Partition, int]]]:
+    def _runs(self, turn: PromotionTxn) -> tuple[_Runs, list[tuple[Partition, int]]]:
         """Return each partition's records as batches, and where each promoted one is: its
         partition, and its number among those that go there."""
         by_partition: dict[Partition, list[Record]] = {}
@@ -190,7 +192,7 @@ class TwinWriter:
                 failpoint("turn.ending")
                 await producer.end(commit=True, patience=patience)
                 failpoint("turn.ended")
-        except (Fenced, TurnLost, TurnRefused) as error:
+        except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
             self._break(error)
             if before is not None and before.done() and _failed(before):
                 # Its predecessor may not be committed, so this one must not be.
@@ -209,7 +211,7 @@ class TwinWriter:
         if self._broken is not None:
             raise again(self._broken)
 
-    def _break(self, error: Fenced | TurnLost | TurnRefused) -> None:
+    def _break(self, error: Fenced | PromotionTxnLost | PromotionTxnRefused) -> None:
         if self._broken is None:
             self._broken = error
 

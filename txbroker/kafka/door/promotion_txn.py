@@ -8,7 +8,12 @@ from contextlib import contextmanager
 
 from txbroker.core.records import Cause
 from txbroker.door.commits import outcome
-from txbroker.door.protocols import Fenced, TurnHandle, TurnLost, TurnRefused
+from txbroker.door.protocols import (
+    Fenced,
+    PromotionTxnHandle,
+    PromotionTxnLost,
+    PromotionTxnRefused,
+)
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, ProducerFenced
 from txbroker.kafka.door.stable_offset import StableEnds
@@ -16,7 +21,7 @@ from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
 from txbroker.kafka.protocol.transactions import Partition
 
 
-class TurnWritten(TurnHandle):
+class KafkaPromotionTxn(PromotionTxnHandle):
     """A `txbroker.door.protocols.TurnHandle`: the turn is written, its commit goes on by itself."""
 
     def __init__(
@@ -41,7 +46,7 @@ class TurnWritten(TurnHandle):
         """Wait until the turn's commit is acknowledged.
 
         Raises:
-            Fenced, TurnLost: claim again; the claim's progress tells whether it was committed.
+            Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
         """
         await outcome(self._commit)
 
@@ -49,7 +54,7 @@ class TurnWritten(TurnHandle):
         """Wait until every `read_committed` reader can see the turn.
 
         Raises:
-            Fenced, TurnLost: it is not committed, as far as is known.
+            Fenced, PromotionTxnLost: it is not committed, as far as is known.
             NotVisible: it is not in time.
         """
         await self.committed()
@@ -114,11 +119,11 @@ def translated() -> Iterator[None]:
         raise Fenced from None
     except BatchRefused as error:
         if error.code in _PRODUCER_LOST:
-            raise TurnLost(str(error)) from None
-        raise TurnRefused(cause_of(error)) from None
+            raise PromotionTxnLost(str(error)) from None
+        raise PromotionTxnRefused(cause_of(error)) from None
     except BatchUnknown as error:
         topic, number = error.partition
         cause = Cause("no_answer", f"its leader is silent: {error}", topic, number, passing=True)
-        raise TurnLost(str(error), cause) from None
+        raise PromotionTxnLost(str(error), cause) from None
     except KafkaUnavailable as error:
-        raise TurnLost(str(error)) from None
+        raise PromotionTxnLost(str(error)) from None

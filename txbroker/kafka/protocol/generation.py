@@ -23,11 +23,11 @@ _URL_LENGTH_MAX = 2048
 _NONSENSE = (ValueError, msgspec.DecodeError, RecursionError)
 _T = TypeVar("_T")
 
-Runs = list[tuple[int, int]]
+NumberRuns = list[tuple[int, int]]
 """Numbers as `(first, count)`: Kafka keeps what all members say and are told in one record."""
 
 
-class Said(Struct, frozen=True):
+class MemberMetadata(Struct, frozen=True):
     """What a member says when it joins.
 
     Attributes:
@@ -44,7 +44,7 @@ class Said(Struct, frozen=True):
 
     url: str = NOBODY
     record_version: int = _FIRST_RECORD_VERSION
-    owned: Runs = field(default_factory=list)
+    owned: NumberRuns = field(default_factory=list)
     generation: int = -1
     asks: int = 0
     v: int = _FORMAT
@@ -52,31 +52,31 @@ class Said(Struct, frozen=True):
     admin_url: str = NOBODY
 
 
-class Seat(Struct, frozen=True):
+class GroupMember(Struct, frozen=True):
     """A member as the leader tells of it."""
 
     name: str
     url: str
     record_version: int
-    owned: Runs
+    owned: NumberRuns
     peer_url: str = NOBODY
     admin_url: str = NOBODY
 
 
-class Told(Struct, frozen=True):
+class GroupAssignment(Struct, frozen=True):
     """What the leader tells all members."""
 
-    members: list[Seat]
+    members: list[GroupMember]
     record_version: int
     v: int = _FORMAT
 
 
-def encode_said(said: Said) -> bytes:
+def encode_metadata(said: MemberMetadata) -> bytes:
     """Return what a member says as its user data."""
     return msgspec.json.encode(said)
 
 
-def decode_said(data: bytes | None) -> Said:
+def decode_metadata(data: bytes | None) -> MemberMetadata:
     """Read what a member says; of nonsense nothing is left, and it is taken for the first build.
 
     A member may be anything that has the right to join, so one must not spoil the others' shares.
@@ -84,15 +84,15 @@ def decode_said(data: bytes | None) -> Said:
     try:
         found = msgspec.json.decode(data or b"")
     except _NONSENSE:
-        return Said()
+        return MemberMetadata()
     if isinstance(found, list):
-        return Said(owned=runs(_take(found, list[int], [])))
+        return MemberMetadata(owned=to_runs(_take(found, list[int], [])))
     if not isinstance(found, dict):
-        return Said()
-    return Said(
+        return MemberMetadata()
+    return MemberMetadata(
         _url(found.get("url")),
         max(_take(found.get("record_version"), int, 0), _FIRST_RECORD_VERSION),
-        _take(found.get("owned"), Runs, []),
+        _take(found.get("owned"), NumberRuns, []),
         _take(found.get("generation"), int, -1),
         peer_url=_url(found.get("peer_url")),
         admin_url=_url(found.get("admin_url")),
@@ -111,16 +111,16 @@ def _take(value: object, kind: type[_T], otherwise: _T) -> _T:
         return otherwise
 
 
-class Last(NamedTuple):
+class PreviousAssignment(NamedTuple):
     """What the leader knew before: what all were told last, and in which generation."""
 
     generation: int = -1
-    told: Told | None = None
+    told: GroupAssignment | None = None
 
 
-def make_told(
-    partitions: int, generation: int, said: Mapping[str, Said], last: Last
-) -> tuple[Told, dict[str, frozenset[int]]]:
+def make_assignment(
+    partitions: int, generation: int, said: Mapping[str, MemberMetadata], last: PreviousAssignment
+) -> tuple[GroupAssignment, dict[str, frozenset[int]]]:
     """Share `partitions` out among members; return what to tell all, and each one's share."""
     before = {seat.name: seat for seat in last.told.members} if last.told is not None else {}
     held: dict[str, Held] = {}
@@ -132,30 +132,32 @@ def make_told(
         if since < 0 and not owned and name in before:
             # It was restarted, and is in the middle of a rebalance before it heard what it has.
             owned, since = before[name].owned, last.generation
-        held[name] = Held(numbers(owned, partitions), since)
+        held[name] = Held(from_runs(owned, partitions), since)
     shares = share_out(partitions, settle(held))
     seats = [
-        Seat(name, one.url, one.record_version, runs(shares[name]), one.peer_url, one.admin_url)
+        GroupMember(
+            name, one.url, one.record_version, to_runs(shares[name]), one.peer_url, one.admin_url
+        )
         for name, one in sorted(said.items())
     ]
     lowest = min((one.record_version for one in said.values()), default=_FIRST_RECORD_VERSION)
-    return Told(seats, lowest), shares
+    return GroupAssignment(seats, lowest), shares
 
 
-def encode_told(told: Told) -> bytes:
+def encode_assignment(told: GroupAssignment) -> bytes:
     """Return what the leader tells as the assignments' user data."""
     return msgspec.json.encode(told)
 
 
-def decode_told(data: bytes | None) -> Told | None:
+def decode_assignment(data: bytes | None) -> GroupAssignment | None:
     """Read what the leader tells; None where it tells nothing that we understand."""
     try:
-        return msgspec.json.decode(data or b"", type=Told)
+        return msgspec.json.decode(data or b"", type=GroupAssignment)
     except _NONSENSE:
         return None
 
 
-class Me(Struct, frozen=True):
+class SelfMetadata(Struct, frozen=True):
     """What a member knows about itself."""
 
     name: str
@@ -165,7 +167,7 @@ class Me(Struct, frozen=True):
     admin_url: str = NOBODY
 
 
-def is_outdated(told: Told | None, me: Me) -> bool:
+def is_outdated(told: GroupAssignment | None, me: SelfMetadata) -> bool:
     """Say whether the others were told something else about us than what is so: then only a new
     generation lets them know. A leader that tells nothing cannot be helped by one."""
     if told is None:
@@ -177,11 +179,13 @@ def is_outdated(told: Told | None, me: Me) -> bool:
     )
 
 
-def assignment(partitions: int, mine: Iterable[int], told: Told | None, me: Me) -> Assignment:
+def assignment(
+    partitions: int, mine: Iterable[int], told: GroupAssignment | None, me: SelfMetadata
+) -> Assignment:
     """Return who owns what, as far as the leader told; about ourselves we know better."""
     own = frozenset(number for number in mine if 0 <= number < partitions)
     seats = [seat for seat in (told.members if told is not None else []) if seat.name != me.name]
-    shares = {seat.name: numbers(seat.owned, partitions) - own for seat in seats}
+    shares = {seat.name: from_runs(seat.owned, partitions) - own for seat in seats}
     urls = {seat.name: seat.url for seat in seats} | {me.name: me.url}
     lowest = _FIRST_RECORD_VERSION if told is None else told.record_version
     return Assignment(
@@ -194,9 +198,9 @@ def assignment(partitions: int, mine: Iterable[int], told: Told | None, me: Me) 
     )
 
 
-def runs(found: Iterable[int]) -> Runs:
-    """Return numbers as runs, in order."""
-    made: Runs = []
+def to_runs(found: Iterable[int]) -> NumberRuns:
+    """Return from_runs as to_runs, in order."""
+    made: NumberRuns = []
     for number in sorted(set(found)):
         if made and sum(made[-1]) == number:
             made[-1] = (made[-1][0], made[-1][1] + 1)
@@ -205,8 +209,8 @@ def runs(found: Iterable[int]) -> Runs:
     return made
 
 
-def numbers(found: Sequence[tuple[int, int]], below: int) -> frozenset[int]:
-    """Return what the runs name of the numbers from 0 up to, not including, `below`."""
+def from_runs(found: Sequence[tuple[int, int]], below: int) -> frozenset[int]:
+    """Return what the to_runs name of the from_runs from 0 up to, not including, `below`."""
     return frozenset(
         number
         for first, count in found

@@ -65,7 +65,7 @@ _names = _Names(lambda name: _SHORT.pack(len(name)) + name)
 _compact_names = _Names(lambda name: _unsigned(len(name) + 1) + name)
 
 
-class Packed:
+class PackedRequest:
     """A request that encodes itself and reads its answer. It goes out in one version only."""
 
     API_KEY: ClassVar[int]
@@ -111,7 +111,7 @@ class Packed:
 # --- writing -------------------------------------------------------------------------------------
 
 
-class Written(Struct, frozen=True):
+class ProduceResponse(Struct, frozen=True):
     """What a broker says of a write.
 
     Attributes:
@@ -122,7 +122,7 @@ class Written(Struct, frozen=True):
     topics: list[tuple[str, list[tuple[Any, ...]]]]
 
 
-class ProduceRequest(Packed):
+class ProduceV7(PackedRequest):
     """Produce of the first version of the transaction protocol, or outside of transactions."""
 
     API_KEY = 0
@@ -148,12 +148,12 @@ class ProduceRequest(Packed):
             for number, batch in batches:
                 parts += _NUMBER_SIZE.pack(number, len(batch)), batch
 
-    def read(self, frame: bytes) -> Written:
+    def read(self, frame: bytes) -> ProduceResponse:
         """Return what the broker says of each partition."""
-        return Written(_read_topics(frame, _INT.size, _WRITTEN))
+        return ProduceResponse(_read_topics(frame, _INT.size, _WRITTEN))
 
 
-class WriteRequest(ProduceRequest):
+class ProduceV12(ProduceV7):
     """Produce that also puts the partitions into the transaction, and begins it where needed."""
 
     API_VERSION = 12
@@ -173,7 +173,7 @@ class WriteRequest(ProduceRequest):
             parts.append(_NO_TAGS)
         parts.append(_NO_TAGS)
 
-    def read(self, frame: bytes) -> Written:
+    def read(self, frame: bytes) -> ProduceResponse:
         """Return what the broker says of each partition."""
         topics = []
         count, at = _read_unsigned(frame, _skip_tags(frame, _INT.size))
@@ -192,13 +192,13 @@ class WriteRequest(ProduceRequest):
                 partitions.append((number, code, offset, timestamp, message))
             topics.append((name or "", partitions))
             at = _skip_tags(frame, at)
-        return Written(topics)
+        return ProduceResponse(topics)
 
 
 # --- ends of transactions ------------------------------------------------------------------------
 
 
-class Over(Struct, frozen=True):
+class EndTxnResponse(Struct, frozen=True):
     """What a coordinator says of an end.
 
     Attributes:
@@ -212,7 +212,7 @@ class Over(Struct, frozen=True):
     producer_epoch: int = -1
 
 
-class EndTxnRequest(Packed):
+class EndTxnV0(PackedRequest):
     """EndTxn of the first version of the transaction protocol."""
 
     API_KEY = 26
@@ -230,12 +230,12 @@ class EndTxnRequest(Packed):
         producer = _PRODUCER.pack(self._producer_id, self._producer_epoch, self._committed)
         parts += _names[self._transactional_id], producer
 
-    def read(self, frame: bytes) -> Over:
+    def read(self, frame: bytes) -> EndTxnResponse:
         """Return what the coordinator says."""
-        return Over(*_SHORT.unpack_from(frame, _INT.size * 2))
+        return EndTxnResponse(*_SHORT.unpack_from(frame, _INT.size * 2))
 
 
-class EndRequest(EndTxnRequest):
+class EndTxnV5(EndTxnV0):
     """EndTxn whose answer says with which producer id and epoch the next transaction goes on."""
 
     API_VERSION = 5
@@ -244,17 +244,17 @@ class EndRequest(EndTxnRequest):
         producer = _PRODUCER.pack(self._producer_id, self._producer_epoch, self._committed)
         parts += _NO_TAGS, _compact_names[self._transactional_id], producer, _NO_TAGS
 
-    def read(self, frame: bytes) -> Over:
+    def read(self, frame: bytes) -> EndTxnResponse:
         """Return what the coordinator says."""
         at = _skip_tags(frame, _INT.size) + _INT.size
         (code,) = _SHORT.unpack_from(frame, at)
-        return Over(code, *_NEXT.unpack_from(frame, at + _SHORT.size))
+        return EndTxnResponse(code, *_NEXT.unpack_from(frame, at + _SHORT.size))
 
 
 # --- offsets -------------------------------------------------------------------------------------
 
 
-class Offsets(Struct, frozen=True):
+class ListOffsetsResponse(Struct, frozen=True):
     """What a broker says of offsets.
 
     Attributes:
@@ -264,7 +264,7 @@ class Offsets(Struct, frozen=True):
     topics: list[tuple[str, list[tuple[Any, ...]]]]
 
 
-class OffsetRequest(Packed):
+class ListOffsetsV3(PackedRequest):
     """ListOffsets: where partitions begin or end, or what is the first offset from a time on."""
 
     API_KEY = 2
@@ -282,9 +282,9 @@ class OffsetRequest(Packed):
             parts += _names[topic], _INT.pack(len(partitions))
             parts += [_NUMBER_TIME.pack(number, time) for number, time in partitions]
 
-    def read(self, frame: bytes) -> Offsets:
+    def read(self, frame: bytes) -> ListOffsetsResponse:
         """Return what the broker says of each partition."""
-        return Offsets(_read_topics(frame, _INT.size * 2, _END))
+        return ListOffsetsResponse(_read_topics(frame, _INT.size * 2, _END))
 
 
 # --- reading -------------------------------------------------------------------------------------

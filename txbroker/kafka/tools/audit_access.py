@@ -19,7 +19,7 @@ from txbroker.kafka.client.client import (
 )
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
-from txbroker.kafka.protocol.packed import OffsetRequest
+from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.schemas import NO_RIGHTS_TOLD, RightsRequest
 from txbroker.kafka.protocol.topic_ids import topic_ids
 
@@ -162,7 +162,7 @@ class AuditAccess:
                     missing.add((topic, partition))
         offsets: dict[_Place, int] = {}
         for leader, of_leader in asked.items():
-            request = OffsetRequest(isolation, list(of_leader.items()))
+            request = ListOffsetsV3(isolation, list(of_leader.items()))
             answer = await self._client.ask(leader, request, _LANE)
             for topic, partitions in answer.topics:
                 for partition, code, *_, offset in partitions:

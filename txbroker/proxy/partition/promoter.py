@@ -30,13 +30,13 @@ from txbroker.door.protocols import (
     Fenced,
     NotVisible,
     PartitionDoor,
+    PromotionTxn,
+    PromotionTxnHandle,
+    PromotionTxnLost,
+    PromotionTxnRefused,
     Target,
     TargetFacts,
     Targets,
-    Turn,
-    TurnHandle,
-    TurnLost,
-    TurnRefused,
 )
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
@@ -300,15 +300,15 @@ class Promoter:
             turn = self._encode(flight)
             await self._context.gate.wait()
             handle = await self._door.write(turn)
-        except TurnRefused as error:
+        except PromotionTxnRefused as error:
             self._trouble.isolate(plan.promote, error.cause)
             self._targets.forget(error.cause.topic)
             log.warning("turn refused", partition=self._door.partition, why=error.cause.message)
             self._lost = True
             self._failed(flight)
-        except (TurnLost, Fenced, KafkaUnavailable) as error:
+        except (PromotionTxnLost, Fenced, KafkaUnavailable) as error:
             self._note_lost(flight, error)
-            if isinstance(error, TurnLost) and error.cause is not None:
+            if isinstance(error, PromotionTxnLost) and error.cause is not None:
                 # Or every turn from now on would be lost with it.
                 self._trouble.avoid(error.cause)
         else:
@@ -381,11 +381,11 @@ class Promoter:
                 progressed=self._ledger.op_progress,
             )
             if not unknown:
-                unproved = self._door.unproved(_places(plan))
-                if not unproved:
+                unverified = self._door.unverified(_places(plan))
+                if not unverified:
                     return plan
                 # Planned anew in any case: something may have been decided meanwhile.
-                for cause in await self._door.prove(unproved):
+                for cause in await self._door.verify_no_open_txn(unverified):
                     log.warning(
                         "target kept off", partition=self._door.partition, why=cause.message
                     )
@@ -420,7 +420,7 @@ class Promoter:
 
     # --- writing ---------------------------------------------------------------------------
 
-    def _encode(self, flight: _Flight) -> Turn:
+    def _encode(self, flight: _Flight) -> PromotionTxn:
         plan = flight.plan
         promoted = _targets(plan.promote, self._installation)
         parked: list[Record] = []
@@ -442,7 +442,7 @@ class Promoter:
         accounted = min(flight.progress.half, self._ledger.accounted(self._in_flight))
         refused = self._ledger.wrote_refused
         progress = structs.replace(flight.progress, refused=refused, accounted=accounted)
-        return Turn(promoted, tuple(parked), progress)
+        return PromotionTxn(promoted, tuple(parked), progress)
 
     def _progress(self, plan: Plan) -> Progress:
         ledger = self._ledger
@@ -464,12 +464,12 @@ class Promoter:
             self._failure = task.exception()
             self._wake.set()
 
-    async def _finish(self, flight: _Flight, handle: TurnHandle) -> None:
+    async def _finish(self, flight: _Flight, handle: PromotionTxnHandle) -> None:
         """See a turn to its end: committed, then visible."""
         plan, ledger = flight.plan, self._ledger
         try:
             await handle.committed()
-        except (TurnLost, Fenced, KafkaUnavailable) as error:
+        except (PromotionTxnLost, Fenced, KafkaUnavailable) as error:
             self._note_lost(flight, error)
             self._wake.set()
             return
@@ -517,7 +517,7 @@ class Promoter:
         self._context.events.kafka_failed("turn")
         self._lost = True
 
-    async def _visible(self, plan: Plan, handle: TurnHandle) -> None:
+    async def _visible(self, plan: Plan, handle: PromotionTxnHandle) -> None:
         """Wait for as long as it takes: the turn is committed, so it will be seen."""
         while True:
             try:
@@ -583,7 +583,7 @@ def _refuse_lost(plan: Plan, lost: set[str]) -> None:
     plan.promote = [each for each in plan.promote if each.id not in lost]
 
 
-def _note_copies(flight: _Flight, handle: TurnHandle) -> None:
+def _note_copies(flight: _Flight, handle: PromotionTxnHandle) -> None:
     """Remember where the copies of a committed turn lie, to read them again one day."""
     taken = 0
     for transaction, count in flight.copies:
